@@ -1,0 +1,45 @@
+# Needs Python 3.11 or later and make; everything else goes into .venv.
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# One thread a process: the tests run in WORKERS processes, and threads on top would compete for the same cores.
+export OMP_NUM_THREADS := 1
+# pyright is pinned; it need not ask the network for a newer one.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help env lint format test clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+env: $(STAMP)  ## the development environment, in .venv
+
+lint: $(STAMP)  ## ruff, pyright and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## lay the code out as lint wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint  ## lint, then all tests and the examples in docstrings
+	$(BIN)/pytest -n $(WORKERS)
+
+clean:  ## remove .venv and all caches
+	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment that is there is brought up to date, in seconds; `make clean` starts one from nothing. The package
+# itself is built with the pinned setuptools too, hence no build isolation.
+$(STAMP): pyproject.toml constraints.txt tests/requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	$(PIP) --no-deps --requirement tests/requirements.txt
+	touch $@

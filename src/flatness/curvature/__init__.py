@@ -1,0 +1,1 @@
+"""Curvature of layers: additive statistics, the exact engine, and eigenvalues from products."""

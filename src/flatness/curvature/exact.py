@@ -1,0 +1,156 @@
+"""The exact engine: every statistic of every layer from one streaming pass.
+
+Per sample let ∇²_f ℓ = Σ_k c_k s_k s_kᵀ. One backward pass sends s_k to all layers at once; with δ_k what arrives at a layer
+and g_k = δ_k Φᵀ, the Gauss-Newton part of that layer's Hessian is the mean of Σ_k c_k vec(g_k) vec(g_k)ᵀ. Where the network
+is piecewise linear after the layer, that is the Hessian. Which layers qualify was decided by the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.affine import AffineModule
+from flatness.curvature.layer_sums import LayerSums, PlainSums, PositionSums
+from flatness.curvature.recording import Recording
+from flatness.curvature.routes import LayerRoute, Routes
+from flatness.curvature.softmax_head import softmax_head_sums
+from flatness.curvature.statistics import Statistics
+from flatness.losses import Items
+from flatness.problem import Problem
+
+
+def exact_statistics(problem: Problem, routes: Routes, spreads: dict[str, Tensor]) -> Statistics:
+    """All statistics that the routes ask for, summed over the data.
+
+    Args:
+        problem: The model, data and loss, already guarded.
+        routes: How each layer is to be measured.
+        spreads: V per input unit of the layers that need `relative_normalized`.
+    """
+    total = Statistics()
+    with Recording(routes.modules(), edges=routes.backward, copy_inputs=routes.copy_inputs) as recording:
+
+        def step(batch: Any) -> None:
+            recording.clear()
+            with torch.set_grad_enabled(routes.backward):
+                items = problem.items(batch)
+            part = _batch_statistics(problem, routes, recording, items, spreads)
+            recording.clear()
+            total.merge(part)
+
+        problem.stream(step, "curvature")
+    if not bool(total.risk.isfinite()):
+        problem.locate_bad_loss()
+    return total
+
+
+def signals(problem: Problem, items: Items, edges: list[Any]) -> Iterator[tuple[tuple[Tensor | None, ...], Tensor | None]]:
+    """Backward passes: for every output direction, what arrives at each edge, and the signed weight per sample.
+
+    With T predictions per sample that meet on their way back, each needs a pass of its own: T·R passes instead of R.
+    """
+    T = items.logits.shape[1]
+    for s, c in problem.loss.factors(items):
+        for t in range(T):
+            sent = s if T == 1 else _only(s, t)
+            weight = None if c is None else c[:, t].to(s.dtype)
+            arrived = torch.autograd.grad(items.logits, edges, sent, retain_graph=True, allow_unused=True)
+            yield arrived, weight
+
+
+def separable_signals(problem: Problem, items: Items, edge: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Signals at a layer whose positions are the predictions themselves: all T at once, one weight per prediction."""
+    for s, c in problem.loss.factors(items):
+        (arrived,) = torch.autograd.grad(items.logits, [edge], s, retain_graph=True)
+        yield arrived, None if c is None else c.flatten().to(s.dtype)
+
+
+def rows_of_features(route: LayerRoute, x: Tensor, n: int) -> Tensor:
+    """Φ with every position a row of its own: (n·P, m)."""
+    Phi = route.layer.features(x, n)
+    return Phi[:, 0].transpose(1, 2).reshape(-1, Phi.shape[2])
+
+
+def _batch_statistics(
+    problem: Problem, routes: Routes, recording: Recording, items: Items, spreads: dict[str, Tensor]
+) -> Statistics:
+    part = Statistics()
+    n = items.logits.shape[0]
+    with torch.no_grad():
+        part.count(n, problem.loss.normaliser(items), problem.loss.values(items).sum(dtype=torch.float64))
+    for route in routes.kind("softmax head"):
+        a = problem.loss.softmax_weight(items)
+        if a is None:
+            raise AssertionError(f"{problem.loss.name} has no softmax form")
+        phi = rows_of_features(route, recording.one(route.name).x, n)
+        logits = items.logits.detach().flatten(0, 1)
+        needs = route.needs | ({"bias"} if routes.network else frozenset())
+        _store(part, route, softmax_head_sums(route.layer, needs, phi, logits, a.flatten(), spreads.get(route.name)))
+    for route in routes.kind("separable"):
+        record = recording.one(route.name)
+        sums = PlainSums(route.layer, route.needs, rows_of_features(route, record.x, n), spreads.get(route.name))
+        for arrived, c in separable_signals(problem, items, record.z_edge):
+            delta = route.layer.signals(arrived, n)[:, 0].transpose(1, 2)
+            sums.add(delta.reshape(-1, delta.shape[2]), None, c)
+        _store(part, route, sums.sums())
+    _add_passes(problem, routes, recording, items, spreads, part)
+    return part
+
+
+def _add_passes(
+    problem: Problem, routes: Routes, recording: Recording, items: Items, spreads: dict[str, Tensor], part: Statistics
+) -> None:
+    layers, affine = routes.kind("passes"), routes.affine
+    if not layers and not affine:
+        return
+    n = items.logits.shape[0]
+    sums = [_sums_of(route, recording.one(route.name).x, n, spreads.get(route.name)) for route in layers]
+    edges: list[Any] = [recording.one(route.name).z_edge for route in layers]
+    edges += [recording.one(module.name).z_edge for module in affine]
+    asking = [index for index, route in enumerate(layers) if route.needs_input_signal]
+    edges += [recording.one(layers[index].name).x_edge for index in asking]
+    traces: dict[str, Tensor] = {}
+    for arrived, c in signals(problem, items, edges):
+        at_inputs = dict(zip(asking, arrived[len(layers) + len(affine) :], strict=True))
+        for index, (route, layer_sums) in enumerate(zip(layers, sums, strict=True)):
+            dz = arrived[index]
+            if dz is not None:
+                layer_sums.add(route.layer.signals(dz, n), at_inputs.get(index), c)
+        for module, dz in zip(affine, arrived[len(layers) : len(layers) + len(affine)], strict=True):
+            if dz is not None:
+                _add_affine(traces, module, recording.one(module.name).x, dz, c)
+    for route, layer_sums in zip(layers, sums, strict=True):
+        _store(part, route, layer_sums.sums())
+    for name, diagonal in traces.items():
+        part.add(name, "diagonal", diagonal)
+
+
+def _sums_of(route: LayerRoute, x: Tensor, n: int, spread: Tensor | None) -> LayerSums:
+    if route.layer.plain and route.positions == 1:
+        return PlainSums(route.layer, route.needs, x.reshape(n, -1), spread)
+    return PositionSums(route.layer, route.needs, x, n, spread)
+
+
+def _add_affine(traces: dict[str, Tensor], module: AffineModule, x: Tensor, dz: Tensor, c: Tensor | None) -> None:
+    for name, g in module.gradients(x, dz).items():
+        squares = (g.square() if c is None else g.square() * c[:, None]).sum(0, dtype=torch.float64)
+        traces[name] = traces[name] + squares if name in traces else squares
+
+
+def _store(part: Statistics, route: LayerRoute, sums: dict[str, Tensor]) -> None:
+    for statistic, value in sums.items():
+        if statistic == "bias":
+            if route.layer.bias is not None:
+                part.add(f"{route.name}.bias", "diagonal", value)
+        else:
+            part.add(route.name, statistic, value)
+
+
+def _only(s: Tensor, t: int) -> Tensor:
+    kept = torch.zeros_like(s)
+    kept[:, t] = s[:, t]
+    return kept

@@ -1,0 +1,67 @@
+"""Spread of the features a layer sees, from one forward pass: what `relative_flatness_normalized` divides by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.recording import Recording
+from flatness.layers import Layer
+from flatness.problem import Problem
+
+# A feature whose standard deviation is below this share of its root mean square counts as constant.
+_CONSTANT = 1e-5
+
+
+class _Moments:
+    """Count, Σ(x − r) and Σ(x − r)² per input unit, around a reference r from the first batch.
+
+    The reference makes a constant feature's variance exactly that of rounding, also in float32.
+    """
+
+    def __init__(self, reference: Tensor) -> None:
+        self.reference = reference
+        self.count = 0
+        self.first = torch.zeros_like(reference, dtype=torch.float64)
+        self.second = torch.zeros_like(reference, dtype=torch.float64)
+
+    def add(self, values: Tensor) -> None:
+        """Add values (n, units, positions)."""
+        centred = values - self.reference[:, None]
+        self.first += centred.sum((0, 2), dtype=torch.float64)
+        self.second += centred.square().sum((0, 2), dtype=torch.float64)
+        self.count += values.shape[0] * values.shape[2]
+
+    def spread(self) -> Tensor:
+        """V per unit: the standard deviation; |mean| for a constant feature; 0 for a dead one."""
+        shift = self.first / self.count
+        variance = (self.second / self.count - shift.square()).clamp(min=0)
+        mean = self.reference.double() + shift
+        rms = (variance + mean.square()).sqrt()
+        return torch.where(variance.sqrt() > _CONSTANT * rms, variance.sqrt(), mean.abs())
+
+
+def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: bool) -> dict[str, Tensor]:
+    """V per input unit of every layer, over samples and positions (MATH: standard deviation, not variance).
+
+    petzka2021's Theorem 4 says "variance"; only the standard deviation makes the normalised measure invariant.
+    """
+    moments: dict[str, _Moments] = {}
+    modules = {name: layer.module for name, layer in layers.items()}
+    with Recording(modules, edges=False, copy_inputs=copy_inputs) as recording:
+
+        def step(batch: Any) -> None:
+            recording.clear()
+            with torch.no_grad():
+                items = problem.items(batch)
+            n = items.logits.shape[0]
+            for name, layer in layers.items():
+                values = layer.per_input_unit(recording.one(name).x, n)
+                if name not in moments:
+                    moments[name] = _Moments(values.mean((0, 2)))
+                moments[name].add(values)
+
+        problem.stream(step, "features")
+    return {name: moment.spread() for name, moment in moments.items()}

@@ -1,0 +1,127 @@
+"""What flows through a network's layers in one forward pass: inputs, and the places where signals come back.
+
+Recorded are *gradient edges*, not output tensors. An edge is fixed at the moment the layer returns, so an in-place
+activation that overwrites the layer's output afterwards does not change what its derivative means. No copy is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from flatness.errors import LayerError
+
+
+@dataclass(slots=True)
+class Record:
+    """One call of one module: its input x, and the gradient edges of x (as this module alone sees it) and of z."""
+
+    x: Tensor
+    x_version: int
+    x_edge: GradientEdge | None
+    z_edge: GradientEdge | None
+    z_shape: torch.Size
+
+
+class Recording:
+    """Hooks on modules that record every call; a context manager that leaves no hook behind.
+
+    Args:
+        modules: Modules by name.
+        edges: Whether derivatives will be asked for. Without, the pass may run under `torch.no_grad`.
+        copy_inputs: Record copies of the inputs, for networks that overwrite them in place later on.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], *, edges: bool = True, copy_inputs: bool = False) -> None:
+        self.calls: dict[str, list[Record]] = {}
+        self._modules = modules
+        self._edges = edges
+        self._copy_inputs = copy_inputs
+        self._handles: list[Any] = []
+        self._entered: dict[str, Tensor] = {}
+
+    def __enter__(self) -> Recording:
+        """Install the hooks."""
+        for name, module in self._modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after(name)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Remove the hooks and drop what was recorded."""
+        for handle in self._handles:
+            handle.remove()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.calls.clear()
+        self._entered.clear()
+
+    def one(self, name: str) -> Record:
+        """The only call of a module."""
+        calls = self.calls.get(name, [])
+        if len(calls) != 1:
+            raise LayerError(
+                f"Expected {name!r} to be called once in every forward pass but it was called {len(calls)} times on this "
+                f"batch. A network whose path depends on the data cannot be measured layer by layer: pass layers= without it."
+            )
+        return calls[0]
+
+    def overwritten(self) -> list[str]:
+        """Names of modules whose recorded input was changed in place after they had used it."""
+        return [name for name, calls in self.calls.items() if any(call.x._version != call.x_version for call in calls)]
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x, rebuild = _input_of(name, args, kwargs)
+            if self._copy_inputs:
+                x = x.clone()
+            if self._edges:
+                # A view of its own: the derivative at this edge is what flows through this module alone.
+                x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+            self._entered[name] = x
+            return rebuild(x)
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+            x = self._entered.pop(name)
+            replaced = self._edges and output._is_view()
+            if replaced:
+                # In-place operations on a view rewire its base's graph and would bypass the edge.
+                output = output.clone()
+            self.calls.setdefault(name, []).append(
+                Record(
+                    x.detach(),
+                    x._version,
+                    get_gradient_edge(x) if self._edges else None,
+                    get_gradient_edge(output) if self._edges else None,
+                    output.shape,
+                )
+            )
+            return output if replaced else None
+
+        return hook
+
+
+def _input_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    """The tensor a module multiplies, and how to put another one in its place."""
+    if args and isinstance(args[0], Tensor):
+        return args[0], lambda x: ((x, *args[1:]), kwargs)
+    if isinstance(kwargs.get("input"), Tensor):
+        return kwargs["input"], lambda x: (args, {**kwargs, "input": x})
+    raise LayerError(f"Expected {name!r} to be called with a tensor as its first argument but got {type(args[:1])}.")
+
+
+def modules_called(recording: Recording, names: Iterable[str]) -> list[str]:
+    """Those of `names` that were called, in the order of their first call."""
+    wanted = set(names)
+    return [name for name in recording.calls if name in wanted]

@@ -1,0 +1,137 @@
+"""How each layer is measured, decided once from a recorded example before any data is streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from flatness.affine import AffineModule
+from flatness.curvature.layer_sums import gram_is_cheaper
+from flatness.curvature.recording import Record
+from flatness.graph import only_layout_between
+from flatness.layers import Layer
+from flatness.losses import Items, Loss
+
+Kind = Literal["softmax head", "separable", "passes"]
+_BACKPROPAGATED = frozenset({"relative", "relative_normalized", "outgoing"})
+
+
+@dataclass
+class LayerRoute:
+    """How one layer's statistics are computed.
+
+    Attributes:
+        kind: "softmax head" is a closed form on the forward pass; "separable" a last layer whose positions are the predictions;
+            "passes" one backward pass per output direction.
+        needs: The statistics wanted of this layer.
+        positions: P, how often a sample meets W.
+        input_size: Numbers in one sample of the layer's input.
+    """
+
+    name: str
+    layer: Layer
+    kind: Kind
+    needs: frozenset[str]
+    positions: int
+    input_size: int
+
+    @property
+    def needs_input_signal(self) -> bool:
+        """Whether the derivative at the layer's input is used."""
+        plain = self.layer.plain and self.positions == 1
+        return bool(self.needs & _BACKPROPAGATED) if plain else "outgoing" in self.needs
+
+    def numbers_per_sample(self) -> int:
+        """Rough count of numbers one sample occupies while this layer is being measured."""
+        G, d, m = self.layer.matrix().shape
+        P = self.positions
+        held = 2 * self.input_size + 3 * G * d * P
+        if self.layer.plain and P == 1:
+            return held + m + d
+        copies = 2 if "relative_normalized" in self.needs else 1
+        by_g = "diagonal" in self.needs or not gram_is_cheaper(m, P)
+        return held + copies * G * m * P + (4 * G * d * m if by_g else copies * G * P * P)
+
+
+@dataclass
+class Routes:
+    """The routes of all layers, and what else the pass records.
+
+    Attributes:
+        layers: One route per layer.
+        affine: Norm layers and PReLUs whose diagonals complete the network's trace.
+        network: Whether all parameters of the network are being traced.
+        passes: Backward passes per micro-batch.
+        copy_inputs: Whether inputs must be copied because the network overwrites them.
+    """
+
+    layers: list[LayerRoute]
+    affine: list[AffineModule] = field(default_factory=list)
+    network: bool = False
+    passes: int = 0
+    copy_inputs: bool = False
+
+    @property
+    def backward(self) -> bool:
+        """Whether any derivative is taken at all."""
+        return bool(self.affine) or any(route.kind != "softmax head" for route in self.layers)
+
+    def kind(self, kind: Kind) -> list[LayerRoute]:
+        """The routes of one kind."""
+        return [route for route in self.layers if route.kind == kind]
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules to record."""
+        modules = {route.name: route.layer.module for route in self.layers}
+        return modules | {module.name: module.module for module in self.affine}
+
+
+def route_kind(layer: Layer, record: Record, items: Items, loss: Loss) -> Kind:
+    """The cheapest exact way to a layer's statistics."""
+    if layer.groups != 1 or record.z_edge is None or not only_layout_between(items.logits, record.z_edge):
+        return "passes"
+    if not _positions_are_predictions(layer, record, items):
+        return "passes"
+    # The closed form sees columns, not input channels: kernels of several taps take the other route.
+    if loss.softmax_weight(items) is not None and layer.taps == 1:
+        return "softmax head"
+    return "separable" if items.logits.shape[1] > 1 else "passes"
+
+
+def _positions_are_predictions(layer: Layer, record: Record, items: Items) -> bool:
+    """Whether position p of the layer is prediction p of the output, row k its output k.
+
+    One marker vector per prediction, (p + 1)(e_0 − e_1), is sent back. It sums to zero, so a log-softmax lets it pass unchanged.
+    """
+    n, T, K = items.logits.shape
+    marker = torch.zeros_like(items.logits)
+    numbers = torch.arange(1, T + 1, device=marker.device, dtype=marker.dtype)
+    marker[:, :, 0] = numbers
+    if K > 1:
+        marker[:, :, 1] = -numbers
+    (arrived,) = torch.autograd.grad(items.logits, [record.z_edge], marker, retain_graph=True, allow_unused=True)
+    if arrived is None or arrived.numel() != marker.numel():
+        return False
+    delta = layer.signals(arrived, n)[:, 0].transpose(1, 2)
+    return delta.shape == marker.shape and bool(torch.allclose(delta, marker, rtol=1e-3, atol=1e-3))
+
+
+def positions_of(layer: Layer, record: Record, n: int) -> int:
+    """P, from the shape of the recorded output."""
+    d = layer.output_units
+    return max(1, record.z_shape.numel() // max(1, n * d))
+
+
+def bytes_per_sample(routes: Routes, records: Mapping[str, Record], items: Items, itemsize: int) -> int:
+    """Memory that one sample of a micro-batch takes: activations kept by autograd, features, and working space."""
+    n = items.logits.shape[0]
+    activations = sum((record.x.numel() + record.z_shape.numel()) // n for record in records.values())
+    outputs = 6 * items.logits.numel() // n
+    layers = sum(route.numbers_per_sample() for route in routes.layers if route.kind != "softmax head")
+    return itemsize * (2 * activations + outputs + layers)
+
+

@@ -1,0 +1,104 @@
+"""Additive statistics: float64 sums over samples that one streaming pass accumulates for all layers.
+
+Sums add up, so batches, processes and machines are the same thing: partial sums that get merged, in any order.
+
+| statistic             | shape           | divided by the normaliser it is                                           |
+|-----------------------|-----------------|---------------------------------------------------------------------------|
+| `row_traces`          | (rows,)         | Tr H_ss for every row s of W                                               |
+| `relative`            | ()              | κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss'                                          |
+| `relative_normalized` | ()              | the same for features of unit spread                                      |
+| `outgoing`            | (input units,)  | w(j)ᵀ H w(j) for the outgoing weights of input unit j                     |
+| `incoming`            | (rows,)         | w_sᵀ H_ss w_s for every row s                                             |
+| `diagonal`            | (G, d, m)       | the diagonal of H; also kept for biases and norm scales, as a vector      |
+| `block_traces`        | (G, d, d)       | Tr H_ss' for every pair of rows of a group                                |
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.errors import DataError
+
+LAYER_STATISTICS = frozenset(
+    {"row_traces", "relative", "relative_normalized", "outgoing", "incoming", "diagonal", "block_traces"}
+)
+_VERSION = 1
+
+
+class Statistics:
+    """Sums by owner (a layer or a parameter) and statistic, with the normaliser they are to be divided by.
+
+    Attributes:
+        sums: ``sums[owner][statistic]``, float64.
+        normaliser: C = Σ c_i of the data seen so far; the risk's denominator.
+        risk: Σ c_i ℓ_i of the data seen so far; the risk's numerator.
+        samples: Number of samples seen so far.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, Tensor]] = {}
+        self.normaliser: Tensor = torch.zeros((), dtype=torch.float64)
+        self.risk: Tensor = torch.zeros((), dtype=torch.float64)
+        self.samples = 0
+
+    def add(self, owner: str, statistic: str, value: Tensor) -> None:
+        """Add one batch's sum."""
+        mine = self.sums.setdefault(owner, {})
+        value = value.detach().double()
+        mine[statistic] = mine[statistic] + value if statistic in mine else value
+
+    def count(self, samples: int, normaliser: Tensor, risk: Tensor) -> None:
+        """Count one batch."""
+        self.samples += samples
+        self.normaliser = self.normaliser.to(normaliser.device) + normaliser.detach().double()
+        self.risk = self.risk.to(risk.device) + risk.detach().double()
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Add another part of the data to this one, in place, and return it."""
+        for owner, statistics in other.sums.items():
+            for name, value in statistics.items():
+                mine = self.sums.get(owner, {}).get(name)
+                self.add(owner, name, value if mine is None else value.to(mine.device))
+        self.count(other.samples, other.normaliser, other.risk)
+        return self
+
+    def mean(self, owner: str, statistic: str) -> Tensor:
+        """A statistic divided by the normaliser, on the host."""
+        return (self.sums[owner][statistic] / self.normaliser.to(self.sums[owner][statistic].device)).cpu()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sums to a file, to be merged elsewhere."""
+        content: dict[str, Any] = {
+            "version": _VERSION,
+            "sums": {owner: {k: v.cpu() for k, v in values.items()} for owner, values in self.sums.items()},
+            "normaliser": self.normaliser.cpu(),
+            "risk": self.risk.cpu(),
+            "samples": self.samples,
+        }
+        target = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+        os.close(handle)
+        try:
+            torch.save(content, temporary)
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Statistics:
+        """Read sums that `save` wrote."""
+        content = torch.load(path, weights_only=True, map_location="cpu")
+        if not isinstance(content, dict) or content.get("version") != _VERSION:
+            raise DataError(f"Expected statistics saved by this version of flatness but got something else in {path}.")
+        statistics = cls()
+        statistics.sums = content["sums"]
+        statistics.normaliser, statistics.risk = content["normaliser"], content["risk"]
+        statistics.samples = content["samples"]
+        return statistics

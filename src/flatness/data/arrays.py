@@ -1,0 +1,140 @@
+"""Data sets that are arrays already: scikit-learn's digits, and the user's own ``.npz`` files."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from flatness.errors import DataError, listed
+
+_INPUTS = ("x", "inputs", "images")
+_TARGETS = ("y", "targets", "labels")
+
+
+def digits(split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The 8×8 digits of scikit-learn: (samples, 1, 8, 8) with pixels 0 to 16, and labels.
+
+    The set has no published split. Here a fifth of each class is for testing, rounded: 1,438 samples to
+    train, 360 to test, in an order drawn once and for all (numpy's `RandomState` keeps its stream from
+    version to version).
+    """
+    from sklearn.datasets import load_digits  # scikit-learn takes a second to import, and only this needs it
+
+    images, labels = map(np.asarray, load_digits(return_X_y=True))
+    order = np.random.RandomState(0).permutation(len(labels))
+    is_test = np.zeros(len(labels), bool)
+    for label in range(10):
+        members = order[labels[order] == label]
+        is_test[members[: round(len(members) / 5)]] = True
+    chosen = order[is_test[order] == (split == "test")]
+    return images[chosen].reshape(-1, 1, 8, 8), labels[chosen]
+
+
+class ArrayFile:
+    """A ``.npz`` file with inputs and targets, for training and perhaps for testing.
+
+    Inputs are called ``x``, ``inputs`` or ``images``, targets ``y``, ``targets`` or ``labels``, in upper or
+    lower case. Those for training may, those for testing must carry their split: ``x_test`` or ``test_x``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.expanduser(os.fspath(path))
+        try:
+            archive = np.load(self.path, allow_pickle=False)
+        except FileNotFoundError as error:
+            raise DataError(f"Expected {self.path} to be an .npz file, but there is no such file.") from error
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"Expected {self.path} to be an .npz archive, but it cannot be read as one."
+            ) from error
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise DataError(f"Expected {self.path} to be an .npz archive, but it is a single array.")
+        with archive:
+            self.names = list(archive.files)
+
+    def split(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of a split, checked to fit each other."""
+        inputs, targets = self.inputs(split), self.targets(split)
+        if len(inputs) != len(targets):
+            raise DataError(
+                f"Expected as many targets as inputs, but {self.path} has {len(inputs):,} inputs and"
+                f" {len(targets):,} targets to {split}."
+            )
+        return inputs, targets
+
+    def inputs(self, split: str) -> np.ndarray:
+        """Inputs of a split: uint8 as stored, all else as finite float32."""
+        name = self._name(_INPUTS, split)
+        values = self._read(name)
+        if values.dtype.kind not in "iufb" or values.ndim < 2:
+            raise DataError(
+                f"Expected {name!r} in {self.path} to be numbers with a first axis of samples and at least"
+                f" one more, but got {values.dtype} of shape {values.shape}."
+            )
+        if values.dtype == np.uint8:
+            return values
+        finite = np.isfinite(values).reshape(len(values), -1).all(axis=1)
+        if not finite.all():
+            raise DataError(
+                f"Expected finite inputs, but sample {int(np.argmin(finite))} of {name!r} in {self.path} has"
+                " NaN or infinite values."
+            )
+        return values.astype(np.float32)
+
+    def targets(self, split: str) -> np.ndarray:
+        """Targets of a split: class labels as int64 of shape (samples,), real targets as float32."""
+        name = self._name(_TARGETS, split)
+        values = self._read(name)
+        if values.dtype.kind == "f" and values.ndim >= 1:
+            return values.astype(np.float32)
+        if values.ndim == 2 and values.shape[1] == 1:
+            values = values[:, 0]
+        if values.dtype.kind not in "iub" or values.ndim != 1:
+            raise DataError(
+                f"Expected {name!r} in {self.path} to be one class label per sample, or real numbers, but got"
+                f" {values.dtype} of shape {values.shape}."
+            )
+        if values.size and values.min() < 0:
+            raise DataError(
+                f"Expected class labels from 0 up, but sample {int(np.argmax(values < 0))} of {name!r} in"
+                f" {self.path} has {values[values < 0][0]}."
+            )
+        return values.astype(np.int64)
+
+    def class_count(self) -> int:
+        """One more than the largest label of any split; 0 for real targets."""
+        splits = [split for split in ("train", "test") if self._candidates(_TARGETS, split)]
+        labels = [self.targets(split) for split in splits]
+        return max(
+            (int(each.max()) + 1 for each in labels if each.dtype == np.int64 and each.size), default=0
+        )
+
+    def _candidates(self, stems: Sequence[str], split: str) -> list[str]:
+        spellings = {f"{stem}_{split}" for stem in stems} | {f"{split}_{stem}" for stem in stems}
+        if split == "train":
+            spellings |= set(stems)
+        return [name for name in self.names if name.lower() in spellings]
+
+    def _name(self, stems: Sequence[str], split: str) -> str:
+        found = self._candidates(stems, split)
+        if len(found) != 1:
+            wanted = " or ".join(stems if split == "train" else [f"{stem}_{split}" for stem in stems])
+            raise DataError(
+                f"Expected one array called {wanted} in {self.path}, but"
+                f" {'several fit' if found else 'none is'}: it has {listed(self.names) or 'no arrays'}."
+            )
+        return found[0]
+
+    def _read(self, name: str) -> np.ndarray:
+        try:
+            with np.load(self.path, allow_pickle=False) as archive:
+                return archive[name]
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(
+                f"Expected {name!r} in {self.path} to be an array of numbers, but it is truncated, corrupted"
+                " or pickled (pickled objects are never loaded)."
+            ) from error

@@ -1,0 +1,124 @@
+"""CIFAR-10 as published: binary batches, Python batches, and the archives of both."""
+
+from __future__ import annotations
+
+import tarfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from flatness.data.array_pickle import ArrayPickleError, load_array_pickle
+from flatness.errors import DataError
+
+PIXELS = 3 * 32 * 32
+_RECORD = 1 + PIXELS
+_ROUGHLY_A_BATCH = 64 * 2**20  # a published batch has 31 MB; more than this is not read from an archive
+
+
+def read_batches(form: str, paths: Sequence[Path], split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the batches of a split and join them.
+
+    Args:
+        form: "binary", "python", "binary archive" or "python archive".
+        paths: The batches, or the one archive that holds them.
+        split: "train" or "test"; says which batches to read from an archive.
+
+    Returns:
+        Images, (samples, 3, 32, 32), and labels, (samples,), both uint8. The images may be a strided view.
+    """
+    if form.endswith("archive"):
+        suffix = ".bin" if form.startswith("binary") else ""
+        names = (
+            [f"data_batch_{i}{suffix}" for i in range(1, 6)] if split == "train" else [f"test_batch{suffix}"]
+        )
+        contents = _read_archive(paths[0], names)
+        batches = [(f"{name} in {paths[0]}", contents[name]) for name in names]
+    else:
+        batches = [(str(path), _read_file(path)) for path in paths]
+    if form.startswith("binary"):
+        records = np.concatenate([_binary_records(raw, where) for where, raw in batches])
+        return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
+    parts = [_python_batch(raw, where) for where, raw in batches]
+    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"Expected to read {path}, but got: {error.strerror or error}.") from error
+
+
+def _read_archive(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
+    """Read the wanted members in one pass, in whatever order they come, without unpacking to disk."""
+    contents: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r|gz") as archive:
+            for member in archive:
+                name = PurePosixPath(member.name).name
+                stream = (
+                    archive.extractfile(member)
+                    if name in wanted and member.size <= _ROUGHLY_A_BATCH
+                    else None
+                )
+                if stream is not None:
+                    contents[name] = stream.read()
+                if len(contents) == len(wanted):
+                    break
+    except PermissionError as error:
+        raise DataError(f"Expected to read {path}, but got: {error.strerror}.") from error
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise DataError(
+            f"Expected {path} to be a whole .tar.gz archive, but it is truncated or corrupted."
+            " Download it again."
+        ) from error
+    missing = [name for name in wanted if name not in contents]
+    if missing:
+        raise DataError(f"Expected {path} to hold {', '.join(wanted)}, but it lacks {', '.join(missing)}.")
+    return contents
+
+
+def _binary_records(raw: bytes, where: str) -> np.ndarray:
+    """A label byte and 3,072 pixel bytes, red plane first, for each sample."""
+    if not raw or len(raw) % _RECORD:
+        raise DataError(
+            f"Expected {where} to hold records of {_RECORD:,} bytes (10,000 of them as published), but got"
+            f" {len(raw):,} bytes. Download it again."
+        )
+    return np.frombuffer(raw, np.uint8).reshape(-1, _RECORD)
+
+
+def _python_batch(raw: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        batch = load_array_pickle(raw)
+    except ArrayPickleError as error:
+        raise DataError(
+            f"Expected {where} to be a pickle of arrays, numbers and text, but {error}. Download it again."
+        ) from error
+    fields = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
+    images, labels = fields.get("data"), fields.get("labels")
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
+        found = (
+            f"{images.dtype} of shape {images.shape}"
+            if isinstance(images, np.ndarray)
+            else type(images).__name__
+        )
+        raise DataError(
+            f"Expected 'data' in {where} to be uint8 of shape (samples, {PIXELS}), but got {found}."
+        )
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+        raise DataError(
+            f"Expected 'labels' in {where} to be a list of whole numbers, but got {_described(labels)}."
+        )
+    if len(labels) != len(images):
+        raise DataError(
+            f"Expected as many labels as images, but {where} has {len(images):,} images and"
+            f" {len(labels):,} labels."
+        )
+    return images.reshape(-1, 3, 32, 32), np.asarray(labels, np.int64)
+
+
+def _described(labels: object) -> str:
+    return "a list with something else in it" if isinstance(labels, list) else type(labels).__name__

@@ -1,0 +1,83 @@
+"""The exceptions of the library, and the grammar of their messages.
+
+Every message says three things: what was expected, what arrived, and what to do instead. There is one class per cause,
+and each also derives from the built-in exception a caller would think of first.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FlatnessError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class DataError(FlatnessError, ValueError):
+    """The data cannot be measured: empty, ragged, out of range, or different on every pass."""
+
+
+class LossError(FlatnessError, ValueError):
+    """The loss is unknown, or is not a mean of one loss per sample."""
+
+
+class ModelError(FlatnessError, ValueError):
+    """The model cannot be measured as it is."""
+
+
+class NondeterministicError(FlatnessError, RuntimeError):
+    """The same batch gave two different outputs."""
+
+
+class NotFiniteError(FlatnessError, ArithmeticError):
+    """A weight, an output or a loss is NaN or infinite."""
+
+
+class NotExactError(FlatnessError, ValueError):
+    """Exact curvature was needed where only an estimate exists."""
+
+
+class LayerError(FlatnessError, ValueError):
+    """A layer is unknown, unsupported, or was not used in the forward pass."""
+
+
+class MeasureError(FlatnessError, ValueError):
+    """A measure is unknown or wrongly declared."""
+
+
+class OptionError(FlatnessError, ValueError):
+    """An argument has a value it cannot have."""
+
+
+class ReportError(FlatnessError, LookupError):
+    """A report does not hold what was asked of it."""
+
+
+class OutOfMemoryError(FlatnessError, MemoryError):
+    """Not even one sample fits into memory."""
+
+
+def nearest(name: object, candidates: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the closest candidate, or an empty string.
+
+    >>> nearest("relative_flatnes", ["relative_flatness", "weight_norm"])
+    " Did you mean 'relative_flatness'?"
+    >>> nearest("zzz", ["relative_flatness"])
+    ''
+    """
+    close = difflib.get_close_matches(str(name), list(candidates), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def listed(names: Iterable[object], limit: int = 12) -> str:
+    """Join names for a message, cutting long lists: ``a, b, c and 4 more``.
+
+    >>> listed(["fc1", "fc2"])
+    'fc1, fc2'
+    >>> listed(range(5), limit=3)
+    '0, 1, 2 and 2 more'
+    """
+    names = [str(name) for name in names]
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,74 @@
+"""From views of layers to rows of a report: values, reductions over units and layers, and their notes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.spectrum import Spectrum
+from flatness.measures.catalogue import SPECTRA, LayerView, Measure, NetworkView, reduce_values
+from flatness.plan import Plan
+from flatness.result import Result
+
+
+def finalise(plan: Plan, views: list[LayerView], network: NetworkView, loss: str) -> list[Result]:
+    """All rows of a report, measure by measure, layers in network order."""
+    results: list[Result] = []
+    for measure in plan.measures:
+        template = Result(measure.name, "layer", 0.0, method="exact", loss=loss, curvature=plan.curvature)
+        per_layer: list[Result] = []
+        for view in views:
+            view = replace(view, options=plan.options[measure.name])
+            per_layer += _layer_rows(measure, view, plan.reasons[view.name], template)
+        results += per_layer
+        results += _network_rows(measure, per_layer, network, plan, template)
+    return results
+
+
+def _layer_rows(measure: Measure, view: LayerView, reason: str, template: Result) -> list[Result]:
+    spectra = [view.spectra[need] for need in sorted(measure.needs & SPECTRA)]
+    row = replace(
+        template,
+        layer=view.name,
+        converged=all(spectrum.converged for spectrum in spectra),
+        residual=max((float(spectrum.residuals.max()) for spectrum in spectra), default=None),
+        notes=(reason, *(note for spectrum in spectra for note in _spectrum_notes(spectrum))),
+    )
+    if measure.units is not None:
+        values = measure.units(view).flatten().double()
+        rows = [replace(row, level="unit", unit=unit, value=value) for unit, value in enumerate(values.tolist())]
+        rows += [replace(row, reduction=name, value=float(reduce_values(name, values))) for name in measure.reductions]
+        return rows if "unit" in measure.levels else rows[len(values) :]
+    if measure.layer is None:
+        return []
+    return [replace(row, value=float(measure.layer(view)))]
+
+
+def _network_rows(measure: Measure, rows: list[Result], network: NetworkView, plan: Plan, template: Result) -> list[Result]:
+    results: list[Result] = []
+    template = replace(template, level="network")
+    if measure.network is not None and (plan.routes.network or not measure.network_needs):
+        names = tuple(network.squared_norms)
+        results.append(replace(template, value=float(measure.network(network)), notes=("over " + ", ".join(names),)))
+    for reduction in measure.reductions if "network" in measure.levels else ():
+        # Units are reduced the same way first: ρ^max is a maximum of maxima, ρ^Σ a sum of sums.
+        wanted = reduction if measure.units is not None else None
+        parts = [row for row in rows if row.level == "layer" and row.reduction == wanted]
+        if not parts:
+            continue
+        values: Tensor = torch.tensor([row.value for row in parts], dtype=torch.float64)
+        notes = (f"over the measured layers {', '.join(str(row.layer) for row in parts)}",)
+        converged = all(row.converged for row in parts)
+        results.append(replace(template, value=float(reduce_values(reduction, values)), reduction=reduction, converged=converged, notes=notes))
+    return results
+
+
+def _spectrum_notes(spectrum: Spectrum) -> list[str]:
+    notes = [f"{spectrum.products} Hessian products, residual {float(spectrum.residuals.max()):.1e}"]
+    if float(spectrum.smallest.min()) < -float(spectrum.values.max()):
+        notes.append(f"no minimum: the most negative curvature is about {float(spectrum.smallest.min()):.4g}, larger in size than the largest")
+    if not spectrum.converged:
+        notes.append("not converged: raise max_products or tolerance in options=")
+    return notes

@@ -1,0 +1,176 @@
+"""What a network computes, read off the autograd graph of one forward pass.
+
+The question answered here is whether the output is a piecewise linear function of a layer's preactivation z: then the
+loss's Hessian with respect to that layer's weight is its Gauss-Newton part, and exact curvature is cheap. The autograd
+graph records every operator that ran and which of its operands depend on which layer, whatever the model's code looks
+like. Operators this file does not know count as curved: when in doubt, not exact.
+
+A new operator is one line in one of the tables below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Linear in all operands together, or piecewise linear in them. Names are those of autograd nodes without "Backward".
+# CopySlices, an in-place operation on a view, hides which operation that was: it passes only when the caller says so.
+_LAYOUT = """
+    Alias AsStrided Clone Contiguous Copy Diagonal Expand Permute Reshape ReshapeAlias Select Slice Split SplitWithSizes
+    SafeSplit Squeeze Stack T Transpose Unbind UnsafeSplit UnsafeView Unsqueeze View ToCopy Movedim Detach Chunk
+"""
+_PIECEWISE_LINEAR = set(
+    f"""
+    {_LAYOUT}
+    Add Sub Rsub Neg Cat Sum Mean NanSum Cumsum Trace Tril Triu Flip Roll Rot90 Repeat Gather Index IndexSelect
+    IndexPut IndexAdd Scatter ScatterAdd MaskedSelect MaskedFill MaskedScatter Where Lerp Fill Zero
+    Relu LeakyRelu Hardtanh PreluKernel Threshold Hardsigmoid Softshrink Hardshrink RreluWithNoise
+    Clamp ClampMin ClampMax Abs Maximum Minimum Max Min Amax Amin Sort Topk Kthvalue Median Cummax Cummin Aminmax
+    MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D MaxUnpool2D
+    AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D
+    ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
+    UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
+    UpsampleTrilinear3D PixelShuffle PixelUnshuffle Im2Col Col2Im Unfold ChannelShuffle
+    Mul Mm Bmm Mv Dot Matmul Addmm Baddbmm Addbmm Addmv Addr Addcmul Linear Convolution ConvolutionOverrideable
+    MkldnnConvolution CudnnConvolution Div NativeBatchNorm CudnnBatchNorm MiopenBatchNorm
+    """.split()  # noqa: SIM905
+)
+_LAYOUT_NAMES = set(_LAYOUT.split())
+
+# Of these operands at most one may depend on the layer: the output is their product.
+_FACTORS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "PreluKernel"), (0, 1)),
+    **dict.fromkeys(("Convolution", "ConvolutionOverrideable", "MkldnnConvolution", "CudnnConvolution"), (0, 1)),
+    **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"), (0, 1)),
+    **dict.fromkeys(("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmul"), (1, 2)),
+}
+# These operands may not depend on the layer at all.
+_FIXED: dict[str, tuple[int, ...]] = {"Div": (1,), "Lerp": (2,)}
+
+
+def operator_name(node: Any) -> str:
+    """Name of an autograd node without its decoration.
+
+    >>> import torch
+    >>> operator_name(torch.ones(2, requires_grad=True).tanh().grad_fn)
+    'Tanh'
+    """
+    return re.sub(r"Backwards?\d*$", "", node.name().rsplit("::", 1)[-1])
+
+
+class InPlaceOperators(TorchDispatchMode):
+    """Notes which operators write into existing tensors while a network runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, and remember it if it writes in place."""
+        name = func.overloadpacket.__name__
+        if name.endswith("_") and not name.endswith("__"):
+            scaled = name in ("mul_", "div_") and not isinstance(args[1], Tensor)
+            self.names.add("scale_" if scaled else name)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def linear(self) -> bool:
+        """Whether all of them were copies, sums, scalings by numbers, or rectifications."""
+        return self.names <= {"copy_", "add_", "sub_", "relu_", "leaky_relu_", "hardtanh_", "clamp_", "clamp_min_", "zero_", "fill_", "scale_", "detach_"}
+
+
+def curved_operators(
+    output: Tensor, layers: Mapping[str, GradientEdge], *, final_log_softmax: bool, linear_in_place: bool = False
+) -> dict[str, list[str]]:
+    """For every layer, the operators between it and the output that are not piecewise linear in its preactivation.
+
+    Args:
+        output: What the loss sees, with its autograd graph.
+        layers: The gradient edge of each layer's preactivation.
+        final_log_softmax: Whether a log-softmax as the very last operator may pass. It may when the loss's gradient
+            sums to zero over the classes: its second derivatives are the same for all classes and cancel.
+        linear_in_place: Whether in-place operations on views, which autograd does not name, are known to be piecewise
+            linear (see `InPlaceOperators`).
+
+    Returns:
+        Names of operators by layer; an empty list means that the output is piecewise linear in that preactivation.
+    """
+    names = list(layers)
+    produced: dict[Any, int] = {}
+    for bit, name in enumerate(names):
+        produced[layers[name].node] = produced.get(layers[name].node, 0) | (1 << bit)
+    exempt = trailing_log_softmax(output) if final_log_softmax else None
+    # reach[node]: the layers that the node's value depends on, one bit each
+    reach: dict[Any, int] = {}
+    curved: dict[str, list[str]] = {name: [] for name in names}
+    for node in _operands_first(output.grad_fn):
+        operands = [reach.get(operand, 0) for operand, _ in node.next_functions]
+        harmless = node is exempt or (linear_in_place and operator_name(node) == "CopySlices")
+        blocked = 0 if harmless else _curved_in(node, operands)
+        for bit, name in enumerate(names) if blocked else ():
+            if blocked >> bit & 1 and operator_name(node) not in curved[name]:
+                curved[name].append(operator_name(node))
+        reach[node] = _union(operands) | produced.get(node, 0)
+    return curved
+
+
+def trailing_log_softmax(output: Tensor) -> Any:
+    """The log-softmax node the output ends in, up to changes of layout; None when it does not."""
+    node = output.grad_fn
+    while node is not None and operator_name(node) in _LAYOUT_NAMES and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return node if node is not None and operator_name(node) == "LogSoftmax" else None
+
+
+def only_layout_between(output: Tensor, layer: GradientEdge) -> bool:
+    """Whether the output is the layer's preactivation itself, up to its layout and a final log-softmax."""
+    node = output.grad_fn
+    softmax = trailing_log_softmax(output)
+    while node is not None and node is not layer.node:
+        if not (node is softmax or (operator_name(node) in _LAYOUT_NAMES and len(node.next_functions) == 1)):
+            return False
+        node = node.next_functions[0][0]
+    return node is not None
+
+
+def _curved_in(node: Any, operands: list[int]) -> int:
+    """The layers, as bits, in which this node is not piecewise linear, given what each operand depends on."""
+    operator = operator_name(node)
+    if operator not in _PIECEWISE_LINEAR or getattr(node, "_saved_training", False):
+        return _union(operands)
+    curved = 0
+    for position in _FIXED.get(operator, ()):
+        if position < len(operands):
+            curved |= operands[position]
+    factors = [operands[position] for position in _FACTORS.get(operator, ()) if position < len(operands)]
+    if len(factors) == 2:
+        curved |= factors[0] & factors[1]
+    return curved
+
+
+def _operands_first(root: Any) -> list[Any]:
+    """All nodes that the root depends on, each after its operands (an explicit stack: graphs can be deep)."""
+    order: list[Any] = []
+    seen: set[Any] = set()
+    stack: list[tuple[Any, bool]] = [(root, False)] if root is not None else []
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((operand, False) for operand, _ in node.next_functions if operand is not None and operand not in seen)
+    return order
+
+
+def _union(masks: list[int]) -> int:
+    joined = 0
+    for mask in masks:
+        joined |= mask
+    return joined

@@ -1,0 +1,103 @@
+"""What the engine asks of a loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """A batch's outputs laid out as independent predictions: n samples × T predictions each × K outputs.
+
+    Attributes:
+        logits: (n, T, K), a differentiable view of the model's output.
+        target: aligned with `logits`: (n, T) class indices or (n, T, K) values. For a custom loss, the target
+            as it came.
+        shape: the shape the model's output had.
+        memo: what a loss computed once for this batch and needs again.
+    """
+
+    logits: Tensor
+    target: Any
+    shape: tuple[int, ...]
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+
+class Loss(ABC):
+    """A risk E = Σ_i ℓ_i / C, where ℓ_i depends on the outputs f of sample i alone.
+
+    Attributes:
+        name: shown in the reports.
+        shift_invariant: whether Σ_k ∂ℓ/∂f_k = 0. Then a log_softmax at the end of the model, which shifts all
+            f_k alike, changes neither the values nor the curvature: the residual Σ_k ∂ℓ/∂f_k ∇²f_k has the
+            same ∇²f_k for all k.
+    """
+
+    name: str
+    shift_invariant: bool = False
+
+    @abstractmethod
+    def items(self, output: Tensor, target: Any) -> Items:
+        """Validate a batch and lay it out.
+
+        Raises:
+            DataError: if outputs and targets do not fit each other or this loss.
+        """
+
+    @abstractmethod
+    def values(self, items: Items) -> Tensor:
+        """Return the numerators ℓ_i of the risk, shape (n,), differentiable in the logits."""
+
+    @abstractmethod
+    def normaliser(self, items: Items) -> Tensor:
+        """Return the batch's share of C, a float64: Σ values / Σ normaliser is torch's mean over the data."""
+
+    @abstractmethod
+    def rank(self, items: Items) -> int:
+        """Return how many pairs `factors` yields."""
+
+    @abstractmethod
+    def factors(self, items: Items) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield pairs (s, c) with Σ c s sᵀ = ∂²ℓ/∂f² for every prediction.
+
+        s has shape (n, T, K) and c shape (n, T); a loss whose weights are all +1 gives None for each of them.
+        No graph is attached.
+        """
+
+    def softmax_weight(self, items: Items) -> Tensor | None:
+        """Return a, shape (n, T), with ∂²ℓ/∂f² = a·(diag p − p pᵀ), p = softmax f; None for other losses."""
+        return None
+
+    def check(self, output: Tensor, target: Any) -> None:
+        """Check on one batch what cannot be known from the definition; for the named losses, nothing."""
+        return None
+
+    def options(self) -> dict[str, object]:
+        """Return the options that differ from their defaults, for reports."""
+        return {}
+
+    def __repr__(self) -> str:
+        """Show the name with the options that matter, e.g. ``cross_entropy(label_smoothing=0.1)``."""
+        options = ", ".join(f"{key}={value}" for key, value in self.options().items())
+        return f"{self.name}({options})" if options else self.name
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type a loss is computed in: at least single precision."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def promote(logits: Tensor) -> Tensor:
+    """Return the logits in the type their loss is computed in."""
+    return logits.to(working_dtype(logits.dtype))
+
+
+def count(items: Items) -> Tensor:
+    """Return the number of samples as a normaliser."""
+    return torch.tensor(float(items.shape[0]), dtype=torch.float64, device=items.logits.device)

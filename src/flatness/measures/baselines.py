@@ -1,0 +1,52 @@
+"""Plain curvature and norms: what the invariant measures are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from flatness.measures.catalogue import Measure, register_measure
+
+EIGENVALUE_OPTIONS = {"tolerance": None, "max_products": 300}
+
+hessian_trace = register_measure(
+    Measure(
+        name="hessian_trace",
+        symbol="Tr H",
+        formula="Tr H_l; network: the sum over all parameters",
+        source="tsuzuku2020, eq. 5",
+        summary="Sum of all curvatures of the loss. Not invariant: rescaling a ReLU network changes it at will.",
+        levels=("layer", "network"),
+        needs=frozenset({"row_traces"}),
+        layer=lambda view: view.trace,
+        network=lambda view: torch.stack(list(view.traces.values())).sum(),
+        network_needs=frozenset({"traces"}),
+    )
+)
+
+hessian_top_eigenvalue = register_measure(
+    Measure(
+        name="hessian_top_eigenvalue",
+        symbol="λ_max(H_l)",
+        formula="λ_max(H_l)",
+        source="rangamani2019, §1",
+        summary="The sharpest direction in a layer's weights. Not invariant under rescaling.",
+        levels=("layer",),
+        needs=frozenset({"layer_eigenvalue"}),
+        layer=lambda view: view.spectra["layer_eigenvalue"].values[0],
+        options=EIGENVALUE_OPTIONS,
+    )
+)
+
+weight_norm = register_measure(
+    Measure(
+        name="weight_norm",
+        symbol="‖W‖²",
+        formula="‖W_l‖²_F; network: ‖θ‖² over all parameters",
+        source="petzka2021, §6",
+        summary="Squared norm of the weights: no curvature at all, the baseline that costs nothing.",
+        levels=("layer", "network"),
+        layer=lambda view: view.squared_norm,
+        network=lambda view: torch.stack(list(view.squared_norms.values())).sum(),
+        flatness=False,
+    )
+)

@@ -1,0 +1,207 @@
+"""The catalogue: what a measure is, which ones exist, and how users add their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.spectrum import Spectrum
+from flatness.curvature.statistics import LAYER_STATISTICS
+from flatness.errors import MeasureError, OptionError, listed, nearest
+
+Level = Literal["unit", "layer", "network"]
+Invariance = Literal["layerwise", "neuronwise", "neuronwise except own features", "output"]
+SPECTRA = frozenset({"layer_eigenvalue", "row_eigenvalues"})
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"max": torch.max, "sum": torch.sum}
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What a measure gets to see of one layer: its weight and its curvature, both in float64.
+
+    Attributes:
+        name: The layer's name.
+        W: The weight (G, d, m).
+        statistics: Means over the data, penalty included, by name (see `flatness.curvature.statistics`).
+        spectra: Largest eigenvalues, penalty included: "layer_eigenvalue", "row_eigenvalues".
+        options: The measure's own options.
+    """
+
+    name: str
+    W: Tensor
+    statistics: Mapping[str, Tensor]
+    spectra: Mapping[str, Spectrum] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def trace(self) -> Tensor:
+        """Tr H_l."""
+        return self.statistics["row_traces"].sum()
+
+    @property
+    def squared_norm(self) -> Tensor:
+        """‖W‖²_F."""
+        return self.W.square().sum()
+
+
+@dataclass(frozen=True)
+class NetworkView:
+    """What a measure gets to see of the whole network.
+
+    Attributes:
+        traces: Tr H of every parameter tensor, by name, penalty included.
+        squared_norms: ‖·‖² of every parameter tensor, by name.
+    """
+
+    traces: Mapping[str, Tensor]
+    squared_norms: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A declared quantity. The engine computes what it `needs`; its functions turn that into numbers.
+
+    Attributes:
+        name: What users type.
+        symbol: As in the source.
+        formula: The definition in one line.
+        source: Paper and number.
+        summary: What it is, in plain words.
+        levels: "unit", "layer", "network".
+        invariances: Rewritings of the network that leave the value unchanged.
+        needs: Statistics and spectra of a layer that it is computed from.
+        layer: Value of one layer; None when units are reduced instead.
+        units: Values of one layer's units.
+        unit_name: What a unit is, for messages and pages.
+        network: Value over all parameters of the network.
+        network_needs: "traces" when `network` needs the trace of every parameter.
+        reductions: How layers (and units) are aggregated.
+        flatness: Whether smaller means flatter; False for quantities that are no flatness.
+        options: Names and defaults of the options it takes.
+    """
+
+    name: str
+    symbol: str
+    formula: str
+    source: str
+    summary: str
+    levels: tuple[Level, ...]
+    invariances: frozenset[Invariance] = frozenset()
+    needs: frozenset[str] = frozenset()
+    layer: Callable[[LayerView], Tensor | float] | None = None
+    units: Callable[[LayerView], Tensor] | None = None
+    unit_name: str = "row"
+    network: Callable[[NetworkView], Tensor | float] | None = None
+    network_needs: frozenset[str] = frozenset()
+    reductions: tuple[str, ...] = ()
+    flatness: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the shared streaming pass is all it needs."""
+        return not self.needs & SPECTRA
+
+    def __str__(self) -> str:
+        """The card of the measure."""
+        invariant = ", ".join(sorted(self.invariances)) or "nothing"
+        return (
+            f"{self.name}  {self.symbol}  ({self.source})\n  {self.formula}\n  {self.summary}\n"
+            f"  levels: {', '.join(self.levels)}; invariant to: {invariant}; needs: {', '.join(sorted(self.needs)) or 'weights only'}"
+        )
+
+
+_REGISTRY: dict[str, Measure] = {}
+
+
+def register_measure(measure: Measure, *, replace: bool = False) -> Measure:
+    """Add a measure to the catalogue, so that `flatness.measure` knows it by name.
+
+    Example:
+        >>> import flatness
+        >>> _ = flatness.register_measure(flatness.Measure(
+        ...     name="mean_curvature", symbol="Tr H / dim", formula="Tr H_l / (d·m)", source="mine",
+        ...     summary="Average eigenvalue of a layer.", levels=("layer",), needs=frozenset({"row_traces"}),
+        ...     layer=lambda view: view.trace / view.W.numel()), replace=True)
+        >>> flatness.measures("mean_curvature").source
+        'mine'
+    """
+    if not isinstance(measure, Measure):
+        raise MeasureError(f"Expected a flatness.Measure but got {type(measure).__name__}.")
+    unknown = measure.needs - LAYER_STATISTICS - SPECTRA
+    if unknown:
+        raise MeasureError(
+            f"Expected {measure.name!r} to need statistics the engine has but got {listed(sorted(unknown))}. "
+            f"Known: {listed(sorted(LAYER_STATISTICS | SPECTRA), 20)}."
+        )
+    missing = set(measure.reductions) - set(_REDUCTIONS)
+    if missing:
+        raise MeasureError(f"Expected reductions out of max, sum but {measure.name!r} has {listed(sorted(missing))}.")
+    if "layer" in measure.levels and measure.layer is None and measure.units is None:
+        raise MeasureError(f"Expected {measure.name!r} to say how a layer's value is computed: give layer= or units=.")
+    if measure.name in _REGISTRY and not replace:
+        raise MeasureError(f"Expected a new name but {measure.name!r} is taken. Pass replace=True to replace it.")
+    _REGISTRY[measure.name] = measure
+    return measure
+
+
+def unregister_measure(name: str) -> None:
+    """Remove a measure that was added with `register_measure`."""
+    _REGISTRY.pop(get_measure(name).name)
+
+
+def get_measure(name: str) -> Measure:
+    """The measure of that name."""
+    if name not in _REGISTRY:
+        raise MeasureError(
+            f"Expected the name of a measure but got {name!r}.{nearest(name, _REGISTRY)} Known: {listed(_REGISTRY, 40)}."
+        )
+    return _REGISTRY[name]
+
+
+def select_measures(measures: str | Iterable[str]) -> list[Measure]:
+    """Resolve the `measures` argument: a name, a list of names, "default" or "all"."""
+    if measures == "all":
+        return list(_REGISTRY.values())
+    if measures == "default":
+        return [measure for measure in _REGISTRY.values() if measure.one_pass]
+    names = [measures] if isinstance(measures, str) else list(measures)
+    if not names:
+        raise MeasureError(f"Expected at least one measure but got none. Known: {listed(_REGISTRY, 40)}.")
+    return [get_measure(name) for name in dict.fromkeys(names)]
+
+
+def resolve_options(measures: list[Measure], options: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    """Options of every measure: its defaults, overridden by what the user gave."""
+    given = dict(options or {})
+    resolved = {measure.name: dict(measure.options) for measure in measures}
+    for name, values in given.items():
+        measure = get_measure(name)
+        if name not in resolved:
+            raise OptionError(f"Expected options for measured quantities only but {name!r} is not measured here. Add it to measures=.")
+        for key, value in values.items():
+            if key not in measure.options:
+                known = listed(measure.options) or "none"
+                raise OptionError(f"Expected an option of {name!r} but got {key!r}.{nearest(key, measure.options)} Known: {known}.")
+            resolved[name][key] = value
+    return resolved
+
+
+def reduce_values(reduction: str, values: Tensor) -> Tensor:
+    """Aggregate values by name: "max" or "sum"."""
+    return _REDUCTIONS[reduction](values)
+
+
+def measures(name: str | None = None) -> Any:
+    """The catalogue as a list of `Measure` objects, or the one called `name`.
+
+    Example:
+        >>> import flatness
+        >>> flatness.measures("relative_flatness").formula
+        'Σ_{s,s′} ⟨w_s, w_s′⟩ Tr H_{s,s′}'
+    """
+    return list(_REGISTRY.values()) if name is None else get_measure(name)

@@ -1,0 +1,72 @@
+"""Layer-wise and neuron-wise flatness of petzka2019: the eleven rows of its Table 1.
+
+κ^l, κ_τ^l per layer with κ^max, κ^Σ, κ_τ^max, κ_τ^Σ over the network; ρ^l(j) per neuron with ρ^l, ρ_σ^l per layer and ρ^max, ρ^Σ.
+"""
+
+from __future__ import annotations
+
+from flatness.measures.baselines import EIGENVALUE_OPTIONS
+from flatness.measures.catalogue import Measure, register_measure
+
+layer_flatness = register_measure(
+    Measure(
+        name="layer_flatness",
+        symbol="κ^l",
+        formula="‖W_l‖² λ_max(H_l)",
+        source="petzka2019, Def. 1",
+        summary="Sharpest direction of a layer, in units of its weights.",
+        levels=("layer", "network"),
+        invariances=frozenset({"layerwise"}),
+        needs=frozenset({"layer_eigenvalue"}),
+        layer=lambda view: view.squared_norm * view.spectra["layer_eigenvalue"].values[0],
+        reductions=("max", "sum"),
+        options=EIGENVALUE_OPTIONS,
+    )
+)
+
+layer_flatness_trace = register_measure(
+    Measure(
+        name="layer_flatness_trace",
+        symbol="κ_τ^l",
+        formula="‖W_l‖² Tr H_l",
+        source="petzka2019, Table 1",
+        summary="Total curvature of a layer, in units of its weights.",
+        levels=("layer", "network"),
+        invariances=frozenset({"layerwise"}),
+        needs=frozenset({"row_traces"}),
+        layer=lambda view: view.squared_norm * view.trace,
+        reductions=("max", "sum"),
+    )
+)
+
+neuron_flatness = register_measure(
+    Measure(
+        name="neuron_flatness",
+        symbol="ρ^l(j)",
+        formula="w(j)ᵀ H(w(j)) w(j), w(j) the outgoing weights of input unit j",
+        source="petzka2019, App. B",
+        summary="Curvature along the scaling of one neuron's outgoing weights; unchanged by any rescaling of neurons.",
+        levels=("unit", "layer", "network"),
+        invariances=frozenset({"layerwise", "neuronwise"}),
+        needs=frozenset({"outgoing"}),
+        units=lambda view: view.statistics["outgoing"],
+        unit_name="input unit",
+        reductions=("max", "sum"),
+    )
+)
+
+neuron_flatness_incoming = register_measure(
+    Measure(
+        name="neuron_flatness_incoming",
+        symbol="ρ_in^l(s)",
+        formula="w_sᵀ H_{s,s} w_s, w_s the incoming weights of output unit s",
+        source="after petzka2019, App. B",
+        summary="The same with a neuron's incoming weights.",
+        levels=("unit", "layer", "network"),
+        invariances=frozenset({"layerwise", "neuronwise"}),
+        needs=frozenset({"incoming"}),
+        units=lambda view: view.statistics["incoming"],
+        unit_name="output unit",
+        reductions=("max", "sum"),
+    )
+)

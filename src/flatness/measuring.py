@@ -1,0 +1,242 @@
+"""`flatness.measure`: plan, stream, finalise."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import time
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.batches import fingerprint
+from flatness.curvature.exact import exact_statistics
+from flatness.curvature.moments import feature_spreads
+from flatness.curvature.penalty import empty_statistic, penalised_spectrum, penalised_statistics
+from flatness.curvature.routes import Routes
+from flatness.curvature.spectrum import Spectrum, top_eigenvalues
+from flatness.curvature.statistics import Statistics
+from flatness.finalise import finalise
+from flatness.measures.catalogue import LayerView, NetworkView
+from flatness.plan import Plan, make_plan
+from flatness.problem import Forward, Problem, tape_budget
+from flatness.result import Report
+
+_PART_NAME = {"whole": "layer_eigenvalue", "rows": "row_eigenvalues"}
+
+
+def measure(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    *,
+    measures: str | Iterable[str] = "default",
+    layers: str | list[str] | None = None,
+    method: str = "auto",
+    curvature: str = "hessian",
+    precision: float = 0.01,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    forward: Forward | None = None,
+    weight_decay: float = 0.0,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Report:
+    """Measure how flat the minimum is that a trained network sits in, layer by layer.
+
+    The model is measured in evaluation mode and left exactly as it was.
+
+    Args:
+        model: The trained network, any `torch.nn.Module`.
+        data: A DataLoader, a pair of tensors, or any re-iterable of batches; normally the training data.
+        loss: "cross_entropy", "mse" (torch's mean), "squared_error" (a sum), "bce", "normalized_cross_entropy", "nll", a torch loss
+            module, or a callable ``(output, target) -> one loss per sample``.
+        measures: A name, a list of names, "default" (all that one shared pass gives) or "all".
+        layers: None for every supported layer, "last", a name, or a list of names.
+        method: "exact", or "auto", which is exact wherever that is possible and affordable.
+        curvature: "hessian", or "gauss_newton" for that part of it.
+        precision: Relative standard error that each sampled value aims at (exact values have none).
+        options: Options of single measures, ``{"layer_flatness": {"tolerance": 1e-9}}``.
+        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        weight_decay: Coefficient of torch's weight decay; adds its Hessian, weight_decay·I.
+        batch_size: Samples per micro-batch; chosen by memory when None.
+        device: Measure on a copy of the model there.
+        dtype: Measure a copy of the model in that precision.
+        seed: Seed of everything random.
+        progress: Whether to show a bar on work of more than two seconds.
+
+    Returns:
+        A `Report`: print it, or use ``report.to_frame()``, ``report.value(...)``, ``report.save(...)``.
+
+    Example:
+        >>> import torch, flatness
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> report = flatness.measure(model, (torch.randn(50, 4), torch.randint(3, (50,))))
+        >>> report.layers()
+        ['0', '2']
+        >>> report.result("relative_flatness", layer="2").method
+        'exact'
+    """
+    started = time.perf_counter()
+    problem = Problem(
+        model,
+        data,
+        loss,
+        forward=forward,
+        weight_decay=weight_decay,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        progress=progress,
+    )
+    with problem.guarded():
+        chosen = make_plan(problem, measures=measures, layers=layers, method=method, curvature=curvature, options=options)
+        statistics, spectra, spreads = _run(problem, chosen)
+    views = _layer_views(problem, chosen, statistics, spectra, spreads)
+    results = finalise(chosen, views, _network_view(problem, chosen, statistics), problem.loss.name)
+    meta = _meta(problem, chosen, statistics, time.perf_counter() - started)
+    return Report(tuple(results), meta, tuple([*problem.notes, *chosen.notes]))
+
+
+def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: Any) -> Plan:
+    """What `measure` would do with the same arguments, and why; only a few samples are looked at.
+
+    Example:
+        >>> import torch, flatness
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> plan = flatness.plan(model, (torch.randn(50, 4), torch.randint(3, (50,))), measures="relative_flatness")
+        >>> plan.routes.passes
+        2
+        >>> plan.reasons["2"]
+        'last layer: the output is linear in its weight'
+    """
+    planning = {
+        "measures": arguments.pop("measures", "default"),
+        "layers": arguments.pop("layers", None),
+        "method": arguments.pop("method", "auto"),
+        "curvature": arguments.pop("curvature", "hessian"),
+        "options": arguments.pop("options", None),
+    }
+    arguments.pop("precision", None)
+    problem = Problem(model, data, loss, **arguments)
+    with problem.guarded():
+        return make_plan(problem, **planning)
+
+
+def _run(problem: Problem, chosen: Plan) -> tuple[Statistics, dict[tuple[str, str], Spectrum], dict[str, Tensor]]:
+    routes = chosen.routes
+    available = {route.name: route.layer for route in routes.layers}
+    spreads: dict[str, Tensor] = {}
+    if chosen.needs_spread:
+        spreads = feature_spreads(problem, {name: available[name] for name in chosen.needs_spread}, routes.copy_inputs)
+    statistics = exact_statistics(problem, routes if chosen.streams else Routes([]), spreads)
+    if not chosen.spectra:
+        return statistics, {}, spreads
+    measured = [route for route in routes.layers if route.name in chosen.spectra]
+    keep = chosen.tape_bytes * statistics.samples <= tape_budget(problem.device)
+    settings = _spectrum_settings(chosen)
+    spectra = top_eigenvalues(
+        problem,
+        Routes(measured, copy_inputs=routes.copy_inputs),
+        chosen.spectra,
+        normaliser=float(statistics.normaliser),
+        keep=keep,
+        **settings,
+    )
+    if not keep:
+        problem.notes.append("eigenvalues: the signals did not fit into memory and were recomputed for every product")
+    return statistics, spectra, spreads
+
+
+def _spectrum_settings(chosen: Plan) -> dict[str, Any]:
+    """The strictest tolerance and the largest limit that any of the measures asks for."""
+    asked = [options for options in chosen.options.values() if "max_products" in options]
+    tolerances = [options["tolerance"] for options in asked if options["tolerance"] is not None]
+    return {"tolerance": min(tolerances, default=None), "max_products": max(options["max_products"] for options in asked)}
+
+
+def _layer_views(
+    problem: Problem,
+    chosen: Plan,
+    statistics: Statistics,
+    spectra: Mapping[tuple[str, str], Spectrum],
+    spreads: Mapping[str, Tensor],
+) -> list[LayerView]:
+    views = []
+    routes = {route.name: route for route in chosen.routes.layers}
+    for name in chosen.layers:
+        layer = routes[name].layer
+        W = layer.matrix().double().cpu()
+        means = {key: statistics.mean(name, key) for key in statistics.sums.get(name, {})}
+        for key in routes[name].needs - set(means):
+            # A layer that the output does not depend on: no signal arrived, its curvature is zero.
+            means[key] = empty_statistic(key, W, layer.taps)
+        V = layer.spread_per_column(spreads[name]).cpu() if name in spreads else None
+        means = penalised_statistics(means, W, layer.taps, V, problem.weight_decay)
+        found = {_PART_NAME[part]: spectrum for (owner, part), spectrum in spectra.items() if owner == name}
+        found = {key: penalised_spectrum(spectrum, problem.weight_decay) for key, spectrum in found.items()}
+        views.append(LayerView(name, W, means, found))
+    return views
+
+
+def _network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> NetworkView | None:
+    parameters = dict(problem.model.named_parameters())
+    norms = {name: value.detach().double().square().sum().cpu() for name, value in parameters.items()}
+    if not chosen.routes.network:
+        return NetworkView({}, norms)
+    traces = {}
+    for name, value in parameters.items():
+        owner = name.removesuffix(".weight")
+        if "row_traces" in statistics.sums.get(owner, {}):
+            trace = statistics.mean(owner, "row_traces").sum()
+        elif "diagonal" in statistics.sums.get(name, {}):
+            trace = statistics.mean(name, "diagonal").sum()
+        else:
+            trace = torch.zeros((), dtype=torch.float64)
+        traces[name] = trace + problem.weight_decay * value.numel()
+    return NetworkView(traces, norms)
+
+
+def _meta(problem: Problem, chosen: Plan, statistics: Statistics, seconds: float) -> dict[str, Any]:
+    return {
+        "model": type(problem.model).__name__,
+        "model_fingerprint": _model_fingerprint(problem.model),
+        "data_fingerprint": f"{problem.fingerprint or 0:x}",
+        "samples": statistics.samples,
+        "risk": float(statistics.risk / statistics.normaliser),
+        "loss": problem.loss.name,
+        "curvature": chosen.curvature,
+        "weight_decay": problem.weight_decay,
+        "parameters": {name: list(value.shape) for name, value in problem.model.named_parameters()},
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "device": problem.device.type,
+        "seed": problem.seed,
+        "seconds": round(seconds, 4),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "flatness": _own_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _model_fingerprint(model: nn.Module) -> str:
+    """Depends on the names, shapes and values of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(f"{name}{tuple(value.shape)}".encode())
+        if isinstance(value, Tensor) and value.numel():
+            digest.update(str(int(fingerprint(value.detach().reshape(-1, 1)))).encode())
+    return digest.hexdigest()[:16]
+
+
+def _own_version() -> str:
+    try:
+        return version("flatness")
+    except PackageNotFoundError:
+        return "unknown"

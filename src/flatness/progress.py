@@ -1,0 +1,65 @@
+"""A progress bar with the time left, shown only on work that takes longer than two seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+_PATIENCE = 2.0
+
+
+class ProgressBar:
+    """Counts steps; draws nothing at all before two seconds have passed.
+
+    Args:
+        label: What is being done, in a word or two.
+        total: Number of steps, or None when unknown.
+        enabled: Whether to ever draw.
+    """
+
+    def __init__(self, label: str, total: int | None, enabled: bool) -> None:
+        self._label = label
+        self._total = total
+        self._enabled = enabled
+        self._started = time.monotonic()
+        self._done = 0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> ProgressBar:
+        """Start the clock."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, steps: int = 1) -> None:
+        """Count finished steps."""
+        self._done += steps
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+        elif self._enabled and time.monotonic() - self._started > _PATIENCE:
+            self._show()
+
+    def _show(self) -> None:
+        # Imported late: most measurements finish before anything is drawn.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        console = Console(file=sys.stderr)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task(self._label, total=self._total, completed=self._done)
+        self._bar.start()

@@ -1,0 +1,188 @@
+"""Result and Report: numbers with their error, method and story; saved, loaded, tabulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatness.errors import ReportError, listed, nearest
+from flatness.tables import format_report
+
+if TYPE_CHECKING:
+    import pandas
+
+_FORMAT = "flatness report"
+_VERSION = 1
+_COLUMNS = ("measure", "level", "layer", "unit", "reduction", "value", "stderr", "method", "loss", "curvature")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One number and what is known about it.
+
+    Attributes:
+        measure: Name of the measure.
+        level: "unit", "layer" or "network".
+        value: The number.
+        layer: Name of the layer; None for the network.
+        unit: Index of the unit; None for layers and the network.
+        reduction: "max" or "sum" for an aggregate over units (with a layer) or over the measured layers (without); else None.
+        stderr: Standard error of the estimator; 0 when the value is exact.
+        method: "exact" or "sampled".
+        loss: Name of the loss.
+        curvature: "hessian" or "gauss_newton".
+        converged: Whether the iteration behind it, if any, met its tolerance.
+        residual: ‖Hv − λv‖ of the eigenvalue behind it, if any: an eigenvalue lies within this distance.
+        notes: How it was computed and what to beware of.
+    """
+
+    measure: str
+    level: str
+    value: float
+    layer: str | None = None
+    unit: int | None = None
+    reduction: str | None = None
+    stderr: float = 0.0
+    method: str = "exact"
+    loss: str = ""
+    curvature: str = "hessian"
+    converged: bool = True
+    residual: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        """The value."""
+        return self.value
+
+    def where(self) -> str:
+        """The row's address in words: ``layer='fc1', reduction='sum'``."""
+        parts = [f"{key}={getattr(self, key)!r}" for key in ("layer", "unit", "reduction") if getattr(self, key) is not None]
+        return ", ".join(parts) or "the whole network"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results of one model.
+
+    Attributes:
+        results: One `Result` per row.
+        meta: Fingerprints of model and data, sample count, training loss, versions and timings.
+        notes: What happened during measuring that the reader should know.
+    """
+
+    results: tuple[Result, ...]
+    meta: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Tidy table, one row per number: measure, level, layer, unit, reduction, value, stderr, method, loss, curvature."""
+        import pandas as pd
+
+        columns = {name: [getattr(row, name) for row in self.results] for name in _COLUMNS}
+        frame = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
+        return frame.astype({"value": float, "stderr": float, "unit": "Int64"})
+
+    def result(
+        self, measure: str, *, layer: str | None = None, unit: int | None = None, reduction: str | None = None
+    ) -> Result:
+        """The one row that matches: arguments left out must be empty in the row, or single it out anyway.
+
+        Raises:
+            ReportError: When no row or several match; the message lists the candidates.
+        """
+        rows = [row for row in self.results if row.measure == measure]
+        if not rows:
+            known = list(dict.fromkeys(row.measure for row in self.results))
+            raise ReportError(
+                f"Expected a measure of this report but got {measure!r}.{nearest(measure, known)} It holds: {listed(known, 40)}."
+            )
+        given = {"layer": layer, "unit": unit, "reduction": reduction}
+        matching = [row for row in rows if all(value is None or getattr(row, key) == value for key, value in given.items())]
+        whole = [row for row in matching if all(getattr(row, key) == value for key, value in given.items())]
+        if len(whole) == 1:
+            return whole[0]
+        if len(matching) == 1:
+            return matching[0]
+        asked = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None) or "no further choice"
+        candidates = [row.where() for row in (matching or rows) if row.unit is None or unit is not None]
+        raise ReportError(
+            f"Expected {measure!r} with {asked} to name one row but {len(matching)} match. Candidates: {listed(candidates)}."
+        )
+
+    def value(
+        self, measure: str, *, layer: str | None = None, unit: int | None = None, reduction: str | None = None
+    ) -> float:
+        """The value of the one row that matches; see `result`."""
+        return self.result(measure, layer=layer, unit=unit, reduction=reduction).value
+
+    def layers(self) -> list[str]:
+        """Names of the measured layers, in network order."""
+        return list(dict.fromkeys(row.layer for row in self.results if row.layer is not None))
+
+    def __str__(self) -> str:
+        """The table of layers."""
+        return format_report(self, width=100)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [row for row in self.results if row.level != "unit"]
+        return Report(tuple(rows)).to_frame().drop(columns=["unit"]).to_html(index=False, float_format=lambda v: f"{v:.4g}")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write versioned JSON, at once or not at all."""
+        rows = [{key: value for key, value in asdict(row).items() if value is not None} for row in self.results]
+        content = {"format": _FORMAT, "version": _VERSION, "meta": self.meta, "notes": list(self.notes), "results": rows}
+        write_text(path, json.dumps(content, indent=1, ensure_ascii=False))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Read a report that `save` wrote."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ReportError(f"Expected a report saved by flatness but {path} is not JSON: {error}.") from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ReportError(f"Expected a report saved by flatness but {path} holds something else.")
+        if content.get("version") != _VERSION:
+            raise ReportError(f"Expected a report of version {_VERSION} but {path} has version {content.get('version')}. Measure again.")
+        names = {item.name for item in fields(Result)}
+        try:
+            rows = tuple(
+                Result(**{k: tuple(v) if k == "notes" else v for k, v in row.items() if k in names}) for row in content["results"]
+            )
+            return cls(rows, content["meta"], tuple(content["notes"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ReportError(f"Expected a whole report but {path} is damaged: {error}.") from error
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_frame` as CSV."""
+        write_text(path, self.to_frame().to_csv(index=False))
+
+    def to_latex(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The table of layers as a LaTeX tabular (booktabs); written to `path` if given."""
+        from flatness.tables import latex_report
+
+        text = latex_report(self)
+        if path is not None:
+            write_text(path, text)
+        return text
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file under a temporary name and rename it: readers see the old file or the new one, never half."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+

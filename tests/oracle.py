@@ -1,0 +1,307 @@
+"""The dense float64 truth that every other implementation is checked against.
+
+Slow on purpose: Hessians are whole matrices from autograd, one backward pass per coordinate, and every
+measure is its definition written out with loops. Nothing of the library is imported, so nothing can be wrong
+in both places for the same reason.
+
+Shapes used throughout. A layer with G groups is G parallel layers with d output rows and m input features
+each (a plain layer has G = 1; a feature of a convolution is an input channel × a kernel position):
+
+* `W`: (G, d, m), the weight;
+* `H`: (G, d, m, d, m), the Hessian of the risk within each group, H[γ, s, t, s', t'] = ∂²E/∂W_γst ∂W_γs't';
+* `hessian(...)`: (N, N), the Hessian of whole parameter tensors, cross-group terms included.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Risk = Callable[[nn.Module], Tensor]
+OutputHessian = Callable[[Tensor, int], Tensor]
+
+
+# Risks and Hessians
+
+
+def mean_risk(x: Tensor, y: Tensor, loss: Loss) -> Risk:
+    """The empirical risk E as a function of the model, over the whole data set at once.
+
+    Args:
+        x: All inputs, samples first.
+        y: All targets.
+        loss: A reducing loss such as `torch.nn.functional.cross_entropy`; its own reduction makes the mean.
+    """
+
+    def risk(model: nn.Module) -> Tensor:
+        return loss(model(x), y)
+
+    return risk
+
+
+def hessian(model: nn.Module, risk: Risk, names: Sequence[str]) -> Tensor:
+    """Dense Hessian of the risk with respect to the named parameters, flattened and concatenated in order.
+
+    Args:
+        model: A float64 model, in the mode in which it is to be measured.
+        risk: Maps the model to a scalar.
+        names: Parameter names, e.g. `["fc1.weight", "fc1.bias"]`. A tied parameter goes by any of its names.
+
+    Returns:
+        (N, N), N the number of coordinates of the named parameters.
+    """
+    parameters = _parameters(model, names)
+    # Fused attention kernels have no second derivative.
+    with sdpa_kernel(SDPBackend.MATH):
+        gradients = torch.autograd.grad(risk(model), parameters, create_graph=True, materialize_grads=True)
+        gradient = torch.cat([part.flatten() for part in gradients])
+        rows = torch.zeros(len(gradient), len(gradient), dtype=torch.float64)
+        if not gradient.requires_grad:  # the risk is affine in these parameters
+            return rows
+        for coordinate in range(len(gradient)):
+            parts = torch.autograd.grad(
+                gradient[coordinate], parameters, retain_graph=True, materialize_grads=True
+            )
+            rows[coordinate] = torch.cat([part.flatten() for part in parts])
+    return rows
+
+
+def total_trace(model: nn.Module, risk: Risk) -> float:
+    """Tr H over all parameters, biases and norm scales included; a tied parameter counts once."""
+    return sum(float(hessian(model, risk, [name]).trace()) for name, _ in model.named_parameters())
+
+
+def output_hessian(y: Tensor, loss: Loss) -> OutputHessian:
+    """∇²E with respect to the output f_i of one sample: a function (all outputs, i) → (F, F), F = numel(f_i).
+
+    The share of the sample in the risk (1/n; w_{y_i}/Σw with class weights) is part of it.
+    """
+
+    def hessian_of_sample(outputs: Tensor, i: int) -> Tensor:
+        def risk_of_output(f: Tensor) -> Tensor:
+            replaced = torch.cat([outputs[:i], f.reshape(outputs[i : i + 1].shape), outputs[i + 1 :]])
+            return loss(replaced, y)
+
+        H = torch.autograd.functional.hessian(risk_of_output, outputs[i].flatten())
+        assert isinstance(H, Tensor)
+        return H
+
+    return hessian_of_sample
+
+
+def gauss_newton(model: nn.Module, x: Tensor, names: Sequence[str], loss_hessian: OutputHessian) -> Tensor:
+    """Dense generalised Gauss-Newton matrix Σ_i J_iᵀ (∇²_{f_i} E) J_i with J_i = ∂f_i/∂θ.
+
+    Args:
+        model: A float64 model that treats samples independently.
+        x: All inputs, samples first.
+        names: Parameter names, as for `hessian`.
+        loss_hessian: (all outputs, i) → ∇²_{f_i} E of shape (F, F), the sample's share of the risk included;
+            `output_hessian` makes one.
+
+    Returns:
+        (N, N), N the number of coordinates of the named parameters.
+    """
+    parameters = _parameters(model, names)
+    size = sum(parameter.numel() for parameter in parameters)
+    G = torch.zeros(size, size, dtype=torch.float64)
+    with sdpa_kernel(SDPBackend.MATH):
+        outputs = model(x).detach()
+        for i in range(len(x)):
+            f = model(x[i : i + 1]).flatten()
+            J = torch.zeros(len(f), size, dtype=torch.float64)
+            for k in range(len(f)):
+                parts = torch.autograd.grad(f[k], parameters, retain_graph=True, materialize_grads=True)
+                J[k] = torch.cat([part.flatten() for part in parts])
+            G += J.T @ loss_hessian(outputs, i) @ J
+    return G
+
+
+def _parameters(model: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
+    parameters = [model.get_parameter(name) for name in names]
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.dtype != torch.float64:
+            raise TypeError(f"Expected {name} in float64 but got {parameter.dtype}: call model.double().")
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        raise ValueError(f"Expected each parameter once but got {list(names)}, in which one is named twice.")
+    return parameters
+
+
+# Layers as matrices
+
+
+def weight_matrix(module: nn.Module) -> Tensor:
+    """The weight as G parallel matrices, (G, d, m); columns of a convolution: channel × kernel position."""
+    if isinstance(module, nn.Linear):
+        return module.weight.detach().clone().unsqueeze(0)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        rows = module.out_channels // module.groups
+        return module.weight.detach().clone().reshape(module.groups, rows, -1)
+    raise TypeError(f"Expected Linear, Conv1d, Conv2d or Conv3d but got {type(module).__name__}.")
+
+
+def kernel_taps(module: nn.Module) -> int:
+    """Kernel positions per input channel: 1 for Linear, k₁·k₂·… for a convolution."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return math.prod(module.kernel_size)
+    return 1
+
+
+def layer_hessian(model: nn.Module, risk: Risk, name: str) -> Tensor:
+    """The Hessian with respect to the weight of the module `name`, within each group: (G, d, m, d, m)."""
+    groups, d, m = weight_matrix(model.get_submodule(name)).shape
+    full = hessian(model, risk, [f"{name}.weight"]).reshape(groups, d, m, groups, d, m)
+    return torch.stack([full[group, :, :, group] for group in range(groups)])
+
+
+def channel_inputs(model: nn.Module, x: Tensor, name: str) -> Tensor:
+    """What enters the module `name`, one row per sample and position: (observations, input channels).
+
+    Unpadded feature maps: every sample and pixel (or token) is one observation of all channels. A module that
+    is called several times contributes the observations of all its calls.
+    """
+    module = model.get_submodule(name)
+    recorded: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0].detach()))
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        handle.remove()
+    if not isinstance(module, nn.Linear):
+        recorded = [entry.movedim(1, -1) for entry in recorded]
+    return torch.cat([entry.reshape(-1, entry.shape[-1]) for entry in recorded])
+
+
+# Measures
+
+
+def diagonal(H: Tensor) -> Tensor:
+    """∂²E/∂W_γst², shaped like the weight: (G, d, m)."""
+    groups, d, m = H.shape[:3]
+    values = torch.zeros(groups, d, m, dtype=H.dtype)
+    for group in range(groups):
+        for s in range(d):
+            for t in range(m):
+                values[group, s, t] = H[group, s, t, s, t]
+    return values
+
+
+def hessian_trace(H: Tensor) -> float:
+    """Tr H_l, summed over groups."""
+    return float(diagonal(H).sum())
+
+
+def top_eigenvalue(H: Tensor) -> float:
+    """λ_max(H), the largest signed eigenvalue.
+
+    Args:
+        H: (N, N), the Hessian of the whole weight tensor, cross-group terms included: what `hessian` returns.
+    """
+    return float(torch.linalg.eigvalsh((H + H.T) / 2)[-1])
+
+
+def weight_norm(W: Tensor) -> float:
+    """‖W‖²_F of the whole weight tensor (squared)."""
+    return float((W**2).sum())
+
+
+def layer_flatness(W: Tensor, H: Tensor) -> float:
+    """κ^l = ‖W‖²_F λ_max(H_l), of the whole weight tensor; `H` is (N, N) as for `top_eigenvalue`."""
+    return weight_norm(W) * top_eigenvalue(H)
+
+
+def layer_flatness_trace(W: Tensor, H: Tensor) -> float:
+    """κ_τ^l = ‖W‖²_F Tr H_l, of the whole weight tensor."""
+    return weight_norm(W) * hessian_trace(H)
+
+
+def neuron_flatness(W: Tensor, H: Tensor, taps: int = 1) -> Tensor:
+    """ρ(c) = w(c)ᵀ H(w(c)) w(c) for each input channel c, w(c) its outgoing weights.
+
+    Args:
+        W: (G, d, m).
+        H: (G, d, m, d, m).
+        taps: Kernel positions per input channel; all of them, in all rows, are its outgoing weights.
+
+    Returns:
+        (G · m / taps,), in the order of the layer's input channels.
+    """
+    groups, _, m = W.shape
+    values = []
+    for group in range(groups):
+        for c in range(m // taps):
+            columns = slice(c * taps, (c + 1) * taps)
+            w = W[group][:, columns]
+            values.append(torch.einsum("st,stuv,uv->", w, H[group][:, columns][..., columns], w))
+    return torch.stack(values)
+
+
+def neuron_flatness_incoming(W: Tensor, H: Tensor) -> Tensor:
+    """w_sᵀ H_{s,s} w_s for each output row s, in the order of the layer's output channels: (G · d,)."""
+    groups, d, _ = W.shape
+    return torch.stack([W[g, s] @ H[g, s, :, s] @ W[g, s] for g in range(groups) for s in range(d)])
+
+
+def relative_flatness(W: Tensor, H: Tensor) -> float:
+    """κ_Tr = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'} in each group, summed over groups."""
+    groups, d, _ = W.shape
+    total = 0.0
+    for group in range(groups):
+        for s in range(d):
+            for other in range(d):
+                inner = W[group, s] @ W[group, other]
+                total += float(inner * H[group, s, :, other].trace())
+    return total
+
+
+def relative_flatness_normalized(W: Tensor, H: Tensor, V: Tensor, taps: int = 1) -> float:
+    """κ_Tr of the layer rewritten to act on V⁻¹φ: weights W V, Hessian V⁻¹ H V⁻¹.
+
+    Args:
+        W: (G, d, m).
+        H: (G, d, m, d, m).
+        V: (G · m / taps,), the spread of each input channel; a channel with spread 0 leaves both factors.
+        taps: Kernel positions per input channel, which share its spread.
+    """
+    total = 0.0
+    for group, spread in enumerate(V.reshape(len(W), -1)):
+        v = spread.repeat_interleave(taps)
+        kept = v > 0
+        v = v[kept]
+        W_kept = W[group][:, kept]
+        H_kept = H[group][:, kept][..., kept]
+        H_rewritten = H_kept / v[None, :, None, None] / v[None, None, None, :]
+        total += relative_flatness((W_kept * v).unsqueeze(0), H_rewritten.unsqueeze(0))
+    return total
+
+
+def maximal_relative_flatness(W: Tensor, H: Tensor) -> float:
+    """κ = Σ_s ‖w_s‖² λ_max(H_{s,s}) over the rows of all groups."""
+    groups, d, _ = W.shape
+    total = 0.0
+    for group in range(groups):
+        for s in range(d):
+            total += float(W[group, s] @ W[group, s]) * top_eigenvalue(H[group, s, :, s])
+    return total
+
+
+def feature_spread(phi: Tensor, tolerance: float = 1e-6) -> Tensor:
+    """The unit in which each feature is measured: its standard deviation, or |mean| where it does not vary.
+
+    V_t = std_t if std_t > tolerance · rms_t, else |mean_t|; a feature that is always 0 gets 0, "drop it".
+
+    Args:
+        phi: (observations, features).
+        tolerance: Relative to the root mean square, so that rescaling a feature cannot change its kind.
+    """
+    values = torch.zeros(phi.shape[1], dtype=phi.dtype)
+    for t, feature in enumerate(phi.T):
+        mean = feature.mean()
+        std = ((feature - mean) ** 2).mean().sqrt()
+        rms = (feature**2).mean().sqrt()
+        values[t] = std if std > tolerance * rms else mean.abs()
+    return values
