@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from flatness.affine import find_affine
+from flatness.curvature.exact import BLOCK
 from flatness.curvature.layer_operator import tape_bytes_per_sample
 from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import LayerRoute, Routes, bytes_per_sample, positions_of, route_kind
@@ -112,7 +113,7 @@ def make_plan(
     if any(measure.network_needs for measure in chosen):
         _cover_network(problem, examined, routes, curvature, notes)
     _count_passes(problem, examined, routes, method)
-    problem.fit_memory(bytes_per_sample(routes, examined.records, examined.items, problem.dtype.itemsize))
+    problem.fit_memory(bytes_per_sample(routes, examined.records, examined.items, min(BLOCK, max(1, routes.passes)), problem.dtype.itemsize))
     parts = [_SPECTRUM_PART[need] for need in sorted(needs & SPECTRA)]
     rank = problem.loss.rank(examined.items) * examined.items.logits.shape[1]
     return Plan(

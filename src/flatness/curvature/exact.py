@@ -48,18 +48,39 @@ def exact_statistics(problem: Problem, routes: Routes, spreads: dict[str, Tensor
     return total
 
 
-def signals(problem: Problem, items: Items, edges: list[Any]) -> Iterator[tuple[tuple[Tensor | None, ...], Tensor | None]]:
-    """Backward passes: for every output direction, what arrives at each edge, and the signed weight per sample.
+# Output directions whose signals are held at once. Blocks make small matrix products large; memory grows with them.
+BLOCK = 16
 
-    With T predictions per sample that meet on their way back, each needs a pass of its own: T·R passes instead of R.
+
+def signals(problem: Problem, items: Items, edges: list[Any]) -> Iterator[tuple[list[Tensor | None], Tensor | None]]:
+    """Backward passes in blocks: what arrives at each edge, (R, *shape), and signed weights (n, R) or None.
+
+    With T predictions per sample that meet on their way back, each needs a pass of its own: T passes per direction.
     """
     T = items.logits.shape[1]
+    block: list[tuple[Tensor | None, ...]] = []
+    weights: list[Tensor] = []
     for s, c in problem.loss.factors(items):
         for t in range(T):
             sent = s if T == 1 else _only(s, t)
-            weight = None if c is None else c[:, t].to(s.dtype)
-            arrived = torch.autograd.grad(items.logits, edges, sent, retain_graph=True, allow_unused=True)
-            yield arrived, weight
+            block.append(torch.autograd.grad(items.logits, edges, sent, retain_graph=True, allow_unused=True))
+            if c is not None:
+                weights.append(c[:, t].to(s.dtype))
+            if len(block) == BLOCK:
+                yield _stacked(block, weights)
+                block, weights = [], []
+    if block:
+        yield _stacked(block, weights)
+
+
+def _stacked(
+    block: list[tuple[Tensor | None, ...]], weights: list[Tensor]
+) -> tuple[list[Tensor | None], Tensor | None]:
+    arrived: list[Tensor | None] = []
+    for column in zip(*block, strict=True):
+        known = [value for value in column if value is not None]
+        arrived.append(torch.stack(known) if known else None)
+    return arrived, torch.stack(weights, dim=1) if weights else None
 
 
 def separable_signals(problem: Problem, items: Items, edge: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -67,6 +88,13 @@ def separable_signals(problem: Problem, items: Items, edge: Any) -> Iterator[tup
     for s, c in problem.loss.factors(items):
         (arrived,) = torch.autograd.grad(items.logits, [edge], s, retain_graph=True)
         yield arrived, None if c is None else c.flatten().to(s.dtype)
+
+
+def layer_signals(route: LayerRoute, stacked: Tensor, n: int) -> Tensor:
+    """δ (n, G, R, d, P) from derivatives (R, *shape of the layer's output)."""
+    R = stacked.shape[0]
+    delta = route.layer.signals(stacked.flatten(0, 1), R * n)
+    return delta.unflatten(0, (R, n)).permute(1, 2, 0, 3, 4)
 
 
 def rows_of_features(route: LayerRoute, x: Tensor, n: int) -> Tensor:
@@ -95,7 +123,8 @@ def _batch_statistics(
         sums = PlainSums(route.layer, route.needs, rows_of_features(route, record.x, n), spreads.get(route.name))
         for arrived, c in separable_signals(problem, items, record.z_edge):
             delta = route.layer.signals(arrived, n)[:, 0].transpose(1, 2)
-            sums.add(delta.reshape(-1, delta.shape[2]), None, c)
+            delta = delta.reshape(-1, 1, 1, delta.shape[2], 1)
+            sums.add(delta, None, None if c is None else c[:, None])
         _store(part, route, sums.sums())
     _add_passes(problem, routes, recording, items, spreads, part)
     return part
@@ -119,7 +148,7 @@ def _add_passes(
         for index, (route, layer_sums) in enumerate(zip(layers, sums, strict=True)):
             dz = arrived[index]
             if dz is not None:
-                layer_sums.add(route.layer.signals(dz, n), at_inputs.get(index), c)
+                layer_sums.add(layer_signals(route, dz, n), at_inputs.get(index), c)
         for module, dz in zip(affine, arrived[len(layers) : len(layers) + len(affine)], strict=True):
             if dz is not None:
                 _add_affine(traces, module, recording.one(module.name).x, dz, c)
@@ -136,9 +165,10 @@ def _sums_of(route: LayerRoute, x: Tensor, n: int, spread: Tensor | None) -> Lay
 
 
 def _add_affine(traces: dict[str, Tensor], module: AffineModule, x: Tensor, dz: Tensor, c: Tensor | None) -> None:
-    for name, g in module.gradients(x, dz).items():
-        squares = (g.square() if c is None else g.square() * c[:, None]).sum(0, dtype=torch.float64)
-        traces[name] = traces[name] + squares if name in traces else squares
+    for k in range(dz.shape[0]):
+        for name, g in module.gradients(x, dz[k]).items():
+            squares = (g.square() if c is None else g.square() * c[:, k : k + 1]).sum(0, dtype=torch.float64)
+            traces[name] = traces[name] + squares if name in traces else squares
 
 
 def _store(part: Statistics, route: LayerRoute, sums: dict[str, Tensor]) -> None:

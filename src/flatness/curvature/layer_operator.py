@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flatness.curvature.exact import rows_of_features, separable_signals, signals
+from flatness.curvature.exact import layer_signals, rows_of_features, separable_signals, signals
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import LayerRoute, Routes
 from flatness.losses import Items
@@ -35,20 +35,25 @@ class PreactivationHessian(Protocol):
 
 @dataclass
 class FactorHessian:
-    """M = Σ_k c_k δ_k δ_kᵀ from the signals δ (R, n, G, d, P) and signed weights c (R, n) or None."""
+    """M = Σ_k c_k δ_k δ_kᵀ from the signals δ (n, G, R, d, P) and signed weights c (n, R) or None."""
 
     delta: Tensor
     c: Tensor | None
 
     def whole(self, Y: Tensor) -> Tensor:
         """M Y."""
-        along = torch.einsum("rngdp,ngdp->rn", self.delta, Y)
-        return torch.einsum("rngdp,rn->ngdp", self.delta, along if self.c is None else along * self.c)
+        n, G, R, d, P = self.delta.shape
+        delta = self.delta.transpose(1, 2).reshape(n, R, G * d * P)
+        along = delta @ Y.reshape(n, G * d * P, 1)
+        along = along if self.c is None else along * self.c[:, :, None]
+        return (delta.mT @ along).reshape(Y.shape)
 
     def rows(self, Y: Tensor) -> Tensor:
         """The part of M Y in which every row meets itself only."""
-        along = torch.einsum("rngdp,ngdp->rngd", self.delta, Y)
-        return torch.einsum("rngdp,rngd->ngdp", self.delta, along if self.c is None else along * self.c[:, :, None, None])
+        by_row = self.delta.transpose(2, 3)  # (n, G, d, R, P)
+        along = by_row @ Y[..., None]
+        along = along if self.c is None else along * self.c[:, None, None, :, None]
+        return (by_row.mT @ along)[..., 0]
 
 
 @dataclass
@@ -147,13 +152,16 @@ class LayerOperators:
         passing = self._routes.kind("passes")
         if passing:
             edges = [recording.one(route.name).z_edge for route in passing]
-            arrived = [(deltas, c) for deltas, c in signals(self._problem, items, edges)]
-            weights = [c for _, c in arrived if c is not None]
+            blocks = list(signals(self._problem, items, edges))
+            weights = [c for _, c in blocks if c is not None]
+            c = torch.cat(weights, dim=1) if weights else None
             for index, route in enumerate(passing):
                 Phi = route.layer.features(recording.one(route.name).x, n)
-                shape = (n, Phi.shape[1], route.layer.output_units // Phi.shape[1], Phi.shape[3])
-                deltas = [_or_zero(deltas[index], route, n, shape, Phi) for deltas, _ in arrived]
-                yield route.name, (Phi, FactorHessian(torch.stack(deltas), torch.stack(weights) if weights else None))
+                known = [arrived[index] for arrived, _ in blocks]
+                deltas = [layer_signals(route, delta, n) for delta in known if delta is not None]
+                shape = (n, Phi.shape[1], 1, route.layer.output_units // Phi.shape[1], Phi.shape[3])
+                delta = torch.cat(deltas, dim=2) if deltas else Phi.new_zeros(shape)
+                yield route.name, (Phi, FactorHessian(delta, c if deltas else None))
 
     def _head(self, route: LayerRoute, edge: Any, items: Items, n: int) -> PreactivationHessian:
         if route.kind == "softmax head":
@@ -161,13 +169,9 @@ class LayerOperators:
             p = items.logits.detach().flatten(0, 1).softmax(1)
             return SoftmaxHessian(p, torch.ones_like(p[:, 0]) if a is None else a.flatten().to(p.dtype))
         found = list(separable_signals(self._problem, items, edge))
-        deltas = [route.layer.signals(delta, n)[:, 0].transpose(1, 2).flatten(0, 1)[:, None, :, None] for delta, _ in found]
+        deltas = [route.layer.signals(delta, n)[:, 0].transpose(1, 2).flatten(0, 1) for delta, _ in found]
         weights = [c for _, c in found if c is not None]
-        return FactorHessian(torch.stack(deltas), torch.stack(weights) if weights else None)
-
-
-def _or_zero(dz: Tensor | None, route: LayerRoute, n: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return like.new_zeros(shape) if dz is None else route.layer.signals(dz, n)
+        return FactorHessian(torch.stack(deltas, 1)[:, None, :, :, None], torch.stack(weights, 1) if weights else None)
 
 
 def tape_bytes_per_sample(routes: Routes, factors: int, itemsize: int) -> int:

@@ -1,13 +1,15 @@
-"""One layer's sums over one micro-batch, while the signals δ_k arrive one after another.
+"""One layer's sums over one micro-batch, while the signals δ_k arrive in blocks.
 
 With g_k = δ_k Φᵀ the derivative of output direction k, everything here is a sum of squares of g_k, never formed when a
 cheaper expression exists:
 
-* One position (P = 1): g = δφᵀ, so all sums follow from Σ_k δ∘δ (n, d) and Σ_k u∘u (n, m) with u = Wᵀδ, the signal that
-  backpropagation hands to the layer below anyway. Every matrix product happens once per batch, not once per k.
-* Many positions: either g itself, or Gram matrices K = ΦᵀΦ (P×P, once per batch): Tr H_ss' = Σ (δ K δᵀ)_ss'.
-* Outgoing weights of an input unit c: Σ_s,κ W_scκ g_scκ is the derivative along a scaling of that unit, ⟨x_c, ∂x_c⟩.
-* Incoming weights of a row s: Σ_t W_st g_st = ⟨δ_s, (WΦ)_s⟩.
+* One position (P = 1): g = δφᵀ, so all sums follow from Σ_k δ∘δ (n, d) and Σ_k u∘u (n, m) with u = Wᵀδ, the signal
+  that backpropagation hands to the layer below anyway. Matrix products happen once per batch, not once per k.
+* Many positions, P < m: Gram matrices K = ΦᵀΦ (P×P, once per batch); Tr H_ss' = Σ (δ K δᵀ)_ss', the incoming weights
+  of a row meet g in ⟨δ_s, (WΦ)_s⟩, the outgoing weights of an input unit c in ⟨x_c, ∂x_c⟩.
+* Many positions otherwise: g itself, all k of a block in one product, and W∘g summed over columns or rows.
+
+Signals come as δ (n, G, R, d, P), R output directions at once, with signed weights c (n, R) or None for +1.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import torch
 from torch import Tensor
 
 from flatness.layers import Layer
+
+# Up to this many rows, products per sample summed afterwards are faster than one large product of a transposed copy.
+_SMALL = 64
 
 
 class LayerSums(ABC):
@@ -30,14 +35,23 @@ class LayerSums(ABC):
         # V per column of W, and 1/V with dropped features (V = 0) left out: (G, m)
         self.V = layer.spread_per_column(spread).to(self.W) if spread is not None else None
         self.inverse_V = torch.where(self.V > 0, 1 / self.V, 0) if self.V is not None else None
+        self.totals: dict[str, Tensor] = {}
 
     @abstractmethod
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
-        """Take one signal: δ (n, G, d, P), the derivative at the layer's input, and the signed weights c (n,)."""
+        """Take a block of signals: δ (n, G, R, d, P), derivatives at the layer's input (R, …), weights c (n, R)."""
 
     @abstractmethod
     def sums(self) -> dict[str, Tensor]:
         """The statistics of this micro-batch."""
+
+    def _put(self, name: str, value: Tensor) -> None:
+        self.totals[name] = self.totals[name] + value if name in self.totals else value
+
+    def _put_squares(self, statistic: str, values: Tensor, c: Tensor | None) -> None:
+        """Add Σ_n,k c v² of values (n, R, entries)."""
+        squares = values.square() if c is None else values.square() * c[:, :, None]
+        self._put(statistic, squares.sum((0, 1)))
 
 
 class PlainSums(LayerSums):
@@ -53,48 +67,42 @@ class PlainSums(LayerSums):
     def __init__(self, layer: Layer, needs: frozenset[str], phi: Tensor, spread: Tensor | None) -> None:
         super().__init__(layer, needs, spread)
         self.phi = phi
-        self.delta_squares: Tensor | None = None
-        self.u_squares: Tensor | None = None
-        self.blocks: Tensor | None = None
-        self.outgoing: Tensor | None = None
         self._needs_u = bool(needs & {"relative", "relative_normalized", "outgoing"})
 
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
-        """Take one signal δ (n, 1, d, 1); dx (n, m) is u = Wᵀδ if it is known already."""
-        delta = delta.reshape(delta.shape[0], -1)
-        weighted = delta if c is None else delta * c[:, None]
-        self.delta_squares = _accumulate(self.delta_squares, weighted, delta)
+        """Take signals δ (n, 1, R, d, 1); dx (R, n, m) is u = Wᵀδ if it is known already."""
+        n, _, R, d, _ = delta.shape
+        delta = delta.reshape(n, R, d)
+        self._put("delta squares", _squares(delta, c))
         if self._needs_u:
-            u = delta @ self.W[0] if dx is None else dx.reshape(delta.shape[0], -1)
-            self.u_squares = _accumulate(self.u_squares, u if c is None else u * c[:, None], u)
+            u = delta @ self.W[0] if dx is None else dx.reshape(R, n, -1).transpose(0, 1)
+            self._put("u squares", _squares(u, c))
             if self.layer.taps > 1 and "outgoing" in self.needs:
-                along = (u * self.phi).reshape(len(u), -1, self.layer.taps).sum(2)
-                self.outgoing = _plus(self.outgoing, (along if c is None else along * c[:, None]).mul(along).sum(0))
+                self._put_squares("outgoing", (u * self.phi[:, None]).unflatten(2, (-1, self.layer.taps)).sum(3), c)
         if "block_traces" in self.needs:
-            block = (weighted * self.phi.square().sum(1, keepdim=True)).T @ delta
-            self.blocks = block if self.blocks is None else self.blocks + block
+            weighted = delta * self.phi.square().sum(1)[:, None, None]
+            weighted = weighted if c is None else weighted * c[:, :, None]
+            self._put("block_traces", (weighted.reshape(n * R, d).T @ delta.reshape(n * R, d))[None])
 
     def sums(self) -> dict[str, Tensor]:
         """The statistics of this micro-batch."""
-        if self.delta_squares is None:
+        if not self.totals:
             return {}
-        phi2, d2, u2 = self.phi.square(), self.delta_squares, self.u_squares
+        phi2, d2, u2 = self.phi.square(), self.totals.pop("delta squares"), self.totals.pop("u squares", None)
         sums: dict[str, Tensor] = {"bias": d2.sum(0)}
         if "row_traces" in self.needs:
             sums["row_traces"] = phi2.sum(1) @ d2
         if "incoming" in self.needs:
             sums["incoming"] = ((self.phi @ self.W[0].T).square() * d2).sum(0)
         if "diagonal" in self.needs:
-            sums["diagonal"] = d2.T @ phi2
+            sums["diagonal"] = (d2.T @ phi2)[None]
         if u2 is not None and "relative" in self.needs:
             sums["relative"] = phi2.sum(1) @ u2.sum(1)
         if u2 is not None and "outgoing" in self.needs:
-            sums["outgoing"] = (phi2 * u2).sum(0) if self.outgoing is None else self.outgoing
+            sums["outgoing"] = (phi2 * u2).sum(0)
         if u2 is not None and self.V is not None and self.inverse_V is not None:
             sums["relative_normalized"] = (phi2 @ self.inverse_V[0].square()) @ (u2 @ self.V[0].square())
-        if self.blocks is not None:
-            sums["block_traces"] = self.blocks[None]
-        return sums
+        return sums | self.totals
 
 
 class PositionSums(LayerSums):
@@ -110,54 +118,59 @@ class PositionSums(LayerSums):
 
     def __init__(self, layer: Layer, needs: frozenset[str], x: Tensor, n: int, spread: Tensor | None) -> None:
         super().__init__(layer, needs, spread)
-        self.n = n
         self.x = layer.per_input_unit(x, n)
         self.Phi = layer.features(x, n)
-        self.form_g = "diagonal" in needs or not gram_is_cheaper(self.W.shape[2], self.Phi.shape[3])
+        self.forms_g = forms_g(needs, self.W.shape[2], self.Phi.shape[3])
         self._needs_blocks = bool(needs & {"row_traces", "relative", "block_traces"})
-        self._y = self.W @ self.Phi if "incoming" in needs else None
-        Phi_V = self.Phi * self.inverse_V[:, :, None] if self.inverse_V is not None else None
-        if not self.form_g:
+        if not self.forms_g:
+            self._y = self.W @ self.Phi if "incoming" in needs else None
             self._K = self.Phi.mT @ self.Phi if self._needs_blocks else None
+            Phi_V = self.Phi * self.inverse_V[:, :, None] if self.inverse_V is not None else None
             self._K_V = Phi_V.mT @ Phi_V if Phi_V is not None else None
-        self._blocks: Tensor | None = None
-        self._blocks_V: Tensor | None = None
-        self._others: dict[str, Tensor] = {}
 
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
-        """Take one signal δ (n, G, d, P); dx is shaped like the layer's input."""
-        weighted = delta if c is None else delta * c[:, None, None, None]
-        if self.form_g:
-            self._add_gradients(delta, c)
+        """Take signals δ (n, G, R, d, P); dx (R, …) is shaped like the layer's input."""
+        self._put_squares("bias", delta.sum(4).transpose(1, 2).flatten(2), c)
+        if self.forms_g:
+            self._add_by_gradients(delta, c)
         else:
-            if self._K is not None:
-                self._blocks = _plus(self._blocks, _group_product(weighted @ self._K, delta))
-            if self._K_V is not None:
-                self._blocks_V = _plus(self._blocks_V, _group_product(weighted @ self._K_V, delta))
-        self._put("bias", delta.sum(3).flatten(1), c)
-        if self._y is not None:
-            self._put("incoming", (delta * self._y).sum(3).flatten(1), c)
-        if "outgoing" in self.needs and dx is not None:
-            self._put("outgoing", (self.layer.per_input_unit(dx, self.n) * self.x).sum(2), c)
+            self._add_by_gram(delta, dx, c)
 
-    def _add_gradients(self, delta: Tensor, c: Tensor | None) -> None:
-        g = delta @ self.Phi.mT
-        weighted = g if c is None else g * c[:, None, None, None]
+    def _add_by_gradients(self, delta: Tensor, c: Tensor | None) -> None:
+        n, G, R, d, P = delta.shape
+        g = (delta.reshape(n, G, R * d, P) @ self.Phi.mT).unflatten(2, (R, d))
+        weighted = g if c is None else g * c[:, None, :, None, None]
         if self._needs_blocks:
-            self._blocks = _plus(self._blocks, _group_product(weighted, g))
+            self._put("blocks", _group_product(weighted, g))
         if self.inverse_V is not None:
-            self._blocks_V = _plus(self._blocks_V, _group_product(weighted * self.inverse_V[:, None].square(), g))
+            self._put("blocks_V", _group_product(weighted * self.inverse_V[:, None, None].square(), g))
         if "diagonal" in self.needs:
-            self._others["diagonal"] = _plus(self._others.get("diagonal"), (weighted * g).sum(0))
+            self._put("diagonal", (weighted * g).sum((0, 2)))
+        if self.needs & {"incoming", "outgoing"}:
+            Wg = g * self.W[:, None]
+            if "incoming" in self.needs:
+                self._put_squares("incoming", Wg.sum(4).transpose(1, 2).flatten(2), c)
+            if "outgoing" in self.needs:
+                columns = Wg.sum(3).unflatten(3, (-1, self.layer.taps)).sum(4)
+                self._put_squares("outgoing", columns.transpose(1, 2).flatten(2), c)
 
-    def _put(self, statistic: str, values: Tensor, c: Tensor | None) -> None:
-        squares = values.square() if c is None else values.square() * c[:, None]
-        self._others[statistic] = _plus(self._others.get(statistic), squares.sum(0))
+    def _add_by_gram(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
+        n, G, R, d, P = delta.shape
+        weighted = delta if c is None else delta * c[:, None, :, None, None]
+        for name, K in (("blocks", self._K), ("blocks_V", self._K_V)):
+            if K is not None:
+                product = (weighted.reshape(n, G, R * d, P) @ K).unflatten(2, (R, d))
+                self._put(name, _group_product(product, delta))
+        if self._y is not None:
+            self._put_squares("incoming", (delta * self._y[:, :, None]).sum(4).transpose(1, 2).flatten(2), c)
+        if "outgoing" in self.needs and dx is not None:
+            at_inputs = self.layer.per_input_unit(dx.flatten(0, 1), R * n).unflatten(0, (R, n))
+            self._put_squares("outgoing", (at_inputs * self.x).sum(3).transpose(0, 1), c)
 
     def sums(self) -> dict[str, Tensor]:
         """The statistics of this micro-batch."""
-        sums = dict(self._others)
-        T, T_V = self._blocks, self._blocks_V
+        T, T_V = self.totals.pop("blocks", None), self.totals.pop("blocks_V", None)
+        sums = dict(self.totals)
         if T is not None:
             if "row_traces" in self.needs:
                 sums["row_traces"] = T.diagonal(dim1=1, dim2=2).flatten()
@@ -171,23 +184,25 @@ class PositionSums(LayerSums):
         return sums
 
 
-def gram_is_cheaper(features: int, positions: int) -> bool:
-    """Whether block traces cost less through P×P Gram matrices than through g (d×m per sample).
+def forms_g(needs: frozenset[str], features: int, positions: int) -> bool:
+    """Whether a layer with many positions forms g (d×m per sample) rather than P×P Gram matrices.
 
-    Per sample and signal: d·P·(P + d) operations for δKδᵀ against d·m·(P + d) for g = δΦᵀ and g gᵀ.
+    Block traces cost d·P·(P + d) operations per sample and signal as δKδᵀ, and d·m·(P + d) as g = δΦᵀ and g gᵀ. The
+    diagonal exists only in g.
     """
-    return positions < features
+    return "diagonal" in needs or positions >= features
 
 
-def _accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    return a * b if total is None else total.addcmul_(a, b)
-
-
-def _plus(total: Tensor | None, value: Tensor) -> Tensor:
-    return value if total is None else total + value
+def _squares(values: Tensor, c: Tensor | None) -> Tensor:
+    """Σ_k c v² of values (n, R, entries): (n, entries)."""
+    squares = values.square()
+    return squares.sum(1) if c is None else (squares * c[:, :, None]).sum(1)
 
 
 def _group_product(a: Tensor, b: Tensor) -> Tensor:
-    """Σ_n a bᵀ for every group: (n, G, d, q), (n, G, d, q) → (G, d, d)."""
-    n, G, d, q = a.shape
-    return a.permute(1, 2, 0, 3).reshape(G, d, n * q) @ b.permute(1, 2, 0, 3).reshape(G, d, n * q).mT
+    """Σ a bᵀ over samples and signals for every group: (n, G, R, d, q) twice → (G, d, d)."""
+    n, G, R, d, q = a.shape
+    if d <= _SMALL:
+        return (a @ b.mT).sum((0, 2))
+    order = (1, 3, 0, 2, 4)
+    return a.permute(order).reshape(G, d, n * R * q) @ b.permute(order).reshape(G, d, n * R * q).mT

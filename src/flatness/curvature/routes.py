@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatness.affine import AffineModule
-from flatness.curvature.layer_sums import gram_is_cheaper
+from flatness.curvature.layer_sums import forms_g
 from flatness.curvature.recording import Record
 from flatness.graph import only_layout_between
 from flatness.layers import Layer
@@ -42,19 +42,30 @@ class LayerRoute:
     @property
     def needs_input_signal(self) -> bool:
         """Whether the derivative at the layer's input is used."""
-        plain = self.layer.plain and self.positions == 1
-        return bool(self.needs & _BACKPROPAGATED) if plain else "outgoing" in self.needs
+        if self.layer.plain and self.positions == 1:
+            return bool(self.needs & _BACKPROPAGATED)
+        return "outgoing" in self.needs and not self.forms_g
 
-    def numbers_per_sample(self) -> int:
-        """Rough count of numbers one sample occupies while this layer is being measured."""
+    @property
+    def forms_g(self) -> bool:
+        """Whether the per-sample derivatives g (d×m) are formed."""
+        return forms_g(self.needs, self.layer.matrix().shape[2], self.positions)
+
+    def numbers_per_sample(self, block: int) -> tuple[int, int]:
+        """Rough count of numbers one sample occupies: held through the pass, and while this layer has its turn.
+
+        Args:
+            block: Output directions whose signals are held at once.
+        """
         G, d, m = self.layer.matrix().shape
         P = self.positions
-        held = 2 * self.input_size + 3 * G * d * P
+        held = 2 * block * G * d * P + self.input_size * (1 + block * self.needs_input_signal)
         if self.layer.plain and P == 1:
-            return held + m + d
+            return held, (m + d) * (block + 4)
         copies = 2 if "relative_normalized" in self.needs else 1
-        by_g = "diagonal" in self.needs or not gram_is_cheaper(m, P)
-        return held + copies * G * m * P + (4 * G * d * m if by_g else copies * G * P * P)
+        held += G * m * P if self.forms_g else G * m * P + copies * G * P * P
+        working = 4 * block * G * d * m if self.forms_g else (copies + 1) * block * G * d * P + G * m * P
+        return held, working
 
 
 @dataclass
@@ -126,12 +137,13 @@ def positions_of(layer: Layer, record: Record, n: int) -> int:
     return max(1, record.z_shape.numel() // max(1, n * d))
 
 
-def bytes_per_sample(routes: Routes, records: Mapping[str, Record], items: Items, itemsize: int) -> int:
+def bytes_per_sample(routes: Routes, records: Mapping[str, Record], items: Items, block: int, itemsize: int) -> int:
     """Memory that one sample of a micro-batch takes: activations kept by autograd, features, and working space."""
     n = items.logits.shape[0]
     activations = sum((record.x.numel() + record.z_shape.numel()) // n for record in records.values())
     outputs = 6 * items.logits.numel() // n
-    layers = sum(route.numbers_per_sample() for route in routes.layers if route.kind != "softmax head")
-    return itemsize * (2 * activations + outputs + layers)
+    counts = [route.numbers_per_sample(block) for route in routes.layers if route.kind != "softmax head"]
+    held, working = sum(count[0] for count in counts), max((count[1] for count in counts), default=0)
+    return itemsize * (2 * activations + outputs + held + working)
 
 

@@ -29,11 +29,14 @@ class _StandIn:
     __slots__ = ()
 
     def __setstate__(self, state: object) -> None:
-        raise ArrayPickleError(f"it changes {type(self).__name__.strip('_')}")
+        name = next(".".join(name) for name, stand_in in _ADMITTED.items() if isinstance(self, stand_in))
+        raise ArrayPickleError(f"it changes {name}")
 
 
 class _Ndarray(_StandIn):
     """For ``numpy.ndarray``: only a word to pass to ``_reconstruct``."""
+
+    __slots__ = ()
 
 
 class _Dtype:
@@ -82,7 +85,7 @@ class _Array:
             ):
                 if math.prod(shape) * kind.dtype.itemsize != len(raw):
                     raise ArrayPickleError(
-                        f"an array of shape {shape} and type {kind.dtype} has {len(raw)} bytes"
+                        f"it has an array of shape {shape} and type {kind.dtype} with {len(raw)} bytes"
                     )
                 self.values = np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if fortran else "C")
             case _:
@@ -131,11 +134,10 @@ class _ArrayUnpickler(pickle.Unpickler):
 def load_array_pickle(raw: bytes) -> dict[object, object]:
     """Unpickle a dictionary whose values are arrays of whole numbers, lists, numbers and text.
 
-    Strings of Python 2 come back as bytes, read-only arrays as numpy arrays.
+    Strings of Python 2 come back as bytes. The arrays are read-only.
 
     Raises:
-        ArrayPickleError: `raw` is truncated, corrupted, or asks for anything else. Nothing it asks for has
-            run.
+        ArrayPickleError: `raw` is truncated, corrupted, or asks for anything else; nothing of it has run.
     """
     try:
         _refuse_huge_memo(raw)

@@ -13,13 +13,14 @@ from flatness.errors import DataError, listed
 
 _INPUTS = ("x", "inputs", "images")
 _TARGETS = ("y", "targets", "labels")
+_MOST_CLASSES = 1_000_000  # larger numbers are identifiers or years, not classes
 
 
 def digits(split: str) -> tuple[np.ndarray, np.ndarray]:
     """The 8×8 digits of scikit-learn: (samples, 1, 8, 8) with pixels 0 to 16, and labels.
 
     The set has no published split. Here a fifth of each class is for testing, rounded: 1,438 samples to
-    train, 360 to test, in an order drawn once and for all (numpy's `RandomState` keeps its stream from
+    train, 359 to test, in an order drawn once and for all (numpy's `RandomState` keeps its stream from
     version to version).
     """
     from sklearn.datasets import load_digits  # scikit-learn takes a second to import, and only this needs it
@@ -44,17 +45,18 @@ class ArrayFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.expanduser(os.fspath(path))
         try:
-            archive = np.load(self.path, allow_pickle=False)
+            with open(self.path, "rb") as stream:
+                archive = np.load(stream, allow_pickle=False)
+                names = list(archive.files) if isinstance(archive, np.lib.npyio.NpzFile) else None
         except FileNotFoundError as error:
             raise DataError(f"Expected {self.path} to be an .npz file, but there is no such file.") from error
         except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
             raise DataError(
                 f"Expected {self.path} to be an .npz archive, but it cannot be read as one."
             ) from error
-        if not isinstance(archive, np.lib.npyio.NpzFile):
+        if names is None:
             raise DataError(f"Expected {self.path} to be an .npz archive, but it is a single array.")
-        with archive:
-            self.names = list(archive.files)
+        self.names = names
 
     def split(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets of a split, checked to fit each other."""
@@ -77,20 +79,14 @@ class ArrayFile:
             )
         if values.dtype == np.uint8:
             return values
-        finite = np.isfinite(values).reshape(len(values), -1).all(axis=1)
-        if not finite.all():
-            raise DataError(
-                f"Expected finite inputs, but sample {int(np.argmin(finite))} of {name!r} in {self.path} has"
-                " NaN or infinite values."
-            )
-        return values.astype(np.float32)
+        return self._finite(values, name, "inputs")
 
     def targets(self, split: str) -> np.ndarray:
         """Targets of a split: class labels as int64 of shape (samples,), real targets as float32."""
         name = self._name(_TARGETS, split)
         values = self._read(name)
         if values.dtype.kind == "f" and values.ndim >= 1:
-            return values.astype(np.float32)
+            return self._finite(values, name, "targets")
         if values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]
         if values.dtype.kind not in "iub" or values.ndim != 1:
@@ -98,10 +94,11 @@ class ArrayFile:
                 f"Expected {name!r} in {self.path} to be one class label per sample, or real numbers, but got"
                 f" {values.dtype} of shape {values.shape}."
             )
-        if values.size and values.min() < 0:
+        wrong = np.flatnonzero((values < 0) | (values >= _MOST_CLASSES))
+        if wrong.size:
             raise DataError(
-                f"Expected class labels from 0 up, but sample {int(np.argmax(values < 0))} of {name!r} in"
-                f" {self.path} has {values[values < 0][0]}."
+                f"Expected class labels from 0 to {_MOST_CLASSES - 1:,}, but sample {wrong[0]} of {name!r} in"
+                f" {self.path} has {values[wrong[0]]}."
             )
         return values.astype(np.int64)
 
@@ -112,6 +109,18 @@ class ArrayFile:
         return max(
             (int(each.max()) + 1 for each in labels if each.dtype == np.int64 and each.size), default=0
         )
+
+    def _finite(self, values: np.ndarray, name: str, role: str) -> np.ndarray:
+        """`values` as float32, where that loses nothing but digits."""
+        with np.errstate(over="ignore"):
+            single = values.astype(np.float32)
+        finite = np.isfinite(single).reshape(len(single), -1).all(axis=1) if single.size else np.ones(0, bool)
+        if not finite.all():
+            raise DataError(
+                f"Expected finite {role}, but sample {int(np.argmin(finite))} of {name!r} in {self.path} has"
+                " NaN, infinite or too large values for float32."
+            )
+        return single
 
     def _candidates(self, stems: Sequence[str], split: str) -> list[str]:
         spellings = {f"{stem}_{split}" for stem in stems} | {f"{split}_{stem}" for stem in stems}
@@ -131,7 +140,7 @@ class ArrayFile:
 
     def _read(self, name: str) -> np.ndarray:
         try:
-            with np.load(self.path, allow_pickle=False) as archive:
+            with open(self.path, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
                 return archive[name]
         except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import tarfile
 import zlib
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from flatness.errors import DataError
 
 PIXELS = 3 * 32 * 32
 _RECORD = 1 + PIXELS
+_BUFFER = 2**20
 _ROUGHLY_A_BATCH = 64 * 2**20  # a published batch has 31 MB; more than this is not read from an archive
 
 
@@ -26,7 +28,7 @@ def read_batches(form: str, paths: Sequence[Path], split: str) -> tuple[np.ndarr
         split: "train" or "test"; says which batches to read from an archive.
 
     Returns:
-        Images, (samples, 3, 32, 32), and labels, (samples,), both uint8. The images may be a strided view.
+        Images, uint8 of shape (samples, 3, 32, 32), perhaps a strided view, and labels, (samples,).
     """
     if form.endswith("archive"):
         suffix = ".bin" if form.startswith("binary") else ""
@@ -55,18 +57,18 @@ def _read_archive(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
     """Read the wanted members in one pass, in whatever order they come, without unpacking to disk."""
     contents: dict[str, bytes] = {}
     try:
-        with tarfile.open(path, "r|gz") as archive:
+        with (
+            gzip.open(path) as unzipped,
+            tarfile.open(fileobj=unzipped, mode="r|", bufsize=_BUFFER) as archive,
+        ):
             for member in archive:
                 name = PurePosixPath(member.name).name
-                stream = (
-                    archive.extractfile(member)
-                    if name in wanted and member.size <= _ROUGHLY_A_BATCH
-                    else None
-                )
-                if stream is not None:
+                if name not in wanted or member.size > _ROUGHLY_A_BATCH:
+                    continue
+                if (stream := archive.extractfile(member)) is not None:
                     contents[name] = stream.read()
-                if len(contents) == len(wanted):
-                    break
+            while unzipped.read(_BUFFER):  # to the end, where the checksum is
+                pass
     except PermissionError as error:
         raise DataError(f"Expected to read {path}, but got: {error.strerror}.") from error
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
@@ -100,13 +102,9 @@ def _python_batch(raw: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
     fields = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
     images, labels = fields.get("data"), fields.get("labels")
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
-        found = (
-            f"{images.dtype} of shape {images.shape}"
-            if isinstance(images, np.ndarray)
-            else type(images).__name__
-        )
         raise DataError(
-            f"Expected 'data' in {where} to be uint8 of shape (samples, {PIXELS}), but got {found}."
+            f"Expected 'data' in {where} to be uint8 of shape (samples, {PIXELS}), but got"
+            f" {_described(images)}."
         )
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
         raise DataError(
@@ -117,8 +115,16 @@ def _python_batch(raw: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
             f"Expected as many labels as images, but {where} has {len(images):,} images and"
             f" {len(labels):,} labels."
         )
-    return images.reshape(-1, 3, 32, 32), np.asarray(labels, np.int64)
+    return images.reshape(-1, 3, 32, 32), np.asarray(labels, object)  # of any size, until checked
 
 
-def _described(labels: object) -> str:
-    return "a list with something else in it" if isinstance(labels, list) else type(labels).__name__
+def _described(field: object) -> str:
+    match field:
+        case None:
+            return "nothing"
+        case np.ndarray():
+            return f"{field.dtype} of shape {field.shape}"
+        case list():
+            return "a list with something else in it"
+        case _:
+            return type(field).__name__

@@ -1,0 +1,185 @@
+"""What the benchmarks share: fair timing, peak memory, data of CIFAR-10's shape, and tables.
+
+Contenders take turns, so that a machine that slows down for a while slows all of them; the first turn of each warms
+up and does not count; the shortest time is compared. All of them compute in full float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.models import lenet5
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one contender, over all its turns."""
+
+    best: float
+    median: float
+    turns: int
+
+
+def arguments(description: str | None, cpu: int, cuda: int) -> argparse.Namespace:
+    """Parse --device and --samples; the default number of samples depends on the device."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--samples", type=int, help=f"default {cpu:,} on a CPU, {cuda:,} on a GPU")
+    given = parser.parse_args()
+    given.device = torch.device(given.device)
+    given.samples = given.samples or (cuda if given.device.type == "cuda" else cpu)
+    return given
+
+
+def full_precision() -> None:
+    """Compute in float32 everywhere: by default convolutions on a GPU would use TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def machine(device: torch.device) -> str:
+    """The device and torch's version, in words."""
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{threads} CPU threads"
+    return f"{name}, torch {torch.__version__.split('+')[0]}"
+
+
+def peer(name: str) -> ModuleType | None:
+    """Import a peer, or say that it is not here."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError:
+        print(f"{name}: peer absent")
+        return None
+
+
+def image_problem(samples: int, device: torch.device, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+    """LeNet-5 with its first weights, and random images and labels of CIFAR-10's shape."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 3, 32, 32, generator=generator).to(device)
+    y = torch.randint(10, (samples,), generator=generator).to(device)
+    return lenet5(seed=seed).eval().to(device), x, y
+
+
+def batches_of(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Both tensors in slices of `size` samples."""
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def seconds(action: Callable[[], Any], device: torch.device) -> float:
+    """Wall-clock time of one call, with the GPU's queue empty before and after."""
+    _synchronize(device)
+    started = time.perf_counter()
+    action()
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def race(
+    contenders: dict[str, Callable[[], Any]], device: torch.device, turns: int = 9, budget: float = 12.0
+) -> dict[str, Timing]:
+    """Time the contenders in rotation.
+
+    Args:
+        contenders: By name.
+        device: Where they run.
+        turns: Turns of each, after the one that warms up.
+        budget: Seconds after which a contender gets no further turn; everyone gets at least one that counts.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    spent = dict.fromkeys(contenders, 0.0)
+    for turn in range(turns + 1):
+        for name, action in contenders.items():
+            if turn > 1 and spent[name] > budget:
+                continue
+            duration = seconds(action, device)
+            spent[name] += duration
+            if turn > 0:
+                taken[name].append(duration)
+        gc.collect()
+    return {name: Timing(min(ts), statistics.median(ts), len(ts)) for name, ts in taken.items()}
+
+
+def best_batch(
+    work: Callable[[int], Any], sizes: Iterable[int], samples: int, device: torch.device, turns: int = 3
+) -> int:
+    """The batch size with which `work(size)` is fastest; sizes that do not fit into memory are left out."""
+    times: dict[int, float] = {}
+    for size in sorted({min(size, samples) for size in sizes}):
+        try:
+            work(size)
+            times[size] = min(seconds(lambda size=size: work(size), device) for _ in range(turns))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    return min(times, key=times.__getitem__)
+
+
+def peak_memory(action: Callable[[], Any], device: torch.device) -> int:
+    """Bytes that `action` took at its peak beyond what was in use before it.
+
+    On a GPU of torch's allocator, on a CPU of the whole process; there, run it in a fresh one.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        action()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark starts anew
+    before = _process_memory("VmRSS")
+    action()
+    return _process_memory("VmHWM") - before
+
+
+def close(name: str, value: Tensor | float, expected: Tensor | float, tolerance: float = 1e-4) -> None:
+    """Stop unless ‖value − expected‖ ≤ tolerance ‖expected‖: times of unequal results compare nothing."""
+    a, b = (torch.as_tensor(part).detach().double().cpu() for part in (value, expected))
+    error = float((a - b).norm() / b.norm())
+    if not error <= tolerance:
+        raise SystemExit(f"{name}: differs by {error:.1e} from the reference")
+
+
+def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table in Markdown."""
+    cells = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    print(f"\n{title}\n\n" + "\n".join(lines) + "\n", flush=True)
+
+
+def duration(value: float) -> str:
+    """Seconds or milliseconds, three digits."""
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _process_memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"no {field} in /proc/self/status")

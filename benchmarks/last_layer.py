@@ -1,0 +1,117 @@
+"""How much more than a forward pass does the relative flatness of the last layer cost?
+
+LeNet-5 on images of CIFAR-10's shape, cross-entropy. Beside `flatness.measure`: the way of the script published with
+petzka2021, which differentiates the gradient once for every entry of the weight; the same on features computed
+once; and `torch.func.hessian` of that layer, on such features too. Times with features include computing them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import arguments, best_batch, close, duration, full_precision, image_problem, machine, race, show
+from torch import Tensor, nn
+
+import flatness
+
+BATCHES = (64, 128, 256, 512, 1024, 2048, 8192, 25_000, 50_000)
+
+
+@torch.no_grad()
+def forward(model: nn.Module, x: Tensor, size: int) -> Tensor:
+    return torch.cat([model(part) for part in x.split(size)])
+
+
+def measured(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    report = flatness.measure(model, (x, y), measures="relative_flatness", layers="last", progress=False)
+    return report.value("relative_flatness", layer="fc3")
+
+
+def second_derivatives(loss: Tensor, W: Tensor) -> Tensor:
+    """H as (d, m, d, m): the gradient, then one derivative of it for every entry."""
+    (gradient,) = torch.autograd.grad(loss, W, create_graph=True)
+    H = W.new_empty(*W.shape, *W.shape)
+    for s, row in enumerate(gradient):
+        for t, entry in enumerate(row):
+            (H[s, t],) = torch.autograd.grad(entry, W, retain_graph=True)
+    return H
+
+
+def weighted_traces(W: Tensor, H: Tensor) -> float:
+    """Σ ⟨w_s, w_s'⟩ Tr H_ss', block by block."""
+    W, H = W.detach().cpu(), H.cpu()
+    d = len(W)
+    return sum(float(W[s] @ W[r] * H[s, :, r].trace()) for s in range(d) for r in range(d))
+
+
+def row_by_row(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """The published way: the loss of all the data through the whole network."""
+    W = model.get_submodule("fc3").weight
+    return weighted_traces(W, second_derivatives(F.cross_entropy(model(x), y), W))
+
+
+@torch.no_grad()
+def features(model: nn.Sequential, x: Tensor, size: int) -> Tensor:
+    return torch.cat([model[:-1](part) for part in x.split(size)])
+
+
+def row_by_row_on_features(model: nn.Sequential, x: Tensor, y: Tensor, size: int) -> float:
+    W, b = model[-1].weight, model[-1].bias.detach()
+    loss = F.cross_entropy(F.linear(features(model, x, size), W, b), y)
+    return weighted_traces(W, second_derivatives(loss, W))
+
+
+def func_hessian(model: nn.Sequential, x: Tensor, y: Tensor, size: int) -> float:
+    W, b = model[-1].weight.detach(), model[-1].bias.detach()
+    phi = features(model, x, size)
+    H = torch.func.hessian(lambda V: F.cross_entropy(F.linear(phi, V, b), y))(W)
+    return float(torch.einsum("st,rt,sara->", W, W, H))
+
+
+def run(device: torch.device, samples: int) -> dict[str, Any]:
+    full_precision()
+    model, x, y = image_problem(samples, device)
+    size = best_batch(lambda size: forward(model, x, size), BATCHES, samples, device)
+    contenders = {
+        f"forward pass, batches of {size:,}": lambda: forward(model, x, size),
+        "flatness.measure": lambda: measured(model, x, y),
+        "row by row, as published": lambda: row_by_row(model, x, y),
+        "row by row on features": lambda: row_by_row_on_features(model, x, y, size),
+        "torch.func.hessian on features": lambda: func_hessian(model, x, y, size),
+    }
+    names = list(contenders)
+    expected = measured(model.double(), x.double(), y)
+    model.float()
+    for name in names[1:]:
+        close(name, contenders[name](), expected)
+    times = race({name: contenders[name] for name in names[:2]}, device, turns=40)
+    times |= race({name: contenders[name] for name in names[2:]}, device, turns=5, budget=8.0)
+    base, own = times[names[0]].best, times[names[1]].best
+    show(
+        f"Relative flatness of the last layer, LeNet-5, n = {samples:,} ({machine(device)})",
+        ("", "best", "median", "in forward passes", "in flatness.measure"),
+        [
+            (name, duration(t.best), duration(t.median), f"{t.best / base:.2f}", f"{t.best / own:.1f}")
+            for name, t in times.items()
+        ],
+    )
+    published, on_features, func = (times[name].best / own for name in names[2:])
+    print(
+        f"ratio: {own / base:.2f} forward passes (bar 1.3); {published:.0f} times faster than row by row "
+        f"(bar {300 if device.type == 'cuda' else 15}), {on_features:.0f} times on features, "
+        f"{func:.0f} times faster than torch.func.hessian"
+    )
+    return {
+        "seconds": {name: t.best for name, t in times.items()},
+        "forward passes": own / base,
+        "times faster than row by row": published,
+        "times faster than row by row on features": on_features,
+        "times faster than torch.func.hessian": func,
+    }
+
+
+if __name__ == "__main__":
+    given = arguments(__doc__, cpu=2_000, cuda=50_000)
+    run(given.device, given.samples)
