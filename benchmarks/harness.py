@@ -117,17 +117,20 @@ def race(
     return {name: Timing(min(ts), statistics.median(ts), len(ts)) for name, ts in taken.items()}
 
 
-def best_batch(
-    work: Callable[[int], Any], sizes: Iterable[int], samples: int, device: torch.device, turns: int = 3
-) -> int:
-    """The batch size with which `work(size)` is fastest; sizes that do not fit into memory are left out."""
+def best_batch(work: Callable[[int], Any], samples: int, device: torch.device, turns: int = 3) -> int:
+    """The batch size with which `work(size)` is fastest: doubled from a small one until it gets worse or does not fit."""
     times: dict[int, float] = {}
-    for size in sorted({min(size, samples) for size in sizes}):
+    size = 1024 if device.type == "cuda" else 64
+    while size < 2 * samples:
+        part = min(size, samples)
         try:
-            work(size)
-            times[size] = min(seconds(lambda size=size: work(size), device) for _ in range(turns))
+            times[part] = min(seconds(lambda part=part: work(part), device) for _ in range(turns))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
+            break
+        if times[part] > 1.4 * min(times.values()):
+            break
+        size *= 2
     return min(times, key=times.__getitem__)
 
 

@@ -93,7 +93,7 @@ def fingerprint(batch: Any) -> Tensor:
         flat = tensor.detach().reshape(n, -1)
         if flat.shape[1] == 0:
             continue
-        entries = torch.linspace(0, flat.shape[1] - 1, min(_SAMPLED_ENTRIES, flat.shape[1]), device=flat.device).long()
+        entries = torch.linspace(0, flat.shape[1] - 1, min(_SAMPLED_ENTRIES, flat.shape[1]), dtype=torch.float64, device=flat.device).long()
         bits = _as_integers(flat[:, entries])
         odd = (torch.arange(bits.shape[1], device=bits.device) * 2 + 1 + 2 * position) * _MIX
         code = (bits * odd).sum(1)

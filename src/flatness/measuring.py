@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.batches import fingerprint
 from flatness.curvature.exact import exact_statistics
 from flatness.curvature.moments import feature_spreads
 from flatness.curvature.penalty import empty_statistic, penalised_spectrum, penalised_statistics
@@ -20,9 +19,9 @@ from flatness.curvature.routes import Routes
 from flatness.curvature.spectrum import Spectrum, top_eigenvalues
 from flatness.curvature.statistics import Statistics
 from flatness.finalise import finalise
-from flatness.measures.catalogue import LayerView, NetworkView
+from flatness.measures.catalogue import LayerView, NetworkView, squared_norm
 from flatness.plan import Plan, make_plan
-from flatness.problem import Forward, Problem, tape_budget
+from flatness.problem import Forward, Problem, kept_budget
 from flatness.result import Report
 
 _PART_NAME = {"whole": "layer_eigenvalue", "rows": "row_eigenvalues"}
@@ -140,7 +139,7 @@ def _run(problem: Problem, chosen: Plan) -> tuple[Statistics, dict[tuple[str, st
     if not chosen.spectra:
         return statistics, {}, spreads
     measured = [route for route in routes.layers if route.name in chosen.spectra]
-    keep = chosen.tape_bytes * statistics.samples <= tape_budget(problem.device)
+    keep = chosen.kept_bytes * statistics.samples <= kept_budget(problem.device)
     settings = _spectrum_settings(chosen)
     spectra = top_eigenvalues(
         problem,
@@ -173,13 +172,14 @@ def _layer_views(
     routes = {route.name: route for route in chosen.routes.layers}
     for name in chosen.layers:
         layer = routes[name].layer
-        W = layer.matrix().double().cpu()
+        W = layer.matrix()
         means = {key: statistics.mean(name, key) for key in statistics.sums.get(name, {})}
         for key in routes[name].needs - set(means):
             # A layer that the output does not depend on: no signal arrived, its curvature is zero.
             means[key] = empty_statistic(key, W, layer.taps)
         V = layer.spread_per_column(spreads[name]).cpu() if name in spreads else None
-        means = penalised_statistics(means, W, layer.taps, V, problem.weight_decay)
+        if problem.weight_decay:
+            means = penalised_statistics(means, W.double().cpu(), layer.taps, V, problem.weight_decay)
         found = {_PART_NAME[part]: spectrum for (owner, part), spectrum in spectra.items() if owner == name}
         found = {key: penalised_spectrum(spectrum, problem.weight_decay) for key, spectrum in found.items()}
         views.append(LayerView(name, W, means, found))
@@ -188,7 +188,7 @@ def _layer_views(
 
 def _network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> NetworkView | None:
     parameters = dict(problem.model.named_parameters())
-    norms = {name: value.detach().double().square().sum().cpu() for name, value in parameters.items()}
+    norms = {name: squared_norm(value) for name, value in parameters.items()}
     if not chosen.routes.network:
         return NetworkView({}, norms)
     traces = {}
@@ -226,12 +226,17 @@ def _meta(problem: Problem, chosen: Plan, statistics: Statistics, seconds: float
 
 
 def _model_fingerprint(model: nn.Module) -> str:
-    """Depends on the names, shapes and values of all parameters and buffers."""
+    """Depends on the names, shapes and values of all parameters and buffers: every entry, and 4,096 entries with their place."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
-        digest.update(f"{name}{tuple(value.shape)}".encode())
-        if isinstance(value, Tensor) and value.numel():
-            digest.update(str(int(fingerprint(value.detach().reshape(-1, 1)))).encode())
+        digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
+        if not isinstance(value, Tensor) or not value.numel():
+            continue
+        flat = value.detach().reshape(-1)
+        places = torch.linspace(0, flat.numel() - 1, min(4096, flat.numel()), dtype=torch.float64).long()
+        bits = flat.view(torch.int32) if flat.dtype == torch.float32 else flat
+        digest.update(str(bits.sum(dtype=torch.float64 if bits.is_floating_point() else torch.int64).item()).encode())
+        digest.update(flat[places.to(flat.device)].double().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from flatness.affine import find_affine
 from flatness.curvature.exact import BLOCK
-from flatness.curvature.layer_operator import tape_bytes_per_sample
+from flatness.curvature.layer_operator import kept_bytes_per_sample
 from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import LayerRoute, Routes, bytes_per_sample, positions_of, route_kind
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
@@ -38,7 +38,7 @@ class Plan:
         options: Options by measure.
         curvature: "hessian" or "gauss_newton".
         notes: What is left out, and why.
-        tape_bytes: Bytes per sample that the eigenvalue iterations keep if they fit.
+        kept_bytes: Bytes per sample that the eigenvalue iterations keep if they fit.
     """
 
     measures: list[Measure]
@@ -50,7 +50,7 @@ class Plan:
     curvature: str
     micro_batch: int
     notes: list[str] = field(default_factory=list)
-    tape_bytes: int = 0
+    kept_bytes: int = 0
 
     @property
     def needs_spread(self) -> list[str]:
@@ -113,7 +113,9 @@ def make_plan(
     if any(measure.network_needs for measure in chosen):
         _cover_network(problem, examined, routes, curvature, notes)
     _count_passes(problem, examined, routes, method)
-    problem.fit_memory(bytes_per_sample(routes, examined.records, examined.items, min(BLOCK, max(1, routes.passes)), problem.dtype.itemsize))
+    block = min(BLOCK, max(1, routes.passes))
+    each = bytes_per_sample(routes, examined.records, examined.items, block, problem.dtype.itemsize)
+    problem.fit_memory(each, backward=routes.backward)
     parts = [_SPECTRUM_PART[need] for need in sorted(needs & SPECTRA)]
     rank = problem.loss.rank(examined.items) * examined.items.logits.shape[1]
     return Plan(
@@ -126,7 +128,7 @@ def make_plan(
         curvature=curvature,
         micro_batch=problem.micro_batch,
         notes=notes,
-        tape_bytes=tape_bytes_per_sample(routes, rank, problem.dtype.itemsize),
+        kept_bytes=kept_bytes_per_sample(routes, rank, problem.dtype.itemsize),
     )
 
 

@@ -132,10 +132,12 @@ class Problem:
                         "batch is left out. Samples must come first in every tensor, and no layer may use statistics of the batch."
                     )
 
-    def fit_memory(self, bytes_per_sample: int) -> None:
+    def fit_memory(self, bytes_per_sample: int, *, backward: bool) -> None:
         """Choose the micro-batch from what one sample takes, unless the user fixed it."""
         if self._fixed_batch is None:
-            self.micro_batch = max(1, min(65536, _memory_budget(self.device) // max(1, bytes_per_sample)))
+            fitting = _memory_budget(self.device, backward) // max(1, bytes_per_sample)
+            few = _memory_budget(self.device, backward=False) // max(1, bytes_per_sample)
+            self.micro_batch = max(1, min(65536, max(fitting, min(8, few))))
 
     def stream(self, step: Callable[[Any], None], label: str) -> None:
         """One pass over the data.
@@ -207,7 +209,7 @@ class Problem:
     def _raw_batches(self) -> Iterator[Any]:
         """One iteration over the data; reseeded, so that a shuffling loader gives the same order every time."""
         if isinstance(self.data, _TensorPair):
-            yield from self.data.batches(max(self.micro_batch, _DEFAULT_BATCH) if self._fixed_batch is None else self.micro_batch)
+            yield from self.data.batches(self.micro_batch)
             return
         generator = getattr(self.data, "generator", None)
         state = generator.get_state() if isinstance(generator, torch.Generator) else None
@@ -220,7 +222,8 @@ class Problem:
 
     def _expected_batches(self) -> int | None:
         try:
-            return len(self.data) if not isinstance(self.data, _TensorPair) else -(-len(self.data) // max(self.micro_batch, _DEFAULT_BATCH))
+            steps = self.micro_batch if isinstance(self.data, _TensorPair) else 1
+            return -(-len(self.data) // steps)
         except TypeError:
             return None
 
@@ -306,15 +309,18 @@ def _check_options(weight_decay: float, batch_size: int | None, dtype: torch.dty
         raise OptionError(f"Expected a floating-point torch dtype but got {dtype!r}. For example dtype=torch.float64.")
 
 
-def _memory_budget(device: torch.device) -> int:
-    """Bytes that one micro-batch may take: a share of what is free, and no more than speed needs."""
+def _memory_budget(device: torch.device, backward: bool) -> int:
+    """Bytes that one micro-batch may take: a share of what is free, and no more than speed needs.
+
+    On a CPU, backward passes are fastest when their working set stays near the caches; a forward pass wants long rows.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return min(free // 4, 16_384 * _MEGABYTE)
-    return 256 * _MEGABYTE
+    return (64 if backward else 384) * _MEGABYTE
 
 
-def tape_budget(device: torch.device) -> int:
+def kept_budget(device: torch.device) -> int:
     """Bytes that signals kept between passes may take."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 4

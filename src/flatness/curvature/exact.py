@@ -17,7 +17,7 @@ from flatness.affine import AffineModule
 from flatness.curvature.layer_sums import LayerSums, PlainSums, PositionSums
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import LayerRoute, Routes
-from flatness.curvature.softmax_head import softmax_head_sums
+from flatness.curvature.softmax_head import SoftmaxHead
 from flatness.curvature.statistics import Statistics
 from flatness.losses import Items
 from flatness.problem import Problem
@@ -32,13 +32,18 @@ def exact_statistics(problem: Problem, routes: Routes, spreads: dict[str, Tensor
         spreads: V per input unit of the layers that need `relative_normalized`.
     """
     total = Statistics()
+    traced = frozenset({"bias"}) if routes.network else frozenset()
+    heads = {
+        route.name: SoftmaxHead(route.layer, route.needs | traced, spreads.get(route.name))
+        for route in routes.kind("softmax head")
+    }
     with Recording(routes.modules(), edges=routes.backward, copy_inputs=routes.copy_inputs) as recording:
 
         def step(batch: Any) -> None:
             recording.clear()
             with torch.set_grad_enabled(routes.backward):
                 items = problem.items(batch)
-            part = _batch_statistics(problem, routes, recording, items, spreads)
+            part = _batch_statistics(problem, routes, recording, items, heads, spreads)
             recording.clear()
             total.merge(part)
 
@@ -50,6 +55,8 @@ def exact_statistics(problem: Problem, routes: Routes, spreads: dict[str, Tensor
 
 # Output directions whose signals are held at once. Blocks make small matrix products large; memory grows with them.
 BLOCK = 16
+# Whether the passes of a block run as one batched program, by device.
+BATCHED = {"cpu": False, "cuda": False}
 
 
 def signals(problem: Problem, items: Items, edges: list[Any]) -> Iterator[tuple[list[Tensor | None], Tensor | None]]:
@@ -58,29 +65,27 @@ def signals(problem: Problem, items: Items, edges: list[Any]) -> Iterator[tuple[
     With T predictions per sample that meet on their way back, each needs a pass of its own: T passes per direction.
     """
     T = items.logits.shape[1]
-    block: list[tuple[Tensor | None, ...]] = []
+    block: list[Tensor] = []
     weights: list[Tensor] = []
     for s, c in problem.loss.factors(items):
         for t in range(T):
-            sent = s if T == 1 else _only(s, t)
-            block.append(torch.autograd.grad(items.logits, edges, sent, retain_graph=True, allow_unused=True))
+            block.append(s if T == 1 else _only(s, t))
             if c is not None:
                 weights.append(c[:, t].to(s.dtype))
             if len(block) == BLOCK:
-                yield _stacked(block, weights)
+                yield _sent_back(items.logits, edges, block), torch.stack(weights, dim=1) if weights else None
                 block, weights = [], []
     if block:
-        yield _stacked(block, weights)
+        yield _sent_back(items.logits, edges, block), torch.stack(weights, dim=1) if weights else None
 
 
-def _stacked(
-    block: list[tuple[Tensor | None, ...]], weights: list[Tensor]
-) -> tuple[list[Tensor | None], Tensor | None]:
-    arrived: list[Tensor | None] = []
-    for column in zip(*block, strict=True):
-        known = [value for value in column if value is not None]
-        arrived.append(torch.stack(known) if known else None)
-    return arrived, torch.stack(weights, dim=1) if weights else None
+def _sent_back(output: Tensor, edges: list[Any], block: list[Tensor]) -> list[Tensor | None]:
+    """One block of directions through the network: what arrives at each edge, (R, *shape), None where nothing does."""
+    if BATCHED.get(output.device.type, False):
+        arrived = torch.autograd.grad(output, edges, torch.stack(block), retain_graph=True, allow_unused=True, is_grads_batched=True)
+        return list(arrived)
+    passes = [torch.autograd.grad(output, edges, s, retain_graph=True, allow_unused=True) for s in block]
+    return [None if column[0] is None else torch.stack(column) for column in zip(*passes, strict=True)]
 
 
 def separable_signals(problem: Problem, items: Items, edge: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -104,7 +109,12 @@ def rows_of_features(route: LayerRoute, x: Tensor, n: int) -> Tensor:
 
 
 def _batch_statistics(
-    problem: Problem, routes: Routes, recording: Recording, items: Items, spreads: dict[str, Tensor]
+    problem: Problem,
+    routes: Routes,
+    recording: Recording,
+    items: Items,
+    heads: dict[str, SoftmaxHead],
+    spreads: dict[str, Tensor],
 ) -> Statistics:
     part = Statistics()
     n = items.logits.shape[0]
@@ -116,8 +126,7 @@ def _batch_statistics(
             raise AssertionError(f"{problem.loss.name} has no softmax form")
         phi = rows_of_features(route, recording.one(route.name).x, n)
         logits = items.logits.detach().flatten(0, 1)
-        needs = route.needs | ({"bias"} if routes.network else frozenset())
-        _store(part, route, softmax_head_sums(route.layer, needs, phi, logits, a.flatten(), spreads.get(route.name)))
+        _store(part, route, heads[route.name].sums(phi, logits, a.flatten()))
     for route in routes.kind("separable"):
         record = recording.one(route.name)
         sums = PlainSums(route.layer, route.needs, rows_of_features(route, record.x, n), spreads.get(route.name))

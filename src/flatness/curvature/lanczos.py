@@ -26,8 +26,10 @@ class TopEigenvalues:
 
     Attributes:
         values: θ (B,), the Ritz values reached.
+        vectors: (B, N), their Ritz vectors, of unit length.
         smallest: (B,), estimates of the other end of the spectrum (from inside).
-        residuals: (B,), ‖Av − θv‖: some eigenvalue lies within this distance of θ.
+        residuals: (B,), ‖Av − θv‖ as the recurrence has it: some eigenvalue lies within this distance of θ, up to the rounding
+            of the products. `verify` replaces it by what a fresh product says.
         converged: (B,) booleans.
         products: Number of products used.
     """
@@ -53,6 +55,7 @@ class TopEigenvalues:
         self.smallest = torch.zeros_like(self.values)
         self.residuals = torch.full_like(self.values, float("inf"))
         self.converged = torch.zeros(B, dtype=torch.bool, device=device)
+        self.vectors = self._basis[:, 0]
         self._passed_before = torch.zeros_like(self.converged)
         self.products = 0
 
@@ -89,6 +92,10 @@ class TopEigenvalues:
         direction = torch.where(exhausted[:, None], 0.0, w / beta.clamp(min=1e-300)[:, None])
         self._basis = torch.cat([self._basis, direction.unsqueeze(1)], dim=1)
 
+    def verify(self, products: Tensor) -> None:
+        """Take A v of the final `vectors`: residuals become what they really are, rounding of the products included."""
+        self.residuals = (products.double() - self.values[:, None] * self.vectors).norm(dim=1)
+
     def _update(self, beta: Tensor, exhausted: Tensor, full: bool) -> None:
         """Ritz values of the current basis; operators that have converged keep their values from then on."""
         theta, y = torch.linalg.eigh(self._T)
@@ -97,6 +104,8 @@ class TopEigenvalues:
         self.values = torch.where(active, theta[:, -1], self.values)
         self.smallest = torch.where(active, theta[:, 0], self.smallest)
         self.residuals = torch.where(active, residual, self.residuals)
+        top = torch.einsum("bjn,bj->bn", self._basis, y[:, :, -1])
+        self.vectors = torch.where(active[:, None], top / top.norm(dim=1, keepdim=True).clamp(min=1e-300), self.vectors)
         small = residual <= self._tolerance * theta.abs().amax(1)
         # Twice in a row: a single dip of the residual proves nothing. An exhausted space is the whole answer.
         self.converged = self.converged | exhausted | (small & self._passed_before)

@@ -1,121 +1,57 @@
-"""Products of a layer's Hessian, and of its row blocks, with a matrix V shaped like W; summed over streamed data.
+"""Products with the Hessians of several layers at once, summed over streamed data.
 
-A layer's Hessian acts through the preactivations: Y = VΦ, R = M Y with M the Hessian of the loss with respect to z, then RΦᵀ.
-For the whole layer M = Σ_k c_k δ_k δ_kᵀ; for the row blocks H_ss only the part of M inside each row s counts, so all rows are
-multiplied at once. What is needed per micro-batch (the layer's input and M) is kept when it fits and recomputed when not.
+What a micro-batch contributes (features and signals, or the derivatives g where those are smaller) is kept in memory when
+all of it fits, and recomputed for every product when not: never out of memory, at a documented extra cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness.curvature.exact import layer_signals, rows_of_features, separable_signals, signals
+from flatness.curvature.layer_slices import FactorSlice, GradientSlice, HessianSlice, SoftmaxSlice
+from flatness.curvature.layer_sums import forms_g
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import LayerRoute, Routes
 from flatness.losses import Items
 from flatness.problem import Problem
 
 
-class PreactivationHessian(Protocol):
-    """M of one micro-batch, as a map on Y (n, G, d, P)."""
-
-    def whole(self, Y: Tensor) -> Tensor:
-        """M Y."""
-        ...
-
-    def rows(self, Y: Tensor) -> Tensor:
-        """The part of M Y in which every row meets itself only."""
-        ...
-
-
-@dataclass
-class FactorHessian:
-    """M = Σ_k c_k δ_k δ_kᵀ from the signals δ (n, G, R, d, P) and signed weights c (n, R) or None."""
-
-    delta: Tensor
-    c: Tensor | None
-
-    def whole(self, Y: Tensor) -> Tensor:
-        """M Y."""
-        n, G, R, d, P = self.delta.shape
-        delta = self.delta.transpose(1, 2).reshape(n, R, G * d * P)
-        along = delta @ Y.reshape(n, G * d * P, 1)
-        along = along if self.c is None else along * self.c[:, :, None]
-        return (delta.mT @ along).reshape(Y.shape)
-
-    def rows(self, Y: Tensor) -> Tensor:
-        """The part of M Y in which every row meets itself only."""
-        by_row = self.delta.transpose(2, 3)  # (n, G, d, R, P)
-        along = by_row @ Y[..., None]
-        along = along if self.c is None else along * self.c[:, None, None, :, None]
-        return (by_row.mT @ along)[..., 0]
-
-
-@dataclass
-class SoftmaxHessian:
-    """M = a (diag p − ppᵀ) of predictions with probabilities p (N, K), in a form that does not cancel at p → 1."""
-
-    p: Tensor
-    a: Tensor
-
-    def whole(self, Y: Tensor) -> Tensor:
-        """M Y = a p∘(Y − p·Y), around the most likely class."""
-        y = Y.flatten(1)
-        top = self.p.argmax(1, keepdim=True)
-        y = y - y.gather(1, top)
-        q = self.p.scatter(1, top, 0.0)
-        out = q * (y - (q * y).sum(1, keepdim=True))
-        out = out.scatter(1, top, -out.sum(1, keepdim=True))
-        return (out * self.a[:, None]).reshape(Y.shape)
-
-    def rows(self, Y: Tensor) -> Tensor:
-        """The diagonal part, a p(1 − p)∘Y."""
-        top = self.p.argmax(1, keepdim=True)
-        q = self.p.scatter(1, top, 0.0)
-        variance = (q * (1 - q)).scatter(1, top, (1 - q.sum(1, keepdim=True)) * q.sum(1, keepdim=True))
-        return (Y.flatten(1) * variance * self.a[:, None]).reshape(Y.shape)
-
-
-Slice = tuple[Tensor, PreactivationHessian]
-
-
 class LayerOperators:
-    """Products with the Hessians of several layers at once.
+    """H_l V and H_ss V_s for several layers l and all their rows s.
 
     Args:
         problem: The model, data and loss.
         routes: The layers.
         normaliser: C of the whole data set, which products are divided by.
-        keep: Whether inputs and signals are kept in memory between products.
+        keep: Whether slices are kept in memory between products.
     """
 
     def __init__(self, problem: Problem, routes: Routes, normaliser: float, keep: bool) -> None:
         self._problem = problem
         self._routes = routes
         self._normaliser = normaliser
-        self._kept: list[dict[str, Slice]] | None = None
+        self._kept: list[dict[str, HessianSlice]] | None = None
         if keep:
-            kept: list[dict[str, Slice]] = []
+            kept: list[dict[str, HessianSlice]] = []
             self._stream(kept.append)
             self._kept = kept
 
     def products(self, queries: dict[str, list[tuple[str, Tensor]]]) -> dict[str, list[Tensor]]:
         """Multiply: for every layer a list of ("whole" or "rows", V (G, d, m)); one pass over the data for all."""
         results = {name: [torch.zeros_like(V) for _, V in asked] for name, asked in queries.items()}
+        dtype = self._problem.dtype
 
-        def visit(slices: dict[str, Slice]) -> None:
-            found = []
-            for name, asked in queries.items():
-                Phi, M = slices[name]
-                for index, (part, V) in enumerate(asked):
-                    Y = V.to(Phi.dtype) @ Phi
-                    R = M.whole(Y) if part == "whole" else M.rows(Y)
-                    found.append((name, index, torch.einsum("ngdp,ngmp->gdm", R, Phi).double() / self._normaliser))
+        def visit(slices: dict[str, HessianSlice]) -> None:
+            found = [
+                (name, index, slices[name].product(V.to(dtype), part == "rows").double() / self._normaliser)
+                for name, asked in queries.items()
+                for index, (part, V) in enumerate(asked)
+            ]
             # Only now: when memory runs out above, the same samples come again in smaller batches.
             for name, index, product in found:
                 results[name][index] += product
@@ -127,7 +63,7 @@ class LayerOperators:
             self._stream(visit)
         return results
 
-    def _stream(self, visit: Callable[[dict[str, Slice]], None]) -> None:
+    def _stream(self, visit: Callable[[dict[str, HessianSlice]], None]) -> None:
         routes = self._routes
         with Recording(routes.modules(), edges=routes.backward, copy_inputs=routes.copy_inputs) as recording:
 
@@ -142,42 +78,67 @@ class LayerOperators:
 
             self._problem.stream(step, "eigenvalues")
 
-    def _slices(self, recording: Recording, items: Items) -> Iterator[tuple[str, Slice]]:
-        n = items.logits.shape[0]
-        for route in self._routes.layers:
-            if route.kind != "passes":
-                record = recording.one(route.name)
-                phi = rows_of_features(route, record.x, n)[:, None, :, None]
-                yield route.name, (phi, self._head(route, record.z_edge, items, n))
+    def _slices(self, recording: Recording, items: Items) -> Iterator[tuple[str, HessianSlice]]:
+        for route in self._routes.kind("softmax head"):
+            yield route.name, self._softmax_slice(route, recording, items)
+        for route in self._routes.kind("separable"):
+            yield route.name, self._separable_slice(route, recording, items)
         passing = self._routes.kind("passes")
         if passing:
             edges = [recording.one(route.name).z_edge for route in passing]
             blocks = list(signals(self._problem, items, edges))
-            weights = [c for _, c in blocks if c is not None]
-            c = torch.cat(weights, dim=1) if weights else None
             for index, route in enumerate(passing):
-                Phi = route.layer.features(recording.one(route.name).x, n)
-                known = [arrived[index] for arrived, _ in blocks]
-                deltas = [layer_signals(route, delta, n) for delta in known if delta is not None]
-                shape = (n, Phi.shape[1], 1, route.layer.output_units // Phi.shape[1], Phi.shape[3])
-                delta = torch.cat(deltas, dim=2) if deltas else Phi.new_zeros(shape)
-                yield route.name, (Phi, FactorHessian(delta, c if deltas else None))
+                arrived = [block[index] for block, _ in blocks]
+                weights = [c for _, c in blocks if c is not None]
+                yield route.name, _pass_slice(route, recording.one(route.name).x, items, arrived, weights)
 
-    def _head(self, route: LayerRoute, edge: Any, items: Items, n: int) -> PreactivationHessian:
-        if route.kind == "softmax head":
-            a = self._problem.loss.softmax_weight(items)
-            p = items.logits.detach().flatten(0, 1).softmax(1)
-            return SoftmaxHessian(p, torch.ones_like(p[:, 0]) if a is None else a.flatten().to(p.dtype))
-        found = list(separable_signals(self._problem, items, edge))
+    def _softmax_slice(self, route: LayerRoute, recording: Recording, items: Items) -> HessianSlice:
+        a = self._problem.loss.softmax_weight(items)
+        p = items.logits.detach().flatten(0, 1).softmax(1)
+        phi = rows_of_features(route, recording.one(route.name).x, items.logits.shape[0])
+        return SoftmaxSlice(phi, p, torch.ones_like(p[:, 0]) if a is None else a.flatten().to(p.dtype))
+
+    def _separable_slice(self, route: LayerRoute, recording: Recording, items: Items) -> HessianSlice:
+        record, n = recording.one(route.name), items.logits.shape[0]
+        found = list(separable_signals(self._problem, items, record.z_edge))
         deltas = [route.layer.signals(delta, n)[:, 0].transpose(1, 2).flatten(0, 1) for delta, _ in found]
         weights = [c for _, c in found if c is not None]
-        return FactorHessian(torch.stack(deltas, 1)[:, None, :, :, None], torch.stack(weights, 1) if weights else None)
+        phi = rows_of_features(route, record.x, n)[:, None, :, None]
+        c = torch.stack(weights, 1) if weights else None
+        return FactorSlice.of(phi, torch.stack(deltas, 1)[:, None, :, :, None], c)
 
 
-def tape_bytes_per_sample(routes: Routes, factors: int, itemsize: int) -> int:
-    """Memory per sample when the operator keeps what it needs between products."""
+def _pass_slice(
+    route: LayerRoute, x: Tensor, items: Items, arrived: list[Tensor | None], weights: list[Tensor]
+) -> HessianSlice:
+    n = items.logits.shape[0]
+    Phi = route.layer.features(x, n)
+    known = [layer_signals(route, delta, n) for delta in arrived if delta is not None]
+    if not known:
+        # The output does not depend on this layer.
+        known = [Phi.new_zeros(n, Phi.shape[1], 1, route.layer.output_units // Phi.shape[1], Phi.shape[3])]
+        weights = []
+    c = torch.cat(weights, dim=1) if weights else None
+    form = GradientSlice if forms_g(frozenset(), Phi.shape[2], Phi.shape[3]) else FactorSlice
+    return form.of(Phi, torch.cat(known, dim=2), c)
+
+
+def kept_bytes_per_sample(routes: Routes, directions: int, itemsize: int) -> int:
+    """Memory per sample when the slices are kept between products.
+
+    Args:
+        routes: The layers.
+        directions: Signals per sample, R·T.
+        itemsize: Bytes of a number.
+    """
     total = 0
     for route in routes.layers:
         G, d, m = route.layer.matrix().shape
-        total += route.positions * G * (m + d * (1 if route.kind == "softmax head" else factors))
+        P = route.positions
+        if route.kind == "softmax head":
+            total += P * (m + d)
+        elif route.kind == "passes" and forms_g(frozenset(), m, P):
+            total += directions * G * d * m
+        else:
+            total += P * G * (m + d * directions)
     return total * itemsize

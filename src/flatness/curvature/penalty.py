@@ -35,22 +35,32 @@ def penalised_statistics(
         V: Spread per column (G, m), where known.
         weight_decay: λ.
     """
-    G, d, m = W.shape
-    squares = W.square()
-    shares = {
-        "row_traces": torch.full((G * d,), float(m), dtype=W.dtype),
-        "relative": m * squares.sum(),
-        "incoming": squares.sum(2).flatten(),
-        "outgoing": squares.sum(1).reshape(-1, taps).sum(1),
-        "diagonal": torch.ones_like(W),
-        "block_traces": m * torch.eye(d, dtype=W.dtype).expand(G, d, d),
-    }
-    if V is not None:
-        inverse = torch.where(V > 0, V.pow(-2), 0).sum(1)
-        shares["relative_normalized"] = (inverse * (squares * V[:, None].square()).sum((1, 2))).sum()
     if weight_decay == 0:
         return means
-    return {name: value + weight_decay * shares[name] for name, value in means.items()}
+    return {name: value + weight_decay * _identity_share(name, W, taps, V) for name, value in means.items()}
+
+
+def _identity_share(name: str, W: Tensor, taps: int, V: Tensor | None) -> Tensor:
+    """A statistic of H = I."""
+    G, d, m = W.shape
+    squares = W.square()
+    match name:
+        case "row_traces":
+            return torch.full((G * d,), float(m), dtype=W.dtype)
+        case "relative":
+            return m * squares.sum()
+        case "relative_normalized" if V is not None:
+            inverse = torch.where(V > 0, V.pow(-2), 0).sum(1)
+            return (inverse * (squares * V[:, None].square()).sum((1, 2))).sum()
+        case "incoming":
+            return squares.sum(2).flatten()
+        case "outgoing":
+            return squares.sum(1).reshape(-1, taps).sum(1)
+        case "diagonal":
+            return torch.ones_like(W)
+        case "block_traces":
+            return m * torch.eye(d, dtype=W.dtype).expand(G, d, d)
+    raise ValueError(f"no share of weight decay is known for the statistic {name!r}")
 
 
 def penalised_spectrum(spectrum: Spectrum, weight_decay: float) -> Spectrum:

@@ -141,7 +141,7 @@ def bytes_per_sample(routes: Routes, records: Mapping[str, Record], items: Items
     """Memory that one sample of a micro-batch takes: activations kept by autograd, features, and working space."""
     n = items.logits.shape[0]
     activations = sum((record.x.numel() + record.z_shape.numel()) // n for record in records.values())
-    outputs = 6 * items.logits.numel() // n
+    outputs = 3 * items.logits.numel() // n
     counts = [route.numbers_per_sample(block) for route in routes.layers if route.kind != "softmax head"]
     held, working = sum(count[0] for count in counts), max((count[1] for count in counts), default=0)
     return itemsize * (2 * activations + outputs + held + working)

@@ -20,91 +20,119 @@ from flatness.layers import Layer
 _CHUNK = 25_000_000
 
 
-def softmax_head_sums(
-    layer: Layer, needs: frozenset[str], phi: Tensor, logits: Tensor, a: Tensor, spread: Tensor | None
-) -> dict[str, Tensor]:
-    """The statistics of one micro-batch.
+class SoftmaxHead:
+    """The closed form for one layer, applied to one micro-batch after another.
 
     Args:
         layer: The last layer, W (1, K, m).
-        needs: The statistics to compute.
-        phi: Features (N, m), one row per prediction.
-        logits: Outputs (N, K), up to a constant per row.
-        a: Weights (N,), such that the output Hessian is a·(diag p − ppᵀ).
+        needs: The statistics to compute; "bias" for the diagonal of the bias.
         spread: V per input unit, for `relative_normalized`.
     """
-    total: dict[str, Tensor] = {}
-    rows = max(1, _CHUNK // logits.shape[1])
-    W = layer.matrix()[0]
-    # A vector added to all rows of W changes no variance: centring makes the terms that cancel small.
-    centred = W - W.mean(0)
-    V = layer.spread_per_column(spread)[0].to(W) if spread is not None else None
-    for start in range(0, logits.shape[0], rows):
-        part = slice(start, start + rows)
-        sums = _chunk_sums(needs, W, centred, phi[part], logits[part], a[part].to(W.dtype), V)
-        for name, value in sums.items():
-            total[name] = total[name] + value if name in total else value
-    return total
+
+    def __init__(self, layer: Layer, needs: frozenset[str], spread: Tensor | None) -> None:
+        self._needs = needs
+        self._W = layer.matrix()[0]
+        # A vector added to all rows of W changes no variance: centring makes the terms that cancel small.
+        centred = self._W - self._W.mean(0)
+        self._V = layer.spread_per_column(spread)[0].to(centred) if spread is not None else None
+        self._plain = self._scaled = self._columns = None
+        if "outgoing" in needs:
+            self._columns = _PerColumnVariance(centred)
+        else:
+            self._plain = _TotalVariance(centred) if "relative" in needs else None
+            self._scaled = _TotalVariance(centred * self._V) if self._V is not None else None
+
+    def sums(self, phi: Tensor, logits: Tensor, a: Tensor) -> dict[str, Tensor]:
+        """The statistics of one micro-batch, taken in chunks of rows.
+
+        Args:
+            phi: Features (N, m), one row per prediction.
+            logits: Outputs (N, K), up to a constant per row.
+            a: Weights (N,), such that the output Hessian is a·(diag p − ppᵀ).
+        """
+        total: dict[str, Tensor] = {}
+        rows = max(1, _CHUNK // logits.shape[1])
+        for start in range(0, logits.shape[0], rows):
+            part = slice(start, start + rows)
+            for name, value in self._chunk(phi[part], logits[part], a[part].to(phi.dtype)).items():
+                total[name] = total[name] + value if name in total else value
+        return total
+
+    def _chunk(self, phi: Tensor, logits: Tensor, a: Tensor) -> dict[str, Tensor]:
+        e, top, others = _exponentials_without_top(logits)
+        phi2, V = phi.square(), self._V
+        sums: dict[str, Tensor] = {}
+        if self._columns is not None:
+            variance = self._columns(e, top, others) * a[:, None]
+            sums["outgoing"] = (phi2 * variance).sum(0)
+            if "relative" in self._needs:
+                sums["relative"] = phi2.sum(1) @ variance.sum(1)
+            if V is not None:
+                sums["relative_normalized"] = (phi2 @ _inverse(V).square()) @ (variance @ V.square())
+        if self._plain is not None:
+            sums["relative"] = phi2.sum(1) @ (a * self._plain(e, top, others))
+        if self._scaled is not None and V is not None:
+            sums["relative_normalized"] = (phi2 @ _inverse(V).square()) @ (a * self._scaled(e, top, others))
+        if self._needs & {"row_traces", "incoming", "diagonal", "bias", "block_traces"}:
+            q, r = e.div_(1 + others), others / (1 + others)
+            sums |= _row_sums(self._needs, self._W, phi, phi2, q, top, r, a)
+        return sums
 
 
-def _chunk_sums(
-    needs: frozenset[str], W: Tensor, centred: Tensor, phi: Tensor, logits: Tensor, a: Tensor, V: Tensor | None
+class _PerColumnVariance:
+    """Var_p(W_·t) for every sample and column t: (N, m)."""
+
+    def __init__(self, W: Tensor) -> None:
+        self._W, self._squares = W, W.square()
+
+    def __call__(self, e: Tensor, top: Tensor, others: Tensor) -> Tensor:
+        w_top, r = self._W[top[:, 0]], others / (1 + others)
+        first = (e @ self._W) / (1 + others)
+        second = (e @ self._squares) / (1 + others) - 2 * first * w_top + r * w_top.square()
+        return (second - (first - r * w_top).square()).clamp_(min=0)
+
+
+class _TotalVariance:
+    """Σ_t Var_p(W_·t) for every sample, with one product of (N, K) and (K, m): (N,)."""
+
+    def __init__(self, W: Tensor) -> None:
+        self._W, self._norms = W, W.square().sum(1)
+
+    def __call__(self, e: Tensor, top: Tensor, others: Tensor) -> Tensor:
+        w_top, r = self._W[top[:, 0]], others / (1 + others)
+        first = (e @ self._W) / (1 + others)
+        norms = (e @ self._norms) / (1 + others)[:, 0]
+        second = norms - 2 * (first * w_top).sum(1) + r[:, 0] * self._norms[top[:, 0]]
+        return (second - (first - r * w_top).square().sum(1)).clamp_(min=0)
+
+
+def _row_sums(
+    needs: frozenset[str], W: Tensor, phi: Tensor, phi2: Tensor, q: Tensor, top: Tensor, r: Tensor, a: Tensor
 ) -> dict[str, Tensor]:
-    q, top, r = _probabilities_without_top(logits)
-    phi2 = phi.square()
+    """What is known per class; q is softmax with the largest entry set to 0 and r = Σ q."""
     sums: dict[str, Tensor] = {}
-    if "outgoing" in needs:
-        variance = _variance_per_column(q, top, r, centred) * a[:, None]
-        sums["outgoing"] = (phi2 * variance).sum(0)
-        if "relative" in needs:
-            sums["relative"] = phi2.sum(1) @ variance.sum(1)
-        if V is not None:
-            sums["relative_normalized"] = (phi2 @ _inverse(V).square()) @ (variance @ V.square())
-    else:
-        if "relative" in needs:
-            sums["relative"] = phi2.sum(1) @ (a * _total_variance(q, top, r, centred))
-        if V is not None:
-            sums["relative_normalized"] = (phi2 @ _inverse(V).square()) @ (a * _total_variance(q, top, r, centred * V))
-    row_needs = needs & {"row_traces", "incoming", "diagonal", "bias"}
-    if row_needs:
-        spread_of_class = _bernoulli_variance(q, top, r).mul_(a[:, None])
-        sums["bias"] = spread_of_class.sum(0)
-        if "row_traces" in needs:
-            sums["row_traces"] = phi2.sum(1) @ spread_of_class
-        if "incoming" in needs:
-            sums["incoming"] = ((phi @ W.T).square_().mul_(spread_of_class)).sum(0)
-        if "diagonal" in needs:
-            sums["diagonal"] = (spread_of_class.T @ phi2)[None]
     if "block_traces" in needs:
         sums["block_traces"] = _block_traces(q, top, r, a * phi2.sum(1))[None]
+    variance = _bernoulli_variance(q, top, r).mul_(a[:, None])
+    sums["bias"] = variance.sum(0)
+    if "row_traces" in needs:
+        sums["row_traces"] = phi2.sum(1) @ variance
+    if "incoming" in needs:
+        sums["incoming"] = ((phi @ W.T).square_().mul_(variance)).sum(0)
+    if "diagonal" in needs:
+        sums["diagonal"] = (variance.T @ phi2)[None]
     return sums
 
 
-def _probabilities_without_top(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q (N, K) = softmax with the largest entry set to 0, that entry's index (N, 1), and r = Σ q (N, 1)."""
+def _exponentials_without_top(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """e (N, K) = exp(f − max f) with the largest entry set to 0, that entry's index (N, 1), and Σ e (N, 1).
+
+    The probabilities are e / (1 + Σ e); dividing what is computed from e is cheaper than dividing e.
+    """
     largest, top = logits.max(1, keepdim=True)
-    q = (logits - largest).exp_()
-    q.scatter_(1, top, 0.0)
-    others = q.sum(1, keepdim=True)
-    q /= 1 + others
-    return q, top, others / (1 + others)
-
-
-def _variance_per_column(q: Tensor, top: Tensor, r: Tensor, W: Tensor) -> Tensor:
-    """Var_p(W_·t) for every sample and column t: (N, m)."""
-    w_top = W[top[:, 0]]
-    first = q @ W
-    second = q @ W.square() - 2 * first * w_top + r * w_top.square()
-    return (second - (first - r * w_top).square()).clamp_(min=0)
-
-
-def _total_variance(q: Tensor, top: Tensor, r: Tensor, W: Tensor) -> Tensor:
-    """Σ_t Var_p(W_·t) for every sample, with one product of (N, K) and (K, m): (N,)."""
-    w_top = W[top[:, 0]]
-    norms = W.square().sum(1)
-    first = q @ W
-    second = q @ norms - 2 * (first * w_top).sum(1) + r[:, 0] * norms[top[:, 0]]
-    return (second - (first - r * w_top).square().sum(1)).clamp_(min=0)
+    e = (logits - largest).exp_()
+    e.scatter_(1, top, 0.0)
+    return e, top, e.sum(1, keepdim=True)
 
 
 def _bernoulli_variance(q: Tensor, top: Tensor, r: Tensor) -> Tensor:

@@ -75,17 +75,26 @@ def top_eigenvalues(
                 basis_limit=max(12, min(64, _BASIS_BYTES // (8 * G * d * m))),
                 seed=problem.seed,
             )
-    while any(not solver.done for solver in solvers.values()):
-        active = [key for key, solver in solvers.items() if not solver.done]
-        queries: dict[str, list[tuple[str, Tensor]]] = {}
-        for name, part in active:
-            queries.setdefault(name, []).append((part, solvers[name, part].query().reshape(matrices[name].shape)))
-        answers = operators.products(queries)
-        for name, part in active:
-            product = answers[name].pop(0)
-            solver = solvers[name, part]
-            solver.tell(product.reshape(solver.query().shape))
+    shapes = {name: matrix.shape for name, matrix in matrices.items()}
+    while active := [key for key, solver in solvers.items() if not solver.done]:
+        answers = _products(operators, {key: solvers[key].query() for key in active}, shapes)
+        for key in active:
+            solvers[key].tell(answers[key])
+    answers = _products(operators, {key: solver.vectors for key, solver in solvers.items()}, shapes)
+    for key, solver in solvers.items():
+        solver.verify(answers[key])
     return {key: _finished(solver) for key, solver in solvers.items()}
+
+
+def _products(
+    operators: LayerOperators, vectors: dict[tuple[str, str], Tensor], shapes: dict[str, torch.Size]
+) -> dict[tuple[str, str], Tensor]:
+    """Products of each (layer, part) with its vectors, in one pass over the data."""
+    queries: dict[str, list[tuple[str, Tensor]]] = {}
+    for (name, part), vector in vectors.items():
+        queries.setdefault(name, []).append((part, vector.reshape(shapes[name])))
+    answers = operators.products(queries)
+    return {(name, part): answers[name].pop(0).reshape(vectors[name, part].shape) for name, part in vectors}
 
 
 def _finished(solver: TopEigenvalues) -> Spectrum:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -19,23 +20,33 @@ SPECTRA = frozenset({"layer_eigenvalue", "row_eigenvalues"})
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"max": torch.max, "sum": torch.sum}
 
 
+def squared_norm(values: Tensor) -> Tensor:
+    """‖·‖² accumulated in float64 without a float64 copy."""
+    return torch.linalg.vector_norm(values.detach(), dtype=torch.float64).square().cpu()
+
+
 @dataclass(frozen=True)
 class LayerView:
-    """What a measure gets to see of one layer: its weight and its curvature, both in float64.
+    """What a measure gets to see of one layer: its weight and its curvature in float64.
 
     Attributes:
         name: The layer's name.
-        W: The weight (G, d, m).
+        weight: The weight (G, d, m) in the dtype it was measured in; `W` is the same in float64.
         statistics: Means over the data, penalty included, by name (see `flatness.curvature.statistics`).
         spectra: Largest eigenvalues, penalty included: "layer_eigenvalue", "row_eigenvalues".
         options: The measure's own options.
     """
 
     name: str
-    W: Tensor
+    weight: Tensor
     statistics: Mapping[str, Tensor]
     spectra: Mapping[str, Spectrum] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def W(self) -> Tensor:
+        """The weight (G, d, m) in float64, on the host."""
+        return self.weight.double().cpu()
 
     @property
     def trace(self) -> Tensor:
@@ -45,7 +56,7 @@ class LayerView:
     @property
     def squared_norm(self) -> Tensor:
         """‖W‖²_F."""
-        return self.W.square().sum()
+        return squared_norm(self.weight)
 
 
 @dataclass(frozen=True)

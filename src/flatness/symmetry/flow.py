@@ -1,0 +1,265 @@
+"""How factors flow through a recorded forward pass: labels on every value, and what each parameter has to do about them.
+
+The flow is followed under one of two questions. *Scaling*: which entries may be multiplied by a positive factor? Only
+positively homogeneous operators let one pass. *Permuting*: which entries may change places? Every operator that treats
+entries alike lets them pass, also tanh or a batch norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.symmetry.labels import ANY, Classes, compact
+from flatness.symmetry.recorder import Call, Ref, Value
+from flatness.symmetry.tracing import Trace
+
+Handler = Callable[["Flow", Call], "Any"]
+
+
+@dataclass(frozen=True)
+class ParameterView:
+    """A parameter, or entries of it in another layout.
+
+    Attributes:
+        name: Name of the parameter.
+        shape: Shape of the view.
+        index: Which entry of the parameter (counted flat) stands where; None when nothing has moved.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: Tensor | None = None
+
+    def entries(self) -> Tensor:
+        """The index as a tensor, float64 like labels."""
+        if self.index is not None:
+            return self.index
+        return torch.arange(math.prod(self.shape), dtype=torch.float64).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a parameter: by which labels its entries are multiplied and divided.
+
+    Attributes:
+        name: Name of the parameter or buffer.
+        index: As in `ParameterView`.
+        up: Labels whose factors multiply the entries; broadcasts against the view; None for none.
+        down: Labels whose factors divide them.
+        up_part: What the labels of `up` are called: "rows", "bias", "scale", …
+        down_part: Likewise, "columns".
+        rows: The labels of `up`, one per output unit.
+        columns: The labels of `down`, one per input unit.
+        power: 2 for a variance.
+        held: Why the entries may not change at all.
+    """
+
+    name: str
+    index: Tensor | None = None
+    up: Tensor | None = None
+    down: Tensor | None = None
+    up_part: str = "entries"
+    down_part: str = "columns"
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    power: int = 1
+    held: str | None = None
+
+
+@dataclass(frozen=True)
+class NormCorrection:
+    """A batch norm whose input is scaled by s: its scale takes the factor √(s²v + ε) / (s·√(v + ε)).
+
+    Mean and variance become s·μ and s²·v, as they would be if they were collected anew. The ε inside the root does
+    not scale, and what that leaves goes into the scale γ. (Putting it into the variance could make that negative.)
+
+    Attributes:
+        scale: Name of γ.
+        variance: Name of the running variance.
+        eps: ε.
+        labels: Labels of the input, one per channel.
+    """
+
+    scale: str
+    variance: str
+    eps: float
+    labels: Tensor
+
+
+class Flow:
+    """Labels of every value and uses of every parameter, for one recorded forward pass.
+
+    Args:
+        trace: The recorded forward pass.
+        operators: What each operator does to labels, by name.
+        permuting: Whether entries are to change places instead of being scaled.
+        free_output: Whether the output may scale, all of it by one factor.
+    """
+
+    def __init__(self, trace: Trace, operators: dict[str, Handler], *, permuting: bool = False, free_output: bool = False) -> None:
+        self.trace = trace
+        self.permuting = permuting
+        self.classes = Classes()
+        self.uses: list[Use] = []
+        self.corrections: list[NormCorrection] = []
+        self._entries: dict[int, Tensor | ParameterView] = {}
+        for call in trace.calls:
+            self._follow(call, operators.get(call.name))
+        output = self.labels(trace.output)
+        if free_output:
+            self.classes.unite_along(output, range(output.dim()))
+        else:
+            self.classes.pin(output, "the network's output")
+        self.output = output
+        self._check_uses()
+
+    def value(self, ref: Ref) -> Value:
+        """The value behind a reference."""
+        return self.trace.values[ref.index]
+
+    def entry(self, operand: Any) -> Tensor | ParameterView:
+        """Labels of an operand, or the parameter it is; numbers and constants get labels too."""
+        if not isinstance(operand, Ref):
+            return self._constant(torch.as_tensor(operand))
+        if operand.index not in self._entries:
+            value = self.value(operand)
+            self._entries[operand.index] = self._first_entry(value)
+        return self._entries[operand.index]
+
+    def labels(self, operand: Any) -> Tensor:
+        """Labels of an operand; a parameter among values is a producer whose entries can all scale."""
+        entry = self.entry(operand)
+        if isinstance(entry, Tensor):
+            return entry
+        fresh = self.classes.fresh(math.prod(self.trace.shapes[entry.name]))
+        index = entry.entries()
+        self.uses.append(Use(entry.name, index, up=fresh[index.long()], rows=fresh))
+        return fresh[index.long()]
+
+    def is_constant(self, operand: Any) -> bool:
+        """Whether an operand is a number or a constant tensor."""
+        return not isinstance(operand, Ref) or self.value(operand).kind == "constant"
+
+    def shape(self, call: Call, position: int = 0) -> tuple[int, ...]:
+        """Shape of a tensor that a call returned."""
+        return self.value(call.outputs()[position]).shape
+
+    def per_channel(self, labels: Tensor, axis: int) -> Tensor:
+        """One label per index along an axis, all other dimensions put into its class."""
+        axis %= labels.dim()
+        return self.classes.unite_along(labels, [dim for dim in range(labels.dim()) if dim != axis]).flatten()
+
+    def hold(self, entry: ParameterView, reason: str) -> None:
+        """Note a use of a parameter that does not allow it to change."""
+        self.uses.append(Use(entry.name, entry.entries(), held=reason))
+
+    def fixed_output(self, call: Call, reason: str | None = None) -> list[Tensor]:
+        """Fixed labels for everything a call returned."""
+        return [self.classes.fixed(self.value(ref).shape, reason or f"fed by {call}") for ref in call.outputs()]
+
+    def stop(self, call: Call, reason: str) -> list[Tensor]:
+        """End all chains that run into a call: its operands and results keep their scale."""
+        for ref in dict.fromkeys(call.refs()):
+            if self.is_constant(ref):
+                continue
+            entry = self.entry(ref)
+            if isinstance(entry, Tensor):
+                self.classes.pin(entry, reason)
+            else:
+                self.hold(entry, reason)
+        return self.fixed_output(call)
+
+    def _first_entry(self, value: Value) -> Tensor | ParameterView:
+        if value.kind == "parameter":
+            assert value.name is not None
+            return ParameterView(value.name, value.shape)
+        if value.kind == "constant":
+            assert value.tensor is not None
+            return self._constant(value.tensor)
+        reason = "the network's input" if value.kind == "input" else "whole numbers"
+        return self.classes.fixed(value.shape, reason)
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        """Zeros fit every factor; other constants fix what they are added to. Permuted, equal entries fit everything."""
+        if self.permuting:
+            alike = tensor.numel() == 0 or bool((tensor == tensor.flatten()[0]).all())
+            return torch.full((), ANY, dtype=torch.float64).expand(tensor.shape) if alike else self._fixed_constant(tensor.shape)
+        neutral = (tensor == 0) | (tensor.isinf() if tensor.is_floating_point() else torch.zeros_like(tensor, dtype=torch.bool))
+        if bool(neutral.all()):
+            return torch.full((), ANY, dtype=torch.float64).expand(tensor.shape)
+        fixed = self._fixed_constant(tensor.shape)
+        return torch.where(neutral, ANY, fixed) if bool(neutral.any()) else fixed
+
+    def _fixed_constant(self, shape: Sequence[int]) -> Tensor:
+        return self.classes.fixed(shape, "a constant joins it")
+
+    def _follow(self, call: Call, handler: Handler | None) -> None:
+        outputs = call.outputs()
+        floating = [ref for ref in call.refs() if not self.is_constant(ref) and self.value(ref).floating]
+        if not floating and all(not self.value(ref).floating for ref in outputs):
+            return
+        results: Any = None
+        if handler is not None:
+            try:
+                results = handler(self, call)
+            except (TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
+                results = None  # a form of the operator that the handler does not know: end the chain
+        if results is None:
+            results = self.stop(call, _unknown(call))
+        results = list(results) if isinstance(results, (list, tuple)) else [results]
+        for ref, result in zip(outputs, results, strict=False):
+            if self.value(ref).floating:
+                self._store(call, ref, result)
+
+    def _store(self, call: Call, ref: Ref, result: Tensor | ParameterView) -> None:
+        if tuple(result.shape) != self.value(ref).shape:
+            result = self.stop(call, _unknown(call))[0].reshape(-1)[:1].expand(self.value(ref).shape)
+        if call.in_place is not None and self.entry(call.in_place) is not result:
+            # Other names for the same memory still carry the old labels: both must stay true.
+            old = self.entry(call.in_place)
+            if isinstance(old, ParameterView) or isinstance(result, ParameterView):
+                result = self.stop(call, _unknown(call))[0].reshape(-1)[:1].expand(self.value(ref).shape)
+            else:
+                result = self.classes.unite(result, old)
+        self._entries[ref.index] = result
+
+    def _check_uses(self) -> None:
+        """Pin what belongs to parameters that are held, used more than once, or used in part."""
+        by_name: dict[str, list[Use]] = {}
+        for use in self.uses:
+            by_name.setdefault(use.name, []).append(use)
+        for name, uses in by_name.items():
+            total = math.prod(self.trace.shapes[name])
+            reason = next((use.held for use in uses if use.held is not None), None)
+            if len(uses) > 1 and _overlap(uses):
+                reason = f"{name} is used {len(uses)} times"
+            elif reason is None and _covered(uses, total) < total:
+                reason = f"the example uses only a part of {name}"
+            if reason is not None:
+                for labels in [labels for use in uses for labels in (use.up, use.down) if labels is not None]:
+                    self.classes.pin(labels, reason)
+
+
+def _unknown(call: Call) -> str:
+    if not call.outputs():
+        return f"Python code reads its values ({call})"
+    return f"{call} is not known to keep channels apart"
+
+
+def _overlap(uses: list[Use]) -> bool:
+    if any(use.index is None for use in uses):
+        return True
+    single = [torch.unique(compact(use.index)[0]) for use in uses if use.index is not None]
+    return len(torch.unique(torch.cat(single))) < sum(len(index) for index in single)
+
+
+def _covered(uses: list[Use], total: int) -> int:
+    if any(use.index is None for use in uses):
+        return total
+    return len(torch.unique(torch.cat([compact(use.index)[0].flatten() for use in uses if use.index is not None])))

@@ -1,0 +1,116 @@
+"""Labels on tensor entries: which entries of a network are scaled by the same factor.
+
+Every value of a forward pass carries a tensor of labels of its own shape, one label per entry. Entries whose labels lie in
+one class scale together. Operators that only move entries act on labels as they act on values; operators that mix
+entries put their labels into one class; operators that need values as they are make a class fixed, with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# The label of an entry that is zero (or infinite) whatever happens: it fits into every class.
+ANY = -1.0
+
+
+class Classes:
+    """Classes of labels (union-find), some of them fixed.
+
+    Labels are whole numbers held in float64 tensors, because more operators of torch take those than integers.
+    """
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+        self._reasons: dict[int, tuple[str, ...]] = {}
+
+    def fresh(self, count: int) -> Tensor:
+        """(count,) new labels, each a class of its own."""
+        start = len(self._parent)
+        self._parent.extend(range(start, start + count))
+        return torch.arange(start, start + count, dtype=torch.float64)
+
+    def fixed(self, shape: Iterable[int], reason: str) -> Tensor:
+        """One new fixed label for all entries of a tensor."""
+        label = self.fresh(1)
+        self._reasons[int(label)] = (reason,)
+        return label.expand(tuple(shape)) if tuple(shape) else label.reshape(())
+
+    def unite(self, a: Tensor, b: Tensor) -> Tensor:
+        """Put labels at the same position into one class; returns labels of the broadcast shape."""
+        a, b = torch.broadcast_tensors(a, b)
+        shape = a.shape
+        a, b = compact(a, b)
+        pairs = torch.stack([a.flatten(), b.flatten()], 1).numpy()
+        pairs = np.unique(pairs[(pairs != ANY).all(1)].astype(np.int64), axis=0)
+        for one, other in pairs.tolist():
+            self._join(one, other)
+        joined = a if not bool((a == ANY).any()) else torch.where(a == ANY, b, a)
+        return joined.expand(shape)
+
+    def unite_along(self, labels: Tensor, dims: Iterable[int]) -> Tensor:
+        """Put all labels along some dimensions into one class; those dimensions have size 1 afterwards."""
+        dims = tuple(dims)
+        if not dims or labels.numel() == 0:
+            return labels
+        (small,) = compact(labels)
+        one = small.amax(dims, keepdim=True)
+        self.unite(small, one)
+        keep = [1 if axis in {dim % labels.dim() for dim in dims} else size for axis, size in enumerate(labels.shape)]
+        return one.expand(keep)
+
+    def pin(self, labels: Tensor, reason: str) -> None:
+        """Fix the classes of these labels; a class that is fixed already keeps its own reason."""
+        for label in distinct(labels):
+            root = self.root(label)
+            self._reasons.setdefault(root, (reason,))
+
+    def are_fixed(self, labels: Tensor) -> bool:
+        """Whether no entry can scale."""
+        return all(self.root(label) in self._reasons for label in distinct(labels))
+
+    def reasons(self, label: int) -> tuple[str, ...]:
+        """Why the class of a label is fixed; empty when it is free."""
+        return self._reasons.get(self.root(label), ())
+
+    def root(self, label: int) -> int:
+        """The label that stands for its class."""
+        parent = self._parent
+        while parent[label] != label:
+            parent[label] = parent[parent[label]]
+            label = parent[label]
+        return label
+
+    def roots(self, labels: Tensor) -> Tensor:
+        """The roots of labels as int64, of the same shape; -1 for fixed classes and for entries of any class."""
+        values, inverse = torch.unique(labels, return_inverse=True)
+        roots = [-1 if value == ANY or self.reasons(int(value)) else self.root(int(value)) for value in values.tolist()]
+        return torch.tensor(roots, dtype=torch.int64)[inverse]
+
+    def _join(self, one: int, other: int) -> None:
+        one, other = self.root(one), self.root(other)
+        if one == other:
+            return
+        keep, drop = min(one, other), max(one, other)
+        self._parent[drop] = keep
+        reasons = self._reasons.get(keep, ()) + self._reasons.pop(drop, ())
+        if reasons:
+            self._reasons[keep] = tuple(dict.fromkeys(reasons))
+
+
+def compact(*tensors: Tensor) -> list[Tensor]:
+    """The same tensors with every dimension along which all of them repeat (stride 0) cut to size 1."""
+    found = list(tensors)
+    for axis in range(found[0].dim()):
+        if found[0].shape[axis] > 1 and all(tensor.stride(axis) == 0 for tensor in found):
+            found = [tensor.narrow(axis, 0, 1) for tensor in found]
+    return found
+
+
+def distinct(labels: Tensor) -> list[int]:
+    """The different labels of a tensor, without `ANY`."""
+    (small,) = compact(labels)
+    return [int(label) for label in torch.unique(small).tolist() if label != ANY]
