@@ -1,15 +1,20 @@
-"""How flat is the minimum? Reparameterisation-invariant flatness measures for PyTorch networks, exact and in one pass."""
+"""How flat is the minimum? Flatness measures for PyTorch networks that rescaling cannot change, exact, in one pass."""
 
-from flatness import measures as _fill_catalogue  # noqa: F401
-from flatness.comparing import Comparison, compare
-from flatness.curvature.statistics import Statistics
-from flatness.errors import FlatnessError
-from flatness.layers import ConvolutionLayer, Layer, LinearLayer, register_layer
-from flatness.measures.catalogue import LayerView, Measure, NetworkView, measures, register_measure
-from flatness.measuring import measure, plan
-from flatness.plan import Plan
-from flatness.problem import Problem
-from flatness.result import Report, Result
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatness.comparing import Comparison, compare
+    from flatness.curvature.statistics import Statistics
+    from flatness.errors import FlatnessError
+    from flatness.layers import ConvolutionLayer, Layer, LinearLayer, register_layer
+    from flatness.measures.catalogue import LayerView, Measure, NetworkView, measures, register_measure
+    from flatness.measuring import measure, plan
+    from flatness.plan import Plan
+    from flatness.problem import Problem
+    from flatness.result import Report, Result
 
 __all__ = [
     "Comparison",
@@ -32,3 +37,51 @@ __all__ = [
     "register_layer",
     "register_measure",
 ]
+
+# Where each public name lives. Names are imported when they are first used: the command line answers `--help`
+# without loading torch. A new name goes here, into __all__, and into the imports above, which type checkers read.
+_HOME = {
+    "Comparison": "comparing",
+    "ConvolutionLayer": "layers",
+    "FlatnessError": "errors",
+    "Layer": "layers",
+    "LayerView": "measures.catalogue",
+    "LinearLayer": "layers",
+    "Measure": "measures.catalogue",
+    "NetworkView": "measures.catalogue",
+    "Plan": "plan",
+    "Problem": "problem",
+    "Report": "result",
+    "Result": "result",
+    "Statistics": "curvature.statistics",
+    "compare": "comparing",
+    "measure": "measuring",
+    "measures": "measures.catalogue",
+    "plan": "measuring",
+    "register_layer": "layers",
+    "register_measure": "measures.catalogue",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(types.ModuleType):
+    """Keeps the functions `flatness.measures` and `flatness.plan` apart from the modules of these names."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python binds every imported submodule to its package, which would hide the function.
+        if not (name in _HOME and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -36,6 +36,12 @@ class Layer(ABC):
     taps: int = 1
     plain: bool = False
 
+    def __init_subclass__(cls) -> None:
+        """A view with features of its own does not use the input as it is, unless it says so."""
+        super().__init_subclass__()
+        if "features" in cls.__dict__ and "plain" not in cls.__dict__:
+            cls.plain = False
+
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module

@@ -186,7 +186,9 @@ def _layer_views(
     return views
 
 
-def _network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> NetworkView | None:
+def _network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> NetworkView:
+    if all(measure.network is None for measure in chosen.measures):
+        return NetworkView({}, {})
     parameters = dict(problem.model.named_parameters())
     norms = {name: squared_norm(value) for name, value in parameters.items()}
     if not chosen.routes.network:

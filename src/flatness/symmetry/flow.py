@@ -137,10 +137,14 @@ class Flow:
         entry = self.entry(operand)
         if isinstance(entry, Tensor):
             return entry
-        fresh = self.classes.fresh(math.prod(self.trace.shapes[entry.name]))
-        index = entry.entries()
-        self.uses.append(Use(entry.name, index, up=fresh[index.long()], rows=fresh))
-        return fresh[index.long()]
+        size = math.prod(self.trace.shapes[entry.name])
+        if self.permuting and size == 1:
+            self.uses.append(Use(entry.name, entry.index))
+            return torch.full((), ANY, dtype=torch.float64).expand(entry.shape)
+        fresh = self.classes.fresh(size)
+        labels = fresh.reshape(entry.shape) if entry.index is None else fresh[entry.index.long()]
+        self.uses.append(Use(entry.name, entry.index, up=labels, rows=fresh))
+        return labels
 
     def is_constant(self, operand: Any) -> bool:
         """Whether an operand is a number or a constant tensor."""
@@ -157,7 +161,7 @@ class Flow:
 
     def hold(self, entry: ParameterView, reason: str) -> None:
         """Note a use of a parameter that does not allow it to change."""
-        self.uses.append(Use(entry.name, entry.entries(), held=reason))
+        self.uses.append(Use(entry.name, entry.index, held=reason))
 
     def fixed_output(self, call: Call, reason: str | None = None) -> list[Tensor]:
         """Fixed labels for everything a call returned."""

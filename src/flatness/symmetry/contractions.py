@@ -1,0 +1,140 @@
+"""What weights do to labels: every output unit starts a class of its own, every input unit ends one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.symmetry.flow import Flow, ParameterView, Use
+from flatness.symmetry.recorder import Call
+
+
+def arguments(call: Call, names: str) -> dict[str, Any]:
+    """The arguments of a call by name; those left out are missing."""
+    return dict(zip(names.split(), call.args, strict=False)) | call.kwargs
+
+
+def linear(flow: Flow, call: Call) -> Any:
+    """z = W x + b along the last dimension."""
+    given = arguments(call, "input weight bias")
+    W = flow.entry(given["weight"])
+    x = flow.labels(given["input"])
+    if not isinstance(W, ParameterView):
+        return _add_bias(flow, _product(flow, call, x, W.transpose(-1, -2)), given.get("bias"))
+    d, m = W.shape
+    rows, columns = flow.classes.fresh(d), flow.per_channel(x, -1)
+    flow.uses.append(Use(W.name, W.index, rows.reshape(d, 1), columns.reshape(1, m), "rows", "columns", rows, columns))
+    _bias(flow, given.get("bias"), rows)
+    return rows.expand(flow.shape(call))
+
+
+def matmul(flow: Flow, call: Call) -> Any:
+    """x @ W, W @ x, and b + x @ W; between two values one must be fixed."""
+    if call.name == "addmm":
+        given = arguments(call, "input mat1 mat2")
+        return _add_bias(flow, _matmul(flow, call, given["mat1"], given["mat2"]), given["input"])
+    first, second = call.args[:2]
+    return _matmul(flow, call, *((second, first) if call.name == "rmatmul" else (first, second)))
+
+
+def _matmul(flow: Flow, call: Call, first: Any, second: Any) -> Any:
+    a, b = flow.entry(first), flow.entry(second)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _product(flow, call, a, b)
+    if isinstance(b, ParameterView) and isinstance(a, Tensor):
+        m, d = b.shape
+        rows, columns = flow.classes.fresh(d), flow.per_channel(a, -1)
+        flow.uses.append(Use(b.name, b.index, rows.reshape(1, d), columns.reshape(m, 1), "rows", "columns", rows, columns))
+        return rows.expand(flow.shape(call))
+    if isinstance(a, ParameterView) and isinstance(b, Tensor) and b.dim() > 1:
+        d, m = a.shape
+        rows, columns = flow.classes.fresh(d), flow.per_channel(b, -2)
+        flow.uses.append(Use(a.name, a.index, rows.reshape(d, 1), columns.reshape(1, m), "rows", "columns", rows, columns))
+        return rows.reshape(d, 1).expand(flow.shape(call))
+    return None
+
+
+def conv(flow: Flow, call: Call) -> Any:
+    """A convolution with groups: weight (O, C/G, …)."""
+    given = arguments(call, "input weight bias stride padding dilation groups")
+    W, groups = flow.entry(given["weight"]), given.get("groups", 1)
+    if not isinstance(W, ParameterView):
+        return None
+    x, spatial = flow.labels(given["input"]), len(W.shape) - 2
+    out, per_group = W.shape[:2]
+    columns = flow.per_channel(x, x.dim() - spatial - 1)
+    taps = [1] * spatial
+    if flow.permuting and groups == out == len(columns):
+        # One filter per channel: channel and filter move together.
+        flow.uses.append(Use(W.name, W.index, up=columns.reshape(out, 1, *taps), rows=columns, up_part="filters"))
+        _bias(flow, given.get("bias"), columns)
+        return columns.reshape(out, *taps).expand(flow.shape(call))
+    rows = flow.classes.fresh(out)
+    down = columns.reshape(groups, 1, per_group).expand(groups, out // groups, per_group).reshape(out, per_group, *taps)
+    flow.uses.append(Use(W.name, W.index, rows.reshape(out, 1, *taps), down, "rows", "columns", rows, columns))
+    _bias(flow, given.get("bias"), rows)
+    return rows.reshape(out, *taps).expand(flow.shape(call))
+
+
+def conv_transpose(flow: Flow, call: Call) -> Any:
+    """A transposed convolution with groups: weight (C, O/G, …)."""
+    given = arguments(call, "input weight bias stride padding output_padding groups")
+    W, groups = flow.entry(given["weight"]), given.get("groups", 1)
+    if not isinstance(W, ParameterView):
+        return None
+    x, spatial = flow.labels(given["input"]), len(W.shape) - 2
+    channels, per_group = W.shape[:2]
+    taps = [1] * spatial
+    rows, columns = flow.classes.fresh(per_group * groups), flow.per_channel(x, x.dim() - spatial - 1)
+    up = rows.reshape(groups, 1, per_group).expand(groups, channels // groups, per_group).reshape(channels, per_group, *taps)
+    flow.uses.append(Use(W.name, W.index, up, columns.reshape(channels, 1, *taps), "rows", "columns", rows, columns))
+    _bias(flow, given.get("bias"), rows)
+    return rows.reshape(-1, *taps).expand(flow.shape(call))
+
+
+def embedding(flow: Flow, call: Call) -> Any:
+    """Every column of the table is a unit, whichever rows the example looks up."""
+    given = arguments(call, "input weight padding_idx max_norm")
+    table = flow.entry(given["weight"])
+    if not isinstance(table, ParameterView) or given.get("max_norm") is not None:
+        return None
+    rows = flow.classes.fresh(table.shape[1])
+    flow.uses.append(Use(table.name, table.index, up=rows.reshape(1, -1), rows=rows, up_part="columns of the table"))
+    return rows.expand(flow.shape(call))
+
+
+def scaled_attention(flow: Flow, call: Call) -> Any:
+    """softmax(QKᵀ) V: what is averaged keeps its labels, what is compared is fixed."""
+    given = arguments(call, "query key value attn_mask")
+    values = flow.labels(given["value"])
+    for name in ("query", "key", "attn_mask"):
+        if given.get(name) is not None and not flow.is_constant(given[name]):
+            flow.classes.pin(flow.labels(given[name]), f"{call} is not positively homogeneous in its {name}")
+    return flow.classes.unite_along(values, [-2]).expand(flow.shape(call))
+
+
+def _product(flow: Flow, call: Call, a: Tensor, b: Tensor) -> Any:
+    """A product of two values keeps the labels of one where the other is fixed; what is summed over shares a class."""
+    if min(a.dim(), b.dim()) < 2:
+        return None
+    if flow.classes.are_fixed(a):
+        return flow.classes.unite_along(b, [-2]).expand(flow.shape(call))
+    if flow.classes.are_fixed(b):
+        return flow.classes.unite_along(a, [-1]).expand(flow.shape(call))
+    return flow.stop(call, f"{call} multiplies two values that would both scale")[0]
+
+
+def _add_bias(flow: Flow, labels: Any, bias: Any) -> Any:
+    return labels if labels is None or bias is None else flow.classes.unite(labels, flow.labels(bias))
+
+
+def _bias(flow: Flow, bias: Any, rows: Tensor) -> None:
+    if bias is None:
+        return
+    entry = flow.entry(bias)
+    if isinstance(entry, ParameterView):
+        flow.uses.append(Use(entry.name, entry.index, up=rows, rows=rows, up_part="bias"))
+    else:
+        flow.classes.unite(rows, entry)
