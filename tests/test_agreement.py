@@ -1,12 +1,12 @@
 """Every measure of every layer of the zoo against the dense float64 Hessian."""
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import CASES, Case, ragged_batches
 
 import flatness
+import oracle
+from networks import CASES, Case, ragged_batches
 
 # Sums of squares of the same float64 numbers in another order: rounding only.
 EXACT = 1e-8
@@ -22,7 +22,11 @@ def sizes(n):
 def expected_rows(model, x, risk, name):
     """All layer-level rows of one layer, from its dense Hessian."""
     module = model.get_submodule(name)
-    W, H, taps = oracle.weight_matrix(module), oracle.layer_hessian(model, risk, name), oracle.kernel_taps(module)
+    W, H, taps = (
+        oracle.weight_matrix(module),
+        oracle.layer_hessian(model, risk, name),
+        oracle.kernel_taps(module),
+    )
     whole = oracle.hessian(model, risk, [f"{name}.weight"])
     spread = oracle.feature_spread(oracle.channel_inputs(model, x, name))
     outgoing, incoming = oracle.neuron_flatness(W, H, taps), oracle.neuron_flatness_incoming(W, H)
@@ -59,7 +63,9 @@ def assert_layer_agrees(report, model, x, risk, name):
 def measured(case: Case, model, **arguments):
     batches = ragged_batches(case.x, case.y, sizes(len(case.x)))
     layers = [name for name in case.exact if name not in case.reused]
-    return flatness.measure(model, batches, layers=layers, measures="all", progress=False, **arguments), layers
+    return flatness.measure(
+        model, batches, layers=layers, measures="all", progress=False, **arguments
+    ), layers
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if set(case.exact) - set(case.reused)])
@@ -73,7 +79,9 @@ def test_every_measure_agrees_with_the_dense_hessian(name):
 
 
 # `functional` multiplies by bare parameters, which belong to no module that could be recorded.
-COVERED = [name for name, case in CASES.items() if case.piecewise_linear and not case.reused and name != "functional"]
+COVERED = [
+    name for name, case in CASES.items() if case.piecewise_linear and not case.reused and name != "functional"
+]
 
 
 @pytest.mark.parametrize("name", COVERED)
@@ -89,7 +97,11 @@ def test_network_trace_agrees_over_all_parameters(name):
 LOSSES = {
     "cross_entropy": ("cross_entropy", "classes", F.cross_entropy),
     "soft targets": ("cross_entropy", "soft", F.cross_entropy),
-    "class weights": (torch.nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.5, 3.0, 0.7], dtype=torch.float64)), "classes", None),
+    "class weights": (
+        torch.nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.5, 3.0, 0.7], dtype=torch.float64)),
+        "classes",
+        None,
+    ),
     "smoothing": (torch.nn.CrossEntropyLoss(label_smoothing=0.1), "classes", None),
     "ignored": (torch.nn.CrossEntropyLoss(ignore_index=1), "classes", None),
     "mse": ("mse", "values", F.mse_loss),
@@ -126,7 +138,11 @@ def test_every_loss_agrees_with_the_dense_hessian(loss, network):
         x = torch.randn(17, 6, dtype=torch.float64)
     else:
         model = torch.nn.Sequential(
-            torch.nn.Conv2d(2, 4, 3, groups=2), torch.nn.ReLU(), torch.nn.AvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(16, 4)
+            torch.nn.Conv2d(2, 4, 3, groups=2),
+            torch.nn.ReLU(),
+            torch.nn.AvgPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(16, 4),
         ).double()
         x = torch.randn(17, 2, 6, 6, dtype=torch.float64)
     y = targets(kind, len(x), 4)
@@ -159,7 +175,11 @@ def test_gauss_newton_of_a_smooth_network_agrees_with_the_dense_one(name):
     case = CASES[name]
     model = case.build()
     report = flatness.measure(
-        model, (case.x, case.y), curvature="gauss_newton", measures=["hessian_trace", "relative_flatness"], progress=False
+        model,
+        (case.x, case.y),
+        curvature="gauss_newton",
+        measures=["hessian_trace", "relative_flatness"],
+        progress=False,
     )
     for layer in report.layers():
         G = oracle.gauss_newton(model, case.x, [f"{layer}.weight"], oracle.output_hessian(case.y, case.loss))

@@ -1,11 +1,11 @@
 """Layers that users register are measured by their own W, Φ and δ."""
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 
 import flatness
+import oracle
 from flatness.layers import _VIEWS
 
 
@@ -29,7 +29,9 @@ def registered():
 @pytest.mark.usefixtures("registered")
 def test_a_registered_layer_agrees_with_the_dense_hessian():
     torch.manual_seed(1)
-    model = torch.nn.Sequential(Doubling(5, 6), torch.nn.ReLU(), Doubling(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)).double()
+    model = torch.nn.Sequential(
+        Doubling(5, 6), torch.nn.ReLU(), Doubling(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)
+    ).double()
     x, y = torch.randn(12, 5, dtype=torch.float64), torch.randint(3, (12,))
 
     def risk(m):
@@ -44,7 +46,9 @@ def test_a_registered_layer_agrees_with_the_dense_hessian():
             "maximal_relative_flatness": oracle.maximal_relative_flatness(W, H),
         }
         for measure, value in expected.items():
-            assert report.value(measure, layer=name) == pytest.approx(value, rel=1e-6 if "maximal" in measure else 1e-10)
+            assert report.value(measure, layer=name) == pytest.approx(
+                value, rel=1e-6 if "maximal" in measure else 1e-10
+            )
         assert report.value("neuron_flatness", layer=name, reduction="sum") == pytest.approx(
             float(oracle.neuron_flatness(W, H).sum()), rel=1e-10
         )

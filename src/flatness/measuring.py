@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import inspect
 import time
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -18,10 +19,12 @@ from flatness.curvature.penalty import empty_statistic, penalised_spectrum, pena
 from flatness.curvature.routes import Routes
 from flatness.curvature.spectrum import Spectrum, top_eigenvalues
 from flatness.curvature.statistics import Statistics
+from flatness.errors import DataError, NotFiniteError, OptionError, listed
 from flatness.finalise import finalise
 from flatness.measures.catalogue import LayerView, NetworkView, squared_norm
+from flatness.memory import kept_budget
 from flatness.plan import Plan, make_plan
-from flatness.problem import Forward, Problem, kept_budget
+from flatness.problem import Forward, Problem
 from flatness.result import Report
 
 _PART_NAME = {"whole": "layer_eigenvalue", "rows": "row_eigenvalues"}
@@ -33,7 +36,7 @@ def measure(
     loss: Any = "cross_entropy",
     *,
     measures: str | Iterable[str] = "default",
-    layers: str | list[str] | None = None,
+    layers: str | Iterable[str] | None = None,
     method: str = "auto",
     curvature: str = "hessian",
     precision: float = 0.01,
@@ -53,7 +56,8 @@ def measure(
     Args:
         model: The trained network, any `torch.nn.Module`.
         data: A DataLoader, a pair of tensors, or any re-iterable of batches; normally the training data.
-        loss: "cross_entropy", "mse" (torch's mean), "squared_error" (a sum), "bce", "normalized_cross_entropy", "nll", a torch loss
+        loss: "cross_entropy", "mse" (torch's mean), "squared_error" (a sum), "bce",
+        "normalized_cross_entropy", "nll", a torch loss
             module, or a callable ``(output, target) -> one loss per sample``.
         measures: A name, a list of names, "default" (all that one shared pass gives) or "all".
         layers: None for every supported layer, "last", a name, or a list of names.
@@ -83,6 +87,7 @@ def measure(
         'exact'
     """
     started = time.perf_counter()
+    _check_precision(precision)
     problem = Problem(
         model,
         data,
@@ -96,12 +101,14 @@ def measure(
         progress=progress,
     )
     with problem.guarded():
-        chosen = make_plan(problem, measures=measures, layers=layers, method=method, curvature=curvature, options=options)
+        chosen = make_plan(
+            problem, measures=measures, layers=layers, method=method, curvature=curvature, options=options
+        )
         statistics, spectra, spreads = _run(problem, chosen)
     views = _layer_views(problem, chosen, statistics, spectra, spreads)
     results = finalise(chosen, views, _network_view(problem, chosen, statistics), problem.loss.name)
     meta = _meta(problem, chosen, statistics, time.perf_counter() - started)
-    return Report(tuple(results), meta, tuple([*problem.notes, *chosen.notes]))
+    return Report(tuple(results), meta, (*problem.notes, *chosen.notes))
 
 
 def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: Any) -> Plan:
@@ -110,32 +117,44 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
     Example:
         >>> import torch, flatness
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-        >>> plan = flatness.plan(model, (torch.randn(50, 4), torch.randint(3, (50,))), measures="relative_flatness")
+        >>> plan = flatness.plan(
+        ...     model, (torch.randn(50, 4), torch.randint(3, (50,))), measures="relative_flatness"
+        ... )
         >>> plan.routes.passes
         2
         >>> plan.reasons["2"]
         'last layer: the output is linear in its weight'
     """
-    planning = {
-        "measures": arguments.pop("measures", "default"),
-        "layers": arguments.pop("layers", None),
-        "method": arguments.pop("method", "auto"),
-        "curvature": arguments.pop("curvature", "hessian"),
-        "options": arguments.pop("options", None),
-    }
-    arguments.pop("precision", None)
-    problem = Problem(model, data, loss, **arguments)
+    bound = inspect.signature(measure).bind(model, data, loss, **arguments)
+    bound.apply_defaults()
+    given = bound.arguments
+    _check_precision(given.pop("precision"))
+    planning = {key: given.pop(key) for key in ("measures", "layers", "method", "curvature", "options")}
+    problem = Problem(**given)
     with problem.guarded():
         return make_plan(problem, **planning)
 
 
-def _run(problem: Problem, chosen: Plan) -> tuple[Statistics, dict[tuple[str, str], Spectrum], dict[str, Tensor]]:
+def _check_precision(precision: Any) -> None:
+    if not isinstance(precision, (int, float)) or not 0 < precision < 1:
+        raise OptionError(
+            f"Expected precision to be a relative standard error between 0 and 1 but got {precision!r}. "
+            "For example precision=0.01."
+        )
+
+
+def _run(
+    problem: Problem, chosen: Plan
+) -> tuple[Statistics, dict[tuple[str, str], Spectrum], dict[str, Tensor]]:
     routes = chosen.routes
     available = {route.name: route.layer for route in routes.layers}
     spreads: dict[str, Tensor] = {}
     if chosen.needs_spread:
-        spreads = feature_spreads(problem, {name: available[name] for name in chosen.needs_spread}, routes.copy_inputs)
+        spreads = feature_spreads(
+            problem, {name: available[name] for name in chosen.needs_spread}, routes.copy_inputs
+        )
     statistics = exact_statistics(problem, routes if chosen.streams else Routes([]), spreads)
+    _check_totals(problem, statistics)
     if not chosen.spectra:
         return statistics, {}, spreads
     measured = [route for route in routes.layers if route.name in chosen.spectra]
@@ -150,15 +169,39 @@ def _run(problem: Problem, chosen: Plan) -> tuple[Statistics, dict[tuple[str, st
         **settings,
     )
     if not keep:
-        problem.notes.append("eigenvalues: the signals did not fit into memory and were recomputed for every product")
+        problem.notes.append(
+            "eigenvalues: the signals did not fit into memory and were recomputed for every product"
+        )
     return statistics, spectra, spreads
+
+
+def _check_totals(problem: Problem, statistics: Statistics) -> None:
+    """Refuse sums that cannot be divided or that are no numbers."""
+    if float(statistics.normaliser) == 0:
+        raise DataError(
+            f"Expected targets that count but all {statistics.samples} samples weigh 0: every target is "
+            "ignored, or its class has weight 0. Check ignore_index and the class weights of the loss."
+        )
+    broken = [
+        owner
+        for owner, sums in statistics.sums.items()
+        if not all(bool(value.isfinite().all()) for value in sums.values())
+    ]
+    if broken:
+        raise NotFiniteError(
+            f"Expected finite curvature but got NaN or infinity in {listed(broken)}, though every loss is "
+            f"finite: numbers overflow in {problem.dtype}. Pass dtype=torch.float64."
+        )
 
 
 def _spectrum_settings(chosen: Plan) -> dict[str, Any]:
     """The strictest tolerance and the largest limit that any of the measures asks for."""
     asked = [options for options in chosen.options.values() if "max_products" in options]
     tolerances = [options["tolerance"] for options in asked if options["tolerance"] is not None]
-    return {"tolerance": min(tolerances, default=None), "max_products": max(options["max_products"] for options in asked)}
+    return {
+        "tolerance": min(tolerances, default=None),
+        "max_products": max(options["max_products"] for options in asked),
+    }
 
 
 def _layer_views(
@@ -195,11 +238,13 @@ def _network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> Net
         return NetworkView({}, norms)
     traces = {}
     for name, value in parameters.items():
-        owner = name.removesuffix(".weight")
-        if "row_traces" in statistics.sums.get(owner, {}):
+        owner, _, key = name.rpartition(".")
+        # A model that is one layer has the empty name, and its bias is kept as ".bias".
+        own = f"{owner}.{key}"
+        if key == "weight" and "row_traces" in statistics.sums.get(owner, {}):
             trace = statistics.mean(owner, "row_traces").sum()
-        elif "diagonal" in statistics.sums.get(name, {}):
-            trace = statistics.mean(name, "diagonal").sum()
+        elif "diagonal" in statistics.sums.get(own, {}):
+            trace = statistics.mean(own, "diagonal").sum()
         else:
             trace = torch.zeros((), dtype=torch.float64)
         traces[name] = trace + problem.weight_decay * value.numel()
@@ -214,6 +259,7 @@ def _meta(problem: Problem, chosen: Plan, statistics: Statistics, seconds: float
         "samples": statistics.samples,
         "risk": float(statistics.risk / statistics.normaliser),
         "loss": problem.loss.name,
+        "loss_options": problem.loss.options(),
         "curvature": chosen.curvature,
         "weight_decay": problem.weight_decay,
         "parameters": {name: list(value.shape) for name, value in problem.model.named_parameters()},
@@ -228,17 +274,17 @@ def _meta(problem: Problem, chosen: Plan, statistics: Statistics, seconds: float
 
 
 def _model_fingerprint(model: nn.Module) -> str:
-    """Depends on the names, shapes and values of all parameters and buffers: every entry, and 4,096 entries with their place."""
+    """Depends on names, shapes and values of parameters and buffers: sums, and up to 256 entries each."""
     digest = hashlib.sha256()
+    numbers: list[Tensor] = []
+    device = next(model.parameters()).device
     for name, value in model.state_dict().items():
         digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
-        if not isinstance(value, Tensor) or not value.numel():
-            continue
-        flat = value.detach().reshape(-1)
-        places = torch.linspace(0, flat.numel() - 1, min(4096, flat.numel()), dtype=torch.float64).long()
-        bits = flat.view(torch.int32) if flat.dtype == torch.float32 else flat
-        digest.update(str(bits.sum(dtype=torch.float64 if bits.is_floating_point() else torch.int64).item()).encode())
-        digest.update(flat[places.to(flat.device)].double().cpu().numpy().tobytes())
+        if isinstance(value, Tensor) and value.numel() and not value.is_complex():
+            flat = value.detach().reshape(-1)
+            numbers.append(flat.sum(dtype=torch.float64).reshape(1).to(device))
+            numbers.append(flat[:: -(-flat.numel() // 256)].double().to(device))
+    digest.update(torch.cat(numbers).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

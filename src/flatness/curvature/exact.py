@@ -1,8 +1,9 @@
 """The exact engine: every statistic of every layer from one streaming pass.
 
-Per sample let ∇²_f ℓ = Σ_k c_k s_k s_kᵀ. One backward pass sends s_k to all layers at once; with δ_k what arrives at a layer
-and g_k = δ_k Φᵀ, the Gauss-Newton part of that layer's Hessian is the mean of Σ_k c_k vec(g_k) vec(g_k)ᵀ. Where the network
-is piecewise linear after the layer, that is the Hessian. Which layers qualify was decided by the plan.
+Per sample let ∇²_f ℓ = Σ_k c_k s_k s_kᵀ. One backward pass sends s_k to all layers at once; with δ_k what
+arrives at a layer and g_k = δ_k Φᵀ, the Gauss-Newton part of that layer's Hessian is the mean of Σ_k c_k
+vec(g_k) vec(g_k)ᵀ. Where the network is piecewise linear after the layer, that is the Hessian. Which layers
+qualify was decided by the plan.
 """
 
 from __future__ import annotations
@@ -53,16 +54,18 @@ def exact_statistics(problem: Problem, routes: Routes, spreads: dict[str, Tensor
     return total
 
 
-# Output directions whose signals are held at once. Blocks make small matrix products large; memory grows with them.
+# Output directions whose signals are held at once. Blocks make small matrix products large; memory grows with
+# them.
 BLOCK = 16
-# Whether the passes of a block run as one batched program, by device.
-BATCHED = {"cpu": False, "cuda": False}
 
 
-def signals(problem: Problem, items: Items, edges: list[Any]) -> Iterator[tuple[list[Tensor | None], Tensor | None]]:
+def signals(
+    problem: Problem, items: Items, edges: list[Any]
+) -> Iterator[tuple[list[Tensor | None], Tensor | None]]:
     """Backward passes in blocks: what arrives at each edge, (R, *shape), and signed weights (n, R) or None.
 
-    With T predictions per sample that meet on their way back, each needs a pass of its own: T passes per direction.
+    With T predictions per sample that meet on their way back, each needs a pass of its own: T passes per
+    direction.
     """
     T = items.logits.shape[1]
     block: list[Tensor] = []
@@ -80,16 +83,17 @@ def signals(problem: Problem, items: Items, edges: list[Any]) -> Iterator[tuple[
 
 
 def _sent_back(output: Tensor, edges: list[Any], block: list[Tensor]) -> list[Tensor | None]:
-    """One block of directions through the network: what arrives at each edge, (R, *shape), None where nothing does."""
-    if BATCHED.get(output.device.type, False):
-        arrived = torch.autograd.grad(output, edges, torch.stack(block), retain_graph=True, allow_unused=True, is_grads_batched=True)
-        return list(arrived)
+    """One block of directions through the network: what arrives at each edge, (R, *shape) or None.
+
+    One pass after another: run as one batched program they take the same time once a micro-batch fills the
+    device, and not every operator can be batched.
+    """
     passes = [torch.autograd.grad(output, edges, s, retain_graph=True, allow_unused=True) for s in block]
     return [None if column[0] is None else torch.stack(column) for column in zip(*passes, strict=True)]
 
 
 def separable_signals(problem: Problem, items: Items, edge: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Signals at a layer whose positions are the predictions themselves: all T at once, one weight per prediction."""
+    """Signals at a layer whose positions are the predictions: all T at once, one weight per prediction."""
     for s, c in problem.loss.factors(items):
         (arrived,) = torch.autograd.grad(items.logits, [edge], s, retain_graph=True)
         yield arrived, None if c is None else c.flatten().to(s.dtype)
@@ -129,7 +133,9 @@ def _batch_statistics(
         _store(part, route, heads[route.name].sums(phi, logits, a.flatten()))
     for route in routes.kind("separable"):
         record = recording.one(route.name)
-        sums = PlainSums(route.layer, route.needs, rows_of_features(route, record.x, n), spreads.get(route.name))
+        sums = PlainSums(
+            route.layer, route.needs, rows_of_features(route, record.x, n), spreads.get(route.name)
+        )
         for arrived, c in separable_signals(problem, items, record.z_edge):
             delta = route.layer.signals(arrived, n)[:, 0].transpose(1, 2)
             delta = delta.reshape(-1, 1, 1, delta.shape[2], 1)
@@ -140,7 +146,12 @@ def _batch_statistics(
 
 
 def _add_passes(
-    problem: Problem, routes: Routes, recording: Recording, items: Items, spreads: dict[str, Tensor], part: Statistics
+    problem: Problem,
+    routes: Routes,
+    recording: Recording,
+    items: Items,
+    spreads: dict[str, Tensor],
+    part: Statistics,
 ) -> None:
     layers, affine = routes.kind("passes"), routes.affine
     if not layers and not affine:
@@ -173,7 +184,9 @@ def _sums_of(route: LayerRoute, x: Tensor, n: int, spread: Tensor | None) -> Lay
     return PositionSums(route.layer, route.needs, x, n, spread)
 
 
-def _add_affine(traces: dict[str, Tensor], module: AffineModule, x: Tensor, dz: Tensor, c: Tensor | None) -> None:
+def _add_affine(
+    traces: dict[str, Tensor], module: AffineModule, x: Tensor, dz: Tensor, c: Tensor | None
+) -> None:
     for k in range(dz.shape[0]):
         for name, g in module.gradients(x, dz[k]).items():
             squares = (g.square() if c is None else g.square() * c[:, k : k + 1]).sum(0, dtype=torch.float64)

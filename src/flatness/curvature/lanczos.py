@@ -1,7 +1,8 @@
 """Largest eigenvalues of many symmetric operators side by side, from matrix-vector products alone.
 
-Lanczos with full reorthogonalisation and thick restarts, batched: B operators on R^N advance in step, so that one pass over
-the data serves all of them. The caller drives it: ``solver.tell(products(solver.query()))`` until ``solver.done``.
+Lanczos with full reorthogonalisation and thick restarts, batched: B operators on R^N advance in step, so that
+one pass over the data serves all of them. The caller drives it: ``solver.tell(products(solver.query()))``
+until ``solver.done``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class TopEigenvalues:
         values: θ (B,), the Ritz values reached.
         vectors: (B, N), their Ritz vectors, of unit length.
         smallest: (B,), estimates of the other end of the spectrum (from inside).
-        residuals: (B,), ‖Av − θv‖ as the recurrence has it: some eigenvalue lies within this distance of θ, up to the rounding
-            of the products. `verify` replaces it by what a fresh product says.
+        residuals: (B,), ‖Av − θv‖ as the recurrence has it: some eigenvalue lies within this distance of θ,
+            up to the rounding of the products. `verify` replaces it by what a fresh product says.
         converged: (B,) booleans.
         products: Number of products used.
     """
@@ -87,13 +88,18 @@ class TopEigenvalues:
         beta = w.norm(dim=1)
         exhausted = (beta <= 1e-13 * scale[:, 0]) | (j >= V.shape[2])
         full = j >= self._basis_limit
-        if full or j % _CHECK_EVERY == 0 or bool((exhausted & ~self.converged).any()) or self.products >= self._max_products:
+        if (
+            full
+            or j % _CHECK_EVERY == 0
+            or bool((exhausted & ~self.converged).any())
+            or self.products >= self._max_products
+        ):
             self._update(beta, exhausted, full)
         direction = torch.where(exhausted[:, None], 0.0, w / beta.clamp(min=1e-300)[:, None])
         self._basis = torch.cat([self._basis, direction.unsqueeze(1)], dim=1)
 
     def verify(self, products: Tensor) -> None:
-        """Take A v of the final `vectors`: residuals become what they really are, rounding of the products included."""
+        """Take A v of the final `vectors`: residuals then include the rounding of the products."""
         self.residuals = (products.double() - self.values[:, None] * self.vectors).norm(dim=1)
 
     def _update(self, beta: Tensor, exhausted: Tensor, full: bool) -> None:
@@ -105,7 +111,9 @@ class TopEigenvalues:
         self.smallest = torch.where(active, theta[:, 0], self.smallest)
         self.residuals = torch.where(active, residual, self.residuals)
         top = torch.einsum("bjn,bj->bn", self._basis, y[:, :, -1])
-        self.vectors = torch.where(active[:, None], top / top.norm(dim=1, keepdim=True).clamp(min=1e-300), self.vectors)
+        self.vectors = torch.where(
+            active[:, None], top / top.norm(dim=1, keepdim=True).clamp(min=1e-300), self.vectors
+        )
         small = residual <= self._tolerance * theta.abs().amax(1)
         # Twice in a row: a single dip of the residual proves nothing. An exhausted space is the whole answer.
         self.converged = self.converged | exhausted | (small & self._passed_before)

@@ -1,7 +1,8 @@
 """Products with the Hessians of several layers at once, summed over streamed data.
 
-What a micro-batch contributes (features and signals, or the derivatives g where those are smaller) is kept in memory when
-all of it fits, and recomputed for every product when not: never out of memory, at a documented extra cost.
+What a micro-batch contributes (features and signals, or the derivatives g where those are smaller) is kept in
+memory when all of it fits, and recomputed for every product when not: never out of memory, at a documented
+extra cost.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LayerOperators:
             self._kept = kept
 
     def products(self, queries: dict[str, list[tuple[str, Tensor]]]) -> dict[str, list[Tensor]]:
-        """Multiply: for every layer a list of ("whole" or "rows", V (G, d, m)); one pass over the data for all."""
+        """Multiply, for every layer, a list of ("whole" or "rows", V (G, d, m)); one pass over the data."""
         results = {name: [torch.zeros_like(V) for _, V in asked] for name, asked in queries.items()}
         dtype = self._problem.dtype
 

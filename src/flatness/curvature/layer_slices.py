@@ -1,7 +1,9 @@
 """One micro-batch's share of a layer's Hessian, as a product with a matrix V shaped like W (G, d, m).
 
-Every form computes, for each sample and output direction k, how far V lies along g_k row by row, and adds that much of
-g_k: along_s = ⟨g_ks, V_s⟩, result_s = Σ_k c_k along_s g_ks. With `rows` each row keeps its own number, which gives the
+Every form computes, for each sample and output direction k, how far V lies along g_k row by row, and adds
+that much of
+g_k: along_s = ⟨g_ks, V_s⟩, result_s = Σ_k c_k along_s g_ks. With `rows` each row keeps its own number, which
+    gives the
 row blocks H_ss; otherwise the numbers of all rows are added first, which gives the whole Hessian.
 """
 

@@ -1,12 +1,13 @@
 """One layer's sums over one micro-batch, while the signals δ_k arrive in blocks.
 
-With g_k = δ_k Φᵀ the derivative of output direction k, everything here is a sum of squares of g_k, never formed when a
-cheaper expression exists:
+With g_k = δ_k Φᵀ the derivative of output direction k, everything here is a sum of squares of g_k, never
+formed when a cheaper expression exists:
 
-* One position (P = 1): g = δφᵀ, so all sums follow from Σ_k δ∘δ (n, d) and Σ_k u∘u (n, m) with u = Wᵀδ, the signal
-  that backpropagation hands to the layer below anyway. Matrix products happen once per batch, not once per k.
-* Many positions, P < m: Gram matrices K = ΦᵀΦ (P×P, once per batch); Tr H_ss' = Σ (δ K δᵀ)_ss', the incoming weights
-  of a row meet g in ⟨δ_s, (WΦ)_s⟩, the outgoing weights of an input unit c in ⟨x_c, ∂x_c⟩.
+* One position (P = 1): g = δφᵀ, so all sums follow from Σ_k δ∘δ (n, d) and Σ_k u∘u (n, m) with u = Wᵀδ, the
+  signal that backpropagation hands to the layer below anyway. Matrix products happen once per batch, not once
+  per k.
+* Many positions, P < m: Gram matrices K = ΦᵀΦ (P×P, once per batch); Tr H_ss' = Σ (δ K δᵀ)_ss', the incoming
+  weights of a row meet g in ⟨δ_s, (WΦ)_s⟩, the outgoing weights of an input unit c in ⟨x_c, ∂x_c⟩.
 * Many positions otherwise: g itself, all k of a block in one product, and W∘g summed over columns or rows.
 
 Signals come as δ (n, G, R, d, P), R output directions at once, with signed weights c (n, R) or None for +1.
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from flatness.layers import Layer
 
-# Up to this many rows, products per sample summed afterwards are faster than one large product of a transposed copy.
+# Up to this many rows, products per sample summed afterwards are faster than one large product of a
+# transposed copy.
 _SMALL = 64
 
 
@@ -39,7 +41,7 @@ class LayerSums(ABC):
 
     @abstractmethod
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
-        """Take a block of signals: δ (n, G, R, d, P), derivatives at the layer's input (R, …), weights c (n, R)."""
+        """Take a block of signals δ (n, G, R, d, P), derivatives at the input (R, …) and weights c (n, R)."""
 
     @abstractmethod
     def sums(self) -> dict[str, Tensor]:
@@ -78,7 +80,9 @@ class PlainSums(LayerSums):
             u = delta @ self.W[0] if dx is None else dx.reshape(R, n, -1).transpose(0, 1)
             self._put("u squares", _squares(u, c))
             if self.layer.taps > 1 and "outgoing" in self.needs:
-                self._put_squares("outgoing", (u * self.phi[:, None]).unflatten(2, (-1, self.layer.taps)).sum(3), c)
+                self._put_squares(
+                    "outgoing", (u * self.phi[:, None]).unflatten(2, (-1, self.layer.taps)).sum(3), c
+                )
         if "block_traces" in self.needs:
             weighted = delta * self.phi.square().sum(1)[:, None, None]
             weighted = weighted if c is None else weighted * c[:, :, None]
@@ -187,8 +191,8 @@ class PositionSums(LayerSums):
 def forms_g(needs: frozenset[str], features: int, positions: int) -> bool:
     """Whether a layer with many positions forms g (d×m per sample) rather than P×P Gram matrices.
 
-    Block traces cost d·P·(P + d) operations per sample and signal as δKδᵀ, and d·m·(P + d) as g = δΦᵀ and g gᵀ. The
-    diagonal exists only in g.
+    Block traces cost d·P·(P + d) operations per sample and signal as δKδᵀ, and d·m·(P + d) as g = δΦᵀ and g
+    gᵀ. The diagonal exists only in g.
     """
     return "diagonal" in needs or positions >= features
 

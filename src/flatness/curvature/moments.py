@@ -1,4 +1,4 @@
-"""Spread of the features a layer sees, from one forward pass: what `relative_flatness_normalized` divides by."""
+"""Spread of the features a layer sees: what `relative_flatness_normalized` divides by; one forward pass."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class _Moments:
 
 
 def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: bool) -> dict[str, Tensor]:
-    """V per input unit of every layer, over samples and positions (MATH: standard deviation, not variance).
+    """V per input unit of every layer, over samples and positions.
 
-    petzka2021's Theorem 4 says "variance"; only the standard deviation makes the normalised measure invariant.
+    petzka2021's Theorem 4 says "variance"; only the standard deviation makes the normalised measure
+    invariant.
     """
     moments: dict[str, _Moments] = {}
     modules = {name: layer.module for name, layer in layers.items()}

@@ -1,7 +1,8 @@
 """What flows through a network's layers in one forward pass: inputs, and the places where signals come back.
 
-Recorded are *gradient edges*, not output tensors. An edge is fixed at the moment the layer returns, so an in-place
-activation that overwrites the layer's output afterwards does not change what its derivative means. No copy is needed.
+Recorded are *gradient edges*, not output tensors. An edge is fixed at the moment the layer returns, so an
+in-place activation that overwrites the layer's output afterwards does not change what its derivative means.
+No copy is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flatness.errors import LayerError
 
 @dataclass(slots=True)
 class Record:
-    """One call of one module: its input x, and the gradient edges of x (as this module alone sees it) and of z."""
+    """One call of one module: its input x, and the gradient edges of x as it alone sees it and of z."""
 
     x: Tensor
     x_version: int
@@ -38,7 +39,9 @@ class Recording:
         copy_inputs: Record copies of the inputs, for networks that overwrite them in place later on.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], *, edges: bool = True, copy_inputs: bool = False) -> None:
+    def __init__(
+        self, modules: dict[str, nn.Module], *, edges: bool = True, copy_inputs: bool = False
+    ) -> None:
         self.calls: dict[str, list[Record]] = {}
         self._modules = modules
         self._edges = edges
@@ -53,7 +56,9 @@ class Recording:
             self._handles.append(module.register_forward_hook(self._after(name)))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Remove the hooks and drop what was recorded."""
         for handle in self._handles:
             handle.remove()
@@ -69,14 +74,19 @@ class Recording:
         calls = self.calls.get(name, [])
         if len(calls) != 1:
             raise LayerError(
-                f"Expected {name!r} to be called once in every forward pass but it was called {len(calls)} times on this "
-                f"batch. A network whose path depends on the data cannot be measured layer by layer: pass layers= without it."
+                f"Expected {name!r} to be called once in every forward pass but it was called {len(calls)} "
+                "times on this batch. A network whose path depends on the data cannot be measured layer by "
+                "layer: pass layers= without it."
             )
         return calls[0]
 
     def overwritten(self) -> list[str]:
         """Names of modules whose recorded input was changed in place after they had used it."""
-        return [name for name, calls in self.calls.items() if any(call.x._version != call.x_version for call in calls)]
+        return [
+            name
+            for name, calls in self.calls.items()
+            if any(call.x._version != call.x_version for call in calls)
+        ]
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,8 +112,8 @@ class Recording:
                 Record(
                     x.detach(),
                     x._version,
-                    get_gradient_edge(x) if self._edges else None,
-                    get_gradient_edge(output) if self._edges else None,
+                    get_gradient_edge(x) if self._edges and x.requires_grad else None,
+                    get_gradient_edge(output) if self._edges and output.requires_grad else None,
                     output.shape,
                 )
             )
@@ -118,7 +128,9 @@ def _input_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         return args[0], lambda x: ((x, *args[1:]), kwargs)
     if isinstance(kwargs.get("input"), Tensor):
         return kwargs["input"], lambda x: (args, {**kwargs, "input": x})
-    raise LayerError(f"Expected {name!r} to be called with a tensor as its first argument but got {type(args[:1])}.")
+    raise LayerError(
+        f"Expected {name!r} to be called with a tensor as its first argument but got {type(args[:1])}."
+    )
 
 
 def modules_called(recording: Recording, names: Iterable[str]) -> list[str]:

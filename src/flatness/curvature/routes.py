@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,8 +25,8 @@ class LayerRoute:
     """How one layer's statistics are computed.
 
     Attributes:
-        kind: "softmax head" is a closed form on the forward pass; "separable" a last layer whose positions are the predictions;
-            "passes" one backward pass per output direction.
+        kind: "softmax head" is a closed form on the forward pass; "separable" a last layer whose positions
+            are the predictions; "passes" one backward pass per output direction.
         needs: The statistics wanted of this layer.
         positions: P, how often a sample meets W.
         input_size: Numbers in one sample of the layer's input.
@@ -52,7 +52,7 @@ class LayerRoute:
         return forms_g(self.needs, self.layer.matrix().shape[2], self.positions)
 
     def numbers_per_sample(self, block: int) -> tuple[int, int]:
-        """Rough count of numbers one sample occupies: held through the pass, and while this layer has its turn.
+        """Rough count of numbers one sample occupies: through the whole pass, and in this layer's turn.
 
         Args:
             block: Output directions whose signals are held at once.
@@ -116,7 +116,8 @@ def route_kind(layer: Layer, record: Record, items: Items, loss: Loss) -> Kind:
 def _positions_are_predictions(layer: Layer, record: Record, items: Items) -> bool:
     """Whether position p of the layer is prediction p of the output, row k its output k.
 
-    One marker vector per prediction, (p + 1)(e_0 − e_1), is sent back. It sums to zero, so a log-softmax lets it pass unchanged.
+    One marker vector per prediction, (p + 1)(e_0 − e_1), is sent back. It sums to zero, so a log-softmax lets
+    it pass unchanged.
     """
     n, T, K = items.logits.shape
     marker = torch.zeros_like(items.logits)
@@ -124,7 +125,8 @@ def _positions_are_predictions(layer: Layer, record: Record, items: Items) -> bo
     marker[:, :, 0] = numbers
     if K > 1:
         marker[:, :, 1] = -numbers
-    (arrived,) = torch.autograd.grad(items.logits, [record.z_edge], marker, retain_graph=True, allow_unused=True)
+    edge: Any = record.z_edge
+    (arrived,) = torch.autograd.grad(items.logits, [edge], marker, retain_graph=True, allow_unused=True)
     if arrived is None or arrived.numel() != marker.numel():
         return False
     delta = layer.signals(arrived, n)[:, 0].transpose(1, 2)
@@ -137,13 +139,13 @@ def positions_of(layer: Layer, record: Record, n: int) -> int:
     return max(1, record.z_shape.numel() // max(1, n * d))
 
 
-def bytes_per_sample(routes: Routes, records: Mapping[str, Record], items: Items, block: int, itemsize: int) -> int:
-    """Memory that one sample of a micro-batch takes: activations kept by autograd, features, and working space."""
+def bytes_per_sample(
+    routes: Routes, records: Mapping[str, Record], items: Items, block: int, itemsize: int
+) -> int:
+    """Memory of one sample of a micro-batch: activations kept by autograd, features, working space."""
     n = items.logits.shape[0]
     activations = sum((record.x.numel() + record.z_shape.numel()) // n for record in records.values())
     outputs = 3 * items.logits.numel() // n
     counts = [route.numbers_per_sample(block) for route in routes.layers if route.kind != "softmax head"]
     held, working = sum(count[0] for count in counts), max((count[1] for count in counts), default=0)
     return itemsize * (2 * activations + outputs + held + working)
-
-

@@ -1,12 +1,14 @@
-"""The last layer under cross-entropy: all statistics from one forward pass, no backward pass, for any number of classes.
+"""The last layer under cross-entropy: all statistics from one forward pass, for any number of classes.
 
-For logits f = Wφ + b and p = softmax(f), the Hessian with respect to f is a·(diag p − ppᵀ), so every statistic is a
+For logits f = Wφ + b and p = softmax(f), the Hessian with respect to f is a·(diag p − ppᵀ), so every
+statistic is a
 *variance under p* times squares of features; with w_k the rows of W,
 
     κ_Tr = mean a ‖φ‖² (Σ_k p_k ‖w_k‖² − ‖Σ_k p_k w_k‖²).
 
-That difference cancels in float32 for confident samples. It is taken around the most likely class j instead: with q = p
-without j, r = Σ q and v = Σ_k q_k (w_k − w_j), the variance is Σ_k q_k (w_k − w_j)² − v², in which every term is O(r).
+That difference cancels in float32 for confident samples. It is taken around the most likely class j instead:
+with q = p without j, r = Σ q and v = Σ_k q_k (w_k − w_j), the variance is Σ_k q_k (w_k − w_j)² − v², in which
+every term is O(r).
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ def _row_sums(
 
 
 def _exponentials_without_top(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e (N, K) = exp(f − max f) with the largest entry set to 0, that entry's index (N, 1), and Σ e (N, 1).
+    """Exponentials e = exp(f − max f) (N, K) with the largest set to 0, its index (N, 1), and Σ e (N, 1).
 
     The probabilities are e / (1 + Σ e); dividing what is computed from e is cheaper than dividing e.
     """

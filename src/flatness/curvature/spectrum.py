@@ -99,5 +99,9 @@ def _products(
 
 def _finished(solver: TopEigenvalues) -> Spectrum:
     return Spectrum(
-        solver.values.cpu(), solver.smallest.cpu(), solver.residuals.cpu(), bool(solver.converged.all()), solver.products
+        solver.values.cpu(),
+        solver.smallest.cpu(),
+        solver.residuals.cpu(),
+        bool(solver.converged.all()),
+        solver.products,
     )

@@ -1,29 +1,30 @@
 """Additive statistics: float64 sums over samples that one streaming pass accumulates for all layers.
 
-Sums add up, so batches, processes and machines are the same thing: partial sums that get merged, in any order.
+Sums add up, so batches, processes and machines are the same thing: partial sums that get merged, in any
+order.
 
-| statistic             | shape           | divided by the normaliser it is                                           |
-|-----------------------|-----------------|---------------------------------------------------------------------------|
-| `row_traces`          | (rows,)         | Tr H_ss for every row s of W                                               |
-| `relative`            | ()              | κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss'                                          |
-| `relative_normalized` | ()              | the same for features of unit spread                                      |
-| `outgoing`            | (input units,)  | w(j)ᵀ H w(j) for the outgoing weights of input unit j                     |
-| `incoming`            | (rows,)         | w_sᵀ H_ss w_s for every row s                                             |
-| `diagonal`            | (G, d, m)       | the diagonal of H; also kept for biases and norm scales, as a vector      |
-| `block_traces`        | (G, d, d)       | Tr H_ss' for every pair of rows of a group                                |
+| statistic             | shape          | divided by the normaliser it is                         |
+|-----------------------|----------------|---------------------------------------------------------|
+| `row_traces`          | (rows,)        | Tr H_ss for every row s of W                            |
+| `relative`            | ()             | κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss'                       |
+| `relative_normalized` | ()             | the same for features of unit spread                    |
+| `outgoing`            | (input units,) | w(j)ᵀ H w(j), the outgoing weights of input unit j      |
+| `incoming`            | (rows,)        | w_sᵀ H_ss w_s for every row s                           |
+| `diagonal`            | (G, d, m)      | the diagonal of H; a vector for biases and norm scales  |
+| `block_traces`        | (G, d, d)      | Tr H_ss' for every pair of rows of a group              |
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
+import pickle
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness.errors import DataError
+from flatness.files import replacing
 
 LAYER_STATISTICS = frozenset(
     {"row_traces", "relative", "relative_normalized", "outgoing", "incoming", "diagonal", "block_traces"}
@@ -43,8 +44,8 @@ class Statistics:
 
     def __init__(self) -> None:
         self.sums: dict[str, dict[str, Tensor]] = {}
-        self.normaliser: Tensor = torch.zeros((), dtype=torch.float64)
-        self.risk: Tensor = torch.zeros((), dtype=torch.float64)
+        self.normaliser: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.risk: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
         self.samples = 0
 
     def add(self, owner: str, statistic: str, value: Tensor) -> None:
@@ -64,6 +65,11 @@ class Statistics:
         for owner, statistics in other.sums.items():
             for name, value in statistics.items():
                 mine = self.sums.get(owner, {}).get(name)
+                if mine is not None and mine.shape != value.shape:
+                    raise DataError(
+                        f"Expected statistics of the same network but {name!r} of {owner!r} has shape {list(mine.shape)} "
+                        f"here and {list(value.shape)} there. Merge parts of one model's data only."
+                    )
                 self.add(owner, name, value if mine is None else value.to(mine.device))
         self.count(other.samples, other.normaliser, other.risk)
         return self
@@ -81,22 +87,19 @@ class Statistics:
             "risk": self.risk.cpu(),
             "samples": self.samples,
         }
-        target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-        os.close(handle)
-        try:
+        with replacing(path) as temporary:
             torch.save(content, temporary)
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
         """Read sums that `save` wrote."""
-        content = torch.load(path, weights_only=True, map_location="cpu")
+        refusal = f"Expected statistics saved by this version of flatness but {path} holds something else. "
+        try:
+            content = torch.load(path, weights_only=True, map_location="cpu")
+        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise DataError(refusal + "Pass a file that Statistics.save wrote.") from error
         if not isinstance(content, dict) or content.get("version") != _VERSION:
-            raise DataError(f"Expected statistics saved by this version of flatness but got something else in {path}.")
+            raise DataError(refusal + "Pass a file that Statistics.save wrote.")
         statistics = cls()
         statistics.sums = content["sums"]
         statistics.normaliser, statistics.risk = content["normaliser"], content["risk"]
