@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from networks import CASES
 
 import flatness
 from flatness import measuring
+from networks import CASES
 
 
 def values(report):
