@@ -2,6 +2,7 @@
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
+PACKAGE := .venv/.package
 STAMP := .venv/.installed
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -11,10 +12,13 @@ export OMP_NUM_THREADS := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env lint format test clean
+.PHONY: help demo env lint format test clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+demo: $(PACKAGE)  ## train small networks, measure them, write tables, pictures and a page into flatness-demo
+	$(BIN)/flatness demo
 
 env: $(STAMP)  ## the development environment, in .venv
 
@@ -37,9 +41,13 @@ clean:  ## remove .venv and all caches
 
 # An environment that is there is brought up to date, in seconds; `make clean` starts one from nothing. The package
 # itself is built with the pinned setuptools too, hence no build isolation.
-$(STAMP): pyproject.toml constraints.txt tests/requirements.txt
+$(PACKAGE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+$(STAMP): $(PACKAGE) tests/requirements.txt
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	$(PIP) --no-deps --requirement tests/requirements.txt
 	touch $@

@@ -1,8 +1,9 @@
 """What do all one-pass statistics of all layers cost, beside the Hessian's diagonal alone with BackPACK?
 
-LeNet-5 on images of CIFAR-10's shape, cross-entropy. "All statistics" are those behind every default measure, biases
-included, and the diagonal of every weight. BackPACK's DiagGGNExact, summed over the same data, gives that diagonal.
-The unit beside it is one gradient evaluation, forward and backward over the data. Each in its best batch size.
+LeNet-5 on images of CIFAR-10's shape, cross-entropy. "All statistics" are those behind every default
+measure, biases included, and the diagonal of every weight. BackPACK's DiagGGNExact, summed over the same
+data, gives that diagonal. The unit beside it is one gradient evaluation, forward and backward over the data.
+Each runs in its best batch size, flatness also as it chooses by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All benchmarks that have a figure for a GPU, in one visit of about five minutes: one table, and JSON in $OUT if set."""
+"""The benchmarks on a GPU, in one visit of about five minutes: a table, and JSON in $OUT if set."""
 
 from __future__ import annotations
 

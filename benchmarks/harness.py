@@ -1,7 +1,7 @@
 """What the benchmarks share: fair timing, peak memory, data of CIFAR-10's shape, and tables.
 
-Contenders take turns, so that a machine that slows down for a while slows all of them; the first turn of each warms
-up and does not count; the shortest time is compared. All of them compute in full float32.
+Contenders take turns, so that a machine that slows down for a while slows all of them; the first turn of
+each warms up and does not count; the shortest time is compared. All of them compute in full float32.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def seconds(action: Callable[[], Any], device: torch.device) -> float:
 
 
 def race(
-    contenders: dict[str, Callable[[], Any]], device: torch.device, turns: int = 9, budget: float = 12.0
+    contenders: dict[str, Callable[[], Any]],
+    device: torch.device,
+    turns: int = 9,
+    budget: float = 12.0,
+    warm: bool = False,
 ) -> dict[str, Timing]:
     """Time the contenders in rotation.
 
@@ -102,12 +106,13 @@ def race(
         device: Where they run.
         turns: Turns of each, after the one that warms up.
         budget: Seconds after which a contender gets no further turn; everyone gets at least one that counts.
+        warm: Whether they have just run, so that no turn need warm them up.
     """
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     spent = dict.fromkeys(contenders, 0.0)
-    for turn in range(turns + 1):
+    for turn in range(int(warm), turns + 1):
         for name, action in contenders.items():
-            if turn > 1 and spent[name] > budget:
+            if taken[name] and spent[name] > budget:
                 continue
             duration = seconds(action, device)
             spent[name] += duration
@@ -118,7 +123,7 @@ def race(
 
 
 def best_batch(work: Callable[[int], Any], samples: int, device: torch.device, turns: int = 3) -> int:
-    """The batch size with which `work(size)` is fastest: doubled from a small one until it gets worse or does not fit."""
+    """The batch size with which `work(size)` is fastest, doubled until that is worse or does not fit."""
     times: dict[int, float] = {}
     size = 1024 if device.type == "cuda" else 64
     while size < 2 * samples:

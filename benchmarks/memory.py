@@ -1,7 +1,7 @@
-"""How much memory do all one-pass measures take beside the model and the data, and does it grow with the data?
+"""How much memory do all one-pass measures take beside model and data, and does it grow with the data?
 
-A fully connected network of width 512 and a ResNet-18 for 32×32 images; every default measure and the diagonal. On a
-CPU each case runs in a fresh process, whose peak is compared with what it held before measuring.
+A fully connected network of width 512 and a ResNet-18 for 32×32 images; every default measure and the
+diagonal. On a CPU each case runs in a fresh process, whose peak is compared with what it held before.
 """
 
 from __future__ import annotations

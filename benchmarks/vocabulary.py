@@ -1,7 +1,7 @@
 """What does a last layer with 50,257 classes cost, beside the matrix product that computes its logits?
 
-One linear layer from 768 features, n tokens; logits of standard deviation 4, at which the softmax is neither flat nor
-one-hot. The product alone runs in its best batch size and keeps nothing.
+One linear layer from 768 features, n tokens; logits of standard deviation 4, at which the softmax is
+neither flat nor one-hot. The product alone runs in its best batch size and keeps nothing.
 """
 
 from __future__ import annotations
@@ -79,13 +79,11 @@ def run(device: torch.device, samples: int) -> dict[str, Any]:
     times = race(contenders, device, turns=6, budget=25.0)
     base, own = (t.best for t in times.values())
     show(
-        f"{CLASSES:,} classes, m = {FEATURES}, n = {samples:,}, mean largest probability {top:.2f} ({machine(device)})",
+        f"{CLASSES:,} classes, m = {FEATURES}, n = {samples:,}, mean max p {top:.2f} ({machine(device)})",
         ("", "best", "median", "in products"),
         [(name, duration(t.best), duration(t.median), f"{t.best / base:.2f}") for name, t in times.items()],
     )
-    print(
-        f"ratio: {own / base:.2f} times the product (bar 3); {peak / MIB:.0f} MiB at the peak (bar: a few hundred)"
-    )
+    print(f"ratio: {own / base:.2f} times the product (bar 3); peak {peak / MIB:.0f} MiB (bar a few hundred)")
     seconds = {name: t.best for name, t in times.items()}
     return {"seconds": seconds, "products": own / base, "peak MiB": peak / MIB}
 

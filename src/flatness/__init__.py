@@ -1,4 +1,4 @@
-"""How flat is the minimum? Flatness measures for PyTorch networks that rescaling cannot change, exact, in one pass."""
+"""How flat is the minimum? Flatness measures for PyTorch networks that rescaling cannot change."""
 
 import importlib
 import sys
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 # Where each public name lives. Names are imported when they are first used: the command line answers `--help`
-# without loading torch. A new name goes here, into __all__, and into the imports above, which type checkers read.
+# without loading torch. A new name goes here, into __all__ and into the imports above, for type checkers.
 _HOME = {
     "Comparison": "comparing",
     "ConvolutionLayer": "layers",

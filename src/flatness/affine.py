@@ -1,7 +1,8 @@
 """Scales and shifts: norm layers and PReLU, whose parameters multiply or shift channels one by one.
 
-They are not layers (no matrix to rescale), but the trace of the whole network's Hessian is only complete with them. For
-z = γ∘u + β with u the normalised input, the derivatives of one sample are g_γ = Σ_p δ_p∘u_p and g_β = Σ_p δ_p.
+They are not layers (no matrix to rescale), but the trace of the whole network's Hessian is only complete with
+them. For z = γ∘u + β with u the normalised input, the derivatives of one sample are g_γ = Σ_p δ_p∘u_p and g_β
+= Σ_p δ_p.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -58,9 +60,23 @@ class AffineModule:
         self.module: Any = module
         self._normalise = normalise
 
-    def parameter_names(self) -> list[str]:
-        """Full names of the parameters this module owns."""
-        return [f"{self.name}.{key}" for key, _ in self.module.named_parameters(recurse=False)]
+    def explains(self, x: Tensor, z: Tensor, n: int) -> bool:
+        """Whether an output z is γ∘u + β for the input x (for a PReLU max(x, 0) + γ∘u), up to rounding."""
+        if x.shape != z.shape:
+            return False
+        expected = self._normalise(self.module, x)
+        for key, combine in (("weight", Tensor.mul), ("bias", Tensor.add)):
+            value = getattr(self.module, key, None)
+            if value is not None:
+                expected = combine(expected, self._along_channels(value.detach(), x))
+        if isinstance(self.module, nn.PReLU):
+            expected = expected + x.clamp(min=0)
+        return bool((expected - z).abs().max() <= torch.finfo(z.dtype).eps ** 0.5 * (1 + z.abs().max()))
+
+    def _along_channels(self, value: Tensor, x: Tensor) -> Tensor:
+        if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)) or value.numel() == 1:
+            return value
+        return value.reshape(-1, *[1] * (x.dim() - 2))
 
     def gradients(self, x: Tensor, dz: Tensor) -> dict[str, Tensor]:
         """Per-sample derivatives of every own parameter, each (n, number of entries)."""

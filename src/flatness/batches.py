@@ -1,4 +1,4 @@
-"""Batches of any structure: tensors inside tuples, lists and dicts, taken apart, moved, sliced and fingerprinted."""
+"""Batches of any structure: tensors in tuples, lists and dicts, moved, sliced, described, fingerprinted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flatness.errors import DataError
 
 _SAMPLED_ENTRIES = 64
 _MIX = 0x5DEECE66D1B5A4B3
+_PLACE = 0x1E3779B97F4A7C15
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -53,55 +54,77 @@ def size_of(batch: Any) -> int:
 def rows(batch: Any, start: int, stop: int) -> Any:
     """Samples start to stop of a batch; tensors that do not have one row per sample stay whole."""
     n = size_of(batch)
-    return map_tensors(batch, lambda tensor: tensor[start:stop] if tensor.dim() > 0 and tensor.shape[0] == n else tensor)
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[start:stop] if tensor.dim() > 0 and tensor.shape[0] == n else tensor
+
+    return map_tensors(batch, cut)
 
 
 def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Move a batch to a device, and its floating-point tensors to a dtype."""
 
     def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+        # Only copies towards an accelerator may be left unfinished: whatever reads them there waits for them.
+        pending = device.type == "cuda" and tensor.device.type == "cpu"
+        tensor = tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=pending)
+        return tensor.clone() if tensor.is_inference() else tensor
 
     return map_tensors(batch, move)
+
+
+def copied(batch: Any) -> Any:
+    """The same batch in memory of its own."""
+    return map_tensors(batch, Tensor.clone)
+
+
+def versions(batch: Any) -> list[int]:
+    """Counters that grow when a tensor of the batch is written to."""
+    return [tensor._version for tensor in tensors_in(batch)]
 
 
 def describe(value: Any) -> str:
     """What a value looks like, for messages.
 
     >>> describe((torch.ones(2, 3), [1, "a"]))
-    'tuple(Tensor[2, 3], list(int, str))'
+    'tuple(float32[2, 3], list(int, str))'
     """
     if isinstance(value, Tensor):
-        return f"Tensor{list(value.shape)}"
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return f"{type(value).__name__}({', '.join(f'{key}: {describe(part)}' for key, part in list(value.items())[:6])})"
+        parts = ", ".join(f"{key}: {describe(part)}" for key, part in list(value.items())[:6])
+        return f"{type(value).__name__}({parts})"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__}({', '.join(describe(part) for part in value[:6])})"
     return type(value).__name__
 
 
-def fingerprint(batch: Any) -> Tensor:
-    """A 0-dim integer that depends on the samples of a batch but neither on their order nor on how they are batched.
+def sample_codes(batch: Any) -> Tensor:
+    """A number for each sample that depends on its values, not on its place in the batch: (n,) int64.
 
-    Up to 64 evenly spaced entries of each tensor of a sample are hashed; hashes of samples add up modulo 2^64.
+    Up to 64 evenly spaced entries of each tensor of a sample are hashed. Sums of codes, modulo 2^64, tell
+    data sets apart whatever the order and the batches.
     """
     n = size_of(batch)
-    codes: Tensor | None = None
+    device = next(tensor.device for tensor in tensors_in(batch) if tensor.dim() > 0)
+    codes = torch.zeros(n, dtype=torch.int64, device=device)
     for position, tensor in enumerate(tensors_in(batch)):
-        if tensor.dim() == 0 or tensor.shape[0] != n:
+        if tensor.dim() == 0 or tensor.shape[0] != n or tensor.numel() == 0:
             continue
-        flat = tensor.detach().reshape(n, -1)
-        if flat.shape[1] == 0:
-            continue
-        entries = torch.linspace(0, flat.shape[1] - 1, min(_SAMPLED_ENTRIES, flat.shape[1]), dtype=torch.float64, device=flat.device).long()
+        flat = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()[:, None]
+        size, taken = flat.shape[1], min(_SAMPLED_ENTRIES, flat.shape[1])
+        entries = torch.arange(taken, device=flat.device) * (size - 1) // max(1, taken - 1)
         bits = _as_integers(flat[:, entries])
-        odd = (torch.arange(bits.shape[1], device=bits.device) * 2 + 1 + 2 * position) * _MIX
-        code = (bits * odd).sum(1)
-        codes = code if codes is None else codes + code.to(codes.device) * _MIX
-    if codes is None:
-        return torch.zeros((), dtype=torch.int64)
+        # Every place has a number of its own: values that change places change the code.
+        places = (torch.arange(bits.shape[1], device=bits.device) + 64 * position + 1) * _PLACE
+        codes = codes * _MIX + _mixed(bits * _MIX + places).sum(1).to(device)
+    return _mixed(codes * _MIX)
+
+
+def _mixed(codes: Tensor) -> Tensor:
+    """Spread the high bits over the low ones, so that sums of codes do not cancel."""
     codes = (codes ^ (codes >> 31)) * _MIX
-    return (codes ^ (codes >> 29)).sum()
+    return codes ^ (codes >> 29)
 
 
 def _as_integers(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flatness.errors import MeasureError, ReportError
 from flatness.measures.catalogue import get_measure
 from flatness.result import Report, Result
-from flatness.tables import format_value
+from flatness.tables import WHOLE_MODEL, format_value
 
 if TYPE_CHECKING:
     import pandas
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 # Values closer than this, relatively, count as equal: rounding of float32 models.
 _EQUAL = 1e-6
 _SIGNIFICANT = 2.0
+# What two reports must agree on, by the key of their meta data.
+_SHARED = {
+    "data_fingerprint": "data",
+    "loss": "loss",
+    "loss_options": "options of the loss",
+    "curvature": "curvature",
+    "weight_decay": "weight decay",
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,10 @@ class Comparison:
 
         rows = []
         for a, b in self.rows:
-            address = {"measure": a.measure, "level": a.level, "layer": a.layer, "reduction": a.reduction}
+            address = dict(zip(("measure", "level", "layer", "reduction"), _address(a), strict=True))
             ratio = a.value / b.value if b.value else math.nan
-            rows.append({**address, "a": a.value, "b": b.value, "ratio": ratio, "z": _z(a, b), "flatter": self._verdict(a, b)})
+            verdict = {"ratio": ratio, "z": _z(a, b), "flatter": self._verdict(a, b)}
+            rows.append({**address, "a": a.value, "b": b.value, **verdict})
         return pd.DataFrame(rows)
 
     def _verdict(self, a: Result, b: Result) -> str:
@@ -55,13 +64,16 @@ class Comparison:
         """A table."""
         lines = [("measure", "where", *self.names, "flatter")]
         for a, b in self.rows:
-            where = " ".join(part for part in (a.layer or "network", a.reduction) if part)
-            lines.append((a.measure, where, format_value(a.value, a.stderr), format_value(b.value, b.stderr), self._verdict(a, b)))
+            layer = "network" if a.layer is None else a.layer or WHOLE_MODEL
+            where = " ".join(part for part in (layer, a.reduction) if part)
+            values = format_value(a.value, a.stderr), format_value(b.value, b.stderr)
+            lines.append((a.measure, where, *values, self._verdict(a, b)))
         widths = [max(len(line[column]) for line in lines) for column in range(5)]
-        text = [
-            "  ".join(cell.rjust(w) if index in (2, 3) else cell.ljust(w) for index, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-            for line in lines
-        ]
+        text = []
+        for line in lines:
+            aligned = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
+            cells = [align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)]
+            text.append("  ".join(cells).rstrip())
         return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
     __repr__ = __str__
@@ -83,22 +95,32 @@ def compare(report_a: Report, report_b: Report, *, names: tuple[str, str] = ("A"
         >>> frame.loc[frame.measure == "layer_flatness_trace", "flatter"].tolist()
         ['A', 'A', 'A']
     """
-    for key, what in (("data_fingerprint", "data"), ("loss", "loss"), ("curvature", "curvature"), ("weight_decay", "weight decay")):
+    for report in (report_a, report_b):
+        if not isinstance(report, Report):
+            raise ReportError(
+                f"Expected two reports but got {type(report).__name__}. Pass what flatness.measure or "
+                "Report.load returned."
+            )
+    for key, what in _SHARED.items():
         ours, theirs = report_a.meta.get(key), report_b.meta.get(key)
         if ours != theirs:
             raise ReportError(
-                f"Expected two reports on the same {what} but got {ours!r} and {theirs!r}: their values are not comparable. "
-                "Measure both models on the same samples with the same loss."
+                f"Expected two reports on the same {what} but got {ours!r} and {theirs!r}: their values are "
+                "not comparable. Measure both models on the same samples with the same loss."
             )
-    others = {(row.measure, row.level, row.layer, row.reduction): row for row in report_b.results if row.level != "unit"}
-    rows = tuple(
-        (row, others[key])
-        for row in report_a.results
-        if (key := (row.measure, row.level, row.layer, row.reduction)) in others and row.level != "unit"
-    )
+    others = {_address(row): row for row in report_b.results if row.level != "unit"}
+    pairs = [(row, others.get(_address(row))) for row in report_a.results if row.level != "unit"]
+    rows = tuple((row, other) for row, other in pairs if other is not None)
     if not rows:
-        raise ReportError("Expected two reports with measures and layers in common but they share none.")
+        raise ReportError(
+            "Expected two reports with measures and layers in common but they share none. Measure both with "
+            "the same measures= and layers=."
+        )
     return Comparison(rows, names)
+
+
+def _address(row: Result) -> tuple[str, str, str | None, str | None]:
+    return row.measure, row.level, row.layer, row.reduction
 
 
 def _z(a: Result, b: Result) -> float:

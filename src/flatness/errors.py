@@ -1,7 +1,7 @@
 """The exceptions of the library, and the grammar of their messages.
 
-Every message says three things: what was expected, what arrived, and what to do instead. There is one class per cause,
-and each also derives from the built-in exception a caller would think of first.
+Every message says three things: what was expected, what arrived, and what to do instead. There is one class
+per cause, and each also derives from the built-in exception a caller would think of first.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class OptionError(FlatnessError, ValueError):
     """An argument has a value it cannot have."""
 
 
+class CheckpointError(FlatnessError, ValueError):
+    """A checkpoint cannot be read safely, or does not fit the model."""
+
+
 class ReportError(FlatnessError, LookupError):
     """A report does not hold what was asked of it."""
 
@@ -63,10 +67,14 @@ def nearest(name: object, candidates: Iterable[str]) -> str:
 
     >>> nearest("relative_flatnes", ["relative_flatness", "weight_norm"])
     " Did you mean 'relative_flatness'?"
+    >>> nearest("relative", ["relative_flatness"])
+    " Did you mean 'relative_flatness'?"
     >>> nearest("zzz", ["relative_flatness"])
     ''
     """
-    close = difflib.get_close_matches(str(name), list(candidates), n=1)
+    word, candidates = str(name), list(candidates)
+    begun = [candidate for candidate in candidates if len(word) > 2 and candidate.startswith(word)]
+    close = difflib.get_close_matches(word, candidates, n=1) or begun
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.spectrum import Spectrum
-from flatness.measures.catalogue import SPECTRA, LayerView, Measure, NetworkView, reduce_values
+from flatness.measures.catalogue import SPECTRA, LayerView, Measure, NetworkView, Valued, reduce_values
 from flatness.plan import Plan
 from flatness.result import Result
 
@@ -38,20 +38,33 @@ def _layer_rows(measure: Measure, view: LayerView, reason: str, template: Result
     )
     if measure.units is not None:
         values = measure.units(view).flatten().double()
-        rows = [replace(row, level="unit", unit=unit, value=value) for unit, value in enumerate(values.tolist())]
-        rows += [replace(row, reduction=name, value=float(reduce_values(name, values))) for name in measure.reductions]
+        rows = [
+            replace(row, level="unit", unit=unit, value=value) for unit, value in enumerate(values.tolist())
+        ]
+        rows += [
+            replace(row, reduction=name, value=float(reduce_values(name, values)))
+            for name in measure.reductions
+        ]
         return rows if "unit" in measure.levels else rows[len(values) :]
     if measure.layer is None:
         return []
-    return [replace(row, value=float(measure.layer(view)))]
+    value = measure.layer(view)
+    if isinstance(value, Valued):
+        notes, converged = (*row.notes, *value.notes), row.converged and value.converged
+        return [replace(row, value=value.value, notes=notes, converged=converged)]
+    return [replace(row, value=float(value))]
 
 
-def _network_rows(measure: Measure, rows: list[Result], network: NetworkView, plan: Plan, template: Result) -> list[Result]:
+def _network_rows(
+    measure: Measure, rows: list[Result], network: NetworkView, plan: Plan, template: Result
+) -> list[Result]:
     results: list[Result] = []
     template = replace(template, level="network")
     if measure.network is not None and (plan.routes.network or not measure.network_needs):
         names = tuple(network.squared_norms)
-        results.append(replace(template, value=float(measure.network(network)), notes=("over " + ", ".join(names),)))
+        results.append(
+            replace(template, value=float(measure.network(network)), notes=("over " + ", ".join(names),))
+        )
     for reduction in measure.reductions if "network" in measure.levels else ():
         # Units are reduced the same way first: ρ^max is a maximum of maxima, ρ^Σ a sum of sums.
         wanted = reduction if measure.units is not None else None
@@ -59,16 +72,25 @@ def _network_rows(measure: Measure, rows: list[Result], network: NetworkView, pl
         if not parts:
             continue
         values: Tensor = torch.tensor([row.value for row in parts], dtype=torch.float64)
-        notes = (f"over the measured layers {', '.join(str(row.layer) for row in parts)}",)
-        converged = all(row.converged for row in parts)
-        results.append(replace(template, value=float(reduce_values(reduction, values)), reduction=reduction, converged=converged, notes=notes))
+        aggregate = replace(
+            template,
+            value=float(reduce_values(reduction, values)),
+            reduction=reduction,
+            converged=all(row.converged for row in parts),
+            notes=(f"over the measured layers {', '.join(str(row.layer) for row in parts)}",),
+        )
+        results.append(aggregate)
     return results
 
 
 def _spectrum_notes(spectrum: Spectrum) -> list[str]:
     notes = [f"{spectrum.products} Hessian products, residual {float(spectrum.residuals.max()):.1e}"]
-    if float(spectrum.smallest.min()) < -float(spectrum.values.max()):
-        notes.append(f"no minimum: the most negative curvature is about {float(spectrum.smallest.min()):.4g}, larger in size than the largest")
+    smallest = float(spectrum.smallest.min())
+    if smallest < -float(spectrum.values.max()):
+        notes.append(
+            f"no minimum: the most negative curvature, about {smallest:.4g}, is larger in size than the "
+            "largest"
+        )
     if not spectrum.converged:
         notes.append("not converged: raise max_products or tolerance in options=")
     return notes

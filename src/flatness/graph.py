@@ -1,9 +1,10 @@
 """What a network computes, read off the autograd graph of one forward pass.
 
-The question answered here is whether the output is a piecewise linear function of a layer's preactivation z: then the
-loss's Hessian with respect to that layer's weight is its Gauss-Newton part, and exact curvature is cheap. The autograd
-graph records every operator that ran and which of its operands depend on which layer, whatever the model's code looks
-like. Operators this file does not know count as curved: when in doubt, not exact.
+The question answered here is whether the output is a piecewise linear function of a layer's preactivation z:
+then the loss's Hessian with respect to that layer's weight is its Gauss-Newton part, and exact curvature is
+cheap. The autograd graph records every operator that ran and which of its operands depend on which layer,
+whatever the model's code looks like. Operators this file does not know count as curved: when in doubt, not
+exact.
 
 A new operator is one line in one of the tables below.
 """
@@ -11,46 +12,60 @@ A new operator is one line in one of the tables below.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Linear in all operands together, or piecewise linear in them. Names are those of autograd nodes without "Backward".
-# CopySlices, an in-place operation on a view, hides which operation that was: it passes only when the caller says so.
+# Linear in all operands together, or piecewise linear in them. Names are those of autograd nodes without
+# "Backward". CopySlices, an in-place operation on a view, hides which operation that was: it passes only when
+# the caller says so.
 _LAYOUT = """
-    Alias AsStrided Clone Contiguous Copy Diagonal Expand Permute Reshape ReshapeAlias Select Slice Split SplitWithSizes
-    SafeSplit Squeeze Stack T Transpose Unbind UnsafeSplit UnsafeView Unsqueeze View ToCopy Movedim Detach Chunk
+    Alias AsStrided Clone Contiguous Copy Diagonal Expand Permute Reshape ReshapeAlias Select Slice Split
+    SplitWithSizes SafeSplit Squeeze Stack T Transpose Unbind UnsafeSplit UnsafeView Unsqueeze View ToCopy
+    Movedim Detach Chunk
 """
 _PIECEWISE_LINEAR = set(
     f"""
     {_LAYOUT}
-    Add Sub Rsub Neg Cat Sum Mean NanSum Cumsum Trace Tril Triu Flip Roll Rot90 Repeat Gather Index IndexSelect
-    IndexPut IndexAdd Scatter ScatterAdd MaskedSelect MaskedFill MaskedScatter Where Lerp Fill Zero
-    Relu LeakyRelu Hardtanh PreluKernel Threshold Hardsigmoid Softshrink Hardshrink RreluWithNoise
-    Clamp ClampMin ClampMax Abs Maximum Minimum Max Min Amax Amin Sort Topk Kthvalue Median Cummax Cummin Aminmax
-    MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D MaxUnpool2D
-    AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D
-    ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
-    UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
-    UpsampleTrilinear3D PixelShuffle PixelUnshuffle Im2Col Col2Im Unfold ChannelShuffle
-    Mul Mm Bmm Mv Dot Matmul Addmm Baddbmm Addbmm Addmv Addr Addcmul Linear Convolution ConvolutionOverrideable
-    MkldnnConvolution CudnnConvolution Div NativeBatchNorm CudnnBatchNorm MiopenBatchNorm
-    """.split()  # noqa: SIM905
+    Add Sub Rsub Neg Cat Sum Mean NanSum Cumsum Trace Tril Triu Flip Roll Rot90 Repeat Gather Index
+    IndexSelect IndexPut IndexAdd Scatter ScatterAdd MaskedSelect MaskedFill MaskedScatter Where Lerp Fill
+    Zero Relu LeakyRelu Hardtanh PreluKernel Threshold Hardsigmoid Softshrink Hardshrink RreluWithNoise
+    Clamp ClampMin ClampMax Abs Maximum Minimum Max Min Amax Amin Sort Topk Kthvalue Median Cummax Cummin
+    Aminmax MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D
+    MaxUnpool2D AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D
+    ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D
+    ReplicationPad3D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D
+    UpsampleBicubic2D UpsampleTrilinear3D PixelShuffle PixelUnshuffle Im2Col Col2Im Unfold ChannelShuffle
+    Mul Mm Bmm Mv Dot Matmul Addmm Baddbmm Addbmm Addmv Addr Addcmul Linear Convolution
+    ConvolutionOverrideable MkldnnConvolution CudnnConvolution Div NativeBatchNorm CudnnBatchNorm
+    MiopenBatchNorm
+    """.split()
 )
 _LAYOUT_NAMES = set(_LAYOUT.split())
 
 # Of these operands at most one may depend on the layer: the output is their product.
 _FACTORS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "PreluKernel"), (0, 1)),
-    **dict.fromkeys(("Convolution", "ConvolutionOverrideable", "MkldnnConvolution", "CudnnConvolution"), (0, 1)),
+    **dict.fromkeys(
+        ("Convolution", "ConvolutionOverrideable", "MkldnnConvolution", "CudnnConvolution"), (0, 1)
+    ),
     **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"), (0, 1)),
     **dict.fromkeys(("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmul"), (1, 2)),
 }
 # These operands may not depend on the layer at all.
 _FIXED: dict[str, tuple[int, ...]] = {"Div": (1,), "Lerp": (2,)}
+# In-place operators that copy, add, scale or rectify.
+_LINEAR_IN_PLACE = set(
+    """
+    copy_ add_ sub_ neg_ zero_ fill_ detach_ masked_fill_ relu_ leaky_relu_ hardtanh_ threshold_ clamp_
+    clamp_min_ clamp_max_ abs_
+    """.split()  # noqa: SIM905
+)
 
 
 def operator_name(node: Any) -> str:
@@ -60,63 +75,110 @@ def operator_name(node: Any) -> str:
     >>> operator_name(torch.ones(2, requires_grad=True).tanh().grad_fn)
     'Tanh'
     """
-    return re.sub(r"Backwards?\d*$", "", node.name().rsplit("::", 1)[-1])
+    return _undecorated(node.name())
+
+
+@lru_cache(maxsize=4096)
+def _undecorated(name: str) -> str:
+    return re.sub(r"Backwards?\d*$", "", name.rsplit("::", 1)[-1])
 
 
 class InPlaceOperators(TorchDispatchMode):
-    """Notes which operators write into existing tensors while a network runs."""
+    """Notes which operators write into existing tensors while a network runs.
+
+    Attributes:
+        curved: Names of those that are not known to be piecewise linear.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.curved: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch. Nothing is compiled in here; saying so would load its compiler, which takes seconds."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and remember it if it writes in place."""
         name = func.overloadpacket.__name__
         if name.endswith("_") and not name.endswith("__"):
-            scaled = name in ("mul_", "div_") and not isinstance(args[1], Tensor)
-            self.names.add("scale_" if scaled else name)
+            scaling = name in ("mul_", "div_") and not isinstance(args[1], Tensor)
+            if not scaling and name not in _LINEAR_IN_PLACE and name not in self.curved:
+                self.curved.append(name)
         return func(*args, **(kwargs or {}))
 
-    @property
-    def linear(self) -> bool:
-        """Whether all of them were copies, sums, scalings by numbers, or rectifications."""
-        return self.names <= {"copy_", "add_", "sub_", "relu_", "leaky_relu_", "hardtanh_", "clamp_", "clamp_min_", "zero_", "fill_", "scale_", "detach_"}
+
+@dataclass(frozen=True)
+class NetworkGraph:
+    """What the graph of one forward pass says.
+
+    Attributes:
+        curved: For every layer, the operators between it and the output that are not piecewise linear in its
+            preactivation; an empty list means that the output is piecewise linear in it.
+        reached: The layers that the output depends on.
+        uses: How many operators read a parameter on the way to the output, by the parameter's `id`.
+        operators: All operators that ran on the way to the output and are not known to be piecewise linear.
+    """
+
+    curved: dict[str, list[str]]
+    reached: frozenset[str]
+    uses: dict[int, int]
+    operators: frozenset[str]
 
 
-def curved_operators(
-    output: Tensor, layers: Mapping[str, GradientEdge], *, final_log_softmax: bool, linear_in_place: bool = False
-) -> dict[str, list[str]]:
-    """For every layer, the operators between it and the output that are not piecewise linear in its preactivation.
+def read_graph(
+    output: Tensor,
+    layers: Mapping[str, GradientEdge],
+    *,
+    final_log_softmax: bool = False,
+    curved_in_place: Sequence[str] = (),
+) -> NetworkGraph:
+    """Read the autograd graph of an output.
 
     Args:
         output: What the loss sees, with its autograd graph.
         layers: The gradient edge of each layer's preactivation.
-        final_log_softmax: Whether a log-softmax as the very last operator may pass. It may when the loss's gradient
+        final_log_softmax: Whether a log-softmax as the very last operator may pass. It may when the loss's
+        gradient
             sums to zero over the classes: its second derivatives are the same for all classes and cancel.
-        linear_in_place: Whether in-place operations on views, which autograd does not name, are known to be piecewise
-            linear (see `InPlaceOperators`).
-
-    Returns:
-        Names of operators by layer; an empty list means that the output is piecewise linear in that preactivation.
+        curved_in_place: In-place operators that ran and are not piecewise linear. Autograd does not name
+        those that
+            wrote into a view: with any, all of them count as curved (see `InPlaceOperators`).
     """
-    names = list(layers)
     produced: dict[Any, int] = {}
-    for bit, name in enumerate(names):
+    for bit, name in enumerate(layers):
         produced[layers[name].node] = produced.get(layers[name].node, 0) | (1 << bit)
     exempt = trailing_log_softmax(output) if final_log_softmax else None
     # reach[node]: the layers that the node's value depends on, one bit each
     reach: dict[Any, int] = {}
-    curved: dict[str, list[str]] = {name: [] for name in names}
+    curved: dict[str, list[str]] = {name: [] for name in layers}
+    uses: dict[int, int] = {}
     for node in _operands_first(output.grad_fn):
+        for operand, _ in node.next_functions:
+            if operand is not None and hasattr(operand, "variable"):
+                uses[id(operand.variable)] = uses.get(id(operand.variable), 0) + 1
         operands = [reach.get(operand, 0) for operand, _ in node.next_functions]
-        harmless = node is exempt or (linear_in_place and operator_name(node) == "CopySlices")
-        blocked = 0 if harmless else _curved_in(node, operands)
-        for bit, name in enumerate(names) if blocked else ():
-            if blocked >> bit & 1 and operator_name(node) not in curved[name]:
-                curved[name].append(operator_name(node))
+        written = operator_name(node) == "CopySlices"
+        blocked = 0 if node is exempt or (written and not curved_in_place) else _curved_in(node, operands)
+        for bit, name in enumerate(layers) if blocked else ():
+            if blocked >> bit & 1:
+                found = (
+                    [f"{operator} on a view" for operator in curved_in_place]
+                    if written
+                    else [operator_name(node)]
+                )
+                curved[name] += [operator for operator in found if operator not in curved[name]]
         reach[node] = _union(operands) | produced.get(node, 0)
-    return curved
+    at_output = reach.get(output.grad_fn, 0)
+    reached = frozenset(name for bit, name in enumerate(layers) if at_output >> bit & 1)
+    return NetworkGraph(curved, reached, uses, curved_operators(output))
+
+
+def curved_operators(output: Tensor) -> frozenset[str]:
+    """Names of the operators on the way to an output that are not known to be piecewise linear."""
+    names = {operator_name(node) for node in _operands_first(output.grad_fn)}
+    return frozenset(names - _PIECEWISE_LINEAR - {"AccumulateGrad"})
 
 
 def trailing_log_softmax(output: Tensor) -> Any:
@@ -165,7 +227,10 @@ def _operands_first(root: Any) -> list[Any]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((operand, False) for operand, _ in node.next_functions if operand is not None and operand not in seen)
+            operands = (operand for operand, _ in node.next_functions)
+            stack.extend(
+                (operand, False) for operand in operands if operand is not None and operand not in seen
+            )
     return order
 
 

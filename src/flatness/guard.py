@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,19 +25,29 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, list[str]]:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             notes.append(f"unwrapped {type(model).__name__}")
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        elif _is_compiled(model):
             notes.append("unwrapped torch.compile")
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model, notes
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "_orig_mod", None), nn.Module)
+
+
 def check_model(model: object) -> None:
     """Refuse what cannot be measured, with the reason."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"Expected a torch.nn.Module but got {type(model).__name__}. Pass the model itself, with its weights loaded.")
+        raise ModelError(
+            f"Expected a torch.nn.Module but got {type(model).__name__}. Pass the model itself, with its "
+            "weights loaded."
+        )
     if isinstance(model, torch.jit.ScriptModule):
-        raise ModelError("Expected an eager torch.nn.Module but got a TorchScript module, whose layers cannot be recorded. Pass the model before scripting.")
+        raise ModelError(
+            "Expected an eager torch.nn.Module but got a TorchScript module, whose layers cannot be "
+            "recorded. Pass the model before scripting."
+        )
     if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
         raise ModelError(
             "Expected plain layers but got a PEFT model, whose adapters change what a layer's weight is. "
@@ -41,7 +55,10 @@ def check_model(model: object) -> None:
         )
     parameters = dict(model.named_parameters())
     if not parameters:
-        raise ModelError(f"Expected a model with parameters but {type(model).__name__} has none.")
+        raise ModelError(
+            f"Expected a model with parameters but {type(model).__name__} has none. Pass the network whose "
+            "weights were trained."
+        )
     _check_kinds(parameters)
     _check_batch_norm(model)
     _check_finite(parameters)
@@ -50,24 +67,36 @@ def check_model(model: object) -> None:
 def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
     lazy = [name for name, value in parameters.items() if isinstance(value, UninitializedParameter)]
     if lazy:
-        raise ModelError(f"Expected initialised parameters but got lazy ones: {listed(lazy)}. Run one forward pass first.")
+        raise ModelError(
+            f"Expected initialised parameters but got lazy ones: {listed(lazy)}. Run one forward pass first."
+        )
     meta = [name for name, value in parameters.items() if value.is_meta]
     if meta:
-        raise ModelError(f"Expected parameters with values but got meta tensors: {listed(meta)}. Load the weights first.")
+        raise ModelError(
+            f"Expected parameters with values but got meta tensors: {listed(meta)}. Load the weights first."
+        )
+    sharded = [name for name, value in parameters.items() if hasattr(value, "full_tensor")]
+    if sharded:
+        raise ModelError(
+            f"Expected whole parameters but got sharded ones (DTensor): {listed(sharded)}. "
+            "Gather them into an unsharded copy of the model and measure that."
+        )
     odd = [f"{name} ({value.dtype})" for name, value in parameters.items() if not value.is_floating_point()]
     if odd:
         raise ModelError(
-            f"Expected real floating-point parameters but got {listed(odd)}. "
-            "Second derivatives of complex or integer parameters are not defined here; dequantise or use a real model."
+            f"Expected real floating-point parameters but got {listed(odd)}. Second derivatives of complex "
+            "or integer parameters are not defined here; dequantise or use a real model."
         )
 
 
 def _check_batch_norm(model: nn.Module) -> None:
-    without = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.running_mean is None]
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    without = [name or "the model itself" for name, module in norms if module.running_mean is None]
     if without:
         raise ModelError(
-            f"Expected batch norm with running statistics but got none in {listed(without)}: there each sample's output depends on its "
-            "batch, and a loss per sample does not exist. Train with track_running_stats=True, or set running_mean and running_var."
+            f"Expected batch norm with running statistics but got none in {listed(without)}: there each "
+            "sample's output depends on its batch, and a loss per sample does not exist. Train with "
+            "track_running_stats=True, or set running_mean and running_var."
         )
 
 
@@ -76,47 +105,134 @@ def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
     if not bool(flags.all()):
         broken = [name for name, fine in zip(parameters, flags.tolist(), strict=True) if not fine]
         raise NotFiniteError(
-            f"Expected finite weights but got NaN or infinity in {listed(broken)}. Training diverged, or the checkpoint is damaged."
+            f"Expected finite weights but got NaN or infinity in {listed(broken)}. "
+            "Training diverged, or the checkpoint is damaged: measure an earlier one."
         )
 
 
 def converted(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    """The model itself when nothing is to change, else a copy on that device and in that dtype."""
+    """The model itself when nothing is to change, else a copy on that device and in that dtype.
+
+    Tensors made under `torch.inference_mode` cannot be differentiated through: such a model is copied too.
+    """
     sample = next(model.parameters())
-    if (device is None or sample.device == device) and (dtype is None or sample.dtype == dtype):
+    same_device = device is None or (sample.device.type, sample.device.index or 0) == (
+        device.type,
+        device.index or 0,
+    )
+    inference = any(value.is_inference() for value in _tensors(model))
+    if same_device and dtype in (None, sample.dtype) and not inference:
         return model
     try:
-        duplicate = copy.deepcopy(model)
+        with torch.inference_mode(False):
+            duplicate = copy.deepcopy(model)
     except Exception as error:
         raise ModelError(
-            f"Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got: {error}. "
-            "Convert the model yourself and leave device and dtype out."
+            "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got: "
+            f"{error}. Convert the model yourself and leave device and dtype out."
         ) from error
     return duplicate.to(device=device, dtype=dtype)
 
 
+def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
 @contextmanager
 def measuring(model: nn.Module, seed: int) -> Iterator[None]:
-    """Evaluation mode, full float32 precision and a seeded generator inside; everything as it was outside.
+    """Evaluation mode, gradients, full precision and seeded randomness inside; everything as it was outside.
 
-    Modes of all modules, buffers, the random state and the TF32 switches are restored, also after an exception. Parameters,
-    their gradients and `requires_grad` are never written to.
+    Attributes and modes of all modules, buffers, hooks, random states and precision switches are restored,
+    also after an exception. Parameters and their gradients are never written to. Backward hooks of the user
+    do not run.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    device = next(model.parameters()).device.type
+    with ExitStack() as stack:
+        # Inference mode first: buffers are copied and restored outside of it.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(_restored_modules(model))
+        stack.enter_context(_full_precision())
+        stack.enter_context(_own_randomness(model, seed))
+        for kind in dict.fromkeys(("cpu", device)):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if any(_is_compiled(module) for module in model.modules()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+@contextmanager
+def _restored_modules(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without backward hooks; attributes and buffers as before when it ends."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    # Parameters, buffers, submodules and hooks live in dicts, one level deeper.
+    dicts = [
+        (value, dict(value))
+        for _, before in attributes
+        for value in before.values()
+        if isinstance(value, dict)
+    ]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         model.eval()
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            torch.manual_seed(seed)
-            yield
+        for module, _ in attributes:
+            if module._backward_hooks or module._backward_pre_hooks:
+                module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+        yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, before in attributes:
+            _set_back(vars(module), before)
+        for entries, before in dicts:
+            _set_back(entries, before)
         with torch.no_grad():
             for buffer, version, value in buffers:
                 if buffer._version != version:
                     buffer.copy_(value)
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+
+
+def _set_back(entries: dict[str, Any], before: dict[str, Any]) -> None:
+    for key in [key for key in entries if key not in before]:
+        del entries[key]
+    for key, value in before.items():
+        if key not in entries or entries[key] is not value:
+            entries[key] = value
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """No TensorFloat32 or bfloat16 inside float32 products.
+
+    The switches of each backend are used, not `allow_tf32`: reading that one raises where the user set them.
+    """
+    backends: list[Any] = [
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+        torch.backends.cudnn.rnn,
+        torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
+    ]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
+
+
+@contextmanager
+def _own_randomness(model: nn.Module, seed: int) -> Iterator[None]:
+    """Seeded random states of torch, Python and NumPy, set back afterwards; other devices are left alone."""
+    devices = sorted({value.device.index or 0 for value in model.parameters() if value.device.type == "cuda"})
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (data sets of others draw from it)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.default_generator.manual_seed(seed)
+            for index in devices:
+                torch.cuda.default_generators[index].manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

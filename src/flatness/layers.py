@@ -1,7 +1,7 @@
 """Modules seen as matrices: a weight W, the features Φ it multiplies, the signals δ that come back.
 
-At every position p (one for a plain `Linear`; pixels or tokens otherwise) a layer computes z_p = W φ_p + b. A grouped
-convolution is G such layers side by side. All shapes below put the groups first:
+At every position p (one for a plain `Linear`; pixels or tokens otherwise) a layer computes z_p = W φ_p + b. A
+grouped convolution is G such layers side by side. All shapes below put the groups first:
 
     W  (G, d, m)        d output units and m input features per group
     Φ  (n, G, m, P)     the features of n samples at P positions
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from flatness.errors import LayerError, listed, nearest
 
 
 class Layer(ABC):
-    """A module's weight seen as W and its input seen as Φ; subclass it and call `register_layer` to add a kind.
+    """A module's weight seen as W and its input seen as Φ; derive from it to teach `register_layer` a kind.
 
     Attributes:
         name: The module's name inside the model, as in ``model.named_modules()``.
@@ -72,6 +73,27 @@ class Layer(ABC):
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:
         """Lay out values shaped like the module's input as (n, input units, positions)."""
 
+    def explains(self, x: Tensor, z: Tensor, n: int) -> bool:
+        """Whether an output z is what this view says it is for the input x: WΦ + b, up to rounding.
+
+        It is not when a subclass computes something else, or when a hook changes what the module returns.
+        """
+        W = self.matrix()
+        try:
+            Phi, laid_out = self.features(x, n), self.signals(z, n)
+            expected = W @ Phi
+            if self.bias is not None:
+                expected = expected + self.bias.detach().reshape(self.groups, -1, 1)
+        except RuntimeError:
+            return False
+        if expected.shape != laid_out.shape:
+            return False
+        # Rounding is relative to ‖w_s‖‖φ_p‖ + |b|, not to a sum in which terms may cancel.
+        scale = W.norm(dim=2).max() * Phi.norm(dim=2).max() + expected.abs().max()
+        eps = torch.finfo(z.dtype).eps
+        tolerance = min(eps**0.5, 32 * eps * W.shape[2] ** 0.5)
+        return bool((expected - laid_out).abs().max() <= tolerance * scale)
+
     @property
     def input_units(self) -> int:
         """Number of input units (columns of W, or input channels of a convolution), over all groups."""
@@ -120,7 +142,8 @@ class ConvolutionLayer(Layer):
         self.groups = int(conv.groups)
         self.taps = math.prod(conv.kernel_size)
         self._kernel, self._stride, self._dilation = conv.kernel_size, conv.stride, conv.dilation
-        # torch keeps the padding of every mode in the form F.pad wants: last dimension first, (before, after) pairs.
+        # torch keeps the padding of every mode in the form F.pad wants: last dimension first, (before, after)
+        # pairs.
         self._padding = tuple(conv._reversed_padding_repeated_twice)
         self._mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
 
@@ -170,15 +193,22 @@ def register_layer(module_type: type[nn.Module], view: type[Layer]) -> None:
     Example:
         >>> import torch, flatness
         >>> class Scaled(torch.nn.Linear):
-        ...     def forward(self, x): return torch.nn.functional.linear(2 * x, self.weight, self.bias)
+        ...     def forward(self, x):
+        ...         return torch.nn.functional.linear(2 * x, self.weight, self.bias)
         >>> class ScaledLayer(flatness.LinearLayer):
-        ...     def features(self, x, n): return 2 * super().features(x, n)
+        ...     def features(self, x, n):
+        ...         return 2 * super().features(x, n)
         >>> flatness.register_layer(Scaled, ScaledLayer)
     """
     if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
-        raise LayerError(f"Expected a subclass of torch.nn.Module but got {module_type!r}.")
+        raise LayerError(
+            f"Expected a subclass of torch.nn.Module but got {module_type!r}. Pass the class, not a module."
+        )
     if not (isinstance(view, type) and issubclass(view, Layer)):
-        raise LayerError(f"Expected a subclass of flatness.Layer but got {view!r}.")
+        raise LayerError(
+            f"Expected a subclass of flatness.Layer but got {view!r}. Derive a class that says what W, Φ and "
+            "δ are."
+        )
     _VIEWS[module_type] = view
 
 
@@ -197,23 +227,44 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     return found
 
 
-def select_layers(available: dict[str, Layer], called: list[str], layers: str | list[str] | None) -> list[str]:
+def select_layers(
+    available: Mapping[str, Layer],
+    called: list[str],
+    layers: str | Iterable[str] | None,
+    *,
+    last: str | None = None,
+    modules: Mapping[str, str] | None = None,
+) -> list[str]:
     """Resolve the `layers` argument to names, in the order in which the network calls them.
 
     Args:
         available: The supported layers of the model.
         called: Names of the layers that ran in a forward pass, in order.
-        layers: None for all, "last", a name, or a list of names.
+        layers: None for all, "last", a name, or a list of names. A layer called "last" goes by its name.
+        last: What "last" means; the one called last by default.
+        modules: Kinds of all modules of the model by name, for messages.
     """
     if layers is None:
         return called
-    if layers == "last" and "last" not in available:
-        return called[-1:]
+    if isinstance(layers, str) and layers == "last" and "last" not in available:
+        return [last] if last is not None else called[-1:]
+    if not isinstance(layers, Iterable):
+        raise LayerError(
+            f"Expected layers to be None, 'last', a name or a list of names but got {type(layers).__name__}. "
+            f"Supported layers of this model: {listed(available) or 'none'}."
+        )
     names = [layers] if isinstance(layers, str) else list(layers)
+    if not names:
+        raise LayerError(
+            "Expected at least one layer but got an empty list. Supported layers of this model: "
+            f"{listed(available)}."
+        )
     for name in names:
         if name not in available:
+            kind = (modules or {}).get(name)
+            what = f"{name!r}, which is a {kind}." if kind else f"{name!r}.{nearest(name, available)}"
             raise LayerError(
-                f"Expected the name of a supported layer but got {name!r}.{nearest(name, available)} "
+                f"Expected the name of a supported layer but got {what} "
                 f"Supported layers of this model: {listed(available) or 'none'}."
             )
         if name not in called:

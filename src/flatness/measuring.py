@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
-import hashlib
 import inspect
 import time
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -15,19 +12,18 @@ from torch import Tensor, nn
 
 from flatness.curvature.exact import exact_statistics
 from flatness.curvature.moments import feature_spreads
-from flatness.curvature.penalty import empty_statistic, penalised_spectrum, penalised_statistics
 from flatness.curvature.routes import Routes
 from flatness.curvature.spectrum import Spectrum, top_eigenvalues
 from flatness.curvature.statistics import Statistics
-from flatness.errors import DataError, NotFiniteError, OptionError, listed
+from flatness.errors import DataError, LossError, NotFiniteError, OptionError, listed
 from flatness.finalise import finalise
-from flatness.measures.catalogue import LayerView, NetworkView, squared_norm
+from flatness.measures.catalogue import LossGroup, by_loss
 from flatness.memory import kept_budget
 from flatness.plan import Plan, make_plan
 from flatness.problem import Forward, Problem
-from flatness.result import Report
-
-_PART_NAME = {"whole": "layer_eigenvalue", "rows": "row_eigenvalues"}
+from flatness.provenance import provenance
+from flatness.result import Report, joined
+from flatness.views import layer_views, network_view
 
 
 def measure(
@@ -88,26 +84,37 @@ def measure(
     """
     started = time.perf_counter()
     _check_precision(precision)
-    problem = Problem(
-        model,
-        data,
-        loss,
-        forward=forward,
-        weight_decay=weight_decay,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
-    )
+    setting = {
+        "forward": forward,
+        "weight_decay": weight_decay,
+        "batch_size": batch_size,
+        "device": device,
+        "dtype": dtype,
+        "seed": seed,
+        "progress": progress,
+    }
+    planning = {"layers": layers, "method": method, "curvature": curvature}
+    reports: list[Report] = []
+    for group in by_loss(measures, options):
+        try:
+            problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
+            reports.append(_report(problem, group, planning, started))
+        except (LossError, DataError) as error:
+            # "all" means all that exist here: a measure defined with another loss may not fit the data.
+            if measures != "all" or group.loss is None:
+                raise
+            reports.append(Report((), reports[0].meta, (f"left out: {listed(group.names)}. {error}",)))
+    return joined(reports)
+
+
+def _report(problem: Problem, group: LossGroup, planning: dict[str, Any], started: float) -> Report:
+    """Measure one group of measures that share a loss."""
     with problem.guarded():
-        chosen = make_plan(
-            problem, measures=measures, layers=layers, method=method, curvature=curvature, options=options
-        )
+        chosen = make_plan(problem, measures=group.names, options=group.options, **planning)
         statistics, spectra, spreads = _run(problem, chosen)
-    views = _layer_views(problem, chosen, statistics, spectra, spreads)
-    results = finalise(chosen, views, _network_view(problem, chosen, statistics), problem.loss.name)
-    meta = _meta(problem, chosen, statistics, time.perf_counter() - started)
+    views = layer_views(problem, chosen, statistics, spectra, spreads)
+    results = finalise(chosen, views, network_view(problem, chosen, statistics), problem.loss.name)
+    meta = provenance(problem, chosen, statistics, time.perf_counter() - started)
     return Report(tuple(results), meta, (*problem.notes, *chosen.notes))
 
 
@@ -129,10 +136,15 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
     bound.apply_defaults()
     given = bound.arguments
     _check_precision(given.pop("precision"))
-    planning = {key: given.pop(key) for key in ("measures", "layers", "method", "curvature", "options")}
-    problem = Problem(**given)
-    with problem.guarded():
-        return make_plan(problem, **planning)
+    groups = by_loss(given.pop("measures"), given.pop("options"))
+    planning = {key: given.pop(key) for key in ("layers", "method", "curvature")}
+    plans = []
+    for group in groups:
+        problem = Problem(**{**given, "loss": given["loss"] if group.loss is None else group.loss})
+        with problem.guarded():
+            plans.append(make_plan(problem, measures=group.names, options=group.options, **planning))
+    plans[0].others = plans[1:]
+    return plans[0]
 
 
 def _check_precision(precision: Any) -> None:
@@ -189,7 +201,7 @@ def _check_totals(problem: Problem, statistics: Statistics) -> None:
     ]
     if broken:
         raise NotFiniteError(
-            f"Expected finite curvature but got NaN or infinity in {listed(broken)}, though every loss is "
+            f"Expected finite curvature but got NaN or infinity in {listed(sorted(broken))}, though every loss is "
             f"finite: numbers overflow in {problem.dtype}. Pass dtype=torch.float64."
         )
 
@@ -202,94 +214,3 @@ def _spectrum_settings(chosen: Plan) -> dict[str, Any]:
         "tolerance": min(tolerances, default=None),
         "max_products": max(options["max_products"] for options in asked),
     }
-
-
-def _layer_views(
-    problem: Problem,
-    chosen: Plan,
-    statistics: Statistics,
-    spectra: Mapping[tuple[str, str], Spectrum],
-    spreads: Mapping[str, Tensor],
-) -> list[LayerView]:
-    views = []
-    routes = {route.name: route for route in chosen.routes.layers}
-    for name in chosen.layers:
-        layer = routes[name].layer
-        W = layer.matrix()
-        means = {key: statistics.mean(name, key) for key in statistics.sums.get(name, {})}
-        for key in routes[name].needs - set(means):
-            # A layer that the output does not depend on: no signal arrived, its curvature is zero.
-            means[key] = empty_statistic(key, W, layer.taps)
-        V = layer.spread_per_column(spreads[name]).cpu() if name in spreads else None
-        if problem.weight_decay:
-            means = penalised_statistics(means, W.double().cpu(), layer.taps, V, problem.weight_decay)
-        found = {_PART_NAME[part]: spectrum for (owner, part), spectrum in spectra.items() if owner == name}
-        found = {key: penalised_spectrum(spectrum, problem.weight_decay) for key, spectrum in found.items()}
-        views.append(LayerView(name, W, means, found))
-    return views
-
-
-def _network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> NetworkView:
-    if all(measure.network is None for measure in chosen.measures):
-        return NetworkView({}, {})
-    parameters = dict(problem.model.named_parameters())
-    norms = {name: squared_norm(value) for name, value in parameters.items()}
-    if not chosen.routes.network:
-        return NetworkView({}, norms)
-    traces = {}
-    for name, value in parameters.items():
-        owner, _, key = name.rpartition(".")
-        # A model that is one layer has the empty name, and its bias is kept as ".bias".
-        own = f"{owner}.{key}"
-        if key == "weight" and "row_traces" in statistics.sums.get(owner, {}):
-            trace = statistics.mean(owner, "row_traces").sum()
-        elif "diagonal" in statistics.sums.get(own, {}):
-            trace = statistics.mean(own, "diagonal").sum()
-        else:
-            trace = torch.zeros((), dtype=torch.float64)
-        traces[name] = trace + problem.weight_decay * value.numel()
-    return NetworkView(traces, norms)
-
-
-def _meta(problem: Problem, chosen: Plan, statistics: Statistics, seconds: float) -> dict[str, Any]:
-    return {
-        "model": type(problem.model).__name__,
-        "model_fingerprint": _model_fingerprint(problem.model),
-        "data_fingerprint": f"{problem.fingerprint or 0:x}",
-        "samples": statistics.samples,
-        "risk": float(statistics.risk / statistics.normaliser),
-        "loss": problem.loss.name,
-        "loss_options": problem.loss.options(),
-        "curvature": chosen.curvature,
-        "weight_decay": problem.weight_decay,
-        "parameters": {name: list(value.shape) for name, value in problem.model.named_parameters()},
-        "dtype": str(problem.dtype).removeprefix("torch."),
-        "device": problem.device.type,
-        "seed": problem.seed,
-        "seconds": round(seconds, 4),
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "flatness": _own_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _model_fingerprint(model: nn.Module) -> str:
-    """Depends on names, shapes and values of parameters and buffers: sums, and up to 256 entries each."""
-    digest = hashlib.sha256()
-    numbers: list[Tensor] = []
-    device = next(model.parameters()).device
-    for name, value in model.state_dict().items():
-        digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
-        if isinstance(value, Tensor) and value.numel() and not value.is_complex():
-            flat = value.detach().reshape(-1)
-            numbers.append(flat.sum(dtype=torch.float64).reshape(1).to(device))
-            numbers.append(flat[:: -(-flat.numel() // 256)].double().to(device))
-    digest.update(torch.cat(numbers).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _own_version() -> str:
-    try:
-        return version("flatness")
-    except PackageNotFoundError:
-        return "unknown"

@@ -6,18 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from flatness.affine import find_affine
 from flatness.curvature.exact import BLOCK
 from flatness.curvature.layer_operator import kept_bytes_per_sample
-from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import LayerRoute, Routes, bytes_per_sample, positions_of, route_kind
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
-from flatness.graph import InPlaceOperators, curved_operators
-from flatness.layers import Layer, find_layers, select_layers
-from flatness.losses import Items
+from flatness.examine import Examined, examine
+from flatness.graph import curved_operators
+from flatness.layers import select_layers
 from flatness.measures.catalogue import SPECTRA, Measure, resolve_options, select_measures
+from flatness.notebook import outline_html
 from flatness.problem import Problem
 
 # Backward passes per batch up to which "auto" stays exact.
@@ -38,6 +37,8 @@ class Plan:
         options: Options by measure.
         curvature: "hessian" or "gauss_newton".
         notes: What is left out, and why.
+        loss: Name of the loss.
+        others: Plans for measures that are defined with another loss; each is a pass of its own.
         kept_bytes: Bytes per sample that the eigenvalue iterations keep if they fit.
     """
 
@@ -51,6 +52,8 @@ class Plan:
     micro_batch: int
     notes: list[str] = field(default_factory=list)
     kept_bytes: int = 0
+    loss: str = ""
+    others: list[Plan] = field(default_factory=list)
 
     @property
     def needs_spread(self) -> list[str]:
@@ -64,7 +67,9 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan in words."""
-        passes = f"1 forward and {self.routes.passes} backward passes" if self.routes.passes else "1 forward pass"
+        passes = (
+            f"1 forward and {self.routes.passes} backward passes" if self.routes.passes else "1 forward pass"
+        )
         spread = " after 1 forward pass for the features' spread" if self.needs_spread else ""
         lines = [f"measures: {', '.join(measure.name for measure in self.measures)}"]
         lines.append(f"shared pass: {passes} per micro-batch of {self.micro_batch}{spread}")
@@ -73,21 +78,28 @@ class Plan:
             route = routes[name]
             W = route.layer.matrix()
             shape = " × ".join(str(size) for size in (W.shape if W.shape[0] > 1 else W.shape[1:]))
-            lines.append(f"  {name}  W {shape}, {route.positions} position{'s' * (route.positions > 1)}: exact, {route.kind}; {self.reasons[name]}")
+            where = f"{route.positions} position{'s' * (route.positions > 1)}"
+            label = name or "the model itself"
+            lines.append(f"  {label}  W {shape}, {where}: exact, {route.kind}; {self.reasons[name]}")
         if self.spectra:
-            solved = ", ".join(f"{name} ({' and '.join(parts)})" for name, parts in self.spectra.items())
+            named = ((name or "the model itself", parts) for name, parts in self.spectra.items())
+            solved = ", ".join(f"{name} ({' and '.join(parts)})" for name, parts in named)
             lines.append(f"eigenvalues by Lanczos, all layers in step: {solved}")
         lines += [f"note: {note}" for note in self.notes]
+        lines += [f"and with {other.loss}:\n{other}" for other in self.others]
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return outline_html(str(self))
 
 
 def make_plan(
     problem: Problem,
     *,
     measures: str | Iterable[str],
-    layers: str | list[str] | None,
+    layers: str | Iterable[str] | None,
     method: str,
     curvature: str,
     options: Mapping[str, Mapping[str, Any]] | None,
@@ -96,23 +108,23 @@ def make_plan(
     _check_choice("method", method, ("auto", "exact", "sampled"))
     _check_choice("curvature", curvature, ("hessian", "gauss_newton"))
     if method == "sampled":
-        raise OptionError("Expected method='exact' or 'auto' but got 'sampled': the sampled engine is not part of this version.")
+        raise OptionError(
+            "Expected method='exact' or 'auto' but got 'sampled'. The sampled engine is not part of this "
+            "version: leave method out."
+        )
     chosen = select_measures(measures)
     resolved = resolve_options(chosen, options)
-    example = problem.example()
-    problem.probe(example)
-    examined = _examine(problem, example)
-    notes = list(examined.notes)
-    names = select_layers(examined.available, examined.called, layers)
-    if not names:
-        raise LayerError(_no_layers(problem.model, examined.available))
-    reasons = {name: _reason(problem, examined, name, curvature) for name in names}
-    _refuse_curved({name: reason.why_not for name, reason in reasons.items()}, examined.called, curvature)
+    examined = examine(problem)
+    names = _selected(problem, examined, layers)
+    _refuse(examined, names, curvature)
     needs = frozenset().union(*(measure.needs for measure in chosen))
-    routes = _routes(problem, examined, names, needs - SPECTRA)
+    routes = Routes(
+        [_route(problem, examined, name, needs - SPECTRA) for name in names], copy_inputs=examined.overwrites
+    )
     if any(measure.network_needs for measure in chosen):
-        _cover_network(problem, examined, routes, curvature, notes)
+        _cover_network(problem, examined, routes, curvature)
     _count_passes(problem, examined, routes, method)
+    _watch(problem, examined, unused=layers is None or routes.network)
     block = min(BLOCK, max(1, routes.passes))
     each = bytes_per_sample(routes, examined.records, examined.items, block, problem.dtype.itemsize)
     problem.fit_memory(each, backward=routes.backward)
@@ -122,184 +134,159 @@ def make_plan(
         measures=chosen,
         layers=names,
         routes=routes,
-        reasons={name: reason.why for name, reason in reasons.items()},
+        reasons={name: _reason(examined, name, curvature) for name in names},
         spectra={name: list(parts) for name in names} if parts else {},
         options=resolved,
         curvature=curvature,
         micro_batch=problem.micro_batch,
-        notes=notes,
+        notes=list(examined.notes),
         kept_bytes=kept_bytes_per_sample(routes, rank, problem.dtype.itemsize),
+        loss=problem.loss.name,
     )
 
 
-@dataclass
-class _Examined:
-    """What one recorded forward pass of a few samples tells about the network."""
-
-    items: Items
-    available: dict[str, Layer]
-    called: list[str]
-    records: dict[str, Record]
-    uses: dict[str, int]
-    curved: dict[str, list[str]]
-    affine: dict[str, Any]
-    overwrites: bool
-    notes: list[str]
-
-
-@dataclass
-class _Reason:
-    why: str
-    why_not: str | None = None
-
-
-def _examine(problem: Problem, example: Any) -> _Examined:
-    available, affine = find_layers(problem.model), find_affine(problem.model)
-    modules: dict[str, nn.Module] = {name: layer.module for name, layer in available.items()}
-    modules |= {name: module.module for name, module in affine.items()}
-    with Recording(modules) as recording:
-        with InPlaceOperators() as in_place:
-            items = problem.items(example)
-        n = items.logits.shape[0]
-        records = {name: calls[-1] for name, calls in recording.calls.items()}
-        uses = {name: len(calls) for name, calls in recording.calls.items()}
-        called = [name for name in recording.calls if name in available]
-        edges = {name: record.z_edge for name, record in records.items() if record.z_edge is not None}
-        curved = curved_operators(
-            items.logits, edges, final_log_softmax=problem.loss.shift_invariant, linear_in_place=in_place.linear
+def _selected(problem: Problem, examined: Examined, layers: str | Iterable[str] | None) -> list[str]:
+    kinds = {name: type(module).__name__ for name, module in problem.model.named_modules()}
+    if examined.called:
+        return select_layers(examined.layers, examined.called, layers, last=examined.last, modules=kinds)
+    if examined.layers:
+        raise LayerError(
+            "Expected at least one layer to measure but the forward pass calls none of "
+            f"{listed(examined.layers)}. Call them as modules, not through their weights."
         )
-        overwrites = bool(recording.overwritten())
-        for name in called:
-            if records[name].x.shape[0] % n:
-                raise LayerError(
-                    f"Expected the input of {name!r} to have one row per sample, {n} here, but it has shape {list(records[name].x.shape)}. "
-                    "Samples must come first (batch_first=True), or leave the layer out with layers=."
-                )
-    notes = []
-    silent = [name for name in available if name not in uses]
-    if silent:
-        notes.append(f"never called in the forward pass and left out: {listed(silent)}")
-    _note_unsupported(problem.model, available, affine, notes)
-    _add_tied(problem.model, uses)
-    return _Examined(items, available, called, records, uses, curved, affine, overwrites, notes)
+    raise LayerError(
+        "Expected at least one supported layer (Linear, Conv1d, Conv2d, Conv3d) but "
+        f"{type(problem.model).__name__} has none. Teach the library yours with flatness.register_layer."
+    )
 
 
-def _note_unsupported(model: nn.Module, available: dict[str, Layer], affine: dict[str, Any], notes: list[str]) -> None:
-    unknown = [
-        f"{name or type(module).__name__} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if name not in available and name not in affine and next(module.parameters(recurse=False), None) is not None
-    ]
-    if unknown:
-        notes.append(f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it")
+def _why_not(examined: Examined, name: str, curvature: str) -> str | None:
+    """Why a layer's curvature is not exact; None when it is."""
+    if name in examined.refused:
+        return examined.refused[name]
+    operators = examined.graph.curved.get(name, [])
+    return f"{listed(operators, 4)} after it" if operators and curvature == "hessian" else None
 
 
-def _add_tied(model: nn.Module, uses: dict[str, int]) -> None:
-    """Count a parameter that several modules share as one use for each of them."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(name)
-    for names in owners.values():
-        distinct = {name for name in names if name in uses}
-        for name in distinct:
-            uses[name] = max(uses[name], len(names))
-
-
-def _reason(problem: Problem, examined: _Examined, name: str, curvature: str) -> _Reason:
-    if examined.uses[name] > 1:
-        return _Reason("", f"its weight is used {examined.uses[name]} times")
+def _reason(examined: Examined, name: str, curvature: str) -> str:
+    if name in examined.idle:
+        return "the output does not depend on it: no curvature"
     if curvature == "gauss_newton":
-        return _Reason("Gauss-Newton part, as asked")
-    operators = examined.curved[name]
-    if operators:
-        return _Reason("", f"{listed(operators, 4)} after it")
-    if name == examined.called[-1]:
-        return _Reason("last layer: the output is linear in its weight")
-    return _Reason("the network is piecewise linear after it")
+        return "Gauss-Newton part, as asked"
+    if name == examined.last:
+        return "last layer: the output is linear in its weight"
+    return "the network is piecewise linear after it"
 
 
-def _refuse_curved(why_not: dict[str, str | None], called: list[str], curvature: str) -> None:
+def _refuse(examined: Examined, names: list[str], curvature: str) -> None:
+    why_not = {name: _why_not(examined, name, curvature) for name in names}
     refused = {name: reason for name, reason in why_not.items() if reason is not None}
     if not refused:
         return
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:12])
+    reasons = "; ".join(
+        f"{name or 'the model itself'}: {reason}" for name, reason in list(refused.items())[:12]
+    )
     more = f" and {len(refused) - 12} more" if len(refused) > 12 else ""
-    fine = [name for name, reason in why_not.items() if reason is None]
-    instead = f"layers={fine!r}" if fine and len(fine) <= 4 else "layers='last'"
-    if called and why_not.get(called[-1], None) is not None:
-        instead = "other layers"
-    shared = any("used" in reason for reason in refused.values())
-    alternative = "" if curvature == "gauss_newton" or shared else ", or curvature='gauss_newton' for that part of the Hessian"
+    fine = [name for name in examined.called if _why_not(examined, name, curvature) is None]
+    advice = []
+    if fine:
+        advice.append(
+            f"layers={fine!r}"
+            if len(fine) <= 4
+            else "layers='last'"
+            if examined.last in fine
+            else "other layers"
+        )
+    if curvature == "hessian" and not set(refused) & set(examined.refused):
+        advice.append("curvature='gauss_newton' for that part of the Hessian")
+    instead = f": pass {', or '.join(advice)}." if advice else "."
     raise NotExactError(
-        "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the layer and uses its weight once, "
-        f"but got {reasons}{more}. Estimates for such layers are not part of this version: pass {instead}{alternative}."
+        "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the "
+        f"layer and uses its weight once, but got {reasons}{more}. Estimates for such layers are not part of "
+        f"this version{instead}"
     )
 
 
-def _routes(problem: Problem, examined: _Examined, names: list[str], needs: frozenset[str]) -> Routes:
-    return Routes([_route(problem, examined, name, needs) for name in names], copy_inputs=examined.overwrites)
-
-
-def _route(problem: Problem, examined: _Examined, name: str, needs: frozenset[str]) -> LayerRoute:
-    layer, record = examined.available[name], examined.records[name]
+def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str]) -> LayerRoute:
+    layer, record = examined.layers[name], examined.records[name]
     n = examined.items.logits.shape[0]
     kind = route_kind(layer, record, examined.items, problem.loss)
     return LayerRoute(name, layer, kind, needs, positions_of(layer, record, n), record.x.numel() // n)
 
 
-def _cover_network(problem: Problem, examined: _Examined, routes: Routes, curvature: str, notes: list[str]) -> None:
+def _cover_network(problem: Problem, examined: Examined, routes: Routes, curvature: str) -> None:
     """Add what the trace over all parameters needs, or say why there is none."""
-    covered: set[str] = set()
-    problems: list[str] = []
-    for name in examined.called:
-        covered |= {f"{name}.{key}" for key, _ in examined.available[name].module.named_parameters(recurse=False)}
-    used_affine = [module for name, module in examined.affine.items() if name in examined.uses]
-    for module in used_affine:
-        covered |= set(module.parameter_names())
-    for name in [*examined.called, *(module.name for module in used_affine)]:
-        why_not = _reason(problem, examined, name, curvature).why_not
-        if why_not is not None:
-            problems.append(f"{name} ({why_not})")
-    silent = {name for name in examined.available if name not in examined.uses} | {name for name in examined.affine if name not in examined.uses}
-    parameters = [name for name, _ in problem.model.named_parameters()]
-    missing = [name for name in parameters if name not in covered and name.rpartition(".")[0] not in silent]
-    if problems or missing:
-        notes.append(f"no trace over the whole network: not exact for {listed([*problems, *missing], 6)}")
+    covered = [*examined.called, *examined.affine]
+    reasons = {name: _why_not(examined, name, curvature) for name in covered}
+    missing = [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
+    for name, _ in problem.model.named_parameters():
+        owner = name.rpartition(".")[0]
+        if owner not in covered and owner not in examined.silent:
+            missing.append(name)
+    if missing:
+        examined.notes.append(f"no trace over the whole network: not exact for {listed(missing, 6)}")
         return
     routes.network = True
-    routes.affine = used_affine
+    routes.affine = list(examined.affine.values())
     selected = {route.name: route for route in routes.layers}
     for route in routes.layers:
         route.needs = route.needs | {"row_traces"}
     routes.layers = [
-        selected.get(name) or _route(problem, examined, name, frozenset({"row_traces"})) for name in examined.called
+        selected.get(name) or _route(problem, examined, name, frozenset({"row_traces"}))
+        for name in examined.called
     ]
 
 
-def _count_passes(problem: Problem, examined: _Examined, routes: Routes, method: str) -> None:
+def _count_passes(problem: Problem, examined: Examined, routes: Routes, method: str) -> None:
     rank, T = problem.loss.rank(examined.items), examined.items.logits.shape[1]
     if routes.kind("passes") or routes.affine:
         routes.passes = rank * T
-        what = f"{rank} per prediction × {T} predictions per sample" if T > 1 else f"{rank}, one per output direction"
+        what = (
+            f"{rank} per prediction × {T} predictions per sample"
+            if T > 1
+            else f"{rank}, one per output direction"
+        )
         if method == "auto" and routes.passes > _AFFORDABLE_PASSES:
             raise NotExactError(
-                f"Expected at most {_AFFORDABLE_PASSES} backward passes per batch but exact curvature of hidden layers takes {routes.passes} ({what}). "
-                "Pass method='exact' to do it anyway, or layers='last' with layer-level measures, which need none."
+                f"Expected at most {_AFFORDABLE_PASSES} backward passes per batch but exact curvature of "
+                f"hidden layers takes {routes.passes} ({what}). Pass method='exact' to do it anyway, or "
+                "layers='last' with layer-level measures, which need none."
             )
 
 
-def _no_layers(model: nn.Module, available: dict[str, Layer]) -> str:
-    if available:
-        return f"Expected at least one layer to measure but the forward pass calls none of {listed(available)}."
-    return (
-        f"Expected at least one supported layer (Linear, Conv1d, Conv2d, Conv3d) but {type(model).__name__} has none. "
-        "Teach the library yours with flatness.register_layer."
-    )
+def _watch(problem: Problem, examined: Examined, *, unused: bool) -> None:
+    """Have later batches checked for taking another path through the network than the samples looked at.
+
+    Hooks set here are removed with everything else that the guard sets back.
+    """
+
+    def check(output: Tensor) -> None:
+        new = curved_operators(output) - examined.graph.operators
+        if new:
+            raise NotExactError(
+                "Expected every batch to take the same path through the network but a later one meets "
+                f"{listed(sorted(new))}, which the first samples did not. Exact curvature needs a path that "
+                "does not depend on the data."
+            )
+
+    def refuse(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            raise LayerError(
+                "Expected every batch to take the same path through the network but a later one calls "
+                f"{name!r}, which the first samples did not. Name the layers to measure with layers=, "
+                "without those used now and then."
+            )
+
+        return hook
+
+    problem.watch = check
+    for name in examined.silent if unused else ():
+        problem.model.get_submodule(name).register_forward_pre_hook(refuse(name))
 
 
 def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise OptionError(f"Expected {argument} to be one of {listed(choices)} but got {value!r}.{nearest(value, choices)}")
-
-
+        raise OptionError(
+            f"Expected {argument} to be one of {listed(choices)} but got {value!r}.{nearest(value, choices)} "
+            f"The default is {choices[0]!r}."
+        )

@@ -32,7 +32,9 @@ class ProgressBar:
         """Start the clock."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
@@ -48,7 +50,14 @@ class ProgressBar:
     def _show(self) -> None:
         # Imported late: most measurements finish before anything is drawn.
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         console = Console(file=sys.stderr)
         self._bar = Progress(

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatness.errors import ReportError, listed, nearest
-from flatness.tables import format_report
+from flatness.files import write_text
+from flatness.latex import latex_report
+from flatness.notebook import report_html, result_html
+from flatness.tables import cell_of, format_report
 
 if TYPE_CHECKING:
     import pandas
 
 _FORMAT = "flatness report"
 _VERSION = 1
-_COLUMNS = ("measure", "level", "layer", "unit", "reduction", "value", "stderr", "method", "loss", "curvature")
+_COLUMNS = (
+    "measure",
+    "level",
+    "layer",
+    "unit",
+    "reduction",
+    "value",
+    "stderr",
+    "method",
+    "loss",
+    "curvature",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +74,29 @@ class Result:
 
     def where(self) -> str:
         """The row's address in words: ``layer='fc1', reduction='sum'``."""
-        parts = [f"{key}={getattr(self, key)!r}" for key in ("layer", "unit", "reduction") if getattr(self, key) is not None]
+        parts = [
+            f"{key}={getattr(self, key)!r}"
+            for key in ("layer", "unit", "reduction")
+            if getattr(self, key) is not None
+        ]
         return ", ".join(parts) or "the whole network"
+
+    def subject(self) -> str:
+        """What the number is about, for sentences: ``fc1``, ``unit 3 of fc1``, ``the network (sum)``."""
+        place = self.layer or "the network"
+        place = place if self.unit is None else f"unit {self.unit} of {place}"
+        return place if self.reduction is None else f"{place} ({self.reduction})"
+
+    def __str__(self) -> str:
+        """The number in a sentence, and its notes."""
+        source = f"{self.method}, {self.curvature} of {self.loss}" if self.loss else self.method
+        lines = [f"{self.measure} of {self.subject()}: {cell_of(self)} ({source})", *self.notes]
+        return "\n  ".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return result_html(self)
 
 
 @dataclass(frozen=True)
@@ -101,13 +136,20 @@ class Report:
                 f"Expected a measure of this report but got {measure!r}.{nearest(measure, known)} It holds: {listed(known, 40)}."
             )
         given = {"layer": layer, "unit": unit, "reduction": reduction}
-        matching = [row for row in rows if all(value is None or getattr(row, key) == value for key, value in given.items())]
+        matching = [
+            row
+            for row in rows
+            if all(value is None or getattr(row, key) == value for key, value in given.items())
+        ]
         whole = [row for row in matching if all(getattr(row, key) == value for key, value in given.items())]
         if len(whole) == 1:
             return whole[0]
         if len(matching) == 1:
             return matching[0]
-        asked = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None) or "no further choice"
+        asked = (
+            ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
+            or "no further choice"
+        )
         candidates = [row.where() for row in (matching or rows) if row.unit is None or unit is not None]
         raise ReportError(
             f"Expected {measure!r} with {asked} to name one row but {len(matching)} match. Candidates: {listed(candidates)}."
@@ -124,20 +166,31 @@ class Report:
         return list(dict.fromkeys(row.layer for row in self.results if row.layer is not None))
 
     def __str__(self) -> str:
-        """The table of layers."""
-        return format_report(self, width=100)
+        """The table of layers, as wide as the terminal."""
+        return format_report(self, width=shutil.get_terminal_size((100, 24)).columns)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [row for row in self.results if row.level != "unit"]
-        return Report(tuple(rows)).to_frame().drop(columns=["unit"]).to_html(index=False, float_format=lambda v: f"{v:.4g}")
+        return report_html(self)
+
+    def to_json(self) -> str:
+        """The report as versioned JSON."""
+        rows = [
+            {key: value for key, value in asdict(row).items() if value is not None} for row in self.results
+        ]
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "meta": self.meta,
+            "notes": list(self.notes),
+            "results": rows,
+        }
+        return json.dumps(content, indent=1, ensure_ascii=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write versioned JSON, at once or not at all."""
-        rows = [{key: value for key, value in asdict(row).items() if value is not None} for row in self.results]
-        content = {"format": _FORMAT, "version": _VERSION, "meta": self.meta, "notes": list(self.notes), "results": rows}
-        write_text(path, json.dumps(content, indent=1, ensure_ascii=False))
+        """Write `to_json` to a file, at once or not at all."""
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -145,15 +198,20 @@ class Report:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ReportError(f"Expected a report saved by flatness but {path} is not JSON: {error}.") from error
+            raise ReportError(
+                f"Expected a report saved by flatness but {path} is not JSON: {error}."
+            ) from error
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ReportError(f"Expected a report saved by flatness but {path} holds something else.")
         if content.get("version") != _VERSION:
-            raise ReportError(f"Expected a report of version {_VERSION} but {path} has version {content.get('version')}. Measure again.")
+            raise ReportError(
+                f"Expected a report of version {_VERSION} but {path} has version {content.get('version')}. Measure again."
+            )
         names = {item.name for item in fields(Result)}
         try:
             rows = tuple(
-                Result(**{k: tuple(v) if k == "notes" else v for k, v in row.items() if k in names}) for row in content["results"]
+                Result(**{k: tuple(v) if k == "notes" else v for k, v in row.items() if k in names})
+                for row in content["results"]
             )
             return cls(rows, content["meta"], tuple(content["notes"]))
         except (KeyError, TypeError, AttributeError) as error:
@@ -165,24 +223,16 @@ class Report:
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str:
         """The table of layers as a LaTeX tabular (booktabs); written to `path` if given."""
-        from flatness.tables import latex_report
-
         text = latex_report(self)
         if path is not None:
             write_text(path, text)
         return text
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file under a temporary name and rename it: readers see the old file or the new one, never half."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
+def joined(reports: list[Report]) -> Report:
+    """One report from parts about the same model and data, measured with different losses; the first gives `meta`."""
+    if len(reports) == 1:
+        return reports[0]
+    rows = tuple(row for report in reports for row in report.results)
+    notes = tuple(dict.fromkeys(note for report in reports for note in report.notes))
+    return Report(rows, {**reports[0].meta, "seconds": reports[-1].meta["seconds"]}, notes)

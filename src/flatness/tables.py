@@ -1,132 +1,201 @@
-"""Tables of reports for terminals and papers: one row per layer, one column per measure, blocks that fit the width."""
+"""Tables for terminals: a row per layer, a column per measure, in blocks of columns that fit the width."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-_LABEL = {"max": "max", "sum": "Σ"}
+REDUCTION_LABEL = {"max": "max", "sum": "Σ"}
+# A model that is one layer has the empty name.
+WHOLE_MODEL = "(model)"
+_HEADING_WIDTH = 11
+_LONGEST_ROW_LABEL = 32
+
+
+@dataclass
+class Grid:
+    """A table as text: labels of rows and columns, and a cell for some of their pairs.
+
+    Attributes:
+        corner: What the rows are.
+        rows: Labels of the rows.
+        columns: Labels of the columns; underscores are where they may break.
+        cells: Text by (row, column); a pair that is not there is empty.
+    """
+
+    corner: str
+    rows: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+    cells: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def put(self, row: str, column: str, text: str) -> None:
+        """Set a cell; new rows and columns come after those already there."""
+        if row not in self.rows:
+            self.rows.append(row)
+        if column not in self.columns:
+            self.columns.append(column)
+        self.cells[row, column] = text
+
+    def row(self, label: str, columns: Iterable[str]) -> list[str]:
+        """The cells of one row."""
+        return [self.cells.get((label, column), "") for column in columns]
 
 
 def format_value(value: float, stderr: float = 0.0) -> str:
     """A number with the digits it deserves: four, or as many as its standard error leaves.
 
-    >>> format_value(1234.5678), format_value(0.00012345), format_value(3.14159, 0.02)
-    ('1235', '0.0001235', '3.14 ± 0.02')
+    A standard error gets one digit, or two when the first is a 1.
+
+    >>> format_value(1234.5678), format_value(0.000123456), format_value(173.04), format_value(98765.4)
+    ('1235', '0.0001235', '173.0', '98765')
+    >>> format_value(3.14159, 0.02), format_value(3.14159, 0.0123), format_value(12345, 321)
+    ('3.14 ± 0.02', '3.142 ± 0.012', '12300 ± 300')
+    >>> format_value(1.2345e-7, 3e-9)
+    '(1.23 ± 0.03)e-07'
     """
     if not math.isfinite(value):
         return str(value)
-    if stderr > 0 and math.isfinite(stderr):
-        digits = max(0, -math.floor(math.log10(stderr)))
-        if digits <= 6 and abs(value) < 1e6:
-            return f"{value:.{digits}f} ± {stderr:.{digits}f}"
-        return f"{value:.4g} ± {stderr:.1g}"
-    return f"{value:.4g}"
+    if not (stderr > 0 and math.isfinite(stderr)):
+        return _four_digits(value)
+    size = max(abs(value), stderr)
+    if 1e-4 <= size < 1e6:
+        return _with_error(value, stderr)
+    exponent = math.floor(math.log10(size))
+    return f"({_with_error(value / 10**exponent, stderr / 10**exponent)})e{exponent:+03d}"
 
 
-def _cells(report: Any) -> tuple[list[str], list[str], dict[tuple[str, str], str]]:
-    """Row labels, column labels and the cells of the table of layers."""
-    rows: dict[str, None] = {}
-    columns: dict[str, None] = {}
-    cells: dict[tuple[str, str], str] = {}
+def _four_digits(value: float) -> str:
+    if value == 0 or 1e4 <= abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:#.4g}".rstrip(".")
+
+
+def _with_error(value: float, stderr: float) -> str:
+    leading = math.floor(math.log10(stderr))
+    digits = -leading + (stderr < 2 * 10**leading)
+    if round(stderr, digits) >= 10 ** (leading + 1):
+        digits -= 1
+    return f"{round(value, digits):.{max(0, digits)}f} ± {round(stderr, digits):.{max(0, digits)}f}"
+
+
+def column_of(measure: str, reduction: str | None) -> str:
+    """How a column of a measure, or of its maximum or sum, is called."""
+    return measure if reduction is None else f"{measure} {REDUCTION_LABEL[reduction]}"
+
+
+def cell_of(row: Any) -> str:
+    """A result as a cell: its value and error, with a star where an iteration did not converge."""
+    return format_value(row.value, row.stderr) + ("" if row.converged else "*")
+
+
+def report_grid(report: Any) -> Grid:
+    """The table of layers of a report: a row per layer and one for the network, a column per measure."""
+    grid = Grid("layer")
     for row in report.results:
-        if row.level == "unit":
-            continue
         if row.level == "layer":
-            label, column = row.layer, row.measure if row.reduction is None else f"{row.measure} {_LABEL[row.reduction]}"
-            rows.setdefault(label)
-            columns.setdefault(column)
-            mark = "" if row.converged else "*"
-            cells[label, column] = format_value(row.value, row.stderr) + mark
+            grid.put(row.layer or WHOLE_MODEL, column_of(row.measure, row.reduction), cell_of(row))
+    # A layer may itself be called "network".
+    network = "(network)" if "network" in grid.rows else "network"
     for row in report.results:
-        if row.level != "network":
-            continue
-        label = "network" if row.reduction is None else f"network {_LABEL[row.reduction]}"
-        column = row.measure
-        if row.reduction is not None and f"{row.measure} {_LABEL[row.reduction]}" in columns:
-            column = f"{row.measure} {_LABEL[row.reduction]}"
-        columns.setdefault(column)
-        rows.setdefault(label)
-        cells[label, column] = format_value(row.value, row.stderr) + ("" if row.converged else "*")
-    return list(rows), list(columns), cells
+        if row.level == "network":
+            label = column_of(network, row.reduction)
+            reduced = column_of(row.measure, row.reduction)
+            grid.put(label, reduced if reduced in grid.columns else row.measure, cell_of(row))
+    order = list(dict.fromkeys(row.measure for row in report.results))
+    grid.columns.sort(key=lambda column: order.index(column.split()[0]))
+    return grid
 
 
-def _heading(column: str) -> list[str]:
+def format_report(report: Any, width: int) -> str:
+    """The table of layers as text, with a title above and the notes below."""
+    parts = [textwrap.fill(title(report), width), format_grid(report_grid(report), width)]
+    if any(not row.converged for row in report.results):
+        parts.append("* an eigenvalue iteration did not meet its tolerance: see report.result(...).residual")
+    notes = [textwrap.fill(f"note: {note}", width, subsequent_indent="      ") for note in report.notes]
+    parts.append("\n".join(notes))
+    return "\n\n".join(part for part in parts if part)
+
+
+def title(report: Any) -> str:
+    """One line about a report: model, data, loss, risk, and how the values were obtained."""
+    meta = report.meta
+    if not meta:
+        return ""
+    samples = meta.get("samples", "?")
+    parts = [
+        f"{samples:,} samples" if isinstance(samples, int) else f"{samples} samples",
+        meta.get("loss", ""),
+    ]
+    if "risk" in meta:
+        parts.append(f"risk {meta['risk']:.4g}")
+    if meta.get("curvature", "hessian") != "hessian":
+        parts.append("Gauss-Newton part only")
+    methods = {row.method for row in report.results}
+    parts.append("all values exact" if methods <= {"exact"} else "± is the standard error of sampled values")
+    name = str(meta.get("model", "model"))
+    name = f"{meta['checkpoint']}, {name}" if "checkpoint" in meta else name
+    name = f"{name} on {meta['data']}" if "data" in meta else name
+    return f"{name}: {', '.join(part for part in parts if part)}"
+
+
+def heading(column: str) -> list[str]:
     """A column's name broken at underscores and spaces into short lines."""
     lines: list[str] = []
     for word in column.replace("_", " ").split():
-        if lines and len(lines[-1]) + 1 + len(word) <= 11:
+        if lines and len(lines[-1]) + 1 + len(word) <= _HEADING_WIDTH:
             lines[-1] += " " + word
         else:
             lines.append(word)
     return lines
 
 
-def format_report(report: Any, width: int) -> str:
-    """The table of layers as text, in as many blocks of columns as the width asks for."""
-    rows, columns, cells = _cells(report)
-    first = max([len(label) for label in rows] + [5])
+def format_grid(grid: Grid, width: int) -> str:
+    """A grid as text, in as many blocks of columns as the width asks for."""
+    labels = {label: shortened(label, _LONGEST_ROW_LABEL) for label in grid.rows}
+    first = max(len(text) for text in [*labels.values(), grid.corner])
     blocks: list[str] = []
-    remaining = columns
+    remaining = grid.columns
     while remaining:
-        shown, widths, used = [], [], first
+        shown: list[tuple[str, int]] = []
+        used = first
         for column in remaining:
-            size = max([len(line) for line in _heading(column)] + [len(cells.get((label, column), "")) for label in rows])
+            cells = [grid.cells.get((label, column), "") for label in grid.rows]
+            size = max(len(text) for text in [*heading(column), *cells])
             if shown and used + 2 + size > width:
                 break
-            shown.append(column)
-            widths.append(size)
+            shown.append((column, size))
             used += 2 + size
-        blocks.append(_block(rows, shown, widths, first, cells))
+        blocks.append(_block(grid, labels, shown, first))
         remaining = remaining[len(shown) :]
-    lines = [_title(report), *blocks]
-    if any("*" in cell for cell in cells.values()):
-        lines.append("* the eigenvalue iteration did not meet its tolerance: see report.result(...).residual")
-    lines += [textwrap.fill(f"note: {note}", width, subsequent_indent="      ") for note in report.notes]
-    return "\n\n".join(part for part in lines if part)
+    return "\n\n".join(blocks)
 
 
-def _title(report: Any) -> str:
-    meta = report.meta
-    if not meta:
-        return ""
-    risk = f", risk {meta['risk']:.4g}" if "risk" in meta else ""
-    curvature = "" if meta.get("curvature", "hessian") == "hessian" else ", Gauss-Newton part only"
-    return f"{meta.get('model', 'model')}: {meta.get('samples', '?')} samples, {meta.get('loss', '')}{risk}{curvature}"
+def shortened(label: str, longest: int) -> str:
+    """A label cut to a length; the end of a layer's or a file's name tells more than its beginning.
+
+    >>> shortened("encoder.layer.11.attention.query", 20)
+    '….11.attention.query'
+    """
+    return label if len(label) <= longest else "…" + label[-(longest - 1) :]
 
 
-def _block(rows: list[str], columns: list[str], widths: list[int], first: int, cells: dict[tuple[str, str], str]) -> str:
-    headings = [_heading(column) for column in columns]
-    height = max(len(heading) for heading in headings)
+def _block(grid: Grid, labels: dict[str, str], shown: list[tuple[str, int]], first: int) -> str:
+    headings = [heading(column) for column, _ in shown]
+    height = max(len(lines) for lines in headings)
     lines = []
     for level in range(height):
-        parts = ["layer".ljust(first) if level == height - 1 else " " * first]
-        for heading, size in zip(headings, widths, strict=True):
-            offset = height - len(heading)
-            parts.append((heading[level - offset] if level >= offset else "").rjust(size))
+        parts = [(grid.corner if level == height - 1 else "").ljust(first)]
+        for words, (_, size) in zip(headings, shown, strict=True):
+            offset = height - len(words)
+            parts.append((words[level - offset] if level >= offset else "").rjust(size))
         lines.append("  ".join(parts).rstrip())
-    lines.append("-" * (first + sum(2 + size for size in widths)))
-    for label in rows:
-        row = [cells.get((label, column), "") for column in columns]
-        if any(row):
-            lines.append("  ".join([label.ljust(first)] + [cell.rjust(size) for cell, size in zip(row, widths, strict=True)]).rstrip())
+    lines.append("─" * (first + sum(2 + size for _, size in shown)))
+    for label in grid.rows:
+        cells = grid.row(label, [column for column, _ in shown])
+        if any(cells):
+            padded = [cell.rjust(size) for cell, (_, size) in zip(cells, shown, strict=True)]
+            lines.append("  ".join([labels[label].ljust(first), *padded]).rstrip())
     return "\n".join(lines)
-
-
-def latex_report(report: Any) -> str:
-    """The table of layers as a LaTeX tabular with booktabs rules."""
-    rows, columns, cells = _cells(report)
-
-    def escape(text: str) -> str:
-        return text.replace("\\", r"\textbackslash{}").replace("_", r"\_").replace("&", r"\&").replace("%", r"\%").replace("Σ", r"$\Sigma$")
-
-    def number(text: str) -> str:
-        return text.replace("±", r"$\pm$")
-
-    lines = [r"\begin{tabular}{l" + "r" * len(columns) + "}", r"\toprule"]
-    lines.append(" & ".join(["layer", *(escape(column.replace("_", " ")) for column in columns)]) + r" \\")
-    lines.append(r"\midrule")
-    lines += [" & ".join([escape(label), *(number(cells.get((label, column), "")) for column in columns)]) + r" \\" for label in rows]
-    lines += [r"\bottomrule", r"\end{tabular}"]
-    return "\n".join(lines) + "\n"

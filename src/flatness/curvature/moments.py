@@ -27,12 +27,16 @@ class _Moments:
         self.first = torch.zeros_like(reference, dtype=torch.float64)
         self.second = torch.zeros_like(reference, dtype=torch.float64)
 
-    def add(self, values: Tensor) -> None:
-        """Add values (n, units, positions)."""
+    def part(self, values: Tensor) -> tuple[Tensor, Tensor, int]:
+        """What values (n, units, positions) add: their first and second moment, and how many there are."""
         centred = values - self.reference[:, None]
-        self.first += centred.sum((0, 2), dtype=torch.float64)
-        self.second += centred.square().sum((0, 2), dtype=torch.float64)
-        self.count += values.shape[0] * values.shape[2]
+        first = centred.sum((0, 2), dtype=torch.float64)
+        second = centred.square().sum((0, 2), dtype=torch.float64)
+        return first, second, values.shape[0] * values.shape[2]
+
+    def add(self, part: tuple[Tensor, Tensor, int]) -> None:
+        """Add a part."""
+        self.first, self.second, self.count = self.first + part[0], self.second + part[1], self.count + part[2]
 
     def spread(self) -> Tensor:
         """V per unit: the standard deviation; |mean| for a constant feature; 0 for a dead one."""
@@ -58,11 +62,15 @@ def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: boo
             with torch.no_grad():
                 items = problem.items(batch)
             n = items.logits.shape[0]
+            parts = {}
             for name, layer in layers.items():
                 values = layer.per_input_unit(recording.one(name).x, n)
                 if name not in moments:
                     moments[name] = _Moments(values.mean((0, 2)))
-                moments[name].add(values)
+                parts[name] = moments[name].part(values)
+            # Only now: when memory runs out above, the same samples come again in smaller batches.
+            for name, part in parts.items():
+                moments[name].add(part)
 
         problem.stream(step, "features")
     return {name: moment.spread() for name, moment in moments.items()}

@@ -1,11 +1,12 @@
 """Layer-wise and neuron-wise flatness of petzka2019: the eleven rows of its Table 1.
 
-κ^l, κ_τ^l per layer with κ^max, κ^Σ, κ_τ^max, κ_τ^Σ over the network; ρ^l(j) per neuron with ρ^l, ρ_σ^l per layer and ρ^max, ρ^Σ.
+κ^l, κ_τ^l per layer with κ^max, κ^Σ, κ_τ^max, κ_τ^Σ over the network; ρ^l(j) per neuron with ρ^l, ρ_σ^l per
+layer and ρ^max, ρ^Σ.
 """
 
 from __future__ import annotations
 
-from flatness.measures.baselines import EIGENVALUE_OPTIONS
+from flatness.measures.baselines import EIGENVALUE_OPTIONS, check_eigenvalue_option
 from flatness.measures.catalogue import Measure, register_measure
 
 layer_flatness = register_measure(
@@ -21,6 +22,7 @@ layer_flatness = register_measure(
         layer=lambda view: view.squared_norm * view.spectra["layer_eigenvalue"].values[0],
         reductions=("max", "sum"),
         options=EIGENVALUE_OPTIONS,
+        check_option=check_eigenvalue_option,
     )
 )
 
@@ -45,7 +47,7 @@ neuron_flatness = register_measure(
         symbol="ρ^l(j)",
         formula="w(j)ᵀ H(w(j)) w(j), w(j) the outgoing weights of input unit j",
         source="petzka2019, App. B",
-        summary="Curvature along the scaling of one neuron's outgoing weights; unchanged by any rescaling of neurons.",
+        summary="Curvature along a scaling of one neuron's outgoing weights; rescaling neurons leaves it.",
         levels=("unit", "layer", "network"),
         invariances=frozenset({"layerwise", "neuronwise"}),
         needs=frozenset({"outgoing"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flatness.measures.baselines import EIGENVALUE_OPTIONS
+from flatness.measures.baselines import EIGENVALUE_OPTIONS, check_eigenvalue_option
 from flatness.measures.catalogue import LayerView, Measure, register_measure
 
 
@@ -19,7 +19,7 @@ relative_flatness = register_measure(
         symbol="κ_Tr^φ",
         formula="Σ_{s,s′} ⟨w_s, w_s′⟩ Tr H_{s,s′}",
         source="petzka2021, Def. 3",
-        summary="Loss increase under random multiplicative changes of the layer's features; the measure of the generalisation bound.",
+        summary="Loss increase under random changes of the layer's features: the paper's flatness.",
         levels=("layer", "network"),
         invariances=frozenset({"layerwise", "neuronwise except own features"}),
         needs=frozenset({"relative"}),
@@ -34,7 +34,7 @@ relative_flatness_normalized = register_measure(
         symbol="κ_Tr^{Vφ}",
         formula="κ_Tr of W V on V⁻¹φ, V the features' standard deviations",
         source="petzka2021, Theorem 4 (with the standard deviation, not the variance)",
-        summary="Relative flatness after every feature is given unit spread: unchanged by any rescaling of neurons.",
+        summary="Relative flatness for features of unit spread: no rescaling of neurons changes it.",
         levels=("layer", "network"),
         invariances=frozenset({"layerwise", "neuronwise"}),
         needs=frozenset({"relative_normalized"}),
@@ -56,5 +56,6 @@ maximal_relative_flatness = register_measure(
         layer=_maximal,
         reductions=("sum",),
         options=EIGENVALUE_OPTIONS,
+        check_option=check_eigenvalue_option,
     )
 )

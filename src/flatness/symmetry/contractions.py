@@ -4,36 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flatness.symmetry.flow import Flow, ParameterView, Use
 from flatness.symmetry.recorder import Call
 
 
-def arguments(call: Call, names: str) -> dict[str, Any]:
-    """The arguments of a call by name; those left out are missing."""
-    return dict(zip(names.split(), call.args, strict=False)) | call.kwargs
-
-
 def linear(flow: Flow, call: Call) -> Any:
-    """z = W x + b along the last dimension."""
-    given = arguments(call, "input weight bias")
+    """Follow z = W x + b along the last dimension."""
+    given = call.bound("input weight bias")
     W = flow.entry(given["weight"])
     x = flow.labels(given["input"])
     if not isinstance(W, ParameterView):
         return _add_bias(flow, _product(flow, call, x, W.transpose(-1, -2)), given.get("bias"))
     d, m = W.shape
     rows, columns = flow.classes.fresh(d), flow.per_channel(x, -1)
-    flow.uses.append(Use(W.name, W.index, rows.reshape(d, 1), columns.reshape(1, m), "rows", "columns", rows, columns))
+    flow.uses.append(
+        Use(W.name, W.index, rows.reshape(d, 1), columns.reshape(1, m), "rows", "columns", rows, columns)
+    )
     _bias(flow, given.get("bias"), rows)
     return rows.expand(flow.shape(call))
 
 
 def matmul(flow: Flow, call: Call) -> Any:
-    """x @ W, W @ x, and b + x @ W; between two values one must be fixed."""
+    """Follow x @ W, W @ x, and b + x @ W; between two values one must be fixed."""
     if call.name == "addmm":
-        given = arguments(call, "input mat1 mat2")
+        given = call.bound("input mat1 mat2")
         return _add_bias(flow, _matmul(flow, call, given["mat1"], given["mat2"]), given["input"])
     first, second = call.args[:2]
     return _matmul(flow, call, *((second, first) if call.name == "rmatmul" else (first, second)))
@@ -46,19 +42,23 @@ def _matmul(flow: Flow, call: Call, first: Any, second: Any) -> Any:
     if isinstance(b, ParameterView) and isinstance(a, Tensor):
         m, d = b.shape
         rows, columns = flow.classes.fresh(d), flow.per_channel(a, -1)
-        flow.uses.append(Use(b.name, b.index, rows.reshape(1, d), columns.reshape(m, 1), "rows", "columns", rows, columns))
+        flow.uses.append(
+            Use(b.name, b.index, rows.reshape(1, d), columns.reshape(m, 1), "rows", "columns", rows, columns)
+        )
         return rows.expand(flow.shape(call))
     if isinstance(a, ParameterView) and isinstance(b, Tensor) and b.dim() > 1:
         d, m = a.shape
         rows, columns = flow.classes.fresh(d), flow.per_channel(b, -2)
-        flow.uses.append(Use(a.name, a.index, rows.reshape(d, 1), columns.reshape(1, m), "rows", "columns", rows, columns))
+        flow.uses.append(
+            Use(a.name, a.index, rows.reshape(d, 1), columns.reshape(1, m), "rows", "columns", rows, columns)
+        )
         return rows.reshape(d, 1).expand(flow.shape(call))
     return None
 
 
 def conv(flow: Flow, call: Call) -> Any:
     """A convolution with groups: weight (O, C/G, …)."""
-    given = arguments(call, "input weight bias stride padding dilation groups")
+    given = call.bound("input weight bias stride padding dilation groups")
     W, groups = flow.entry(given["weight"]), given.get("groups", 1)
     if not isinstance(W, ParameterView):
         return None
@@ -68,19 +68,27 @@ def conv(flow: Flow, call: Call) -> Any:
     taps = [1] * spatial
     if flow.permuting and groups == out == len(columns):
         # One filter per channel: channel and filter move together.
-        flow.uses.append(Use(W.name, W.index, up=columns.reshape(out, 1, *taps), rows=columns, up_part="filters"))
+        flow.uses.append(
+            Use(W.name, W.index, up=columns.reshape(out, 1, *taps), rows=columns, up_part="filters")
+        )
         _bias(flow, given.get("bias"), columns)
         return columns.reshape(out, *taps).expand(flow.shape(call))
     rows = flow.classes.fresh(out)
-    down = columns.reshape(groups, 1, per_group).expand(groups, out // groups, per_group).reshape(out, per_group, *taps)
-    flow.uses.append(Use(W.name, W.index, rows.reshape(out, 1, *taps), down, "rows", "columns", rows, columns))
+    down = (
+        columns.reshape(groups, 1, per_group)
+        .expand(groups, out // groups, per_group)
+        .reshape(out, per_group, *taps)
+    )
+    flow.uses.append(
+        Use(W.name, W.index, rows.reshape(out, 1, *taps), down, "rows", "columns", rows, columns)
+    )
     _bias(flow, given.get("bias"), rows)
     return rows.reshape(out, *taps).expand(flow.shape(call))
 
 
 def conv_transpose(flow: Flow, call: Call) -> Any:
     """A transposed convolution with groups: weight (C, O/G, …)."""
-    given = arguments(call, "input weight bias stride padding output_padding groups")
+    given = call.bound("input weight bias stride padding output_padding groups")
     W, groups = flow.entry(given["weight"]), given.get("groups", 1)
     if not isinstance(W, ParameterView):
         return None
@@ -88,26 +96,34 @@ def conv_transpose(flow: Flow, call: Call) -> Any:
     channels, per_group = W.shape[:2]
     taps = [1] * spatial
     rows, columns = flow.classes.fresh(per_group * groups), flow.per_channel(x, x.dim() - spatial - 1)
-    up = rows.reshape(groups, 1, per_group).expand(groups, channels // groups, per_group).reshape(channels, per_group, *taps)
-    flow.uses.append(Use(W.name, W.index, up, columns.reshape(channels, 1, *taps), "rows", "columns", rows, columns))
+    up = (
+        rows.reshape(groups, 1, per_group)
+        .expand(groups, channels // groups, per_group)
+        .reshape(channels, per_group, *taps)
+    )
+    flow.uses.append(
+        Use(W.name, W.index, up, columns.reshape(channels, 1, *taps), "rows", "columns", rows, columns)
+    )
     _bias(flow, given.get("bias"), rows)
     return rows.reshape(-1, *taps).expand(flow.shape(call))
 
 
 def embedding(flow: Flow, call: Call) -> Any:
     """Every column of the table is a unit, whichever rows the example looks up."""
-    given = arguments(call, "input weight padding_idx max_norm")
+    given = call.bound("input weight padding_idx max_norm")
     table = flow.entry(given["weight"])
     if not isinstance(table, ParameterView) or given.get("max_norm") is not None:
         return None
     rows = flow.classes.fresh(table.shape[1])
-    flow.uses.append(Use(table.name, table.index, up=rows.reshape(1, -1), rows=rows, up_part="columns of the table"))
+    flow.uses.append(
+        Use(table.name, table.index, up=rows.reshape(1, -1), rows=rows, up_part="columns of the table")
+    )
     return rows.expand(flow.shape(call))
 
 
 def scaled_attention(flow: Flow, call: Call) -> Any:
     """softmax(QKᵀ) V: what is averaged keeps its labels, what is compared is fixed."""
-    given = arguments(call, "query key value attn_mask")
+    given = call.bound("query key value attn_mask")
     values = flow.labels(given["value"])
     for name in ("query", "key", "attn_mask"):
         if given.get(name) is not None and not flow.is_constant(given[name]):
@@ -116,7 +132,7 @@ def scaled_attention(flow: Flow, call: Call) -> Any:
 
 
 def _product(flow: Flow, call: Call, a: Tensor, b: Tensor) -> Any:
-    """A product of two values keeps the labels of one where the other is fixed; what is summed over shares a class."""
+    """A product of two values keeps the labels of one where the other is fixed."""
     if min(a.dim(), b.dim()) < 2:
         return None
     if flow.classes.are_fixed(a):

@@ -1,8 +1,8 @@
-"""How factors flow through a recorded forward pass: labels on every value, and what each parameter has to do about them.
+"""How factors flow through a recorded forward pass: labels on every value, and what parameters do about them.
 
-The flow is followed under one of two questions. *Scaling*: which entries may be multiplied by a positive factor? Only
-positively homogeneous operators let one pass. *Permuting*: which entries may change places? Every operator that treats
-entries alike lets them pass, also tanh or a batch norm.
+The flow is followed under one of two questions. *Scaling*: which entries may be multiplied by a positive
+factor? Only positively homogeneous operators let one pass. *Permuting*: which entries may change places?
+Every operator that treats entries alike lets them pass, also tanh or a batch norm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from flatness.symmetry.labels import ANY, Classes, compact
 from flatness.symmetry.recorder import Call, Ref, Value
 from flatness.symmetry.tracing import Trace
 
-Handler = Callable[["Flow", Call], "Any"]
+Handler = Callable[["Flow", Call], Any]
+"""Follows one call: gives the labels of what it returned (or moved parameters), or None to end the chain."""
+
+COMPARISONS = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "logical_and", "logical_or", "logical_not"})
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ class Use:
 class NormCorrection:
     """A batch norm whose input is scaled by s: its scale takes the factor √(s²v + ε) / (s·√(v + ε)).
 
-    Mean and variance become s·μ and s²·v, as they would be if they were collected anew. The ε inside the root does
-    not scale, and what that leaves goes into the scale γ. (Putting it into the variance could make that negative.)
+    Mean and variance become s·μ and s²·v, as they would be if they were collected anew. The ε inside the root
+    does not scale, and what that leaves goes into the scale γ. (Putting it into the variance could make that
+    negative.)
 
     Attributes:
         scale: Name of γ.
@@ -102,7 +106,14 @@ class Flow:
         free_output: Whether the output may scale, all of it by one factor.
     """
 
-    def __init__(self, trace: Trace, operators: dict[str, Handler], *, permuting: bool = False, free_output: bool = False) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        operators: dict[str, Handler],
+        *,
+        permuting: bool = False,
+        free_output: bool = False,
+    ) -> None:
         self.trace = trace
         self.permuting = permuting
         self.classes = Classes()
@@ -165,7 +176,9 @@ class Flow:
 
     def fixed_output(self, call: Call, reason: str | None = None) -> list[Tensor]:
         """Fixed labels for everything a call returned."""
-        return [self.classes.fixed(self.value(ref).shape, reason or f"fed by {call}") for ref in call.outputs()]
+        return [
+            self.classes.fixed(self.value(ref).shape, reason or f"fed by {call}") for ref in call.outputs()
+        ]
 
     def stop(self, call: Call, reason: str) -> list[Tensor]:
         """End all chains that run into a call: its operands and results keep their scale."""
@@ -190,11 +203,17 @@ class Flow:
         return self.classes.fixed(value.shape, reason)
 
     def _constant(self, tensor: Tensor) -> Tensor:
-        """Zeros fit every factor; other constants fix what they are added to. Permuted, equal entries fit everything."""
+        """Zeros fit every factor, other constants fix what they join; permuted, equal entries fit everything."""
         if self.permuting:
             alike = tensor.numel() == 0 or bool((tensor == tensor.flatten()[0]).all())
-            return torch.full((), ANY, dtype=torch.float64).expand(tensor.shape) if alike else self._fixed_constant(tensor.shape)
-        neutral = (tensor == 0) | (tensor.isinf() if tensor.is_floating_point() else torch.zeros_like(tensor, dtype=torch.bool))
+            return (
+                torch.full((), ANY, dtype=torch.float64).expand(tensor.shape)
+                if alike
+                else self._fixed_constant(tensor.shape)
+            )
+        neutral = (tensor == 0) | (
+            tensor.isinf() if tensor.is_floating_point() else torch.zeros_like(tensor, dtype=torch.bool)
+        )
         if bool(neutral.all()):
             return torch.full((), ANY, dtype=torch.float64).expand(tensor.shape)
         fixed = self._fixed_constant(tensor.shape)
@@ -212,13 +231,13 @@ class Flow:
         if handler is not None:
             try:
                 results = handler(self, call)
-            except (TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
+            except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, StopIteration):
                 results = None  # a form of the operator that the handler does not know: end the chain
         if results is None:
             results = self.stop(call, _unknown(call))
         results = list(results) if isinstance(results, (list, tuple)) else [results]
         for ref, result in zip(outputs, results, strict=False):
-            if self.value(ref).floating:
+            if self.value(ref).floating or (self.permuting and call.name in COMPARISONS):
                 self._store(call, ref, result)
 
     def _store(self, call: Call, ref: Ref, result: Tensor | ParameterView) -> None:
@@ -266,4 +285,6 @@ def _overlap(uses: list[Use]) -> bool:
 def _covered(uses: list[Use], total: int) -> int:
     if any(use.index is None for use in uses):
         return total
-    return len(torch.unique(torch.cat([compact(use.index)[0].flatten() for use in uses if use.index is not None])))
+    return len(
+        torch.unique(torch.cat([compact(use.index)[0].flatten() for use in uses if use.index is not None]))
+    )

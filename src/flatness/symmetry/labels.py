@@ -1,8 +1,9 @@
 """Labels on tensor entries: which entries of a network are scaled by the same factor.
 
-Every value of a forward pass carries a tensor of labels of its own shape, one label per entry. Entries whose labels lie in
-one class scale together. Operators that only move entries act on labels as they act on values; operators that mix
-entries put their labels into one class; operators that need values as they are make a class fixed, with a reason.
+Every value of a forward pass carries a tensor of labels of its own shape, one label per entry. Entries whose
+labels lie in one class scale together. Operators that only move entries act on labels as they act on values;
+operators that mix entries put their labels into one class; operators that need values as they are make a
+class fixed, with a reason.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ ANY = -1.0
 class Classes:
     """Classes of labels (union-find), some of them fixed.
 
-    Labels are whole numbers held in float64 tensors, because more operators of torch take those than integers.
+    Labels are whole numbers held in float64 tensors, because more operators of torch take those than
+    integers.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,10 @@ class Classes:
         (small,) = compact(labels)
         one = small.amax(dims, keepdim=True)
         self.unite(small, one)
-        keep = [1 if axis in {dim % labels.dim() for dim in dims} else size for axis, size in enumerate(labels.shape)]
+        keep = [
+            1 if axis in {dim % labels.dim() for dim in dims} else size
+            for axis, size in enumerate(labels.shape)
+        ]
         return one.expand(keep)
 
     def pin(self, labels: Tensor, reason: str) -> None:
@@ -84,11 +89,23 @@ class Classes:
             label = parent[label]
         return label
 
-    def roots(self, labels: Tensor) -> Tensor:
-        """The roots of labels as int64, of the same shape; -1 for fixed classes and for entries of any class."""
+    def roots(self, labels: Tensor, free_only: bool = True) -> Tensor:
+        """The roots of labels as int64, of the same shape.
+
+        -1 stands for entries that fit into every class, and for fixed classes if `free_only`.
+        """
         values, inverse = torch.unique(labels, return_inverse=True)
-        roots = [-1 if value == ANY or self.reasons(int(value)) else self.root(int(value)) for value in values.tolist()]
-        return torch.tensor(roots, dtype=torch.int64)[inverse]
+        table = self.root_table(free_only, [int(value) for value in values.tolist() if value != ANY])
+        roots = torch.full((len(values),), -1, dtype=torch.int64)
+        roots[values != ANY] = table
+        return roots[inverse]
+
+    def root_table(self, free_only: bool = True, labels: Iterable[int] | None = None) -> Tensor:
+        """The root of every label (or of some), -1 for those of fixed classes if `free_only`."""
+        roots = [self.root(label) for label in (range(len(self._parent)) if labels is None else labels)]
+        if free_only:
+            roots = [-1 if root in self._reasons else root for root in roots]
+        return torch.tensor(roots, dtype=torch.int64)
 
     def _join(self, one: int, other: int) -> None:
         one, other = self.root(one), self.root(other)

@@ -1,4 +1,4 @@
-"""What normalisation does to labels: it fixes its input or takes it along, and its scale and shift start a class of their own."""
+"""What normalisation does to labels: it fixes its input or takes it along, and its scale starts new classes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatness.symmetry.contractions import arguments
 from flatness.symmetry.flow import Flow, NormCorrection, ParameterView, Use
 from flatness.symmetry.recorder import Call
 
 
 def batch_norm(flow: Flow, call: Call) -> Any:
-    """z = γ (x − μ)/√(v + ε) + β with running statistics: x may scale if μ and v do, z may scale by γ and β."""
-    given = arguments(call, "input running_mean running_var weight bias training momentum eps")
+    """Follow z = γ (x − μ)/√(v + ε) + β: x may scale if the running μ and v do, z may scale by γ and β."""
+    given = call.bound("input running_mean running_var weight bias training momentum eps")
     if call.function is not F.batch_norm or given.get("training") or given.get("running_mean") is None:
         return None
     x = flow.labels(given["input"])
@@ -41,8 +40,12 @@ def batch_norm(flow: Flow, call: Call) -> Any:
 
 def feature_norm(flow: Flow, call: Call) -> Any:
     """Layer norm and RMS norm over the last dimensions: scale and shift start a class per feature."""
-    names = "input normalized_shape weight eps" if call.name == "rms_norm" else "input normalized_shape weight bias eps"
-    given = arguments(call, names)
+    names = (
+        "input normalized_shape weight eps"
+        if call.name == "rms_norm"
+        else "input normalized_shape weight bias eps"
+    )
+    given = call.bound(names)
     x = flow.labels(given["input"])
     size = math.prod(given["normalized_shape"])
     if flow.permuting and len(given["normalized_shape"]) == 1:
@@ -56,12 +59,12 @@ def feature_norm(flow: Flow, call: Call) -> Any:
 
 def group_norm(flow: Flow, call: Call) -> Any:
     """Group norm: scale and shift start a class per channel."""
-    return _channel_norm(flow, call, arguments(call, "input num_groups weight bias eps"))
+    return _channel_norm(flow, call, call.bound("input num_groups weight bias eps"))
 
 
 def instance_norm(flow: Flow, call: Call) -> Any:
     """Instance norm: scale and shift start a class per channel."""
-    return _channel_norm(flow, call, arguments(call, "input running_mean running_var weight bias"))
+    return _channel_norm(flow, call, call.bound("input running_mean running_var weight bias"))
 
 
 def _channel_norm(flow: Flow, call: Call, given: dict[str, Any]) -> Any:
@@ -82,7 +85,11 @@ def _affine(flow: Flow, call: Call, given: dict[str, Any], outer: Tensor, axis: 
             continue
         entry = flow.entry(given[key])
         if isinstance(entry, ParameterView):
-            flow.uses.append(Use(entry.name, entry.index, up=outer.reshape(entry.shape), rows=outer.flatten(), up_part=part))
+            flow.uses.append(
+                Use(
+                    entry.name, entry.index, up=outer.reshape(entry.shape), rows=outer.flatten(), up_part=part
+                )
+            )
         else:
             flow.classes.unite(outer, entry)
     shape = flow.shape(call)

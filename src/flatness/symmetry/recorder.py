@@ -16,17 +16,40 @@ from torch.utils._pytree import tree_flatten, tree_map
 # Questions about a tensor that its values do not enter.
 _QUERIES = frozenset(
     """
-    size dim ndimension numel nelement stride len element_size data_ptr get_device storage_offset storage untyped_storage
-    is_contiguous is_floating_point is_complex is_signed is_pinned is_same_size is_shared is_inference is_conj is_neg is_set_to
-    requires_grad requires_grad_ register_hook retain_grad hash repr format str dir has_names is_tensor is_storage
+    size dim ndimension numel nelement stride len element_size data_ptr get_device storage_offset storage
+    untyped_storage is_contiguous is_floating_point is_complex is_signed is_pinned is_same_size is_shared
+    is_inference is_conj is_neg is_set_to requires_grad requires_grad_ register_hook retain_grad hash repr
+    format str dir has_names is_tensor is_storage
     """.split()  # noqa: SIM905
 )
 _SYNONYMS = {
-    **{"radd": "add", "iadd": "add", "isub": "sub", "subtract": "sub", "rmul": "mul", "imul": "mul", "multiply": "mul"},
-    **{"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "rmatmul": "rmatmul", "imatmul": "matmul"},
-    **{"negative": "neg", "absolute": "abs", "arctan": "atan", "concat": "cat", "concatenate": "cat", "swapaxes": "transpose"},
-    **{"swapdims": "transpose", "moveaxis": "movedim", "greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le"},
-    **{"clip": "clamp", "native_dropout": "dropout", "special_expit": "sigmoid", "itemset": "setitem"},
+    **{
+        "radd": "add",
+        "iadd": "add",
+        "isub": "sub",
+        "subtract": "sub",
+        "rmul": "mul",
+        "imul": "mul",
+        "multiply": "mul",
+    },
+    **{"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "imatmul": "matmul"},
+    **{
+        "negative": "neg",
+        "absolute": "abs",
+        "arctan": "atan",
+        "concat": "cat",
+        "concatenate": "cat",
+        "swapaxes": "transpose",
+    },
+    **{
+        "swapdims": "transpose",
+        "moveaxis": "movedim",
+        "greater": "gt",
+        "less": "lt",
+        "greater_equal": "ge",
+        "less_equal": "le",
+    },
+    **{"clip": "clamp", "native_dropout": "dropout", "special_expit": "sigmoid"},
 }
 
 
@@ -64,7 +87,8 @@ class Call:
     """One call into torch.
 
     Attributes:
-        name: The operator, however it was spelled: "add" for ``a + b``, ``a.add_(b)`` and ``torch.add(a, b)``.
+        name: The operator, however it was spelled: "add" for ``a + b``, ``a.add_(b)`` and ``torch.add(a,
+            b)``.
         function: What was called.
         args: Its arguments, tensors replaced by `Ref`.
         kwargs: Its keyword arguments, likewise.
@@ -85,6 +109,10 @@ class Call:
         """The operator and where it is."""
         return f"{self.name} in {self.module}" if self.module else self.name
 
+    def bound(self, names: str) -> dict[str, Any]:
+        """The arguments by name, given the names of the positional ones; those left out are missing."""
+        return dict(zip(names.split(), self.args, strict=False)) | self.kwargs
+
     def refs(self) -> list[Ref]:
         """All tensors among the arguments."""
         return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Ref)]
@@ -97,7 +125,10 @@ class Call:
 def canonical_name(function: Any) -> str:
     """One name for all spellings of an operator.
 
-    >>> [canonical_name(f) for f in (torch.add, Tensor.add_, Tensor.__iadd__, Tensor.__radd__, Tensor.T.__get__)]
+    >>> [
+    ...     canonical_name(f)
+    ...     for f in (torch.add, Tensor.add_, Tensor.__iadd__, Tensor.__radd__, Tensor.T.__get__)
+    ... ]
     ['add', 'add', 'add', 'add', 'T']
     """
     name = getattr(function, "__name__", type(function).__name__)
@@ -128,7 +159,7 @@ class Location:
 
 @contextmanager
 def located(model: nn.Module, recorder: Recorder | None = None) -> Iterator[Location]:
-    """Follow which module runs; the hooks are global and removed afterwards, so that the model's own stay as they are."""
+    """Follow which module runs, by hooks that are not put on the model and are removed afterwards."""
     location = Location({module: name for name, module in model.named_modules()})
 
     def enter(module: nn.Module, inputs: Any) -> None:
@@ -157,6 +188,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.location = Location()
         # Tensors are kept, so that no two of them can have the same id or the same memory.
+        self._model = model
         self._known: dict[int, tuple[Ref, Tensor]] = {}
         self._memory: dict[int, list[Ref]] = {}
         for name, parameter in model.named_parameters():
@@ -174,12 +206,20 @@ class Recorder(TorchFunctionMode):
 
     def adopt(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Record a module as one unknown operator when its output was not made by recorded calls."""
+        if module is self._model:
+            return
         with torch._C.DisableTorchFunction():
-            lost = [tensor for tensor in _tensors(output) if self.known(tensor) is None and tensor.is_floating_point()]
+            lost = [
+                tensor
+                for tensor in _tensors(output)
+                if self.known(tensor) is None and tensor.is_floating_point()
+            ]
             followed = [tensor for tensor in _tensors(inputs) if self._follows(self.known(tensor))]
             if lost and followed:
                 operands = (*followed, *module.parameters())
-                self._record(type(module).__name__, module, tree_map(self._reference, (operands, {})), output, None)
+                self._record(
+                    type(module).__name__, module, tree_map(self._reference, (operands, {})), output, None
+                )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a call and write it down."""
@@ -188,13 +228,10 @@ class Recorder(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         arguments = tree_map(self._reference, (args, kwargs or {}))
         output = func(*args, **(kwargs or {}))
-        if name == "iter":
-            output = list(output)
-        if isinstance(output, torch.Size) or (func.__name__ == "__get__" and not isinstance(output, Tensor)):
-            return output
-        target = args[0] if name == "setitem" else None
-        self._record(name, func, arguments, output, target)
-        return iter(output) if name == "iter" else output
+        asked = isinstance(output, (torch.Size, str, torch.dtype, torch.device))
+        if not asked and (isinstance(output, Tensor) or func.__name__ != "__get__"):
+            self._record(name, func, arguments, output, args[0] if name == "setitem" else None)
+        return output
 
     def _record(self, name: str, func: Any, arguments: Any, output: Any, target: Tensor | None) -> None:
         refs = [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Ref)]
@@ -205,8 +242,11 @@ class Recorder(TorchFunctionMode):
                 self._known.pop(id(tensor), None)
             return
         overwritten = next((ref for tensor in _tensors(result) if (ref := self.known(tensor)) in refs), None)
-        returned = tree_map(lambda leaf: self._add(leaf, "computed") if isinstance(leaf, Tensor) else leaf, result)
-        self.calls.append(Call(name, func, *arguments, returned, self.location.module, overwritten))
+        returned = tree_map(
+            lambda leaf: self._add(leaf, "computed") if isinstance(leaf, Tensor) else leaf, result
+        )
+        args, kwargs = arguments
+        self.calls.append(Call(name, func, args, kwargs, returned, self.location.module, overwritten))
 
     def _reference(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -218,7 +258,9 @@ class Recorder(TorchFunctionMode):
         if any(self._follows(sharer) for sharer in sharers):
             # A tensor nobody returned, in the memory of one that was written to: a base or a view of it.
             ref = self._add(leaf, "computed")
-            self.calls.append(Call("shared memory", torch.clone, tuple(sharers), {}, ref, self.location.module))
+            self.calls.append(
+                Call("shared memory", torch.clone, tuple(sharers), {}, ref, self.location.module)
+            )
             return ref
         return self._add(leaf, "constant")
 
@@ -227,7 +269,9 @@ class Recorder(TorchFunctionMode):
 
     def _add(self, tensor: Tensor, kind: str, name: str | None = None) -> Ref:
         ref = Ref(len(self.values))
-        entries = tensor.detach().cpu().clone() if kind == "constant" or not tensor.is_floating_point() else None
+        entries = (
+            tensor.detach().cpu().clone() if kind == "constant" or not tensor.is_floating_point() else None
+        )
         self.values.append(Value(kind, tuple(tensor.shape), name, entries))
         self._known[id(tensor)] = (ref, tensor)
         self._memory.setdefault(_address(tensor), []).append(ref)

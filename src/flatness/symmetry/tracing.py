@@ -1,7 +1,9 @@
 """One forward pass, written down operator by operator.
 
-The model runs on a real example while every call into torch is intercepted, so that any Python in its forward pass is
-fine: modules, functions, methods, operators, loops and branches. What is recorded holds for inputs like the example.
+The model runs on a real example while every call into torch is intercepted, so that any Python in its forward
+pass is
+fine: modules, functions, methods, operators, loops and branches. What is recorded holds for inputs like the
+    example.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def default_forward(model: nn.Module, example: Any) -> Any:
 
 
 def run(model: nn.Module, example: Any, forward: Forward) -> Tensor:
-    """The model's output on the example, without recording; the message of an error says where it came from."""
+    """The model's output on the example, without recording; an error says where it came from."""
     with torch.no_grad(), located(model) as location:
         try:
             return _one_tensor(forward(model, example))
@@ -57,8 +59,10 @@ def run(model: nn.Module, example: Any, forward: Forward) -> Tensor:
             raise
         except Exception as error:
             raise ModelError(
-                f"Expected an example that the model can run on but {location.describe(model)} stopped at {describe(example)} with "
-                f"{type(error).__name__}: {_first_line(error)}. Pass inputs as the model takes them, one row per sample: a tensor, "
+                f"Expected an example that the model can run on but {location.describe(model)} stopped at "
+                f"{describe(example)} with "
+                f"{type(error).__name__}: {_first_line(error)}. Pass inputs as the model takes them, one row "
+                "per sample: a tensor, "
                 "a tuple of arguments or a dict of keyword arguments."
             ) from error
 
@@ -79,14 +83,18 @@ def trace(model: nn.Module, example: Any, forward: Forward) -> Trace:
     ref = recorder.known(output)
     if ref is None or recorder.values[ref.index].kind == "constant":
         raise ModelError(
-            f"Expected a forward pass made of torch operations but the output of {type(model).__name__} was computed where they cannot "
-            "be followed (TorchScript, numpy, another library). Pass the eager torch model, or wrap only the torch part of it."
+            f"Expected a forward pass made of torch operations but the output of {type(model).__name__} was "
+            "computed where they cannot "
+            "be followed (TorchScript, numpy, another library). Pass the eager torch model, or wrap only the "
+            "torch part of it."
         )
     shapes = {name: tuple(value.shape) for name, value in [*model.named_parameters(), *model.named_buffers()]}
     return Trace(recorder.values, recorder.calls, ref, type(model).__name__, shapes)
 
 
-def _recorded(model: nn.Module, example: Any, forward: Forward, recorder: Recorder, location: Location) -> Tensor:
+def _recorded(
+    model: nn.Module, example: Any, forward: Forward, recorder: Recorder, location: Location
+) -> Tensor:
     try:
         with recorder:
             return _one_tensor(forward(model, example))
@@ -95,8 +103,10 @@ def _recorded(model: nn.Module, example: Any, forward: Forward, recorder: Record
     except Exception as error:
         after = f" after {recorder.calls[-1]}" if recorder.calls else ""
         raise ModelError(
-            f"Expected a forward pass whose calls into torch can be recorded but {location.describe(model)}{after} stopped with "
-            f"{type(error).__name__}: {_first_line(error)}. The model runs when nothing is recorded: replace that part by plain torch "
+            "Expected a forward pass whose calls into torch can be recorded but "
+            f"{location.describe(model)}{after} stopped with "
+            f"{type(error).__name__}: {_first_line(error)}. The model runs when nothing is recorded: replace "
+            "that part by plain torch "
             "operations, or check the part of the model before it."
         ) from error
 
@@ -105,7 +115,8 @@ def _one_tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     raise ModelError(
-        f"Expected the model to return one tensor but got {describe(output)}. Say which part is the output, for example "
+        f"Expected the model to return one tensor but got {describe(output)}. Say which part is the output, "
+        "for example "
         "forward=lambda model, x: model(x)[0]."
     )
 
@@ -125,7 +136,8 @@ def _check_same(expected: Tensor, output: Tensor) -> None:
         if change <= 1e-4:
             return
     raise NondeterministicError(
-        f"Expected the same output for the same example but two runs in evaluation mode differ by {change:.3g} of its size. Look for "
+        "Expected the same output for the same example but two runs in evaluation mode differ by "
+        f"{change:.3g} of its size. Look for "
         "F.dropout(x) without training=self.training, for noise, or for random sampling inside forward."
     )
 

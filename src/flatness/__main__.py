@@ -1,0 +1,5 @@
+"""``python -m flatness``."""
+
+from flatness.cli.app import main
+
+main()

@@ -1,0 +1,35 @@
+"""``flatness demo``: what the library does, in a minute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatness.cli.help import Command
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("demo", cls=Command, short_help="Train small networks: does flatter mean better?")(demo)
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder for tables, pictures and the page.")
+    ] = Path("flatness-demo"),
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=20, help="Networks per setting.")] = 3,
+) -> None:
+    r"""Train small networks on digits, measure every layer, and see whether flatter means better.
+
+    \b
+    Example:
+      flatness demo
+      flatness demo --out /tmp/demo --seeds 1
+    """
+    typer.echo("flatness demo: training and measuring, well under a minute …\n", err=True)
+    from flatness.cli.output import terminal_width
+    from flatness.demo import run
+
+    run(out, seeds=seeds, say=typer.echo, width=terminal_width())

@@ -1,0 +1,44 @@
+"""Help pages: options in groups, and the nearest command for a wrong one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from flatness.cli.answers import UsageError
+from flatness.errors import nearest
+
+
+class Group(TyperGroup):
+    """The root command."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names."""
+        word = args[0]
+        if self.get_command(ctx, word) is None and not word.startswith("-") and not ctx.resilient_parsing:
+            known = self.list_commands(ctx)
+            raise UsageError(
+                f"Expected a command, one of {', '.join(known)}, but got {word!r}.{nearest(word, known)}"
+            )
+        return super().resolve_command(ctx, args)
+
+
+class Command(TyperCommand):
+    """A command whose help shows its options in groups (their ``rich_help_panel``)."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, group by group."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                if parameter.param_type_name == "argument":
+                    name, record = "Arguments", (parameter.metavar or record[0], record[1])
+                else:
+                    name = getattr(parameter, "rich_help_panel", None) or "Options"
+                groups.setdefault(name, []).append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)

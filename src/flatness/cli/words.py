@@ -1,0 +1,63 @@
+"""The words that options take, known without loading torch: for shell completion and for quick answers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib import resources
+
+DATASETS = ("mnist", "fashion-mnist", "cifar10", "digits")
+LOSSES = ("cross_entropy", "nll", "mse", "squared_error", "bce", "normalized_cross_entropy")
+METHODS = ("auto", "exact", "sampled")
+CURVATURES = ("hessian", "gauss_newton")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+SPLITS = ("train", "test")
+DEVICES = ("cpu", "cuda", "mps")
+
+
+def complete_from(*words: str):
+    """A completion function over fixed words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
+def complete_measures(incomplete: str) -> list[str]:
+    """Names of measures, also after a comma."""
+    before, comma, last = incomplete.rpartition(",")
+    names = ["default", "all", *measure_names()]
+    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Names of this package's networks."""
+    return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def measure_names() -> list[str]:
+    """Names of the measures in the catalogue, read from the source: importing it would take seconds."""
+    calls = (node for tree in _sources("measures") for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [
+        str(keyword.value.value)
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "Measure"
+        for keyword in call.keywords
+        if keyword.arg == "name" and isinstance(keyword.value, ast.Constant)
+    ]
+
+
+def model_names() -> list[str]:
+    """Names of the networks in `flatness.models`, read from the source."""
+    for tree in _sources("models"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_FACTORIES":
+                return [name.id for name in ast.walk(node.value or node) if isinstance(name, ast.Name)]
+    return []
+
+
+def _sources(package: str) -> Iterator[ast.Module]:
+    for file in sorted(resources.files("flatness").joinpath(package).iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".py"):
+            yield ast.parse(file.read_text(encoding="utf-8"))

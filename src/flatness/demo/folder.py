@@ -1,0 +1,110 @@
+"""The files of the demo: tables, pictures, reports and the page."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+
+from flatness.demo.story import MEASURE, PLAIN, concordance, grouped, value
+from flatness.demo.training import SIZES, TARGET
+from flatness.files import write_text
+from flatness.latex import latex_grid
+from flatness.result import Report
+from flatness.show.page import Page, write_page
+from flatness.show.plots import save_layers, save_scatter
+from flatness.show.points import points_of
+from flatness.show.svg import profile, scatter
+from flatness.tables import Grid, column_of, format_value
+
+_X_LABEL, _Y_LABEL = "relative flatness (sum over layers)", "test loss − training loss"
+_FACTS = {"gap": "test gap", "test_accuracy": "test accuracy", "risk": "risk"}
+
+
+def write_folder(out: Path, reports: Mapping[str, Report]) -> list[str]:
+    """Write everything and return the names, the page first."""
+    (out / "reports").mkdir(parents=True, exist_ok=True)
+    for name, report in reports.items():
+        report.save(out / "reports" / f"{name.replace(' %', '').replace(', ', '-').replace(' ', '-')}.json")
+    write_text(out / "table.csv", _csv(reports))
+    write_text(out / "table.tex", _latex(reports))
+    agreeing, pairs = concordance(list(reports.values()), MEASURE)
+    caption = (
+        f"Flatness against the generalisation gap of {len(reports)} networks: relative flatness orders "
+        f"{agreeing} of {pairs} pairs as their gaps do."
+    )
+    points = points_of(reports, MEASURE[0], MEASURE[1], "gap", "setting")
+    save_scatter(
+        out / "scatter.png", points, _X_LABEL, _Y_LABEL, "Does the flatter network generalise better?"
+    )
+    save_layers(
+        out / "layers.png",
+        grouped(reports),
+        MEASURE[0],
+        "Where the curvature sits: relative flatness by layer",
+    )
+    figures = [scatter(points, _X_LABEL, _Y_LABEL, caption), _profile(reports)]
+    write_page(out / "index.html", _page(reports, figures))
+    return [
+        "index.html",
+        "scatter.png",
+        "layers.png",
+        "table.csv",
+        "table.tex",
+        f"reports/ ({len(reports)} JSON files)",
+    ]
+
+
+def _csv(reports: Mapping[str, Report]) -> str:
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    facts = (
+        "setting",
+        "batch",
+        "learning_rate",
+        "random_labels",
+        "training_seed",
+        "risk",
+        "test_risk",
+        "gap",
+        "test_accuracy",
+    )
+    writer.writerow([*facts, MEASURE[0], PLAIN[0]])
+    for report in reports.values():
+        writer.writerow(
+            [*(report.meta[fact] for fact in facts), value(report, MEASURE), value(report, PLAIN)]
+        )
+    return stream.getvalue()
+
+
+def _latex(reports: Mapping[str, Report]) -> str:
+    grid = Grid("network")
+    for name, members in grouped(reports).items():
+        grid.put(name, "test gap", format_value(fmean(report.meta["gap"] for report in members)))
+        for quantity in (MEASURE, PLAIN):
+            grid.put(name, quantity[0], format_value(fmean(value(report, quantity) for report in members)))
+    return latex_grid(grid)
+
+
+def _profile(reports: Mapping[str, Report]) -> str:
+    layers = next(iter(reports.values())).layers()
+    means = {
+        name: [fmean(report.value(MEASURE[0], layer=layer) for report in members) for layer in layers]
+        for name, members in grouped(reports).items()
+    }
+    return profile(
+        means, layers, "relative flatness", "Relative flatness layer by layer, mean over the seeds."
+    )
+
+
+def _page(reports: Mapping[str, Report], figures: list[str]) -> Page:
+    lead = [
+        f"Networks {'-'.join(map(str, SIZES))} on scikit-learn's 8×8 digits, trained by SGD in several ways "
+        f"until their training loss was below {TARGET:g}, measured layer by layer on their training data.",
+        "The test gap is test loss minus training loss. Smaller values of a measure are flatter.",
+    ]
+    return Page(
+        "Flatness demo", reports, lead=lead, figures=figures, facts=_FACTS, first=[column_of(*MEASURE)]
+    )

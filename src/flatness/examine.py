@@ -1,0 +1,297 @@
+"""What a few samples tell about a network: which layers run, how weights are used, what comes after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness import batches
+from flatness.affine import AffineModule, find_affine
+from flatness.curvature.recording import Record, Recording
+from flatness.errors import ModelError, OutOfMemoryError, listed
+from flatness.graph import InPlaceOperators, NetworkGraph, read_graph
+from flatness.layers import Layer, find_layers
+from flatness.losses import Items
+from flatness.memory import fits, ran_out
+from flatness.probe import probe
+from flatness.problem import Problem
+
+_SAMPLES = (8, 4, 2, 1)
+_CUT_OFF = "no gradient reaches it (torch.no_grad, detach or reentrant checkpointing in the forward pass)"
+
+
+@dataclass
+class Examined:
+    """A network, seen through one recorded forward pass.
+
+    Attributes:
+        items: The outputs, with their graph.
+        layers: The supported layers, by name.
+        affine: The norm layers and PReLUs that ran, by name.
+        called: Names of the layers that ran, in the order of their first call.
+        records: What was recorded, by name; the last call of each.
+        graph: What the autograd graph says.
+        refused: Why a layer, or a norm layer, cannot be measured exactly whatever follows it.
+        idle: Layers that ran but do not influence the output.
+        silent: Layers and norm layers that did not run and whose parameters nothing else used.
+        overwrites: Whether the network overwrites what layers were given.
+        notes: What the user should know.
+    """
+
+    items: Items
+    layers: dict[str, Layer]
+    affine: dict[str, AffineModule]
+    called: list[str]
+    records: dict[str, Record]
+    graph: NetworkGraph
+    refused: dict[str, str] = field(default_factory=dict)
+    idle: set[str] = field(default_factory=set)
+    silent: list[str] = field(default_factory=list)
+    overwrites: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last(self) -> str | None:
+        """The layer that ran last among those the output depends on."""
+        return next((name for name in reversed(self.called) if name not in self.idle), None)
+
+
+def examine(problem: Problem) -> Examined:
+    """Probe the model and record a few samples, fewer when they do not fit into memory."""
+    for size in _SAMPLES:
+        found: list[Examined] = []
+        work = partial(_examine_into, found, problem, size)
+        if fits(work, problem.device):
+            return found[0]
+    raise OutOfMemoryError(
+        f"Expected one sample to fit into memory but it does not, on {problem.device}. "
+        "Use a lower dtype, or a device with more memory."
+    )
+
+
+def _examine_into(found: list[Examined], problem: Problem, size: int) -> None:
+    found.append(_examine(problem, problem.example(size)))
+
+
+def _examine(problem: Problem, example: Any) -> Examined:
+    probe(problem, example)
+    layers, affine = find_layers(problem.model), find_affine(problem.model)
+    alone = _run_alone(problem, example, layers, affine)
+    views: dict[str, Layer | AffineModule] = {**layers, **affine}
+    views = {name: view for name, view in views.items() if name not in alone.misread}
+    examined = _recorded(problem, example, views, copy_inputs=False)
+    if examined.overwrites:
+        examined = _recorded(problem, example, views, copy_inputs=True)
+    _refuse_rows(examined, alone.inputs)
+    _refuse_unreached(problem, example, examined)
+    _add_notes(problem.model, examined, alone.misread)
+    return examined
+
+
+def _recorded(
+    problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule], *, copy_inputs: bool
+) -> Examined:
+    modules = {name: view.module for name, view in views.items()}
+    with _differentiable(problem.model), Recording(modules, copy_inputs=copy_inputs) as recording:
+        with InPlaceOperators() as in_place:
+            items = problem.items(batches.copied(example))
+        records = {name: calls[-1] for name, calls in recording.calls.items()}
+        edges = {name: record.z_edge for name, record in records.items() if record.z_edge is not None}
+        shift_invariant = problem.loss.shift_invariant
+        graph = read_graph(
+            items.logits, edges, final_log_softmax=shift_invariant, curved_in_place=in_place.curved
+        )
+        examined = Examined(
+            items=items,
+            layers={name: view for name, view in views.items() if isinstance(view, Layer)},
+            affine={name: view for name in records if isinstance(view := views[name], AffineModule)},
+            called=[name for name in records if isinstance(views[name], Layer)],
+            records=records,
+            graph=graph,
+            overwrites=copy_inputs or bool(recording.overwritten()),
+        )
+        if examined.overwrites == copy_inputs:
+            _refuse_reused(problem.model, examined, recording)
+            _refuse_undifferentiable(examined, recording)
+    for name, view in views.items():
+        used = (graph.uses.get(id(value), 0) for value in view.module.parameters(recurse=False))
+        if name not in records and not any(used):
+            examined.silent.append(name)
+    return examined
+
+
+@contextmanager
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """Parameters that all require gradients, so that the graph shows what reads them; set back afterwards."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@dataclass
+class _Alone:
+    """One sample on its own: the inputs that modules saw, and modules that compute something unexpected."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    misread: list[str] = field(default_factory=list)
+
+
+def _run_alone(
+    problem: Problem, example: Any, layers: Mapping[str, Layer], affine: Mapping[str, AffineModule]
+) -> _Alone:
+    alone = _Alone()
+
+    def hook(name: str, view: Layer | AffineModule) -> Any:
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            x = args[0] if args else kwargs.get("input")
+            if isinstance(x, Tensor) and isinstance(output, Tensor):
+                alone.inputs[name] = x.detach().clone()
+                if name not in alone.misread and not view.explains(x, output, 1):
+                    alone.misread.append(name)
+
+        return check
+
+    views: dict[str, Layer | AffineModule] = {**layers, **affine}
+    handles = [
+        view.module.register_forward_hook(hook(name, view), with_kwargs=True) for name, view in views.items()
+    ]
+    try:
+        with torch.no_grad():
+            problem.items(batches.copied(batches.rows(example, 0, 1)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return alone
+
+
+def _refuse_reused(model: nn.Module, examined: Examined, recording: Recording) -> None:
+    """Refuse what runs twice, shares a parameter with another module, or has one read by another operator."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    for name in examined.records:
+        counts = [len(recording.calls[name])]
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            counts += [len(owners[id(parameter)]), examined.graph.uses.get(id(parameter), 0)]
+        if max(counts) > 1:
+            examined.refused[name] = f"its weight is used {max(counts)} times"
+
+
+def _refuse_undifferentiable(examined: Examined, recording: Recording) -> None:
+    """Send one signal back, so that what cannot be differentiated is known before any data is read."""
+    output, reached = examined.items.logits, sorted(examined.graph.reached)
+    if not output.requires_grad:
+        raise ModelError(
+            "Expected an output that can be differentiated but the forward pass runs under torch.no_grad or "
+            "detaches it. Take that out of the model's code: measuring needs the graph."
+        )
+    calls = sum(len(recorded) for recorded in recording.calls.values())
+    if _backward_error(examined, reached) is not None:
+        errors = {name: _backward_error(examined, [name]) for name in reached}
+        for name, error in errors.items():
+            if error is not None:
+                examined.refused.setdefault(name, f"torch cannot differentiate what follows it: {error}")
+    if sum(len(recorded) for recorded in recording.calls.values()) != calls:
+        raise ModelError(
+            "Expected layers that run in the forward pass only but the backward pass runs them again: "
+            "activation checkpointing. Switch it off in the model and measure again; memory is kept by "
+            "smaller micro-batches here."
+        )
+
+
+def _backward_error(examined: Examined, names: list[str]) -> str | None:
+    """What torch says against derivatives at these modules; None when there is nothing."""
+    output, edges = examined.items.logits, [examined.records[name].z_edge for name in names]
+    try:
+        if edges:
+            torch.autograd.grad(output, edges, torch.ones_like(output), retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if ran_out(error):
+            raise
+        return str(error).split(":")[0].splitlines()[0]
+    return None
+
+
+def _refuse_rows(examined: Examined, alone: Mapping[str, Tensor]) -> None:
+    """Refuse inputs not laid out sample by sample: the first rows must be those of the first sample alone."""
+    n = examined.items.logits.shape[0]
+    for name, record in examined.records.items():
+        x, own = record.x, alone.get(name)
+        if n == 1 or own is None or name in examined.refused:
+            continue
+        rows = own.shape[0]
+        fits_shape = x.shape == (n * rows, *own.shape[1:]) and (rows == 1 or name in examined.layers)
+        if not fits_shape or bool((x[:rows] - own).abs().max() > 1e-2 * own.abs().max()):
+            shape = list(x.shape)
+            examined.refused[name] = (
+                f"its input, of shape {shape} for {n} samples, is not laid out sample by sample"
+            )
+
+
+def _refuse_unreached(problem: Problem, example: Any, examined: Examined) -> None:
+    """Tell modules that do not influence the output from those that no gradient reaches though they do."""
+    unreached = [name for name in examined.records if name not in examined.graph.reached]
+    for name in unreached if unreached and _influence(problem, example, examined, unreached) else ():
+        if _influence(problem, example, examined, [name]):
+            examined.refused.setdefault(name, _CUT_OFF)
+    examined.idle |= {name for name in unreached if examined.refused.get(name) != _CUT_OFF}
+
+
+def _influence(problem: Problem, example: Any, examined: Examined, names: list[str]) -> bool:
+    """Whether the output changes when these modules return something else."""
+    views: dict[str, Any] = {**examined.layers, **examined.affine}
+    handles = [
+        views[name].module.register_forward_hook(lambda m, a, output: 1.5 * output + 1) for name in names
+    ]
+    try:
+        with torch.no_grad():
+            other = problem.items(batches.copied(example)).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    change = (other - examined.items.logits.detach()).abs().max()
+    return not bool(change <= 1e-5 * examined.items.logits.detach().abs().max())
+
+
+def _add_notes(model: nn.Module, examined: Examined, misread: list[str]) -> None:
+    notes = examined.notes
+    silent = [name for name in examined.layers if name in examined.silent]
+    if silent:
+        notes.append(f"never called in the forward pass and left out: {listed(silent)}")
+    bypassed = [
+        name for name in examined.layers if name not in examined.records and name not in examined.silent
+    ]
+    if bypassed:
+        notes.append(
+            f"their weights are used without calling them, and they are left out: {listed(bypassed)}"
+        )
+    if misread:
+        notes.append(
+            f"compute something else than their class says and are left out: {listed(misread)}; "
+            "flatness.register_layer can teach it"
+        )
+    idle = [name for name in examined.called if name in examined.idle]
+    if idle:
+        notes.append(f"the output does not depend on: {listed(idle)}")
+    known = {*examined.layers, *examined.affine, *examined.silent, *misread}
+    unknown = [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if name not in known and next(module.parameters(recurse=False), None) is not None
+    ]
+    if unknown:
+        notes.append(
+            f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it"
+        )

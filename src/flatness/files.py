@@ -1,0 +1,35 @@
+"""Files that are written at once or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flatness.errors import OptionError
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path to write to, renamed to `path` at the end; removed after an error or Ctrl-C.
+
+    Readers see the old file or the new one, never half.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise OptionError(f"Expected a path in an existing folder but got {str(path)!r}. Make the folder first.")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -1,0 +1,59 @@
+"""How much memory work may take, and what running out of it looks like."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+_MEGABYTE = 2**20
+# What torch says where it does not raise torch.OutOfMemoryError.
+_SIGNS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def fits(work: Callable[[], object], device: torch.device) -> bool:
+    """Do the work; False when memory ran out, with what it held given back."""
+    try:
+        work()
+        return True
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+    # Outside the handler, so that the traceback no longer holds the tensors of the failed work.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return False
+
+
+def batch_budget(device: torch.device, backward: bool) -> int:
+    """Bytes that one micro-batch may take: a share of what is free, and no more than speed needs.
+
+    On a CPU, backward passes are fastest when their working set stays near the caches; a forward pass wants
+    long rows.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return min(free // 4, 16_384 * _MEGABYTE)
+    return (64 if backward else 384) * _MEGABYTE
+
+
+def kept_budget(device: torch.device) -> int:
+    """Bytes that signals kept between passes may take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 4
+    return 1024 * _MEGABYTE

@@ -1,0 +1,60 @@
+"""Where a report comes from: fingerprints of model and data, settings, versions."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.curvature.statistics import Statistics
+from flatness.plan import Plan
+from flatness.problem import Problem
+
+
+def provenance(problem: Problem, chosen: Plan, statistics: Statistics, seconds: float) -> dict[str, Any]:
+    """The `meta` of a report."""
+    return {
+        "model": type(problem.model).__name__,
+        "model_fingerprint": _model_fingerprint(problem.model),
+        "data_fingerprint": f"{problem.fingerprint or 0:x}",
+        "samples": statistics.samples,
+        "risk": float(statistics.risk / statistics.normaliser),
+        "loss": problem.loss.name,
+        "loss_options": problem.loss.options(),
+        "curvature": chosen.curvature,
+        "weight_decay": problem.weight_decay,
+        "parameters": {name: list(value.shape) for name, value in problem.model.named_parameters()},
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "device": problem.device.type,
+        "seed": problem.seed,
+        "seconds": round(seconds, 4),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "flatness": _own_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _model_fingerprint(model: nn.Module) -> str:
+    """Depends on names, shapes and values of parameters and buffers: sums, and up to 256 entries each."""
+    digest = hashlib.sha256()
+    numbers: list[Tensor] = []
+    device = next(model.parameters()).device
+    for name, value in model.state_dict().items():
+        digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
+        if isinstance(value, Tensor) and value.numel() and not value.is_complex():
+            flat = value.detach().reshape(-1)
+            numbers.append(flat.sum(dtype=torch.float64).reshape(1).to(device))
+            numbers.append(flat[:: -(-flat.numel() // 256)].double().to(device))
+    digest.update(torch.cat(numbers).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _own_version() -> str:
+    try:
+        return version("flatness")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,112 @@
+"""Pictures as files, from reports. The only importer of matplotlib."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from flatness.files import replacing
+from flatness.result import Report
+from flatness.show.points import Point, looks
+from flatness.show.scales import scale_of
+
+_MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "triangle": "^",
+    "diamond": "D",
+    "cross": "X",
+    "star": "*",
+    "wedge": "v",
+}
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)))
+
+
+def save_scatter(
+    path: str | os.PathLike[str], points: Sequence[Point], x_label: str, y_label: str, title: str
+) -> None:
+    """Save a scatter: a point per network, a colour and a marker per group."""
+    figure, axes = _figure()
+    for group, (colour, shape) in looks(point.group for point in points).items():
+        members = [point for point in points if point.group == group]
+        axes.plot(
+            [point.x for point in members],
+            [point.y for point in members],
+            _MARKERS[shape],
+            color=colour,
+            markeredgecolor="black",
+            markeredgewidth=0.6,
+            markersize=9 if shape == "star" else 7,
+            label=group,
+        )
+    _scale(axes, "x", [point.x for point in points])
+    _scale(axes, "y", [point.y for point in points])
+    _label(axes, x_label, y_label, title)
+    _save(figure, path)
+
+
+def save_layers(
+    path: str | os.PathLike[str],
+    groups: Mapping[str, Sequence[Report]],
+    measure: str,
+    title: str,
+    reduction: str | None = None,
+) -> None:
+    """Save a measure layer by layer: a line per group, with a band over the reports of that group."""
+    figure, axes = _figure()
+    look = looks(groups)
+    shown: list[float] = []
+    names = next(iter(groups.values()))[0].layers()
+    places = range(len(names))
+    for number, (group, reports) in enumerate(groups.items()):
+        colour, shape = look[group]
+        rows = [
+            [report.value(measure, layer=name, reduction=reduction) for report in reports] for name in names
+        ]
+        means = [sum(row) / len(row) for row in rows]
+        style = _DASHES[number % len(_DASHES)]
+        axes.plot(places, means, color=colour, marker=_MARKERS[shape], linestyle=style, label=group)
+        axes.fill_between(
+            places, [min(row) for row in rows], [max(row) for row in rows], color=colour, alpha=0.15
+        )
+        shown += [value for row in rows for value in row]
+    axes.set_xticks(list(places), names)
+    _scale(axes, "y", shown)
+    _label(axes, "layer", measure.replace("_", " "), title)
+    _save(figure, path)
+
+
+def _figure() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.4, 4.4), dpi=150, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
+    scale = scale_of(values)
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    if scale.logarithmic:
+        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    (axes.set_xlim if which == "x" else axes.set_ylim)(scale.low, scale.high)
+    axis.set_major_locator(FixedLocator(list(scale.ticks)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _label(axes: Axes, x_label: str, y_label: str, title: str) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(True, color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+
+
+def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    suffix = os.path.splitext(os.fspath(path))[1].lstrip(".") or "png"
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=suffix)

@@ -1,0 +1,43 @@
+"""Points of a scatter and how their groups look: colours for the colour-blind, shapes for grey print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from flatness.result import Report
+
+# Okabe and Ito's palette without the yellow, which is too light on white. A group also has a shape.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777")
+SHAPES = ("circle", "square", "triangle", "diamond", "cross", "star", "wedge")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One network in a scatter."""
+
+    x: float
+    y: float
+    group: str
+    label: str
+
+
+def points_of(
+    reports: Mapping[str, Report], measure: str, reduction: str | None, against: str, group: str
+) -> list[Point]:
+    """A point per report: a measure of the network against a fact in its ``meta``, such as the test gap."""
+    return [
+        Point(
+            report.value(measure, reduction=reduction),
+            float(report.meta[against]),
+            str(report.meta[group]),
+            name,
+        )
+        for name, report in reports.items()
+    ]
+
+
+def looks(groups: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and shape of every group, in order of appearance."""
+    names = list(dict.fromkeys(groups))
+    return {name: (COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]) for i, name in enumerate(names)}

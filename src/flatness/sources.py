@@ -1,0 +1,172 @@
+"""Where batches come from: the user's data, iterated as often as needed, every time the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from flatness.batches import describe, sample_codes, size_of
+from flatness.errors import DataError
+
+_BATCH = 256
+EMPTY = "Expected at least one sample but the data is empty. Check the data set and the loader's drop_last."
+
+
+class Source:
+    """The user's data as batches; every pass is checked to have seen the same samples as the first.
+
+    Args:
+        data: A DataLoader, a pair of tensors, a Dataset, or any re-iterable of batches.
+        seed: Random states that loaders draw from are set to this before every pass.
+
+    Attributes:
+        samples: Number of samples of a full pass; None before the first.
+        fingerprint: What tells this data set from another, whatever its order; None before the first pass.
+    """
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self.data = _reiterable(data)
+        self.seed = seed
+        self.samples: int | None = None
+        self.fingerprint: int | None = None
+        self._first_sample: Tensor | None = None
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether the data are two tensors, which are batched here."""
+        return isinstance(self.data, _TensorPair)
+
+    def first(self) -> Any:
+        """The first batch that holds any sample."""
+        with self._replayable():
+            for batch in self._batches(_BATCH):
+                if size_of(batch) > 0:
+                    self._first_sample = sample_codes(batch)[:1].cpu()
+                    return batch
+        raise DataError(EMPTY)
+
+    def batches(self, size: int) -> Iterator[Any]:
+        """All batches once; a pair of tensors in batches of `size`, other data in the batches it has.
+
+        Raises:
+            DataError: After the last batch, when this pass saw other samples than the first one.
+        """
+        seen, code = 0, torch.zeros((), dtype=torch.int64, device="cpu")
+        met_first = torch.ones((), dtype=torch.bool, device="cpu")
+        if self.samples is None and self._first_sample is not None:
+            met_first = ~met_first
+        with self._replayable():
+            for batch in self._batches(size):
+                seen += size_of(batch)
+                codes = sample_codes(batch)
+                code = code.to(codes.device) + codes.sum()
+                if self.samples is None and self._first_sample is not None:
+                    met_first = (
+                        met_first.to(codes.device) | (codes == self._first_sample.to(codes.device)).any()
+                    )
+                yield batch
+        self._check(seen, int(code), bool(met_first))
+
+    def expected_batches(self, size: int) -> int | None:
+        """How many batches a pass has, where that is known."""
+        try:
+            return -(-len(self.data) // size) if self.is_pair else len(self.data)
+        except TypeError:
+            return None
+
+    def _batches(self, size: int) -> Iterator[Any]:
+        return self.data.batches(size) if isinstance(self.data, _TensorPair) else iter(self.data)
+
+    @contextmanager
+    def _replayable(self) -> Iterator[None]:
+        """Random states that are the same for every pass: shuffling and augmentation repeat themselves."""
+        generators = _generators(self.data)
+        states = [generator.get_state() for generator in generators]
+        torch.default_generator.manual_seed(self.seed)
+        random.seed(self.seed)
+        np.random.seed(self.seed % 2**32)  # noqa: NPY002 (the state that data sets of others draw from)
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+    def _check(self, seen: int, code: int, met_first: bool) -> None:
+        if not met_first:
+            raise DataError(
+                "Expected the data to begin anew on every iteration but the sample that came first was not "
+                "seen again. Pass data that can be iterated more than once, and whose samples stay the "
+                "same: a DataLoader without random augmentation, a pair of tensors, or list(batches)."
+            )
+        if self.samples is None:
+            if seen == 0:
+                raise DataError(EMPTY)
+            self.samples, self.fingerprint = seen, code
+        elif (seen, code) != (self.samples, self.fingerprint):
+            then = f"{seen} samples" if seen != self.samples else f"{seen} others"
+            raise DataError(
+                f"Expected every pass over the data to see the same samples but got {self.samples} samples "
+                f"first and {then} later. Measure on data without random augmentation and without a random "
+                "choice of samples."
+            )
+
+
+def different_lengths(x: Tensor, y: Tensor) -> DataError:
+    """The error about inputs and targets that do not belong together."""
+    return DataError(
+        f"Expected as many targets as inputs but got inputs of shape {list(x.shape)} and targets of shape "
+        f"{list(y.shape)}. The first dimension of both counts samples."
+    )
+
+
+class _TensorPair:
+    """Inputs and targets held as two tensors."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        if x.dim() == 0 or y.dim() == 0 or x.shape[0] != y.shape[0]:
+            raise different_lengths(x, y)
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+    def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(self), size):
+            yield self.x[start : start + size], self.y[start : start + size]
+
+
+def _generators(data: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers own."""
+    sampler, batch_sampler = getattr(data, "sampler", None), getattr(data, "batch_sampler", None)
+    owners = (data, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
+
+
+def _reiterable(data: Any) -> Any:
+    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        return _TensorPair(*data)
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        return _TensorPair(*data.tensors)
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        return DataLoader(data, batch_size=_BATCH)
+    if hasattr(data, "__next__"):
+        raise DataError(
+            f"Expected data that can be iterated more than once but got a one-shot {type(data).__name__}. "
+            "Pass a DataLoader, a pair of tensors, or list(batches)."
+        )
+    arrays = isinstance(data, (tuple, list)) and any(isinstance(part, np.ndarray) for part in data)
+    if arrays or not hasattr(data, "__iter__") or isinstance(data, (str, bytes, Mapping, Tensor, np.ndarray)):
+        raise DataError(
+            "Expected a DataLoader, a pair of tensors or an iterable of batches but got "
+            f"{describe(data)}. For example flatness.measure(model, (inputs, targets)) with two tensors; "
+            "torch.as_tensor makes one of an array."
+        )
+    return data

@@ -1,0 +1,159 @@
+"""What operators that work entry by entry do to labels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.symmetry.flow import Flow, ParameterView, Use
+from flatness.symmetry.labels import ANY, compact
+from flatness.symmetry.recorder import Call
+
+
+def copies(flow: Flow, call: Call) -> Any:
+    """Copies and changes of dtype: the same entries, also of a parameter."""
+    return flow.entry(call.bound("input")["input"])
+
+
+def homogeneous(flow: Flow, call: Call) -> Any:
+    """f(s·x) = s·f(x) for s > 0: entries keep their labels."""
+    return flow.labels(call.bound("input")["input"])
+
+
+def pointwise(flow: Flow, call: Call) -> Any:
+    """Entries are treated alike, but not in proportion: fine to permute, not to scale."""
+    if flow.permuting:
+        return flow.labels(call.bound("input")["input"])
+    return flow.stop(call, f"{call} is not positively homogeneous")
+
+
+def clamp(flow: Flow, call: Call) -> Any:
+    """Clamping at 0 is a ReLU; at another bound it is not homogeneous."""
+    names = {"clamp_min": "input min", "clamp_max": "input max", "threshold": "input threshold value"}.get(
+        call.name, "input min max"
+    )
+    given = call.bound(names)
+    bounds = [
+        value
+        for key, value in given.items()
+        if key in ("min", "max", "threshold", "value") and value is not None
+    ]
+    zeros = all(isinstance(bound, (int, float)) and (bound == 0 or math.isinf(bound)) for bound in bounds)
+    return flow.labels(given["input"]) if zeros else pointwise(flow, call)
+
+
+def power(flow: Flow, call: Call) -> Any:
+    """x¹ is x."""
+    return homogeneous(flow, call) if call.args[1:] == (1,) else pointwise(flow, call)
+
+
+def prelu(flow: Flow, call: Call) -> Any:
+    """The slopes have no scale; permuted, they go along with their channels."""
+    given = call.bound("input weight")
+    labels, slopes = flow.labels(given["input"]), flow.entry(given["weight"])
+    if not isinstance(slopes, ParameterView):
+        return None
+    rows = flow.per_channel(labels, 1) if flow.permuting and math.prod(slopes.shape) > 1 else None
+    flow.uses.append(Use(slopes.name, slopes.index, up=rows, rows=rows, up_part="slopes"))
+    return labels
+
+
+def sign(flow: Flow, call: Call) -> Any:
+    """A positive factor changes neither the sign nor whether a number is finite."""
+    return flow.labels(call.args[0]) if flow.permuting else flow.fixed_output(call)
+
+
+def add(flow: Flow, call: Call) -> Any:
+    """Summands share their class, and so does whatever is chosen from."""
+    given = call.bound("input other")
+    other = next(given[key] for key in ("other", "src", "value") if key in given)
+    return flow.classes.unite(flow.labels(given["input"]), flow.labels(other))
+
+
+def compare(flow: Flow, call: Call) -> Any:
+    """Where x > y holds, so does s·x > s·y."""
+    joined = add(flow, call)
+    return joined if flow.permuting else flow.fixed_output(call)
+
+
+def where(flow: Flow, call: Call) -> Any:
+    """Either operand may end up in the output."""
+    given = call.bound("condition input other" if call.name == "where" else "input mask value")
+    other = given["other"] if call.name == "where" else given["value"]
+    return flow.classes.unite(flow.labels(given["input"]), flow.labels(other)).expand(flow.shape(call))
+
+
+def multiply(flow: Flow, call: Call) -> Any:
+    """A product with something fixed keeps the other's labels; a parameter gives entries factors of their own."""
+    first, second = call.args[:2]
+    if flow.is_constant(first):
+        first, second = second, first
+    one, other = flow.entry(first), flow.entry(second)
+    if isinstance(one, ParameterView) and isinstance(other, ParameterView):
+        return None
+    if isinstance(one, ParameterView) and isinstance(other, Tensor):
+        if flow.is_constant(second):
+            return _masked_parameter(flow, call, one, other)
+        return _scaled_by_parameter(flow, call, other, one)
+    if isinstance(one, Tensor) and isinstance(other, ParameterView):
+        return _scaled_by_parameter(flow, call, one, other)
+    return _product(flow, call, flow.labels(first), flow.labels(second), flow.is_constant(second))
+
+
+def divide(flow: Flow, call: Call) -> Any:
+    """A quotient keeps the labels of its numerator where the denominator is fixed."""
+    numerator, denominator = call.args[:2]
+    above, below = flow.entry(numerator), flow.entry(denominator)
+    if isinstance(below, ParameterView) or isinstance(above, ParameterView):
+        return None
+    if flow.permuting:
+        return flow.classes.unite(above, below)
+    if not flow.is_constant(denominator):
+        flow.classes.pin(below, f"{call} divides by it")
+    return above.expand(flow.shape(call))
+
+
+def _product(flow: Flow, call: Call, one: Tensor, other: Tensor, constant: bool) -> Any:
+    shape = flow.shape(call)
+    if flow.permuting:
+        return flow.classes.unite(one, other)
+    if constant or flow.classes.are_fixed(other):
+        return one.expand(shape)
+    if flow.classes.are_fixed(one):
+        return other.expand(shape)
+    return flow.stop(call, f"{call} multiplies two values that would both scale")
+
+
+def _masked_parameter(flow: Flow, call: Call, view: ParameterView, constant: Tensor) -> Any:
+    """A parameter times a constant, such as a pruning mask, is still linear in the parameter."""
+    if flow.permuting and bool((constant != ANY).any()):
+        return None
+    if flow.shape(call) == view.shape:
+        return view
+    return ParameterView(view.name, flow.shape(call), view.entries().expand(flow.shape(call)))
+
+
+def _scaled_by_parameter(flow: Flow, call: Call, labels: Tensor, view: ParameterView) -> Any:
+    """γ∘x: where each entry of γ meets one class of x, the product may have any scale: γ makes up for it."""
+    shape, size = flow.shape(call), math.prod(flow.trace.shapes[view.name])
+    index, inner_labels = compact(view.entries().expand(shape), labels.expand(shape))
+    pairs = torch.stack(
+        [index.flatten(), flow.classes.roots(inner_labels, free_only=False).flatten().double()]
+    )
+    one_each = torch.unique(pairs, dim=1).shape[1] == len(torch.unique(index))
+    if size == 1 or not one_each:
+        if flow.permuting and size > 1:
+            return None
+        # One number for several channels: it stays, and they pass.
+        flow.uses.append(Use(view.name, view.index))
+        return labels.expand(shape)
+    inner = torch.full((size,), ANY, dtype=torch.float64)
+    inner[index.long().flatten()] = inner_labels.flatten()
+    outer = inner if flow.permuting else flow.classes.fresh(size)
+    place = torch.arange(size).reshape(view.shape) if view.index is None else view.index.long()
+    down, columns = (None, None) if flow.permuting else (inner[place], inner)
+    flow.uses.append(Use(view.name, view.index, outer[place], down, "scale", "scale", outer, columns))
+    return outer[index.long()].expand(shape)

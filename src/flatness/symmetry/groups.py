@@ -1,0 +1,323 @@
+"""Channels that scale together: what may be rescaled in a network, and why the rest may not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness import batches
+from flatness.errors import listed
+from flatness.guard import check_model, measuring, unwrap
+from flatness.symmetry.flow import Flow, NormCorrection, Use
+from flatness.symmetry.operators import OPERATORS
+from flatness.symmetry.tracing import Forward, Trace, default_forward, trace
+
+_STATISTICS = ("running mean", "running variance")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a group of channels meets a parameter.
+
+    Attributes:
+        parameter: Name of the parameter or buffer.
+        part: "rows", "bias", "scale", "shift", "columns", "running mean", …
+        units: (channels, k): for every channel the rows, columns or entries of the parameter that belong to
+            it. After a flatten k columns belong to one channel.
+    """
+
+    parameter: str
+    part: str
+    units: Tensor
+
+    def __str__(self) -> str:
+        """The part, and how much of it belongs to one channel."""
+        return f"{self.part} ×{self.units.shape[1]}" if self.units.shape[1] > 1 else self.part
+
+
+@dataclass(frozen=True)
+class Group:
+    """Channels side by side: each may have a factor of its own, and all that it touches is scaled together.
+
+    Attributes:
+        channels: Number of channels.
+        producers: What is multiplied by a channel's factor: rows, biases, scales and shifts.
+        consumers: What makes up for it: columns, and the running statistics of a batch norm.
+        reasons: Why the channels may not be rescaled; empty for those that may.
+    """
+
+    channels: int
+    producers: tuple[Slot, ...]
+    consumers: tuple[Slot, ...]
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The layers that produce it."""
+        return ", ".join(dict.fromkeys(layer_name(slot.parameter) for slot in self.producers)) or "input"
+
+    def __str__(self) -> str:
+        """One line: producers → consumers, or the reason."""
+        line = (
+            f"{counted(self.channels, 'channel')}: {_by_layer(self.producers)} → {_by_layer(self.consumers)}"
+        )
+        return (
+            f"{counted(self.channels, 'channel')}: {_by_layer(self.producers)}; {listed(self.reasons, 3)}"
+            if self.reasons
+            else line
+        )
+
+
+@dataclass(frozen=True)
+class Action:
+    """What happens to one parameter: which classes of channels (numbered; −1 is fixed) scale its entries.
+
+    Attributes:
+        use: Where it comes from.
+        up: Classes that multiply, broadcasting against the entries in use.
+        down: Classes that divide.
+        rows: Class of every output unit.
+        columns: Class of every input unit.
+    """
+
+    use: Use
+    up: Tensor | None
+    down: Tensor | None
+    rows: Tensor | None
+    columns: Tensor | None
+
+    @property
+    def layer(self) -> str:
+        """What users call it."""
+        return layer_name(self.use.name)
+
+
+def layer_name(parameter: str) -> str:
+    """The layer of a parameter: ``fc1`` for ``fc1.weight`` and ``fc1.bias``; another parameter is its own.
+
+    >>> layer_name("block.fc1.weight"), layer_name("mix")
+    ('block.fc1', 'mix')
+    """
+    owner, _, last = parameter.rpartition(".")
+    return (
+        owner
+        if owner and last in ("weight", "bias", "running_mean", "running_var", "weight_orig")
+        else parameter
+    )
+
+
+@dataclass(frozen=True)
+class Symmetries:
+    """What may be changed in a network without changing what it computes. Print it.
+
+    Attributes:
+        model: Name of the model's class.
+        groups: Groups of channels that may be rescaled, in network order.
+        fixed: Groups that may not, with the reasons.
+        held: Parameters that no channel can be told apart in, with the reasons.
+        actions: What happens to each parameter, for `flatness.rescale`.
+        corrections: What batch norms need on top.
+        classes: Number of classes: every channel of every group is one.
+        trace: The recorded forward pass behind it.
+        output: The class of the output, where one factor may scale all of it; else −1.
+    """
+
+    model: str
+    groups: tuple[Group, ...]
+    fixed: tuple[Group, ...]
+    held: dict[str, str]
+    actions: tuple[Action, ...]
+    corrections: tuple[tuple[NormCorrection, Tensor], ...]
+    classes: int
+    trace: Trace
+    output: int = -1
+
+    @cached_property
+    def layers(self) -> dict[str, Action]:
+        """Everything that produces channels, by the name of its layer, in network order."""
+        made = [
+            action
+            for action in self.actions
+            if action.rows is not None and action.use.up_part not in (*_STATISTICS, "bias", "shift")
+        ]
+        return {action.layer: action for action in made}
+
+    @cached_property
+    def permutations(self) -> Symmetries:
+        """The same network under the other question: which channels may change places."""
+        return find_groups(Flow(self.trace, OPERATORS, permuting=True))
+
+    def features_of(self, layer: str) -> set[int]:
+        """Classes of the channels that a layer takes in, its own feature layer; empty where all are fixed."""
+        action = self.layers.get(layer)
+        return (
+            set()
+            if action is None or action.columns is None
+            else {int(c) for c in action.columns.unique()} - {-1}
+        )
+
+    def units_of(self, layer: str) -> set[int]:
+        """Classes of the channels that a layer puts out."""
+        action = self.layers.get(layer)
+        return (
+            set() if action is None or action.rows is None else {int(c) for c in action.rows.unique()} - {-1}
+        )
+
+    def __str__(self) -> str:
+        """A tree of what may be rescaled and what may not."""
+        channels = counted(sum(group.channels for group in self.groups), "channel")
+        free = f"may be rescaled: {channels} in {counted(len(self.groups), 'group')}"
+        fixed = [str(group) for group in self.fixed if group.producers]
+        fixed += [f"{name}; {reason}" for name, reason in self.held.items()]
+        branches = [(free, [str(group) for group in self.groups]), ("fixed", fixed)]
+        lines = [self.model]
+        for heading, leaves in [
+            (heading, leaves) for heading, leaves in branches if leaves or heading != "fixed"
+        ]:
+            last = heading == "fixed" or not fixed
+            lines.append(f"{'└─' if last else '├─'} {heading}")
+            lines += [
+                f"{'   ' if last else '│  '}{'└─' if leaf is leaves[-1] else '├─'} {leaf}" for leaf in leaves
+            ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None) -> Symmetries:
+    """What may be rescaled in a network, and why the rest may not.
+
+    One forward pass of the example is recorded, whatever the model's code looks like, and factors are
+    followed through
+    it: positively homogeneous operators let them pass, sums and concatenations tie channels together,
+        everything else
+    ends the chain. The model is run in evaluation mode and left as it was.
+
+    Args:
+        model: The network.
+        example: Inputs for it: a tensor, a tuple of arguments, or a dict of keyword arguments; one sample is
+            enough.
+        forward: ``forward(model, example) -> output`` for models that put out more than one tensor.
+
+    Returns:
+        A `Symmetries`: print it, or look at its ``groups`` and ``fixed``.
+
+    Raises:
+        ModelError: When the model cannot run on the example, or where its computation cannot be followed.
+
+    Example:
+        >>> import torch, flatness
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> print(flatness.symmetries(model, torch.randn(1, 4)))
+        Sequential
+        ├─ may be rescaled: 8 channels in 1 group
+        │  └─ 8 channels: 0 (rows, bias) → 2 (columns)
+        └─ fixed
+           └─ 3 channels: 2 (rows, bias); the network's output
+    """
+    model = checked(model)
+    with measuring(model, 0):
+        recorded = trace(model, placed(model, example), forward or default_forward)
+    return find_groups(Flow(recorded, OPERATORS))
+
+
+def placed(model: nn.Module, example: Any) -> Any:
+    """The example on the model's device, floating-point parts in its dtype."""
+    parameter = next(model.parameters())
+    return batches.place(example, parameter.device, parameter.dtype)
+
+
+def checked(model: nn.Module) -> nn.Module:
+    """The model inside wrappers, refused with the reason where it cannot be used."""
+    if isinstance(model, nn.Module):
+        model, _ = unwrap(model)
+    check_model(model)
+    return model
+
+
+def counted(number: int, word: str) -> str:
+    """A number and its noun.
+
+    >>> counted(1, "channel"), counted(2, "channel")
+    ('1 channel', '2 channels')
+    """
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _by_layer(slots: tuple[Slot, ...]) -> str:
+    parts: dict[str, list[str]] = {}
+    for slot in slots:
+        parts.setdefault(layer_name(slot.parameter), []).append(str(slot))
+    named = [
+        f"{layer} ({', '.join(dict.fromkeys(parts))})" if parts != ["entries"] else layer
+        for layer, parts in parts.items()
+    ]
+    return ", ".join(named) or "nothing"
+
+
+def find_groups(flow: Flow) -> Symmetries:
+    """Number the free classes of a followed pass and sort its channels into groups."""
+    every = torch.cat([flow.classes.root_table(free_only=False), torch.tensor([-1])])
+    free = torch.cat([flow.classes.root_table(), torch.tensor([-1])])  # the label of a zero, −1, is the last
+    used = [labels.flatten() for use in flow.uses for labels in (use.rows, use.columns) if labels is not None]
+    roots = free[torch.cat(used).long()].unique() if used else torch.empty(0, dtype=torch.int64)
+    number = torch.full((len(free),), -1, dtype=torch.int64)
+    number[roots[roots >= 0]] = torch.arange(int((roots >= 0).sum()))
+    table = torch.where(free >= 0, number[free], -1)
+
+    def numbered(labels: Tensor | None) -> Tensor | None:
+        return None if labels is None else table[labels.long()]
+
+    actions = tuple(
+        Action(use, *(numbered(part) for part in (use.up, use.down, use.rows, use.columns)))
+        for use in flow.uses
+    )
+    groups = _families(flow, every)
+    return Symmetries(
+        model=flow.trace.model,
+        groups=tuple(group for group in groups if not group.reasons),
+        fixed=tuple(group for group in groups if group.reasons),
+        held={use.name: use.held for use in flow.uses if use.held is not None},
+        actions=actions,
+        corrections=tuple((correction, table[correction.labels.long()]) for correction in flow.corrections),
+        classes=int((roots >= 0).sum()),
+        trace=flow.trace,
+        output=int(table[flow.output.flatten()[:1].long()]) if flow.output.numel() else -1,
+    )
+
+
+def _families(flow: Flow, roots: Tensor) -> tuple[Group, ...]:
+    """Classes that meet the same parameters in the same way, side by side."""
+    touched: dict[int, list[tuple[int, bool, list[int]]]] = {}
+    for number, use in enumerate(flow.uses):
+        for labels, producing in ((use.rows, True), (use.columns, False)):
+            places: dict[int, list[int]] = {}
+            for unit, root in enumerate(
+                roots[labels.flatten().long()].tolist() if labels is not None else ()
+            ):
+                places.setdefault(root, []).append(unit)
+            places.pop(-1, None)
+            for root, units in places.items():
+                touched.setdefault(root, []).append((number, producing, units))
+    families: dict[Any, list[int]] = {}
+    for root, slots in sorted(touched.items()):
+        key = (
+            tuple((number, producing, len(units)) for number, producing, units in slots),
+            flow.classes.reasons(root),
+        )
+        families.setdefault(key, []).append(root)
+    return tuple(_group(flow, members, [touched[root] for root in members]) for members in families.values())
+
+
+def _group(flow: Flow, roots: list[int], touched: list[list[tuple[int, bool, list[int]]]]) -> Group:
+    producers, consumers = [], []
+    for position, (number, producing, _) in enumerate(touched[0]):
+        use = flow.uses[number]
+        part = use.up_part if producing else use.down_part
+        slot = Slot(use.name, part, torch.tensor([slots[position][2] for slots in touched]))
+        (producers if producing and part not in _STATISTICS else consumers).append(slot)
+    return Group(len(roots), tuple(producers), tuple(consumers), flow.classes.reasons(roots[0]))

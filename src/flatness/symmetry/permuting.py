@@ -1,0 +1,154 @@
+"""Permutations: channels that change places, with everything that belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import LayerError, OptionError, listed, nearest
+from flatness.symmetry.groups import Action, Symmetries
+
+
+def exchangeable(symmetries: Symmetries) -> list[list[int]]:
+    """Classes that may change places with each other, in lists.
+
+    Two channels are exchangeable when they meet the same parameters in the same way and next to the same
+    channels: rows of one group of a convolution are, rows of different groups are not.
+    """
+    names = torch.randint(
+        -(2**62), 2**62, (symmetries.classes + 1,), generator=torch.Generator().manual_seed(0)
+    )
+    columns = []
+    for action in symmetries.actions:
+        for own, other in ((action.up, action.down), (action.down, action.up)):
+            if own is not None:
+                columns += _neighbours(own, other, names)
+    if not columns:
+        return []
+    families: dict[Any, list[int]] = {}
+    for number, signature in enumerate(torch.stack(columns, 1).tolist()):
+        families.setdefault(tuple(signature), []).append(number)
+    return [members for members in families.values() if len(members) > 1]
+
+
+def _neighbours(own: Tensor, other: Tensor | None, names: Tensor) -> list[Tensor]:
+    """For every class, how often it meets a parameter, and the sum of the random names of what it meets.
+
+    A class that meets nothing but itself, as in a filter per channel, counts as meeting nothing.
+    """
+    other = torch.full((), -1, dtype=torch.int64) if other is None else other
+    own, other = (part.flatten() for part in torch.broadcast_tensors(own, other))
+    free = own >= 0
+    own, other = own[free], other[free]
+    count = torch.zeros(len(names) - 1, dtype=torch.int64).index_add_(0, own, torch.ones_like(own))
+    alone = torch.zeros_like(count).index_add_(0, own, (own == other).long())
+    met = torch.zeros_like(count).index_add_(0, own, names[other])
+    return [count, torch.where(alone == count, 0, met)]
+
+
+def drawn_permutation(symmetries: Symmetries, seed: int) -> Tensor:
+    """Where each class goes: a random permutation of every list of exchangeable classes."""
+    generator = torch.Generator().manual_seed(seed)
+    goes = torch.arange(symmetries.classes)
+    for members in exchangeable(symmetries):
+        places = torch.tensor(members)
+        goes[places] = places[torch.randperm(len(members), generator=generator)]
+    return goes
+
+
+def given_permutation(symmetries: Symmetries, given: Mapping[str, Any]) -> Tensor:
+    """Where each class goes when row i of a layer is to become its former row perm[i]."""
+    goes = torch.arange(symmetries.classes)
+    family = {
+        number: position for position, members in enumerate(exchangeable(symmetries)) for number in members
+    }
+    for name, value in given.items():
+        action = symmetries.layers.get(name)
+        if action is None or action.rows is None:
+            raise LayerError(
+                "Expected permutations for layers of the model but got "
+                f"{name!r}.{nearest(name, symmetries.layers)} "
+                f"Layers: {listed(symmetries.layers, 20)}."
+            )
+        rows, order = action.rows.tolist(), torch.as_tensor(value).flatten().tolist()
+        if sorted(order) != list(range(len(rows))):
+            raise OptionError(
+                f"Expected a permutation of 0 … {len(rows) - 1} for {name!r} but got {listed(order, 8)}."
+            )
+        for row, former in enumerate(order):
+            if row != former and (family.get(rows[row], -1) != family.get(rows[former], -2)):
+                raise OptionError(
+                    f"Expected rows of {name!r} that may change places but {row} and {former} may not: they "
+                    "lead to different layers or groups."
+                )
+            if rows[former] >= 0:
+                goes[rows[former]] = rows[row]
+    return goes
+
+
+def permuted_factors(symmetries: Symmetries, goes: Tensor) -> dict[str, Tensor]:
+    """The permutation of every layer's rows: new row i is old row perm[i]."""
+    comes = torch.argsort(goes)
+    found = {}
+    for name, action in symmetries.layers.items():
+        if action.rows is None:
+            continue
+        place = {number: row for row, number in enumerate(action.rows.tolist()) if number >= 0}
+        if len(place) == int((action.rows >= 0).sum()):
+            rows = [
+                place[int(comes[number])] if number >= 0 else row
+                for row, number in enumerate(action.rows.tolist())
+            ]
+            found[name] = torch.tensor(rows)
+    return found
+
+
+def permute(model: nn.Module, symmetries: Symmetries, goes: Tensor) -> None:
+    """Move the entries of all parameters and running statistics, in place."""
+    extended = torch.cat([goes, torch.tensor([-1])])
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    for action in symmetries.actions:
+        if action.up is None and action.down is None:
+            continue
+        with torch.no_grad():
+            _permute_one(tensors[action.use.name], action, extended)
+
+
+def _permute_one(values: Tensor, action: Action, goes: Tensor) -> None:
+    """The k-th entry that goes to a pair of classes takes the place of the k-th that is there."""
+    shape = values.shape if action.use.index is None else action.use.index.shape
+    up, down = (_aligned(part, len(shape)) for part in (action.up, action.down))
+    # Dimensions along which nothing is told apart, such as kernel positions, move as a whole.
+    varying = [
+        axis
+        for axis in range(len(shape))
+        if max(up.shape[axis], down.shape[axis]) > 1 or action.use.index is not None
+    ]
+    narrowed = [size if axis in varying else 1 for axis, size in enumerate(shape)]
+    up, down = up.expand(narrowed), down.expand(narrowed)
+    size = len(goes) + 1
+    here = ((up + 1) * size + down + 1).flatten()
+    there = ((goes[up] + 1) * size + goes[down] + 1).flatten()
+    targets, sources = torch.argsort(here, stable=True), torch.argsort(there, stable=True)
+    if action.use.index is not None:
+        flat = action.use.index.flatten().long()
+        order, entries = [0], values.detach().reshape(-1, 1)
+        targets, sources = flat[targets], flat[sources]
+    else:
+        order = [*varying, *(axis for axis in range(len(shape)) if axis not in varying)]
+        entries = values.detach().permute(order).reshape(len(here), -1)
+    moved = entries.clone()
+    moved[targets.to(values.device)] = entries[sources.to(values.device)]
+    if action.use.index is not None:
+        values.copy_(moved.reshape(values.shape))
+    else:
+        moved = moved.reshape([shape[axis] for axis in order])
+        values.copy_(moved.permute([order.index(axis) for axis in range(len(shape))]))
+
+
+def _aligned(classes: Tensor | None, dims: int) -> Tensor:
+    classes = torch.tensor(-1) if classes is None else classes
+    return classes.reshape([1] * (dims - classes.dim()) + list(classes.shape))

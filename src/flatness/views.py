@@ -1,0 +1,66 @@
+"""What measures get to see: curvature of layers and of the network, from the sums, weight decay included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.penalty import empty_statistic, penalised_spectrum, penalised_statistics
+from flatness.curvature.spectrum import Spectrum
+from flatness.curvature.statistics import Statistics
+from flatness.measures.catalogue import LayerView, NetworkView, squared_norm
+from flatness.plan import Plan
+from flatness.problem import Problem
+
+_PART_NAME = {"whole": "layer_eigenvalue", "rows": "row_eigenvalues"}
+
+
+def layer_views(
+    problem: Problem,
+    chosen: Plan,
+    statistics: Statistics,
+    spectra: Mapping[tuple[str, str], Spectrum],
+    spreads: Mapping[str, Tensor],
+) -> list[LayerView]:
+    """One view per measured layer, in network order."""
+    views = []
+    routes = {route.name: route for route in chosen.routes.layers}
+    for name in chosen.layers:
+        layer = routes[name].layer
+        W = layer.matrix()
+        means = {key: statistics.mean(name, key) for key in statistics.sums.get(name, {})}
+        for key in routes[name].needs - set(means):
+            # A layer that the output does not depend on: no signal arrived, its curvature is zero.
+            means[key] = empty_statistic(key, W, layer.taps)
+        V = layer.spread_per_column(spreads[name]).cpu() if name in spreads else None
+        if problem.weight_decay:
+            means = penalised_statistics(means, W.double().cpu(), layer.taps, V, problem.weight_decay)
+        found = {_PART_NAME[part]: spectrum for (owner, part), spectrum in spectra.items() if owner == name}
+        found = {key: penalised_spectrum(spectrum, problem.weight_decay) for key, spectrum in found.items()}
+        views.append(LayerView(name, W, means, found, taps=layer.taps))
+    return views
+
+
+def network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> NetworkView:
+    """The view of all parameters; empty when no measure asks for it."""
+    if all(measure.network is None for measure in chosen.measures):
+        return NetworkView({}, {})
+    parameters = dict(problem.model.named_parameters())
+    norms = {name: squared_norm(value) for name, value in parameters.items()}
+    if not chosen.routes.network:
+        return NetworkView({}, norms)
+    traces = {}
+    for name, value in parameters.items():
+        owner, _, key = name.rpartition(".")
+        # A model that is one layer has the empty name, and its bias is kept as ".bias".
+        own = f"{owner}.{key}"
+        if key == "weight" and "row_traces" in statistics.sums.get(owner, {}):
+            trace = statistics.mean(owner, "row_traces").sum()
+        elif "diagonal" in statistics.sums.get(own, {}):
+            trace = statistics.mean(own, "diagonal").sum()
+        else:
+            trace = torch.zeros((), dtype=torch.float64)
+        traces[name] = trace + problem.weight_decay * value.numel()
+    return NetworkView(traces, norms)

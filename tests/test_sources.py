@@ -1,0 +1,241 @@
+"""Data that comes the same way on every pass, and data that does not."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+import flatness
+from flatness.errors import DataError
+from small import assert_same, data, dataset, measure, network, reference
+from untouched import refusal, untouched
+
+
+class Augmented(Dataset):
+    """Inputs with noise that is drawn anew whenever they are read."""
+
+    def __init__(self, noise):
+        self.x, self.y = data()
+        self.noise = noise
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + self.noise(), self.y[index]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: DataLoader(dataset(), batch_size=5),
+        lambda: DataLoader(dataset(), batch_size=5, shuffle=True),
+        lambda: DataLoader(dataset(), batch_size=5, sampler=RandomSampler(dataset())),
+        lambda: DataLoader(dataset(), batch_size=1),
+        lambda: DataLoader(dataset(), batch_size=100, num_workers=0, shuffle=True),
+        dataset,
+        lambda: list(zip(*(part.split([1, 9, 10, 3]) for part in data()), strict=True)),
+        lambda: [(x.float(), y.int()) for x, y in DataLoader(dataset(), batch_size=8)],
+        lambda: [list(data())],
+    ],
+    ids=["loader", "shuffled", "sampler", "ones", "one batch", "dataset", "ragged", "other dtypes", "one list"],
+)
+def test_every_kind_of_data_gives_the_same_numbers(given, request):
+    rel = 1e-5 if "other dtypes" in request.node.name else 1e-9
+    model, given = network(), given()
+    with untouched(model):
+        report = measure(model, given)
+    if rel == 1e-5:
+        assert report.value("hessian_trace") == pytest.approx(reference().value("hessian_trace"), rel=rel)
+    else:
+        assert_same(report, reference(), rel)
+    assert report.meta["samples"] == 23
+
+
+@pytest.mark.parametrize("where", ["loader", "sampler"])
+def test_a_shuffling_loader_with_its_own_generator_is_left_where_it_was(where):
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    if where == "loader":
+        loader = DataLoader(dataset(), batch_size=5, shuffle=True, generator=generator)
+    else:
+        loader = DataLoader(dataset(), batch_size=5, sampler=RandomSampler(dataset(), generator=generator))
+    assert_same(measure(network(), loader), reference())
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_random_choice_of_samples_is_made_once():
+    """Shuffled, the last ragged batch dropped: which samples are left out is drawn, and must be the same in each pass."""
+    loader = DataLoader(dataset(), batch_size=5, shuffle=True, drop_last=True)
+    report, again = measure(network(), loader), measure(network(), loader)
+    assert report.meta["samples"] == 20
+    assert_same(report, again)
+    assert report.meta["data_fingerprint"] == again.meta["data_fingerprint"]
+    other = measure(network(), loader, seed=1)
+    assert other.meta["data_fingerprint"] != report.meta["data_fingerprint"]
+
+
+def test_sampling_with_replacement_is_made_once():
+    sampler = WeightedRandomSampler(torch.arange(1.0, 24.0), 30, generator=torch.Generator().manual_seed(3))
+    report = measure(network(), DataLoader(dataset(), batch_size=8, sampler=sampler))
+    assert report.meta["samples"] == 30
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda: torch.randn(4, dtype=torch.float64),
+        lambda: random.gauss(0, 1),
+        lambda: float(np.random.standard_normal()),  # noqa: NPY002
+    ],
+    ids=["torch", "python", "numpy"],
+)
+def test_augmentation_from_the_shared_random_states_is_drawn_once(noise):
+    model, loader = network(), DataLoader(Augmented(noise), batch_size=5, shuffle=True)
+    with untouched(model):
+        report = measure(model, loader)
+    drawn = flatness.Problem(model, loader).source
+    with flatness.Problem(model, loader).guarded():
+        batches = list(drawn.batches(5))
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert_same(report, measure(model, (x, y)))
+    assert not any((x == row).all() for row in data()[0][0])
+
+
+def test_augmentation_from_a_state_of_its_own_is_refused():
+    generator = np.random.default_rng(0)
+    loader = DataLoader(Augmented(lambda: float(generator.standard_normal())), batch_size=5)
+    assert refusal(DataError, network(), loader) == (
+        "Expected the data to begin anew on every iteration but the sample that came first was not seen again. Pass "
+        "data that can be iterated more than once, and whose samples stay the same: a DataLoader without random "
+        "augmentation, a pair of tensors, or list(batches)."
+    )
+
+
+class Changing:
+    """Batches of which the last is not the same on every pass."""
+
+    def __init__(self, change):
+        self.passes = 0
+        self.change = change
+
+    def __iter__(self):
+        self.passes += 1
+        x, y = data()
+        yield x[:8], y[:8]
+        yield self.change(x[8:], self.passes), y[8:]
+
+
+def test_samples_that_change_between_passes_are_refused():
+    changing = Changing(lambda x, passes: x + passes)
+    assert refusal(DataError, network(), changing) == (
+        "Expected every pass over the data to see the same samples but got 23 samples first and 23 others later. Measure "
+        "on data without random augmentation and without a random choice of samples."
+    )
+
+
+def test_another_number_of_samples_in_a_later_pass_is_refused():
+    class Growing(Changing):
+        def __iter__(self):
+            batches = list(super().__iter__())
+            return iter(batches + batches[: self.passes - 2])
+
+    assert refusal(DataError, network(), Growing(lambda x, passes: x)) == (
+        "Expected every pass over the data to see the same samples but got 23 samples first and 31 samples later. Measure "
+        "on data without random augmentation and without a random choice of samples."
+    )
+
+
+def test_a_generator_is_refused():
+    x, y = data()
+    assert refusal(DataError, network(), ((x, y) for _ in range(2))) == (
+        "Expected data that can be iterated more than once but got a one-shot generator. Pass a DataLoader, a pair of "
+        "tensors, or list(batches)."
+    )
+
+
+class OneShot:
+    def __init__(self):
+        self.batches = iter([tuple(part[:9] for part in data()), tuple(part[9:] for part in data())])
+
+    def __iter__(self):
+        return self.batches
+
+
+class OneShotDataset(IterableDataset):
+    def __init__(self):
+        self.samples = iter(list(zip(*data(), strict=True)))
+
+    def __iter__(self):
+        return self.samples
+
+
+@pytest.mark.parametrize("given", [OneShot, lambda: DataLoader(OneShotDataset(), batch_size=5)])
+def test_hidden_one_shot_data_is_refused_also_where_one_pass_would_do(given):
+    """What was looked at beforehand would be missing from the pass."""
+    assert refusal(DataError, network(), given(), measures="hessian_trace") == (
+        "Expected the data to begin anew on every iteration but the sample that came first was not seen again. Pass "
+        "data that can be iterated more than once, and whose samples stay the same: a DataLoader without random "
+        "augmentation, a pair of tensors, or list(batches)."
+    )
+
+
+EMPTY = "Expected at least one sample but the data is empty. Check the data set and the loader's drop_last."
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: tuple(part[:0] for part in data()),
+        list,
+        lambda: [tuple(part[:0] for part in data())],
+        lambda: DataLoader(dataset(4), batch_size=5, drop_last=True),
+        lambda: dataset(0),
+    ],
+    ids=["pair", "no batches", "empty batch", "dropped", "dataset"],
+)
+def test_empty_data_is_refused(given):
+    assert refusal(DataError, network(), given()) == EMPTY
+
+
+def test_empty_batches_count_nothing():
+    x, y = data()
+    assert_same(measure(network(), [(x[:0], y[:0]), (x[:9], y[:9]), (x[:0], y[:0]), (x[9:], y[9:])]), reference())
+
+
+@pytest.mark.parametrize(
+    "given, arrived",
+    [
+        (lambda: tuple(part.numpy() for part in data()), "tuple(ndarray, ndarray)"),
+        (lambda: data()[0], "float64[23, 4]"),
+        (lambda: {"x": data()[0]}, "dict(x: float64[23, 4])"),
+        (lambda: "mnist", "str"),
+        (lambda: 3, "int"),
+        (lambda: None, "NoneType"),
+    ],
+    ids=["arrays", "inputs only", "dict", "name", "number", "none"],
+)
+def test_what_is_no_data_is_refused(given, arrived):
+    assert refusal(DataError, network(), given()) == (
+        f"Expected a DataLoader, a pair of tensors or an iterable of batches but got {arrived}. For example "
+        "flatness.measure(model, (inputs, targets)) with two tensors; torch.as_tensor makes one of an array."
+    )
+
+
+LENGTHS = (
+    "Expected as many targets as inputs but got inputs of shape [23, 4] and targets of shape [22]. The first dimension of "
+    "both counts samples."
+)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_inputs_and_targets_of_different_length_are_refused(batched):
+    x, y = data()
+    assert refusal(DataError, network(), [(x, y[1:])] if batched else (x, y[1:])) == LENGTHS
+
+
+def test_different_lengths_in_a_later_batch_are_refused():
+    x, y = data()
+    assert refusal(DataError, network(), [(x, y), (x, y[1:])]) == LENGTHS

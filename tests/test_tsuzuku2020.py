@@ -1,0 +1,126 @@
+"""Normalized sharpness: against the dense diagonal and a general optimiser, its scalings and invariances."""
+
+import copy
+import math
+
+import numpy as np
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import CASES
+from test_balancing import by_descent
+
+import flatness
+from flatness.errors import FlatnessError
+
+
+def normalized(output, target):
+    return F.cross_entropy(output / output.std(1, correction=0, keepdim=True), target)
+
+
+def expected_sharpness(model, name, risk):
+    """Σ over groups of the minimum, from the dense diagonal and L-BFGS."""
+    module = model.get_submodule(name)
+    W, taps = oracle.weight_matrix(module), oracle.kernel_taps(module)
+    diagonal = oracle.diagonal(oracle.layer_hessian(model, risk, name))
+    total = 0.0
+    for group in range(len(W)):
+        a = diagonal[group].clamp(min=0).unflatten(1, (-1, taps)).sum(2).numpy()
+        b = W[group].square().unflatten(1, (-1, taps)).sum(2).detach().numpy()
+        keep = np.ix_(a.sum(1) > 0, a.sum(0) > 0)
+        total += by_descent(a[keep], b[keep])
+    return total
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp_no_bias", "cnn_grouped", "cnn_strided", "residual_batch_norm"])
+def test_agrees_with_the_dense_diagonal_and_a_general_optimiser(name):
+    case = CASES[name]
+    model = case.build()
+    report = flatness.measure(model, (case.x, case.y), measures="normalized_sharpness", progress=False)
+    total = 0.0
+    for layer in case.layers:
+        value = expected_sharpness(model, layer, oracle.mean_risk(case.x, case.y, normalized))
+        row = report.result("normalized_sharpness", layer=layer)
+        assert row.value == pytest.approx(value, rel=1e-6)
+        assert row.loss == "normalized_cross_entropy"
+        assert row.converged
+        total += row.value
+    assert report.value("normalized_sharpness", reduction="sum") == pytest.approx(total, rel=1e-12)
+
+
+def test_the_option_same_takes_the_users_loss():
+    case = CASES["mlp"]
+    model = case.build()
+    options = {"normalized_sharpness": {"loss": "same"}}
+    report = flatness.measure(
+        model, (case.x, case.y), measures="normalized_sharpness", options=options, progress=False
+    )
+    value = expected_sharpness(model, case.layers[0], oracle.mean_risk(case.x, case.y, F.cross_entropy))
+    row = report.result("normalized_sharpness", layer=case.layers[0])
+    assert row.value == pytest.approx(value, rel=1e-6)
+    assert row.loss == "cross_entropy"
+
+
+def test_lambda_scales_as_section_5_3_says():
+    case = CASES["mlp"]
+    values = []
+    for scale in (0.5, 2.0):
+        options = {"normalized_sharpness": {"lambda": scale}}
+        report = flatness.measure(
+            case.build(), (case.x, case.y), measures="normalized_sharpness", options=options, progress=False
+        )
+        values.append(report.value("normalized_sharpness", reduction="sum"))
+    assert values[1] == pytest.approx(values[0] * math.sqrt(0.5 / 2.0), rel=1e-12)
+
+
+def test_unchanged_by_rescaling_neurons_and_logits():
+    case = CASES["mlp"]
+    model = case.build()
+    first, second, last = (model.get_submodule(name) for name in case.layers)
+    before = flatness.measure(model, (case.x, case.y), measures="normalized_sharpness", progress=False)
+    factors = torch.linspace(0.2, 5.0, first.out_features, dtype=torch.float64)
+    with torch.no_grad():
+        first.weight *= factors[:, None]
+        first.bias *= factors
+        second.weight /= factors
+        last.weight *= 7.0
+        last.bias.mul_(7.0).add_(3.0)
+    after = flatness.measure(model, (case.x, case.y), measures="normalized_sharpness", progress=False)
+    for layer in case.layers:
+        a, b = (report.value("normalized_sharpness", layer=layer) for report in (before, after))
+        assert b == pytest.approx(a, rel=1e-8)
+
+
+def test_matrix_normalized_sharpness_is_the_root_of_the_layer_measure():
+    case = CASES["mlp"]
+    report = flatness.measure(case.build(), (case.x, case.y), progress=False)
+    roots = [math.sqrt(report.value("layer_flatness_trace", layer=layer)) for layer in case.layers]
+    assert report.value("matrix_normalized_sharpness", reduction="sum") == pytest.approx(
+        sum(roots), rel=1e-12
+    )
+
+
+def test_a_negative_trace_is_clipped_and_said():
+    case = CASES["mlp"]
+    model = copy.deepcopy(case.build())
+
+    def concave(output, target):
+        return -(output**2).sum(1)
+
+    report = flatness.measure(
+        model, (case.x, case.y), concave, measures="matrix_normalized_sharpness", progress=False
+    )
+    row = report.result("matrix_normalized_sharpness", layer=case.layers[-1])
+    assert row.value == 0.0
+    assert row.notes[-1].endswith("clipped to 0: no minimum")
+
+
+def test_two_classes_are_refused_by_name_and_left_out_of_all():
+    torch.manual_seed(0)
+    model, data = torch.nn.Linear(3, 2), (torch.randn(9, 3), torch.randint(2, (9,)))
+    with pytest.raises(FlatnessError, match="normalized"):
+        flatness.measure(model, data, measures="normalized_sharpness", progress=False)
+    report = flatness.measure(model, data, measures="all", progress=False)
+    assert any(note.startswith("left out: normalized_sharpness.") for note in report.notes)
+    assert report.value("relative_flatness", layer="") > 0
