@@ -1,7 +1,8 @@
 """What the benchmarks share: fair timing, peak memory, data of CIFAR-10's shape, and tables.
 
 Contenders take turns, so that a machine that slows down for a while slows all of them; the first turn of
-each warms up and does not count; the shortest time is compared. All of them compute in full float32.
+each warms up and does not count; turns during which other processes used the cores do not count either; the
+shortest time is compared. All contenders compute in full float32.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import os
 import statistics
 import time
 import warnings
@@ -28,11 +30,39 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one contender, over all its turns."""
+    """Seconds of one contender over its undisturbed turns, or over all where every one was disturbed."""
 
     best: float
     median: float
     turns: int
+
+
+class Neighbours:
+    """Other processes on the same CPU cores. Timings wait for them to pause, while there is patience left."""
+
+    patience = 240.0
+
+    def used(self) -> float:
+        """CPU time that others have used since the machine started; 0 where that is not known."""
+        try:
+            fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        except OSError:
+            return 0.0
+        own = os.times()
+        busy = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+        return busy - own.user - own.system
+
+    def wait(self) -> None:
+        """Return when they have been quiet for a moment, or when patience is at its end."""
+        while self.patience > 0:
+            before = self.used()
+            time.sleep(0.25)
+            if self.used() - before < 0.05:
+                return
+            self.patience -= 0.25
+
+
+neighbours = Neighbours()
 
 
 def arguments(description: str | None, cpu: int, cuda: int) -> argparse.Namespace:
@@ -92,6 +122,16 @@ def seconds(action: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
+def undisturbed(action: Callable[[], Any], device: torch.device) -> tuple[float, bool]:
+    """Wall-clock time of one call, and whether others used less than a tenth of that on the cores."""
+    if device.type == "cuda":
+        return seconds(action, device), True
+    neighbours.wait()
+    before = neighbours.used()
+    taken = seconds(action, device)
+    return taken, neighbours.used() - before < 0.1 * taken + 0.02
+
+
 def race(
     contenders: dict[str, Callable[[], Any]],
     device: torch.device,
@@ -108,18 +148,24 @@ def race(
         budget: Seconds after which a contender gets no further turn; everyone gets at least one that counts.
         warm: Whether they have just run, so that no turn need warm them up.
     """
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
-    spent = dict.fromkeys(contenders, 0.0)
-    for turn in range(int(warm), turns + 1):
+    taken: dict[str, list[tuple[float, bool]]] = {name: [] for name in contenders}
+    if not warm:
+        for action in contenders.values():
+            action()
+    for _ in range(turns):
         for name, action in contenders.items():
-            if taken[name] and spent[name] > budget:
-                continue
-            duration = seconds(action, device)
-            spent[name] += duration
-            if turn > 0:
-                taken[name].append(duration)
+            if sum(duration for duration, _ in taken[name]) <= budget:
+                taken[name].append(undisturbed(action, device))
         gc.collect()
-    return {name: Timing(min(ts), statistics.median(ts), len(ts)) for name, ts in taken.items()}
+    return {name: _timing(name, durations) for name, durations in taken.items()}
+
+
+def _timing(name: str, taken: list[tuple[float, bool]]) -> Timing:
+    clean = [duration for duration, undisturbed in taken if undisturbed]
+    if not clean:
+        print(f"{name}: other processes disturbed all {len(taken)} turns")
+    counted = clean or [duration for duration, _ in taken]
+    return Timing(min(counted), statistics.median(counted), len(counted))
 
 
 def best_batch(work: Callable[[int], Any], samples: int, device: torch.device, turns: int = 3) -> int:
@@ -129,7 +175,7 @@ def best_batch(work: Callable[[int], Any], samples: int, device: torch.device, t
     while size < 2 * samples:
         part = min(size, samples)
         try:
-            times[part] = min(seconds(lambda part=part: work(part), device) for _ in range(turns))
+            times[part] = min(undisturbed(lambda part=part: work(part), device)[0] for _ in range(turns))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             break

@@ -1,7 +1,7 @@
 """The spectral norm of the Riemannian Hessian of Rangamani et al. 2019, from its definition.
 
-On the quotient manifold the inverse metric is D: ‖W_l‖² on the entries of W_l and ‖b_l‖² on those of b_l. The Riemannian
-Hessian D·H has the spectrum of the symmetric D^½ H D^½. Nothing of the library is imported.
+On the quotient manifold the inverse metric is D: ‖W_l‖² on the entries of W_l and ‖b_l‖² on those of b_l. The
+Riemannian Hessian D·H has the spectrum of the symmetric D^½ H D^½. Nothing of the library is imported.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def power_method(hessian: RiemannianHessian, tolerance: float = 1e-4, limit: int
 
 
 def lanczos(hessian: RiemannianHessian) -> float:
-    """λ_max by scipy's Lanczos, to machine precision."""
+    """λ_max by scipy's Lanczos."""
 
     def product(v: np.ndarray) -> np.ndarray:
         return (hessian @ torch.from_numpy(v.astype(np.float64).ravel())).numpy()
@@ -60,4 +60,4 @@ def lanczos(hessian: RiemannianHessian) -> float:
     size = len(hessian.root)
     operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
     start = np.random.default_rng(0).standard_normal(size)
-    return float(eigsh(operator, k=1, which="LA", v0=start, return_eigenvectors=False)[0])
+    return float(eigsh(operator, k=1, which="LA", v0=start, ncv=10, tol=1e-12, return_eigenvectors=False)[0])

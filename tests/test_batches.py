@@ -12,7 +12,11 @@ Pair = namedtuple("Pair", "x y")
 
 
 def test_tensors_are_found_and_replaced_in_any_structure():
-    batch = {"a": torch.zeros(3, 2), "b": [torch.ones(3), ("text", torch.full((3, 1), 2.0))], "c": Pair(torch.arange(3), None)}
+    batch = {
+        "a": torch.zeros(3, 2),
+        "b": [torch.ones(3), ("text", torch.full((3, 1), 2.0))],
+        "c": Pair(torch.arange(3), None),
+    }
     assert [tuple(t.shape) for t in batches.tensors_in(batch)] == [(3, 2), (3,), (3, 1), (3,)]
     doubled = batches.map_tensors(batch, lambda t: 2 * t)
     assert isinstance(doubled["c"], Pair)
@@ -24,7 +28,9 @@ def test_tensors_are_found_and_replaced_in_any_structure():
 
 def test_rows_cut_what_has_one_row_per_sample():
     shared = torch.eye(2)
-    cut = batches.rows({"x": torch.arange(10).reshape(5, 2), "mask": shared, "n": torch.tensor(7), "id": "s"}, 1, 3)
+    cut = batches.rows(
+        {"x": torch.arange(10).reshape(5, 2), "mask": shared, "n": torch.tensor(7), "id": "s"}, 1, 3
+    )
     assert cut["x"].tolist() == [[2, 3], [4, 5]]
     assert cut["mask"] is shared
     assert int(cut["n"]) == 7

@@ -1,24 +1,24 @@
 """What a few samples tell about a network, and what is refused because of it.
 
-Networks whose numbers would be wrong, were they taken at face value, are refused with the reason, or their layers are
-left out with a note. Where numbers are given they are those of the dense Hessian.
+Networks whose numbers would be wrong, were they taken at face value, are refused with the reason, or their
+layers are left out with a note. Where numbers are given they are those of the dense Hessian.
 """
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import flatness
+import oracle
 from flatness.errors import LayerError, ModelError, NondeterministicError, NotExactError
+from flatness.layers import LinearLayer
 from small import Net, assert_same, data, measure, reference
 from untouched import refusal, untouched
 
 NOT_EXACT = (
-    "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the layer and uses its "
-    "weight once, but got {}. Estimates for such layers are not part of this version{}."
+    "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the layer "
+    "and uses its weight once, but got {}. Estimates for such layers are not part of this version{}."
 )
 
 
@@ -37,7 +37,9 @@ def assert_exact(model, given=None, loss=F.cross_entropy, layers=None, network=T
 
     for name in report.layers():
         W, H = oracle.weight_matrix(model.get_submodule(name)), oracle.layer_hessian(model, risk, name)
-        assert report.value("hessian_trace", layer=name) == pytest.approx(oracle.hessian_trace(H), rel=1e-8, abs=1e-12)
+        assert report.value("hessian_trace", layer=name) == pytest.approx(
+            oracle.hessian_trace(H), rel=1e-8, abs=1e-12
+        )
         assert report.value("relative_flatness", layer=name) == pytest.approx(
             oracle.relative_flatness(W, H), rel=1e-8, abs=1e-12
         )
@@ -54,8 +56,9 @@ def test_active_dropout_is_refused():
     message = refusal(NondeterministicError, Net(lambda self, x: self.head(F.dropout(self.fc1(x)))), data())
     change = message.split("differ by ")[1].split(". Look")[0]
     assert message == (
-        f"Expected the same output for the same batch but two runs in evaluation mode differ by {change}. Look for "
-        "F.dropout(x) without training=self.training, for noise, or for random sampling inside forward."
+        f"Expected the same output for the same batch but two runs in evaluation mode differ by {change}. "
+        "Look for F.dropout(x) without training=self.training, for noise, or for random sampling inside "
+        "forward."
     )
     assert 0.1 < float(change) < 20
 
@@ -65,15 +68,18 @@ def test_dropout_modules_are_off_in_evaluation_mode():
     report = measure(model, data())
     for layer in ("fc1", "head"):
         for name in ("hessian_trace", "relative_flatness_normalized"):
-            assert report.value(name, layer=layer) == pytest.approx(reference().value(name, layer=layer), rel=1e-12)
+            assert report.value(name, layer=layer) == pytest.approx(
+                reference().value(name, layer=layer), rel=1e-12
+            )
 
 
 def test_samples_that_meet_are_refused():
     message = refusal(ModelError, Net(lambda self, x: self.head(self.fc1(x) - self.fc1(x).mean(0))), data())
     change = message.split("changes by ")[1].split(" when")[0]
     assert message == (
-        f"Expected each sample's output to depend on that sample alone but it changes by {change} when the rest of the batch "
-        "is left out. Samples must come first in every tensor, and no layer may use statistics of the batch."
+        f"Expected each sample's output to depend on that sample alone but it changes by {change} when the "
+        "rest of the batch is left out. Samples must come first in every tensor, and no layer may use "
+        "statistics of the batch."
     )
     assert 0.1 < float(change) < 20
 
@@ -92,7 +98,9 @@ def test_inputs_that_the_model_overwrites_are_copied():
         report = measure(model, (x, y), batch_size=6)
     shifted = measure(Net(plain), (2 * (x + 1), y))
     for layer in ("fc1", "head"):
-        assert report.value("hessian_trace", layer=layer) == pytest.approx(shifted.value("hessian_trace", layer=layer))
+        assert report.value("hessian_trace", layer=layer) == pytest.approx(
+            shifted.value("hessian_trace", layer=layer)
+        )
     batches = [(x[:9], y[:9]), (x[9:], y[9:])]
     with untouched(model, x, y):
         assert_same(measure(model, batches), report)
@@ -101,7 +109,9 @@ def test_inputs_that_the_model_overwrites_are_copied():
 IN_PLACE = {
     "activation": lambda self, x: self.head(self.fc2(self.fc1(x).relu_()).relu_()),
     "activation of a view": lambda self, x: self.head(self.fc2(F.relu(self.fc1(x)[:, :], inplace=True))),
-    "activation of a reshaped output": lambda self, x: self.head(F.relu(self.fc1(x).view(-1, 2, 3), inplace=True).flatten(1)),
+    "activation of a reshaped output": lambda self, x: self.head(
+        F.relu(self.fc1(x).view(-1, 2, 3), inplace=True).flatten(1)
+    ),
     "residual": lambda self, x: self.head(self.add(self.fc1(x).relu())),
     "slices": lambda self, x: self.head(self.halves(self.fc1(x))),
 }
@@ -124,7 +134,7 @@ def test_in_place_operations_do_not_corrupt_what_is_recorded(name):
 
 
 def test_inputs_of_layers_that_are_overwritten_after_use_are_copied():
-    """Torch cannot differentiate such a network in its weights; the same network written otherwise has the numbers."""
+    """Torch cannot differentiate such a network in its weights; another spelling of it has the numbers."""
 
     def overwriting(self, x):
         h = self.fc1(x) + 1
@@ -167,10 +177,12 @@ def test_what_torch_cannot_differentiate_is_refused():
         return self.head(h)
 
     reason = (
-        "torch cannot differentiate what follows it: one of the variables needed for gradient computation has been modified "
-        "by an inplace operation"
+        "torch cannot differentiate what follows it: one of the variables needed for gradient computation "
+        "has been modified by an inplace operation"
     )
-    assert refusal(NotExactError, Net(compute), data()) == NOT_EXACT.format(f"fc1: {reason}", ": pass layers=['head']")
+    assert refusal(NotExactError, Net(compute), data()) == NOT_EXACT.format(
+        f"fc1: {reason}", ": pass layers=['head']"
+    )
     report = measure(Net(compute), data(), layers="last")
     assert report.layers() == ["head"]
 
@@ -187,7 +199,8 @@ def test_smooth_layers_are_refused_with_all_reasons():
         ": pass layers=['head'], or curvature='gauss_newton' for that part of the Hessian",
     )
     assert refusal(NotExactError, Net(compute), data(), layers="fc2") == NOT_EXACT.format(
-        "fc2: Log after it", ": pass layers=['head'], or curvature='gauss_newton' for that part of the Hessian"
+        "fc2: Log after it",
+        ": pass layers=['head'], or curvature='gauss_newton' for that part of the Hessian",
     )
 
 
@@ -196,16 +209,20 @@ def test_a_smooth_output_has_no_exact_layer():
     targets = F.one_hot(y, 3).double()
     message = refusal(NotExactError, Net(lambda self, x: plain(self, x).sigmoid()), (x, targets), "mse")
     assert message == NOT_EXACT.format(
-        "fc1: Sigmoid after it; head: Sigmoid after it", ": pass curvature='gauss_newton' for that part of the Hessian"
+        "fc1: Sigmoid after it; head: Sigmoid after it",
+        ": pass curvature='gauss_newton' for that part of the Hessian",
     )
 
 
 def test_many_smooth_layers_are_listed_up_to_twelve():
     layers = [nn.Linear(4, 4) for _ in range(14)]
-    model = nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())], nn.Linear(4, 3)).double()
+    model = nn.Sequential(
+        *[part for layer in layers for part in (layer, nn.Tanh())], nn.Linear(4, 3)
+    ).double()
     reasons = "; ".join(f"{2 * i}: Tanh after it" for i in range(12))
     assert refusal(NotExactError, model, data()) == NOT_EXACT.format(
-        f"{reasons} and 2 more", ": pass layers=['28'], or curvature='gauss_newton' for that part of the Hessian"
+        f"{reasons} and 2 more",
+        ": pass layers=['28'], or curvature='gauss_newton' for that part of the Hessian",
     )
 
 
@@ -233,14 +250,17 @@ def test_a_weight_that_is_used_twice_is_refused(compute, frozen):
 
 
 def test_tied_weights_are_refused():
-    model = Net(lambda self, x: self.head(self.tied(self.fc2(self.fc1(x)).relu()).relu()), tied=nn.Linear(6, 6))
+    model = Net(
+        lambda self, x: self.head(self.tied(self.fc2(self.fc1(x)).relu()).relu()), tied=nn.Linear(6, 6)
+    )
     model.tied.weight = model.fc2.weight
     assert refusal(NotExactError, model, data()) == NOT_EXACT.format(
         "fc2: its weight is used 2 times; tied: its weight is used 2 times", ": pass layers=['fc1', 'head']"
     )
     report = assert_exact(model, layers=["fc1", "head"], network=False)
     assert report.notes == (
-        "no trace over the whole network: not exact for fc2 (its weight is used 2 times), tied (its weight is used 2 times)",
+        "no trace over the whole network: not exact for fc2 (its weight is used 2 times), tied (its weight "
+        "is used 2 times)",
     )
 
 
@@ -257,7 +277,9 @@ class Cosine(nn.Linear):
         return F.linear(F.normalize(x), F.normalize(self.weight))
 
 
-LEFT_OUT = "compute something else than their class says and are left out: fc1; flatness.register_layer can teach it"
+LEFT_OUT = (
+    "compute something else than their class says and are left out: fc1; flatness.register_layer can teach it"
+)
 
 
 @pytest.mark.parametrize("kind", [Doubled, Cosine])
@@ -270,8 +292,8 @@ def test_a_subclass_that_computes_something_else_is_left_out(kind):
         "no trace over the whole network: not exact for fc1.weight, fc1.bias",
     )
     assert refusal(LayerError, Net(plain, fc1=kind(4, 6)), data(), layers="fc1") == (
-        f"Expected the name of a supported layer but got 'fc1', which is a {kind.__name__}. Supported layers of this model: "
-        "head, fc2."
+        f"Expected the name of a supported layer but got 'fc1', which is a {kind.__name__}. Supported layers "
+        "of this model: head, fc2."
     )
 
 
@@ -281,6 +303,20 @@ def test_a_hook_that_changes_an_output_is_not_overlooked():
     report = assert_exact(model, network=False)
     assert report.layers() == ["head"]
     assert LEFT_OUT in report.notes
+
+
+def test_a_forward_that_was_replaced_on_one_module_is_not_overlooked():
+    model = Net(plain)
+    model.fc1.forward = lambda x: F.linear(x, model.fc1.weight)
+    report = assert_exact(model, network=False)
+    assert report.layers() == ["head"]
+    assert LEFT_OUT in report.notes
+
+
+def test_torchs_own_layers_are_taken_at_their_word(monkeypatch):
+    """Laying out the patches of a large input once more would cost memory for nothing."""
+    monkeypatch.setattr(LinearLayer, "explains", lambda *_: 1 / 0)
+    assert assert_exact(Net(plain)).layers() == ["fc1", "head"]
 
 
 def test_a_subclass_that_computes_the_same_is_a_layer():
@@ -311,7 +347,9 @@ def test_norm_layers_that_compute_something_else_take_the_network_trace_away():
         def forward(self, x):
             return super().forward(x) * 2
 
-    report = assert_exact(Net(lambda self, x: self.head(self.norm(self.fc1(x)).relu()), norm=Shifted(6)), network=False)
+    report = assert_exact(
+        Net(lambda self, x: self.head(self.norm(self.fc1(x)).relu()), norm=Shifted(6)), network=False
+    )
     assert report.layers() == ["fc1", "head"]
     assert "no trace over the whole network: not exact for norm.weight, norm.bias" in report.notes
 
@@ -335,14 +373,18 @@ def test_an_auxiliary_head_has_no_curvature_and_is_not_the_last_layer():
     report = assert_exact(Net(compute))
     assert report.layers() == ["fc1", "head", "fc2"]
     assert report.notes == ("the output does not depend on: fc2",)
-    assert report.result("hessian_trace", layer="fc2").notes == ("the output does not depend on it: no curvature",)
+    assert report.result("hessian_trace", layer="fc2").notes == (
+        "the output does not depend on it: no curvature",
+    )
     zeros = [row.value for row in report.results if row.layer == "fc2" and row.measure != "weight_norm"]
     assert set(zeros) == {0.0}
     assert measure(Net(compute), data(), layers="last").layers() == ["head"]
 
 
 def test_weights_used_without_calling_their_layer_take_the_network_trace_away():
-    report = assert_exact(Net(lambda self, x: self.head(F.linear(self.fc1(x).relu(), self.fc2.weight))), network=False)
+    report = assert_exact(
+        Net(lambda self, x: self.head(F.linear(self.fc1(x).relu(), self.fc2.weight))), network=False
+    )
     assert report.layers() == ["fc1", "head"]
     assert report.notes == (
         "their weights are used without calling them, and they are left out: fc2",
@@ -360,7 +402,9 @@ def no_grad_trunk(self, x):
 
 
 @pytest.mark.parametrize(
-    "compute", [no_grad_trunk, lambda self, x: self.head(self.fc1(x).detach().relu())], ids=["no_grad", "detach"]
+    "compute",
+    [no_grad_trunk, lambda self, x: self.head(self.fc1(x).detach().relu())],
+    ids=["no_grad", "detach"],
 )
 def test_layers_that_no_gradient_reaches_are_refused(compute):
     """Their curvature would come out as 0, though the output depends on them."""
@@ -374,8 +418,8 @@ def test_layers_that_no_gradient_reaches_are_refused(compute):
 
 def test_an_output_without_a_graph_is_refused():
     assert refusal(ModelError, Net(lambda self, x: plain(self, x).detach()), data()) == (
-        "Expected an output that can be differentiated but the forward pass runs under torch.no_grad or detaches it. Take "
-        "that out of the model's code: measuring needs the graph."
+        "Expected an output that can be differentiated but the forward pass runs under torch.no_grad or "
+        "detaches it. Take that out of the model's code: measuring needs the graph."
     )
 
 
@@ -384,8 +428,9 @@ def test_activation_checkpointing_is_refused():
         return self.head(checkpoint(lambda h: self.fc1(h).relu(), x, use_reentrant=False))
 
     assert refusal(ModelError, Net(compute), data()) == (
-        "Expected layers that run in the forward pass only but the backward pass runs them again: activation "
-        "checkpointing. Switch it off in the model and measure again; memory is kept by smaller micro-batches here."
+        "Expected layers that run in the forward pass only but the backward pass runs them again: "
+        "activation checkpointing. Switch it off in the model and measure again; memory is kept by smaller "
+        "micro-batches here."
     )
 
 
@@ -411,17 +456,24 @@ def test_tokens_of_one_sample_after_another_are_fine():
     [
         (lambda self, x: self.head(self.fc1(x.transpose(0, 1)).relu().mean(0)), [16, 8, 4]),
         (
-            lambda self, x: self.head(self.fc1(x.transpose(0, 1).reshape(-1, 4)).relu().reshape(16, -1, 6).mean(0)),
+            lambda self, x: self.head(
+                self.fc1(x.transpose(0, 1).reshape(-1, 4)).relu().reshape(16, -1, 6).mean(0)
+            ),
             [128, 4],
         ),
-        (lambda self, x: self.head((x.mean((1, 2))[:, None] + self.fc1(x.new_ones(16, 4)).mean(0)).relu()), [16, 4]),
+        (
+            lambda self, x: self.head((x.mean((1, 2))[:, None] + self.fc1(x.new_ones(16, 4)).mean(0)).relu()),
+            [16, 4],
+        ),
     ],
     ids=["steps first", "steps first, flattened", "no samples at all"],
 )
 def test_inputs_that_are_not_laid_out_by_sample_are_refused(compute, shape):
     """16 steps are a multiple of 8 samples: shapes alone would let these pass, with wrong numbers."""
     reason = f"fc1: its input, of shape {shape} for 8 samples, is not laid out sample by sample"
-    assert refusal(NotExactError, Net(compute), sequences()) == NOT_EXACT.format(reason, ": pass layers=['head']")
+    assert refusal(NotExactError, Net(compute), sequences()) == NOT_EXACT.format(
+        reason, ": pass layers=['head']"
+    )
 
 
 def test_norm_layers_over_flattened_tokens_take_the_network_trace_away():
@@ -433,8 +485,8 @@ def test_norm_layers_over_flattened_tokens_take_the_network_trace_away():
     assert report.layers() == ["fc1", "head"]
     assert report.notes == (
         "never called in the forward pass and left out: fc2",
-        "no trace over the whole network: not exact for norm (its input, of shape [128, 6] for 8 samples, is not laid out "
-        "sample by sample)",
+        "no trace over the whole network: not exact for norm (its input, of shape [128, 6] for 8 samples, "
+        "is not laid out sample by sample)",
     )
 
 
@@ -449,26 +501,31 @@ def batches():
 def test_a_later_batch_that_meets_another_operator_is_refused():
     model = Net(lambda self, x: self.head(self.fc1(x).relu() if len(x) != 3 else self.fc1(x).tanh()))
     assert refusal(NotExactError, model, batches()) == (
-        "Expected every batch to take the same path through the network but a later one meets Tanh, which the first samples "
-        "did not. Exact curvature needs a path that does not depend on the data."
+        "Expected every batch to take the same path through the network but a later one meets Tanh, which "
+        "the first samples did not. Exact curvature needs a path that does not depend on the data."
     )
 
 
 def test_a_later_batch_that_calls_another_layer_is_refused():
-    model = Net(lambda self, x: self.head(self.fc1(x).relu() if len(x) != 3 else self.fc2(self.fc1(x).relu())))
+    model = Net(
+        lambda self, x: self.head(self.fc1(x).relu() if len(x) != 3 else self.fc2(self.fc1(x).relu()))
+    )
     assert refusal(LayerError, model, batches()) == (
-        "Expected every batch to take the same path through the network but a later one calls 'fc2', which the first samples "
-        "did not. Name the layers to measure with layers=, without those used now and then."
+        "Expected every batch to take the same path through the network but a later one calls 'fc2', which "
+        "the first samples did not. Name the layers to measure with layers=, without those used now and "
+        "then."
     )
     report = measure(model, batches(), layers=["fc1", "head"], measures="relative_flatness")
     assert report.layers() == ["fc1", "head"]
 
 
 def test_a_later_batch_that_skips_a_layer_is_refused():
-    model = Net(lambda self, x: self.head(self.fc2(self.fc1(x).relu()) if len(x) != 3 else self.fc1(x).relu()))
+    model = Net(
+        lambda self, x: self.head(self.fc2(self.fc1(x).relu()) if len(x) != 3 else self.fc1(x).relu())
+    )
     assert refusal(LayerError, model, batches()) == (
-        "Expected 'fc2' to be called once in every forward pass but it was called 0 times on this batch. A network whose "
-        "path depends on the data cannot be measured layer by layer: pass layers= without it."
+        "Expected 'fc2' to be called once in every forward pass but it was called 0 times on this batch. A "
+        "network whose path depends on the data cannot be measured layer by layer: pass layers= without it."
     )
 
 
@@ -493,34 +550,38 @@ def test_a_model_without_supported_layers_is_refused():
             return x @ self.weight
 
     assert refusal(LayerError, Bilinear(), data()) == (
-        "Expected at least one supported layer (Linear, Conv1d, Conv2d, Conv3d) but Bilinear has none. Teach the library "
-        "yours with flatness.register_layer."
+        "Expected at least one supported layer (Linear, Conv1d, Conv2d, Conv3d) but Bilinear has none. "
+        "Teach the library yours with flatness.register_layer."
     )
 
 
 def test_layers_that_are_never_called_are_refused():
     model = Net(lambda self, x: F.linear(x, self.fc1.weight[:3]))
     assert refusal(LayerError, model, data()) == (
-        "Expected at least one layer to measure but the forward pass calls none of fc1, head, fc2. Call them as modules, not "
-        "through their weights."
+        "Expected at least one layer to measure but the forward pass calls none of fc1, head, fc2. Call "
+        "them as modules, not through their weights."
     )
 
 
 def test_unsupported_layers_are_listed():
     model = Net(
-        lambda self, x: self.head(self.mix(self.fc1(x), self.fc1.bias.detach().expand(len(x), 6)) + self.scale),
+        lambda self, x: self.head(
+            self.mix(self.fc1(x), self.fc1.bias.detach().expand(len(x), 6)) + self.scale
+        ),
         mix=nn.Bilinear(6, 6, 6),
     )
     model.scale = nn.Parameter(torch.zeros(6, dtype=torch.float64))
     report = measure(model, data(), layers="head")
     assert report.notes == (
         "never called in the forward pass and left out: fc2",
-        "not a supported layer and left out: the model itself (Net), mix (Bilinear); flatness.register_layer can teach it",
-        "no trace over the whole network: not exact for fc1 (Trilinear after it), scale, mix.weight, mix.bias",
+        "not a supported layer and left out: the model itself (Net), mix (Bilinear); "
+        "flatness.register_layer can teach it",
+        "no trace over the whole network: not exact for fc1 (Trilinear after it), scale, mix.weight, "
+        "mix.bias",
     )
     assert refusal(LayerError, model, data(), layers="mix") == (
-        "Expected the name of a supported layer but got 'mix', which is a Bilinear. Supported layers of this model: fc1, "
-        "head, fc2."
+        "Expected the name of a supported layer but got 'mix', which is a Bilinear. Supported layers of "
+        "this model: fc1, head, fc2."
     )
 
 
@@ -540,7 +601,12 @@ def test_a_layer_of_zeros_between_others():
     model = Net(lambda self, x: self.head(self.fc2(self.fc1(x).relu()).relu()))
     nn.init.zeros_(model.fc2.weight)
     report = assert_exact(model)
-    for name in ("relative_flatness", "layer_flatness", "maximal_relative_flatness", "relative_flatness_normalized"):
+    for name in (
+        "relative_flatness",
+        "layer_flatness",
+        "maximal_relative_flatness",
+        "relative_flatness_normalized",
+    ):
         assert report.value(name, layer="fc2") == 0.0
     assert report.value("hessian_trace", layer="fc2") > 0.01
     assert report.value("hessian_trace", layer="fc1") == 0.0

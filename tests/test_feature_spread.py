@@ -1,11 +1,11 @@
 """The normalised measure with dead and constant features, and why it takes the standard deviation."""
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 
 import flatness
+import oracle
 
 
 def network(seed=0):

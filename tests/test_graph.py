@@ -181,7 +181,12 @@ def test_layout_between_a_layer_and_the_output():
 
 def test_names_are_without_decoration():
     x = torch.ones(2, 2, requires_grad=True)
-    assert [operator_name(y.grad_fn) for y in (x.exp(), x @ x, x.relu(), x.T)] == ["Exp", "Mm", "Relu", "Permute"]
+    assert [operator_name(y.grad_fn) for y in (x.exp(), x @ x, x.relu(), x.T)] == [
+        "Exp",
+        "Mm",
+        "Relu",
+        "Permute",
+    ]
     assert curved_operators(x.exp().relu()) == {"Exp"}
     assert curved_operators(x.detach()) == frozenset()
 

@@ -72,7 +72,9 @@ def test_modes_gradients_and_hooks_are_as_they_were():
 
 def test_a_backward_hook_that_changes_gradients_changes_no_number():
     model = network()
-    model.fc1.register_full_backward_hook(lambda module, given, received: tuple(0 * g if g is not None else g for g in given))
+    model.fc1.register_full_backward_hook(
+        lambda module, given, received: tuple(0 * g if g is not None else g for g in given)
+    )
     assert_same(measure(model, data()), reference())
 
 
@@ -127,7 +129,12 @@ def test_precision_switches_are_full_inside_and_set_back(precision):
     """The switches of each backend; with one set, reading the older `allow_tf32` raises."""
     before = torch.backends.cuda.matmul.fp32_precision
     seen = []
-    model = Net(lambda self, x: (seen.append(torch.backends.cuda.matmul.fp32_precision), self.head(self.fc1(x).relu()))[1])
+    model = Net(
+        lambda self, x: (
+            seen.append(torch.backends.cuda.matmul.fp32_precision),
+            self.head(self.fc1(x).relu()),
+        )[1]
+    )
     try:
         torch.backends.cuda.matmul.fp32_precision = precision
         measure(model, data())
@@ -172,11 +179,25 @@ def test_frozen_parameters_give_the_same_numbers_and_stay_frozen():
 
 def test_the_context_restores_after_an_exception():
     model = Restless().train()
-    with untouched(model), pytest.raises(ZeroDivisionError), measuring(model, 3):
-        assert not model.training
-        model(data()[0])
-        torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
-        raise ZeroDivisionError
+
+    def fail():
+        with measuring(model, 3):
+            assert not model.training
+            model(data()[0])
+            draws = torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+            raise ZeroDivisionError(draws)
+
+    with untouched(model), pytest.raises(ZeroDivisionError):
+        fail()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "normalized_cross_entropy"])
+def test_another_default_device_changes_nothing(loss):
+    """Whatever is made inside says where it is: a default device without values would show."""
+    model, given = network(), data()
+    expected = measure(model, given, loss, weight_decay=0.1)
+    with torch.device("meta"):
+        assert_same(measure(model, given, loss, weight_decay=0.1), expected)
 
 
 # Copies
@@ -199,9 +220,16 @@ def test_half_precision_models_are_measured_to_about_two_digits(dtype):
     report = measure(model, data())
     assert report.notes == (f"computed in {dtype}: about two digits; pass dtype=torch.float32 for more",)
     exact = measure(copy.deepcopy(model).double(), data())
-    for name in ("hessian_trace", "relative_flatness", "relative_flatness_normalized", "hessian_top_eigenvalue"):
+    for name in (
+        "hessian_trace",
+        "relative_flatness",
+        "relative_flatness_normalized",
+        "hessian_top_eigenvalue",
+    ):
         for layer in ("fc1", "head"):
-            assert report.value(name, layer=layer) == pytest.approx(exact.value(name, layer=layer), rel=0.05), name
+            assert report.value(name, layer=layer) == pytest.approx(
+                exact.value(name, layer=layer), rel=0.05
+            ), name
 
 
 def test_double_precision_data_meets_a_single_precision_model():
@@ -224,8 +252,8 @@ def test_a_model_that_cannot_be_copied_is_refused():
 
     message = refusal(ModelError, nn.Sequential(Uncopyable(4, 3)), data(), dtype=torch.float64)
     assert message == (
-        "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got: cannot pickle "
-        "'module' object. Convert the model yourself and leave device and dtype out."
+        "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got: "
+        "cannot pickle 'module' object. Convert the model yourself and leave device and dtype out."
     )
 
 
@@ -290,14 +318,15 @@ def test_what_is_no_module_is_refused():
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_scripted_model_is_refused():
     assert refusal(ModelError, torch.jit.script(network()), data()) == (
-        "Expected an eager torch.nn.Module but got a TorchScript module, whose layers cannot be recorded. Pass the model "
-        "before scripting."
+        "Expected an eager torch.nn.Module but got a TorchScript module, whose layers cannot be recorded. "
+        "Pass the model before scripting."
     )
 
 
 def test_a_model_without_parameters_is_refused():
     assert refusal(ModelError, nn.Sequential(nn.ReLU()), data()) == (
-        "Expected a model with parameters but Sequential has none. Pass the network whose weights were trained."
+        "Expected a model with parameters but Sequential has none. Pass the network whose weights were "
+        "trained."
     )
 
 
@@ -321,8 +350,8 @@ def test_sharded_parameters_are_refused():
     model = network()
     model.head.weight = Sharded(model.head.weight.detach())
     assert refusal(ModelError, model, data()) == (
-        "Expected whole parameters but got sharded ones (DTensor): head.weight. Gather them into an unsharded copy of the "
-        "model and measure that."
+        "Expected whole parameters but got sharded ones (DTensor): head.weight. Gather them into an "
+        "unsharded copy of the model and measure that."
     )
 
 
@@ -331,8 +360,9 @@ def test_complex_and_integer_parameters_are_refused():
     model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     model.codes = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
     assert refusal(ModelError, model, data()) == (
-        "Expected real floating-point parameters but got phase (torch.complex64), codes (torch.int8). Second derivatives of "
-        "complex or integer parameters are not defined here; dequantise or use a real model."
+        "Expected real floating-point parameters but got phase (torch.complex64), codes (torch.int8). "
+        "Second derivatives of complex or integer parameters are not defined here; dequantise or use a real "
+        "model."
     )
 
 
@@ -343,15 +373,17 @@ def test_weights_that_are_not_finite_are_refused(value):
         model.fc1.weight[2, 1] = value
         model.head.bias[0] = value
     assert refusal(NotFiniteError, model, data()) == (
-        "Expected finite weights but got NaN or infinity in fc1.weight, head.bias. Training diverged, or the checkpoint is "
-        "damaged: measure an earlier one."
+        "Expected finite weights but got NaN or infinity in fc1.weight, head.bias. Training diverged, or "
+        "the checkpoint is damaged: measure an earlier one."
     )
 
 
 def test_batch_norm_without_running_statistics_is_refused():
-    model = Net(lambda self, x: self.head(self.norm(self.fc1(x))), norm=nn.BatchNorm1d(6, track_running_stats=False))
+    model = Net(
+        lambda self, x: self.head(self.norm(self.fc1(x))), norm=nn.BatchNorm1d(6, track_running_stats=False)
+    )
     assert refusal(ModelError, model, data()) == (
-        "Expected batch norm with running statistics but got none in norm: there each sample's output depends on its "
-        "batch, and a loss per sample does not exist. Train with track_running_stats=True, or set running_mean and "
-        "running_var."
+        "Expected batch norm with running statistics but got none in norm: there each sample's output "
+        "depends on its batch, and a loss per sample does not exist. Train with track_running_stats=True, "
+        "or set running_mean and running_var."
     )

@@ -111,10 +111,14 @@ def test_a_layer_called_last_goes_by_its_name(views):
 
 
 def test_nested_names():
-    model = nn.Sequential(nn.Sequential(network(), nn.ReLU()), nn.ModuleDict({"out": nn.Linear(3, 3)})["out"]).double()
+    model = nn.Sequential(
+        nn.Sequential(network(), nn.ReLU()), nn.ModuleDict({"out": nn.Linear(3, 3)})["out"]
+    ).double()
     report = measure(model, data(), layers=["0.0.head", "1"])
     assert report.layers() == ["0.0.head", "1"]
-    assert report.value("weight_norm", layer="0.0.head") == pytest.approx(network().head.weight.square().sum().item())
+    assert report.value("weight_norm", layer="0.0.head") == pytest.approx(
+        network().head.weight.square().sum().item()
+    )
 
 
 def test_a_model_that_is_one_layer():
@@ -124,7 +128,9 @@ def test_a_model_that_is_one_layer():
     assert report.layers() == [""]
     p = model(x).softmax(1).detach()
     spread = (p * (1 - p)).sum(1)
-    assert report.value("hessian_trace", layer="") == pytest.approx(float((spread * x.square().sum(1)).mean()))
+    assert report.value("hessian_trace", layer="") == pytest.approx(
+        float((spread * x.square().sum(1)).mean())
+    )
     assert report.value("hessian_trace") == pytest.approx(float((spread * (x.square().sum(1) + 1)).mean()))
     assert report.result("hessian_trace").notes == ("over weight, bias",)
     assert "(model)" in str(report)
@@ -136,21 +142,24 @@ def test_a_model_that_is_one_layer():
     [
         (
             "fc2",
-            "Expected the name of a supported layer but got 'fc2'. Did you mean 'fc1'? Supported layers of this model: fc1, head.",
+            "Expected the name of a supported layer but got 'fc2'. Did you mean 'fc1'? Supported layers of "
+            "this model: fc1, head.",
         ),
         (
             ["head", "convolution"],
-            "Expected the name of a supported layer but got 'convolution'. Supported layers of this model: fc1, head.",
+            "Expected the name of a supported layer but got 'convolution'. Supported layers of this model: "
+            "fc1, head.",
         ),
         (
             "relu",
-            "Expected the name of a supported layer but got 'relu', which is a ReLU. Supported layers of this model: fc1, head.",
+            "Expected the name of a supported layer but got 'relu', which is a ReLU. Supported layers of "
+            "this model: fc1, head.",
         ),
         ([], "Expected at least one layer but got an empty list. Supported layers of this model: fc1, head."),
         (
             3,
-            "Expected layers to be None, 'last', a name or a list of names but got int. Supported layers of this model: fc1, "
-            "head.",
+            "Expected layers to be None, 'last', a name or a list of names but got int. Supported layers of "
+            "this model: fc1, head.",
         ),
         ([3], "Expected the name of a supported layer but got 3. Supported layers of this model: fc1, head."),
     ],
@@ -224,13 +233,14 @@ def test_registration_refuses_what_is_no_module_or_no_view():
     with pytest.raises(LayerError) as error:
         flatness.register_layer(nn.Linear(1, 1), LinearLayer)
     assert str(error.value) == (
-        "Expected a subclass of torch.nn.Module but got Linear(in_features=1, out_features=1, bias=True). Pass the class, not "
-        "a module."
+        "Expected a subclass of torch.nn.Module but got Linear(in_features=1, out_features=1, bias=True). "
+        "Pass the class, not a module."
     )
     with pytest.raises(LayerError) as error:
         flatness.register_layer(Scaled, Scaled)
     assert str(error.value) == (
-        f"Expected a subclass of flatness.Layer but got {Scaled!r}. Derive a class that says what W, Φ and δ are."
+        f"Expected a subclass of flatness.Layer but got {Scaled!r}. Derive a class that says what W, Φ and δ "
+        "are."
     )
 
 

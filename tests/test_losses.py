@@ -749,7 +749,8 @@ UNREADABLE = (
             "of the risk.",
         ),
     ],
-    ids=str,
+    # Not str: a function's holds its address, which differs between processes.
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__),
 )
 def test_losses_that_are_refused(loss: Any, message: str):
     assert refusal(LossError, lambda: resolve_loss(loss)) == message

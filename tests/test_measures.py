@@ -9,21 +9,10 @@ import flatness
 from flatness.errors import MeasureError, OptionError
 from flatness.measures import catalogue
 from flatness.measures.catalogue import get_measure, resolve_options, select_measures, unregister_measure
-from small import data, measure, network, reference
+from small import MEASURES, data, measure, network, reference
 from untouched import refusal
 
-NAMES = [
-    "hessian_trace",
-    "hessian_top_eigenvalue",
-    "weight_norm",
-    "layer_flatness",
-    "layer_flatness_trace",
-    "neuron_flatness",
-    "neuron_flatness_incoming",
-    "relative_flatness",
-    "relative_flatness_normalized",
-    "maximal_relative_flatness",
-]
+NAMES = list(MEASURES)
 EIGENVALUES = {"hessian_top_eigenvalue", "layer_flatness", "maximal_relative_flatness"}
 KNOWN = ", ".join(NAMES)
 
@@ -112,11 +101,13 @@ def test_every_measure_is_the_same_alone_and_with_others():
     [
         (
             "relative_flatnes",
-            "Expected the name of a measure but got 'relative_flatnes'. Did you mean 'relative_flatness'? Known: {}.",
+            "Expected the name of a measure but got 'relative_flatnes'. Did you mean 'relative_flatness'? "
+            "Known: {}.",
         ),
         (
             ["weight_norm", "hessian_traces"],
-            "Expected the name of a measure but got 'hessian_traces'. Did you mean 'hessian_trace'? Known: {}.",
+            "Expected the name of a measure but got 'hessian_traces'. Did you mean 'hessian_trace'? Known: "
+            "{}.",
         ),
         ("sam", "Expected the name of a measure but got 'sam'. Known: {}."),
         ([], "Expected at least one measure but got an empty list. Known: {}."),
@@ -160,17 +151,22 @@ def test_options_reach_the_iteration():
     [
         (
             {"layer_flatness": {"tolerence": 1e-9}},
-            "Expected an option of 'layer_flatness' but got 'tolerence'. Did you mean 'tolerance'? Known: tolerance, "
-            "max_products.",
+            "Expected an option of 'layer_flatness' but got 'tolerence'. Did you mean 'tolerance'? Known: "
+            "tolerance, max_products.",
         ),
-        ({"weight_norm": {"tolerance": 1e-9}}, "Expected an option of 'weight_norm' but got 'tolerance'. Known: none."),
+        (
+            {"weight_norm": {"tolerance": 1e-9}},
+            "Expected an option of 'weight_norm' but got 'tolerance'. Known: none.",
+        ),
         (
             {"layer_flatness": {"tolerance": "small"}},
-            "Expected tolerance to be a relative residual between 0 and 1, or None, but got 'small'. For example 1e-9.",
+            "Expected tolerance to be a relative residual between 0 and 1, or None, but got 'small'. For "
+            "example 1e-9.",
         ),
         (
             {"layer_flatness": {"tolerance": -1.0}},
-            "Expected tolerance to be a relative residual between 0 and 1, or None, but got -1.0. For example 1e-9.",
+            "Expected tolerance to be a relative residual between 0 and 1, or None, but got -1.0. For "
+            "example 1e-9.",
         ),
         (
             {"layer_flatness": {"max_products": 0}},
@@ -178,12 +174,13 @@ def test_options_reach_the_iteration():
         ),
         (
             {"layer_flatness": 3},
-            "Expected the options of 'layer_flatness' by name but got 3. For example options={'layer_flatness': {'tolerance': "
-            "1e-9}}.",
+            "Expected the options of 'layer_flatness' by name but got 3. For example "
+            "options={'layer_flatness': {'tolerance': 1e-9}}.",
         ),
         (
             ["layer_flatness"],
-            "Expected options by measure but got list. For example options={'layer_flatness': {'tolerance': 1e-9}}.",
+            "Expected options by measure but got list. For example "
+            "options={'layer_flatness': {'tolerance': 1e-9}}.",
         ),
     ],
 )
@@ -193,10 +190,12 @@ def test_options_that_do_not_exist_are_refused(options, message):
 
 def test_options_of_what_is_not_measured_are_refused():
     assert refusal(OptionError, network(), data(), options={"layer_flatness": {"tolerance": 1e-9}}) == (
-        "Expected options for measured quantities only but 'layer_flatness' is not measured here. Add it to measures=."
+        "Expected options for measured quantities only but 'layer_flatness' is not measured here. Add it to "
+        "measures=."
     )
     assert refusal(MeasureError, network(), data(), options={"layer_flatnes": {}}) == (
-        f"Expected the name of a measure but got 'layer_flatnes'. Did you mean 'layer_flatness'? Known: {KNOWN}."
+        "Expected the name of a measure but got 'layer_flatnes'. Did you mean 'layer_flatness'? Known: "
+        f"{KNOWN}."
     )
 
 
@@ -221,9 +220,16 @@ def own(**changes):
 
 def test_a_registered_measure_is_measured_by_name():
     flatness.register_measure(own())
-    report = measure(network(), data(), measures="mean_curvature", options={"mean_curvature": {"factor": 2.0}})
-    expected = [2 * reference().value("hessian_trace", layer=layer) / size for layer, size in (("fc1", 24), ("head", 18))]
-    assert [report.value("mean_curvature", layer=layer) for layer in ("fc1", "head")] == pytest.approx(expected)
+    report = measure(
+        network(), data(), measures="mean_curvature", options={"mean_curvature": {"factor": 2.0}}
+    )
+    expected = [
+        2 * reference().value("hessian_trace", layer=layer) / size
+        for layer, size in (("fc1", 24), ("head", 18))
+    ]
+    assert [report.value("mean_curvature", layer=layer) for layer in ("fc1", "head")] == pytest.approx(
+        expected
+    )
     assert report.value("mean_curvature", reduction="max") == pytest.approx(max(expected))
     assert report.value("mean_curvature", reduction="sum") == pytest.approx(sum(expected))
     assert "mean_curvature" in chosen("default")
@@ -257,7 +263,14 @@ def test_a_measure_without_unit_level_shows_no_units():
 
 def test_a_network_measure_sees_all_parameters():
     flatness.register_measure(
-        own(levels=("network",), layer=None, reductions=(), needs=frozenset(), options={}, network=lambda v: len(v.squared_norms))
+        own(
+            levels=("network",),
+            layer=None,
+            reductions=(),
+            needs=frozenset(),
+            options={},
+            network=lambda v: len(v.squared_norms),
+        )
     )
     report = measure(network(), data(), measures="mean_curvature")
     assert report.value("mean_curvature") == 4.0
@@ -266,20 +279,29 @@ def test_a_network_measure_sees_all_parameters():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"name": "weight_norm"}, "Expected a new name but 'weight_norm' is taken. Pass replace=True to replace it."),
+        (
+            {"name": "weight_norm"},
+            "Expected a new name but 'weight_norm' is taken. Pass replace=True to replace it.",
+        ),
         (
             {"needs": frozenset({"row_traces", "third_moment"})},
-            "Expected 'mean_curvature' to need statistics the engine has but got third_moment. Known: block_traces, diagonal, "
-            "incoming, layer_eigenvalue, outgoing, relative, relative_normalized, row_eigenvalues, row_traces.",
+            "Expected 'mean_curvature' to need statistics the engine has but got third_moment. Known: "
+            "block_traces, diagonal, incoming, layer_eigenvalue, outgoing, relative, relative_normalized, "
+            "row_eigenvalues, row_traces.",
         ),
-        ({"reductions": ("mean",)}, "Expected reductions out of max, sum but 'mean_curvature' has mean. Leave it out."),
+        (
+            {"reductions": ("mean",)},
+            "Expected reductions out of max, sum but 'mean_curvature' has mean. Leave it out.",
+        ),
         (
             {"layer": None},
-            "Expected 'mean_curvature' to say how a layer's value is computed but it has neither layer= nor units=. Give one.",
+            "Expected 'mean_curvature' to say how a layer's value is computed but it has neither layer= nor "
+            "units=. Give one.",
         ),
         (
             {"levels": ("neuron",)},
-            "Expected levels out of unit, layer, network but 'mean_curvature' has neuron. Say where it has values.",
+            "Expected levels out of unit, layer, network but 'mean_curvature' has neuron. Say where it has "
+            "values.",
         ),
         (
             {"name": "default"},
@@ -297,7 +319,10 @@ def test_what_cannot_be_measured_cannot_be_registered(changes, message):
 def test_what_is_no_measure_cannot_be_registered():
     with pytest.raises(MeasureError) as error:
         flatness.register_measure("sharpness")  # type: ignore[arg-type]
-    assert str(error.value) == "Expected a flatness.Measure but got str. Build one: flatness.Measure(name=..., ...)."
+    assert (
+        str(error.value)
+        == "Expected a flatness.Measure but got str. Build one: flatness.Measure(name=..., ...)."
+    )
 
 
 def test_replacing_is_asked_for():

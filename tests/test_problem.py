@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flatness
+from flatness.curvature import moments
 from flatness.errors import DataError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
 from flatness.problem import Problem
 from small import Net, assert_same, data, dataset, measure, network, reference
@@ -75,7 +76,9 @@ class Hungry(nn.Module):
 ERRORS = {
     "torch": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "python": MemoryError(),
-    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    "cpu": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory"
+    ),
     "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 }
 
@@ -99,15 +102,37 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(largest, error, went_o
     ]
     names = {"net.fc1": "fc1", "net.head": "head"}
     for row in report.results:
-        other = reference().value(row.measure, layer=names.get(row.layer), unit=row.unit, reduction=row.reduction)
+        other = reference().value(
+            row.measure, layer=names.get(row.layer), unit=row.unit, reduction=row.reduction
+        )
         assert row.value == pytest.approx(other, rel=1e-6), row.where()
     assert report.meta["samples"] == 23
+
+
+def test_running_out_between_two_layers_counts_no_sample_twice(monkeypatch):
+    """Feature spreads add up layer by layer: memory may run out between two of them."""
+    measured = moments._Moments.part
+    calls = []
+
+    def part(self, values):
+        calls.append(len(values))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no")
+        return measured(self, values)
+
+    monkeypatch.setattr(moments._Moments, "part", part)
+    report = measure(network(), data(), measures="relative_flatness_normalized")
+    assert calls == [23, 23, 11, 11, 11, 11, 1, 1]
+    for layer in ("fc1", "head"):
+        expected = reference().value("relative_flatness_normalized", layer=layer)
+        assert report.value("relative_flatness_normalized", layer=layer) == pytest.approx(expected, rel=1e-10)
 
 
 def test_a_sample_that_does_not_fit_is_an_error():
     model = Hungry(0, ERRORS["torch"])
     assert refusal(OutOfMemoryError, model, data()) == (
-        "Expected one sample to fit into memory but it does not, on cpu. Use a lower dtype, or a device with more memory."
+        "Expected one sample to fit into memory but it does not, on cpu. Use a lower dtype, or a device "
+        "with more memory."
     )
 
 
@@ -122,8 +147,8 @@ def test_a_sample_whose_curvature_does_not_fit_is_an_error():
     with problem.guarded(), pytest.raises(OutOfMemoryError) as caught:
         problem.stream(step, "test")
     assert str(caught.value) == (
-        "Expected one sample to fit into memory but it does not, on cpu. Measure fewer layers at a time (layers=), fewer "
-        "measures, a lower dtype, or use a device with more memory."
+        "Expected one sample to fit into memory but it does not, on cpu. Measure fewer layers at a time "
+        "(layers=), fewer measures, a lower dtype, or use a device with more memory."
     )
     assert sizes == [8, 4, 2, 1]
 
@@ -167,7 +192,11 @@ STRUCTURES = {
     "labels": (lambda a, b, y: [{"a": a, "b": b, "labels": y}], Two(), None),
     "named tuples": (lambda a, b, y: [Pair(a + b, y)], Two(), None),
     "lists": (lambda a, b, y: [[a + b, y]], Two(), None),
-    "logits attribute": (lambda a, b, y: [(a + b, y)], Two(lambda f: namedtuple("Output", "loss logits")(None, f)), None),
+    "logits attribute": (
+        lambda a, b, y: [(a + b, y)],
+        Two(lambda f: namedtuple("Output", "loss logits")(None, f)),
+        None,
+    ),
     "logits entry": (lambda a, b, y: [(a + b, y)], Two(lambda f: {"hidden": None, "logits": f}), None),
     "own forward": (
         lambda a, b, y: [{"image": a, "shift": b, "class": y, "name": ["n"] * len(y)}],
@@ -205,15 +234,15 @@ def test_batches_of_many_structures(structure, batch_size):
 def test_batches_of_unknown_structure_are_refused(batch, arrived, example):
     arrived = arrived.replace("23", "8")
     assert refusal(DataError, network(), [batch(*data())]) == (
-        f"Expected batches (input, target) or dicts with 'labels' but got {arrived}. Say how to use them, for example "
-        f"forward=lambda model, batch: ({example})."
+        f"Expected batches (input, target) or dicts with 'labels' but got {arrived}. Say how to use them, "
+        f"for example forward=lambda model, batch: ({example})."
     )
 
 
 def test_batches_without_tensors_are_refused():
     assert refusal(DataError, network(), [(["a"], [1])]) == (
-        "Expected batches that hold tensors with one row per sample but got tuple(list(str), list(int)). Pass a DataLoader, "
-        "a pair of tensors, or an iterable of (input, target) batches."
+        "Expected batches that hold tensors with one row per sample but got tuple(list(str), list(int)). "
+        "Pass a DataLoader, a pair of tensors, or an iterable of (input, target) batches."
     )
 
 
@@ -230,24 +259,26 @@ def test_batches_without_tensors_are_refused():
 )
 def test_outputs_that_are_no_tensor_are_refused(compute, arrived):
     assert refusal(ModelError, Net(compute), data()) == (
-        f"Expected the model to return one tensor but got {arrived}. Say which part is the output, for example "
-        "forward=lambda model, batch: (model(batch[0])[0], batch[1])."
+        f"Expected the model to return one tensor but got {arrived}. Say which part is the output, for "
+        "example forward=lambda model, batch: (model(batch[0])[0], batch[1])."
     )
 
 
 def test_a_forward_that_forgets_the_target_is_refused():
     assert refusal(ModelError, network(), data(), forward=lambda model, batch: model(batch[0])) == (
-        "Expected forward to return (output, target) but got float64[8, 3]. For example forward=lambda model, batch: "
-        "(model(batch[0]), batch[1])."
+        "Expected forward to return (output, target) but got float64[8, 3]. For example forward=lambda "
+        "model, batch: (model(batch[0]), batch[1])."
     )
 
 
-@pytest.mark.parametrize("compute", [lambda self, x: plain(self, x).T, lambda self, x: plain(self, x).mean(0)])
+@pytest.mark.parametrize(
+    "compute", [lambda self, x: plain(self, x).T, lambda self, x: plain(self, x).mean(0)]
+)
 def test_outputs_without_a_row_per_sample_are_refused(compute):
     shape = "[3, 8]" if compute.__code__.co_names[-1] == "T" else "[3]"
     assert refusal(ModelError, Net(compute), data()) == (
-        f"Expected one output row per sample, 8 here, but got outputs of shape {shape}. Pass forward= to lay inputs and "
-        "outputs out with samples first."
+        f"Expected one output row per sample, 8 here, but got outputs of shape {shape}. Pass forward= to lay "
+        "inputs and outputs out with samples first."
     )
 
 
@@ -256,8 +287,8 @@ def test_samples_in_the_second_dimension_are_refused():
     model = Net(lambda self, x: self.head(self.fc1(x).relu().mean(0)))
     x, y = torch.randn(8, 8, 4, dtype=torch.float64), torch.randint(3, (8,))
     assert refusal(ModelError, model, [(x, y)]) == (
-        "Expected one output row per sample, 1 here, but got outputs of shape [8, 3]. Pass forward= to lay inputs and "
-        "outputs out with samples first."
+        "Expected one output row per sample, 1 here, but got outputs of shape [8, 3]. Pass forward= to lay "
+        "inputs and outputs out with samples first."
     )
 
 
@@ -279,23 +310,29 @@ def test_samples_in_the_second_dimension_are_measured_with_forward():
 def test_a_model_that_fails_on_a_batch_shows_what_it_was_given():
     x, y = data()
     assert refusal(ModelError, network(), (x[:, :3], y)) == (
-        "Expected the model to take batches like tuple(float64[8, 3], int64[8]) but it raised RuntimeError: mat1 and mat2 "
-        "shapes cannot be multiplied (8x3 and 4x6). Try it on one batch yourself, or say how to use a batch with forward=."
+        "Expected the model to take batches like tuple(float64[8, 3], int64[8]) but it raised RuntimeError: "
+        "mat1 and mat2 shapes cannot be multiplied (8x3 and 4x6). Try it on one batch yourself, or say how "
+        "to use a batch with forward=."
     )
     images = (torch.zeros(9, 4, dtype=torch.uint8), y[:9])
     assert refusal(ModelError, network(), images) == (
-        "Expected the model to take batches like tuple(uint8[8, 4], int64[8]) but it raised RuntimeError: mat1 and mat2 must "
-        "have the same dtype, but got Byte and Double. Try it on one batch yourself, or say how to use a batch with forward=."
+        "Expected the model to take batches like tuple(uint8[8, 4], int64[8]) but it raised RuntimeError: "
+        "mat1 and mat2 must have the same dtype, but got Byte and Double. Try it on one batch yourself, or "
+        "say how to use a batch with forward=."
     )
 
 
 # Outputs of one number, two classes, one sample
 
 
-@pytest.mark.parametrize("loss, reference_loss", [("mse", F.mse_loss), ("bce", F.binary_cross_entropy_with_logits)])
+@pytest.mark.parametrize(
+    "loss, reference_loss", [("mse", F.mse_loss), ("bce", F.binary_cross_entropy_with_logits)]
+)
 @pytest.mark.parametrize("squeezed", [True, False])
 def test_one_output_per_sample(loss, reference_loss, squeezed):
-    body = Net(lambda self, x: self.out(self.fc1(x).relu()).squeeze(1) if squeezed else self.out(self.fc1(x).relu()))
+    body = Net(
+        lambda self, x: self.out(self.fc1(x).relu()).squeeze(1) if squeezed else self.out(self.fc1(x).relu())
+    )
     body.out = nn.Linear(6, 1).double()
     x, y = data()
     targets = (y > 0).double()
@@ -317,7 +354,9 @@ def test_two_classes():
     expected = (2 * p * (1 - p) * model.fc1(x).relu().detach().square().sum(1)).mean()
     assert report.value("hessian_trace", layer="out") == pytest.approx(expected.item(), rel=1e-10)
     W = model.out.weight.detach()
-    relative = (p * (1 - p) * (W[0] - W[1]).square().sum() * model.fc1(x).relu().detach().square().sum(1)).mean()
+    relative = (
+        p * (1 - p) * (W[0] - W[1]).square().sum() * model.fc1(x).relu().detach().square().sum(1)
+    ).mean()
     assert report.value("relative_flatness", layer="out") == pytest.approx(relative.item(), rel=1e-10)
 
 
@@ -326,7 +365,9 @@ def test_one_sample_is_the_whole_data_set():
     report = measure(network(), (x[:1], y[:1]))
     p = network()(x[:1]).softmax(1).detach()
     phi = network().fc1(x[:1]).relu().detach()
-    assert report.value("hessian_trace", layer="head") == pytest.approx(float((p * (1 - p)).sum() * phi.square().sum()))
+    assert report.value("hessian_trace", layer="head") == pytest.approx(
+        float((p * (1 - p)).sum() * phi.square().sum())
+    )
     # The Hessian is (diag p − ppᵀ) ⊗ φφᵀ.
     top = torch.linalg.eigvalsh(torch.diag(p[0]) - p.T @ p)[-1] * phi.square().sum()
     assert report.value("hessian_top_eigenvalue", layer="head") == pytest.approx(float(top), rel=1e-6)
@@ -337,7 +378,9 @@ def test_one_class_only():
     x, _ = data()
     y = torch.zeros(23, dtype=torch.long)
     report = measure(network(), (x, y))
-    assert report.value("hessian_trace", layer="head") == pytest.approx(reference().value("hessian_trace", layer="head"))
+    assert report.value("hessian_trace", layer="head") == pytest.approx(
+        reference().value("hessian_trace", layer="head")
+    )
     assert report.meta["risk"] == pytest.approx(F.cross_entropy(network()(x), y).item())
 
 
@@ -348,8 +391,8 @@ def test_targets_out_of_range_are_refused():
     x, y = data()
     y[3] = 7
     assert refusal(DataError, network(), (x, y)) == (
-        "Expected class indices from 0 to 2, as the model has 3 outputs, but got 7 for sample 3 of the batch. Number the "
-        "classes from 0, or give the model 8 outputs. Seen on the first 8 samples."
+        "Expected class indices from 0 to 2, as the model has 3 outputs, but got 7 for sample 3 of the "
+        "batch. Number the classes from 0, or give the model 8 outputs. Seen on the first 8 samples."
     )
 
 
@@ -358,8 +401,9 @@ def test_targets_out_of_range_in_a_later_batch_are_located():
     y[18] = -1
     batches = [(x[:10], y[:10]), (x[10:], y[10:])]
     message = (
-        "Expected class indices from 0 to 2, as the model has 3 outputs, but got -1 for sample {} of the batch. Number the "
-        "classes from 0, or mark targets to skip with -100. Counted from sample {} of batch {}, number {} of the data."
+        "Expected class indices from 0 to 2, as the model has 3 outputs, but got -1 for sample {} of the "
+        "batch. Number the classes from 0, or mark targets to skip with -100. Counted from sample {} of "
+        "batch {}, number {} of the data."
     )
     assert refusal(DataError, network(), batches) == message.format(8, 0, 1, 10)
     assert refusal(DataError, network(), batches, batch_size=6) == message.format(2, 6, 1, 16)
@@ -368,31 +412,35 @@ def test_targets_out_of_range_in_a_later_batch_are_located():
 def test_targets_of_the_wrong_type_are_refused():
     x, y = data()
     assert refusal(DataError, network(), (x, y.double())) == (
-        "Expected integer class indices of shape (8,), or floating point class probabilities of shape (8, 3), for outputs of "
-        "shape (8, 3) but got torch.float64 targets of shape (8,). Write target.long() if they are class indices, or use "
-        "loss='mse'. Seen on the first 8 samples."
+        "Expected integer class indices of shape (8,), or floating point class probabilities of shape (8, "
+        "3), for outputs of shape (8, 3) but got torch.float64 targets of shape (8,). Write target.long() "
+        "if they are class indices, or use loss='mse'. Seen on the first 8 samples."
     )
     assert refusal(DataError, network(), [(x, y.tolist())]) == (
-        "Expected the targets as a torch.Tensor but got list. Convert them with torch.as_tensor(target), or pass a forward= "
-        "that returns (output, target). Seen on the first 8 samples."
+        "Expected the targets as a torch.Tensor but got list. Convert them with torch.as_tensor(target), or "
+        "pass a forward= that returns (output, target). Seen on the first 8 samples."
     )
 
 
 def test_targets_that_are_all_ignored_are_refused():
     x, y = data()
     assert refusal(DataError, network(), (x, torch.full_like(y, -100))) == (
-        "Expected targets that count but all 23 samples weigh 0: every target is ignored, or its class has weight 0. Check "
-        "ignore_index and the class weights of the loss."
+        "Expected targets that count but all 23 samples weigh 0: every target is ignored, or its class has "
+        "weight 0. Check ignore_index and the class weights of the loss."
     )
 
 
 def test_ignored_targets_in_the_first_batch_do_not_matter():
     x, y = data()
     ignored = torch.cat([torch.full((9,), -100), y])
-    report = measure(network(), (torch.cat([x[:9] + 1, x]), ignored), measures=["hessian_trace", "relative_flatness"])
+    report = measure(
+        network(), (torch.cat([x[:9] + 1, x]), ignored), measures=["hessian_trace", "relative_flatness"]
+    )
     for layer in ("fc1", "head"):
         for name in ("hessian_trace", "relative_flatness"):
-            assert report.value(name, layer=layer) == pytest.approx(reference().value(name, layer=layer), rel=1e-10)
+            assert report.value(name, layer=layer) == pytest.approx(
+                reference().value(name, layer=layer), rel=1e-10
+            )
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -402,8 +450,8 @@ def test_a_loss_that_is_not_finite_is_located(value, batch_size):
     x[17, 2] = float(value)
     batches = [(x[:10], y[:10]), (x[10:], y[10:])]
     assert refusal(NotFiniteError, network(), batches, batch_size=batch_size) == (
-        "Expected a finite loss for every sample but sample 7 of batch 1 (number 17 of the data) has loss nan. Look for NaN "
-        "or infinite inputs, or outputs that overflow in torch.float64."
+        "Expected a finite loss for every sample but sample 7 of batch 1 (number 17 of the data) has loss "
+        "nan. Look for NaN or infinite inputs, or outputs that overflow in torch.float64."
     )
 
 
@@ -411,8 +459,8 @@ def test_a_loss_that_is_not_finite_on_the_first_samples_is_located():
     x, y = data()
     x[2, 0] = float("nan")
     assert refusal(NotFiniteError, network(), (x, y)) == (
-        "Expected a finite loss for every sample but sample 2 of batch 0 (number 2 of the data) has loss nan. Look for NaN "
-        "or infinite inputs, or outputs that overflow in torch.float64."
+        "Expected a finite loss for every sample but sample 2 of batch 0 (number 2 of the data) has loss "
+        "nan. Look for NaN or infinite inputs, or outputs that overflow in torch.float64."
     )
 
 
@@ -424,8 +472,8 @@ def test_a_function_of_infinite_value_is_located_before_its_second_derivatives_a
         return output.exp().sum(1)
 
     assert refusal(NotFiniteError, network(), [(x[:10], y[:10]), (x[10:], y[10:])], exponential) == (
-        "Expected a finite loss for every sample but sample 7 of batch 1 (number 17 of the data) has loss inf. Look for NaN "
-        "or infinite inputs, or outputs that overflow in torch.float64."
+        "Expected a finite loss for every sample but sample 7 of batch 1 (number 17 of the data) has loss "
+        "inf. Look for NaN or infinite inputs, or outputs that overflow in torch.float64."
     )
 
 
@@ -436,26 +484,29 @@ def test_curvature_that_overflows_is_refused():
         model.head.bias.zero_()
     x, y = data()
     assert refusal(NotFiniteError, model, (300 * x, y), measures="hessian_trace", layers="head") == (
-        "Expected finite curvature but got NaN or infinity in fc1, head, though every loss is finite: numbers overflow in "
-        "torch.float16. Pass dtype=torch.float64."
+        "Expected finite curvature but got NaN or infinity in fc1, head, though every loss is finite: "
+        "numbers overflow in torch.float16. Pass dtype=torch.float64."
     )
 
 
 def test_unknown_losses_are_refused_with_the_nearest_name():
     assert refusal(LossError, network(), data(), "cross_entropie") == (
-        "Expected a loss named cross_entropy, nll, mse, squared_error, bce, normalized_cross_entropy but got 'cross_entropie'. "
-        "Did you mean 'cross_entropy'? For any other loss pass a function of (output, target) that returns one loss per sample."
+        "Expected a loss named cross_entropy, nll, mse, squared_error, bce, normalized_cross_entropy but "
+        "got 'cross_entropie'. Did you mean 'cross_entropy'? For any other loss pass a function of (output, "
+        "target) that returns one loss per sample."
     )
     assert refusal(LossError, network(), data(), 3) == (
-        "Expected a loss name, a torch loss or a function but got int. Use one of cross_entropy, nll, mse, squared_error, bce, "
-        "normalized_cross_entropy, or a function of (output, target) that returns one loss per sample."
+        "Expected a loss name, a torch loss or a function but got int. Use one of cross_entropy, nll, mse, "
+        "squared_error, bce, normalized_cross_entropy, or a function of (output, target) that returns one "
+        "loss per sample."
     )
 
 
 def test_a_loss_of_the_whole_batch_is_refused():
     assert refusal(LossError, network(), data(), lambda output, target: output.square().mean()) == (
-        "Expected lambda to return one loss per sample, shape (8,), but got a single number. Use reduction='none' and average "
-        "over the trailing dimensions of each sample: losses.flatten(1).mean(1)."
+        "Expected lambda to return one loss per sample, shape (8,), but got a single number. Use "
+        "reduction='none' and average over the trailing dimensions of each sample: "
+        "losses.flatten(1).mean(1)."
     )
 
 
@@ -487,28 +538,30 @@ def test_a_loss_of_the_whole_batch_is_refused():
         ),
         (
             {"dtype": torch.int64},
-            "Expected dtype to be torch.float16, bfloat16, float32, float64 or None but got torch.int64. For example "
-            "dtype=torch.float64.",
+            "Expected dtype to be torch.float16, bfloat16, float32, float64 or None but got torch.int64. "
+            "For example dtype=torch.float64.",
         ),
         (
             {"dtype": "float64"},
-            "Expected dtype to be torch.float16, bfloat16, float32, float64 or None but got 'float64'. For example "
-            "dtype=torch.float64.",
+            "Expected dtype to be torch.float16, bfloat16, float32, float64 or None but got 'float64'. For "
+            "example dtype=torch.float64.",
         ),
         ({"seed": "a"}, "Expected seed to be an integer ≥ 0 but got 'a'. For example seed=0."),
         ({"seed": -1}, "Expected seed to be an integer ≥ 0 but got -1. For example seed=0."),
         (
             {"forward": "logits"},
-            "Expected forward to be a function of (model, batch) but got str. For example forward=lambda model, batch: "
-            "(model(batch[0]), batch[1]).",
+            "Expected forward to be a function of (model, batch) but got str. For example forward=lambda "
+            "model, batch: (model(batch[0]), batch[1]).",
         ),
         (
             {"device": "meta"},
-            "Expected a device that torch can use but got 'meta': it holds no values. For example device='cpu'.",
+            "Expected a device that torch can use but got 'meta': it holds no values. For example "
+            "device='cpu'.",
         ),
         (
             {"precision": 0},
-            "Expected precision to be a relative standard error between 0 and 1 but got 0. For example precision=0.01.",
+            "Expected precision to be a relative standard error between 0 and 1 but got 0. For example "
+            "precision=0.01.",
         ),
     ],
 )
@@ -529,5 +582,6 @@ def test_a_device_that_is_absent_is_refused():
     with pytest.raises((AssertionError, RuntimeError)) as reason:
         torch.empty(0, device="cuda")
     assert refusal(OptionError, network(), data(), device="cuda") == (
-        f"Expected a device that torch can use but got 'cuda': {str(reason.value).splitlines()[0]}. For example device='cpu'."
+        f"Expected a device that torch can use but got 'cuda': {str(reason.value).splitlines()[0]}. For "
+        "example device='cpu'."
     )

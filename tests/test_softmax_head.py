@@ -1,4 +1,4 @@
-"""The closed form of the last layer: against the general engine, in float32 for confident samples, and at scale."""
+"""The closed form of the last layer: against the general engine, for confident samples, and at scale."""
 
 import pytest
 import torch

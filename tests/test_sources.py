@@ -40,7 +40,17 @@ class Augmented(Dataset):
         lambda: [(x.float(), y.int()) for x, y in DataLoader(dataset(), batch_size=8)],
         lambda: [list(data())],
     ],
-    ids=["loader", "shuffled", "sampler", "ones", "one batch", "dataset", "ragged", "other dtypes", "one list"],
+    ids=[
+        "loader",
+        "shuffled",
+        "sampler",
+        "ones",
+        "one batch",
+        "dataset",
+        "ragged",
+        "other dtypes",
+        "one list",
+    ],
 )
 def test_every_kind_of_data_gives_the_same_numbers(given, request):
     rel = 1e-5 if "other dtypes" in request.node.name else 1e-9
@@ -67,7 +77,7 @@ def test_a_shuffling_loader_with_its_own_generator_is_left_where_it_was(where):
 
 
 def test_a_random_choice_of_samples_is_made_once():
-    """Shuffled, the last ragged batch dropped: which samples are left out is drawn, and must be the same in each pass."""
+    """Shuffled, the last ragged batch dropped: which samples are left out is drawn, once for all passes."""
     loader = DataLoader(dataset(), batch_size=5, shuffle=True, drop_last=True)
     report, again = measure(network(), loader), measure(network(), loader)
     assert report.meta["samples"] == 20
@@ -108,9 +118,9 @@ def test_augmentation_from_a_state_of_its_own_is_refused():
     generator = np.random.default_rng(0)
     loader = DataLoader(Augmented(lambda: float(generator.standard_normal())), batch_size=5)
     assert refusal(DataError, network(), loader) == (
-        "Expected the data to begin anew on every iteration but the sample that came first was not seen again. Pass "
-        "data that can be iterated more than once, and whose samples stay the same: a DataLoader without random "
-        "augmentation, a pair of tensors, or list(batches)."
+        "Expected the data to begin anew on every iteration but the sample that came first was not seen "
+        "again. Pass data that can be iterated more than once, and whose samples stay the same: a "
+        "DataLoader without random augmentation, a pair of tensors, or list(batches)."
     )
 
 
@@ -131,8 +141,8 @@ class Changing:
 def test_samples_that_change_between_passes_are_refused():
     changing = Changing(lambda x, passes: x + passes)
     assert refusal(DataError, network(), changing) == (
-        "Expected every pass over the data to see the same samples but got 23 samples first and 23 others later. Measure "
-        "on data without random augmentation and without a random choice of samples."
+        "Expected every pass over the data to see the same samples but got 23 samples first and 23 others "
+        "later. Measure on data without random augmentation and without a random choice of samples."
     )
 
 
@@ -143,16 +153,16 @@ def test_another_number_of_samples_in_a_later_pass_is_refused():
             return iter(batches + batches[: self.passes - 2])
 
     assert refusal(DataError, network(), Growing(lambda x, passes: x)) == (
-        "Expected every pass over the data to see the same samples but got 23 samples first and 31 samples later. Measure "
-        "on data without random augmentation and without a random choice of samples."
+        "Expected every pass over the data to see the same samples but got 23 samples first and 31 samples "
+        "later. Measure on data without random augmentation and without a random choice of samples."
     )
 
 
 def test_a_generator_is_refused():
     x, y = data()
     assert refusal(DataError, network(), ((x, y) for _ in range(2))) == (
-        "Expected data that can be iterated more than once but got a one-shot generator. Pass a DataLoader, a pair of "
-        "tensors, or list(batches)."
+        "Expected data that can be iterated more than once but got a one-shot generator. Pass a DataLoader, "
+        "a pair of tensors, or list(batches)."
     )
 
 
@@ -176,9 +186,9 @@ class OneShotDataset(IterableDataset):
 def test_hidden_one_shot_data_is_refused_also_where_one_pass_would_do(given):
     """What was looked at beforehand would be missing from the pass."""
     assert refusal(DataError, network(), given(), measures="hessian_trace") == (
-        "Expected the data to begin anew on every iteration but the sample that came first was not seen again. Pass "
-        "data that can be iterated more than once, and whose samples stay the same: a DataLoader without random "
-        "augmentation, a pair of tensors, or list(batches)."
+        "Expected the data to begin anew on every iteration but the sample that came first was not seen "
+        "again. Pass data that can be iterated more than once, and whose samples stay the same: a "
+        "DataLoader without random augmentation, a pair of tensors, or list(batches)."
     )
 
 
@@ -202,7 +212,9 @@ def test_empty_data_is_refused(given):
 
 def test_empty_batches_count_nothing():
     x, y = data()
-    assert_same(measure(network(), [(x[:0], y[:0]), (x[:9], y[:9]), (x[:0], y[:0]), (x[9:], y[9:])]), reference())
+    assert_same(
+        measure(network(), [(x[:0], y[:0]), (x[:9], y[:9]), (x[:0], y[:0]), (x[9:], y[9:])]), reference()
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,8 +237,8 @@ def test_what_is_no_data_is_refused(given, arrived):
 
 
 LENGTHS = (
-    "Expected as many targets as inputs but got inputs of shape [23, 4] and targets of shape [22]. The first dimension of "
-    "both counts samples."
+    "Expected as many targets as inputs but got inputs of shape [23, 4] and targets of shape [22]. The "
+    "first dimension of both counts samples."
 )
 
 

@@ -80,7 +80,9 @@ def test_means_are_divided_by_the_normaliser(parts):
             reference().value("hessian_trace", layer=layer), rel=1e-12
         )
         for unit, value in enumerate(total.mean(layer, "outgoing").tolist()):
-            assert value == pytest.approx(reference().value("neuron_flatness", layer=layer, unit=unit), rel=1e-12)
+            assert value == pytest.approx(
+                reference().value("neuron_flatness", layer=layer, unit=unit), rel=1e-12
+            )
 
 
 def test_sums_are_kept_in_double_precision():
@@ -124,14 +126,19 @@ def test_a_file_is_replaced_whole_or_not_at_all(parts, tmp_path, monkeypatch):
 def test_saved_files_have_the_usual_permissions(parts, tmp_path):
     (tmp_path / "usual").write_text("")
     parts[0].save(tmp_path / "part.pt")
-    assert stat.S_IMODE((tmp_path / "part.pt").stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
+    assert stat.S_IMODE((tmp_path / "part.pt").stat().st_mode) == stat.S_IMODE(
+        (tmp_path / "usual").stat().st_mode
+    )
 
 
 def test_saving_into_no_folder_is_refused(parts, tmp_path):
     path = tmp_path / "missing" / "part.pt"
     with pytest.raises(OptionError) as error:
         parts[0].save(path)
-    assert str(error.value) == f"Expected a path in an existing folder but got {str(path)!r}. Make the folder first."
+    assert (
+        str(error.value)
+        == f"Expected a path in an existing folder but got {str(path)!r}. Make the folder first."
+    )
 
 
 @pytest.mark.parametrize("content", [b"no torch file", b"", "other"])
@@ -144,8 +151,8 @@ def test_loading_something_else_is_refused(tmp_path, content):
     with pytest.raises(DataError) as error:
         Statistics.load(path)
     assert str(error.value) == (
-        f"Expected statistics saved by this version of flatness but {path} holds something else. Pass a file that "
-        "Statistics.save wrote."
+        f"Expected statistics saved by this version of flatness but {path} holds something else. Pass a file "
+        "that Statistics.save wrote."
     )
 
 
@@ -161,6 +168,6 @@ def test_parts_of_different_networks_are_refused():
     with pytest.raises(DataError) as error:
         ours.merge(theirs)
     assert str(error.value) == (
-        "Expected statistics of the same network but 'row_traces' of 'fc' has shape [3] here and [4] there. Merge parts of one "
-        "model's data only."
+        "Expected statistics of the same network but 'row_traces' of 'fc' has shape [3] here and [4] there. "
+        "Merge parts of one model's data only."
     )

@@ -4,15 +4,15 @@ import copy
 import math
 
 import numpy as np
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import CASES
-from test_balancing import by_descent
 
 import flatness
+import oracle
 from flatness.errors import FlatnessError
+from networks import CASES
+from test_balancing import by_descent
 
 
 def normalized(output, target):

@@ -17,13 +17,19 @@ def snapshot(model, *tensors):
     for name, module in model.named_modules():
         state[name, "attributes"] = sorted(vars(module))
         state[name, "training"] = module.training
-        state[name, "simple"] = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, bool))}
-        state[name, "hooks"] = {k: list(v) for k, v in vars(module).items() if "hooks" in k and isinstance(v, dict)}
+        state[name, "simple"] = {
+            k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, bool))
+        }
+        state[name, "hooks"] = {
+            k: list(v) for k, v in vars(module).items() if "hooks" in k and isinstance(v, dict)
+        }
         state[name, "submodules"] = [id(child) for child in module.children()]
     for kind, found in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, value in found:
             state[kind, name] = (id(value), value.requires_grad, value.dtype, value.device, _copy(value))
-            state[kind, name, "gradient"] = None if value.grad is None else (id(value.grad), _copy(value.grad))
+            state[kind, name, "gradient"] = (
+                None if value.grad is None else (id(value.grad), _copy(value.grad))
+            )
     for index, tensor in enumerate(tensors):
         state["data", index] = (id(tensor), tensor.requires_grad, _copy(tensor))
     return state | _process()
@@ -63,7 +69,9 @@ def untouched(model, *tensors):
 def refusal(error, model, data, *arguments, **options):
     """The whole message with which `flatness.measure` refuses; nothing may have changed."""
     options.setdefault("progress", False)
-    tensors = [part for part in data if isinstance(part, torch.Tensor)] if isinstance(data, (tuple, list)) else []
+    tensors = (
+        [part for part in data if isinstance(part, torch.Tensor)] if isinstance(data, (tuple, list)) else []
+    )
     watched = model if isinstance(model, nn.Module) else nn.Module()
     with untouched(watched, *tensors), pytest.raises(error) as caught:
         flatness.measure(model, data, *arguments, **options)

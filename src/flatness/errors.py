@@ -78,7 +78,7 @@ def nearest(name: object, candidates: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def listed(names: Iterable[object], limit: int = 12) -> str:
+def listed(names: Iterable[object], limit: int = 12, separator: str = ", ") -> str:
     """Join names for a message, cutting long lists: ``a, b, c and 4 more``.
 
     >>> listed(["fc1", "fc2"])
@@ -87,5 +87,5 @@ def listed(names: Iterable[object], limit: int = 12) -> str:
     '0, 1, 2 and 2 more'
     """
     names = [str(name) for name in names]
-    shown = ", ".join(names[:limit])
+    shown = separator.join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

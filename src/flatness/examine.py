@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flatness import batches
 from flatness.affine import AffineModule, find_affine
+from flatness.alone import run_alone
 from flatness.curvature.recording import Record, Recording
 from flatness.errors import ModelError, OutOfMemoryError, listed
 from flatness.graph import InPlaceOperators, NetworkGraph, read_graph
@@ -81,9 +82,8 @@ def _examine_into(found: list[Examined], problem: Problem, size: int) -> None:
 
 def _examine(problem: Problem, example: Any) -> Examined:
     probe(problem, example)
-    layers, affine = find_layers(problem.model), find_affine(problem.model)
-    alone = _run_alone(problem, example, layers, affine)
-    views: dict[str, Layer | AffineModule] = {**layers, **affine}
+    views: dict[str, Layer | AffineModule] = {**find_layers(problem.model), **find_affine(problem.model)}
+    alone = run_alone(problem, example, views)
     views = {name: view for name, view in views.items() if name not in alone.misread}
     examined = _recorded(problem, example, views, copy_inputs=False)
     if examined.overwrites:
@@ -100,7 +100,8 @@ def _recorded(
     modules = {name: view.module for name, view in views.items()}
     with _differentiable(problem.model), Recording(modules, copy_inputs=copy_inputs) as recording:
         with InPlaceOperators() as in_place:
-            items = problem.items(batches.copied(example))
+            output, target = problem.outputs(batches.copied(example))
+        items = problem.laid_out(output, target)
         records = {name: calls[-1] for name, calls in recording.calls.items()}
         edges = {name: record.z_edge for name, record in records.items() if record.z_edge is not None}
         shift_invariant = problem.loss.shift_invariant
@@ -137,42 +138,6 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-@dataclass
-class _Alone:
-    """One sample on its own: the inputs that modules saw, and modules that compute something unexpected."""
-
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    misread: list[str] = field(default_factory=list)
-
-
-def _run_alone(
-    problem: Problem, example: Any, layers: Mapping[str, Layer], affine: Mapping[str, AffineModule]
-) -> _Alone:
-    alone = _Alone()
-
-    def hook(name: str, view: Layer | AffineModule) -> Any:
-        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x = args[0] if args else kwargs.get("input")
-            if isinstance(x, Tensor) and isinstance(output, Tensor):
-                alone.inputs[name] = x.detach().clone()
-                if name not in alone.misread and not view.explains(x, output, 1):
-                    alone.misread.append(name)
-
-        return check
-
-    views: dict[str, Layer | AffineModule] = {**layers, **affine}
-    handles = [
-        view.module.register_forward_hook(hook(name, view), with_kwargs=True) for name, view in views.items()
-    ]
-    try:
-        with torch.no_grad():
-            problem.items(batches.copied(batches.rows(example, 0, 1)))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return alone
 
 
 def _refuse_reused(model: nn.Module, examined: Examined, recording: Recording) -> None:

@@ -19,7 +19,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     if not target.parent.is_dir():
-        raise OptionError(f"Expected a path in an existing folder but got {str(path)!r}. Make the folder first.")
+        raise OptionError(
+            f"Expected a path in an existing folder but got {str(path)!r}. Make the folder first."
+        )
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         yield temporary

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from flatness.curvature.spectrum import Spectrum
 from flatness.measures.catalogue import SPECTRA, LayerView, Measure, NetworkView, Valued, reduce_values
@@ -71,7 +70,7 @@ def _network_rows(
         parts = [row for row in rows if row.level == "layer" and row.reduction == wanted]
         if not parts:
             continue
-        values: Tensor = torch.tensor([row.value for row in parts], dtype=torch.float64)
+        values = torch.tensor([row.value for row in parts], dtype=torch.float64, device="cpu")
         aggregate = replace(
             template,
             value=float(reduce_values(reduction, values)),

@@ -96,7 +96,7 @@ class InPlaceOperators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by torch. Nothing is compiled in here; saying so would load its compiler, which takes seconds."""
+        """Asked by torch; True would load its compiler, which takes seconds and compiles nothing here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

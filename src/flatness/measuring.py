@@ -17,10 +17,11 @@ from flatness.curvature.spectrum import Spectrum, top_eigenvalues
 from flatness.curvature.statistics import Statistics
 from flatness.errors import DataError, LossError, NotFiniteError, OptionError, listed
 from flatness.finalise import finalise
+from flatness.forward import Forward
 from flatness.measures.catalogue import LossGroup, by_loss
 from flatness.memory import kept_budget
 from flatness.plan import Plan, make_plan
-from flatness.problem import Forward, Problem
+from flatness.problem import Problem
 from flatness.provenance import provenance
 from flatness.result import Report, joined
 from flatness.views import layer_views, network_view
@@ -201,8 +202,8 @@ def _check_totals(problem: Problem, statistics: Statistics) -> None:
     ]
     if broken:
         raise NotFiniteError(
-            f"Expected finite curvature but got NaN or infinity in {listed(sorted(broken))}, though every loss is "
-            f"finite: numbers overflow in {problem.dtype}. Pass dtype=torch.float64."
+            f"Expected finite curvature but got NaN or infinity in {listed(sorted(broken))}, though every "
+            f"loss is finite: numbers overflow in {problem.dtype}. Pass dtype=torch.float64."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from flatness import batches
 from flatness.errors import DataError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
+from flatness.forward import Forward, default_forward
 from flatness.guard import check_model, converted, measuring, unwrap
 from flatness.losses import Items, resolve_loss
 from flatness.memory import batch_budget, fits
 from flatness.progress import ProgressBar
 from flatness.sources import Source, different_lengths
 
-Forward = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 _DEFAULT_BATCH = 256
 _PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -246,35 +246,6 @@ class Problem:
                 )
             else:
                 self.micro_batch = max(1, (stop - start) // 2)
-
-
-def default_forward(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-    """(output, target) of an (input, target) batch, or of a dict with "labels"."""
-    if isinstance(batch, Mapping) and "labels" in batch:
-        return _logits(model(**{key: value for key, value in batch.items() if key != "labels"})), batch[
-            "labels"
-        ]
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x, target = batch
-        output = (
-            model(**x) if isinstance(x, Mapping) else model(*x) if isinstance(x, (tuple, list)) else model(x)
-        )
-        return _logits(output), target
-    example = (
-        "model(batch['image']), batch['class']" if isinstance(batch, Mapping) else "model(batch[0]), batch[1]"
-    )
-    raise DataError(
-        f"Expected batches (input, target) or dicts with 'labels' but got {batches.describe(batch)}. "
-        f"Say how to use them, for example forward=lambda model, batch: ({example})."
-    )
-
-
-def _logits(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    return getattr(output, "logits", output)
 
 
 def _device(device: Any) -> torch.device | None:

@@ -13,7 +13,7 @@ from flatness.errors import ReportError, listed, nearest
 from flatness.files import write_text
 from flatness.latex import latex_report
 from flatness.notebook import report_html, result_html
-from flatness.tables import cell_of, format_report
+from flatness.tables import WHOLE_MODEL, cell_of, format_report
 
 if TYPE_CHECKING:
     import pandas
@@ -44,7 +44,8 @@ class Result:
         value: The number.
         layer: Name of the layer; None for the network.
         unit: Index of the unit; None for layers and the network.
-        reduction: "max" or "sum" for an aggregate over units (with a layer) or over the measured layers (without); else None.
+        reduction: "max" or "sum" for an aggregate over units (with a layer) or over the measured layers
+            (without), or None.
         stderr: Standard error of the estimator; 0 when the value is exact.
         method: "exact" or "sampled".
         loss: Name of the loss.
@@ -74,16 +75,14 @@ class Result:
 
     def where(self) -> str:
         """The row's address in words: ``layer='fc1', reduction='sum'``."""
-        parts = [
-            f"{key}={getattr(self, key)!r}"
-            for key in ("layer", "unit", "reduction")
-            if getattr(self, key) is not None
-        ]
-        return ", ".join(parts) or "the whole network"
+        return (
+            _asked({"layer": self.layer, "unit": self.unit, "reduction": self.reduction})
+            or "the whole network"
+        )
 
     def subject(self) -> str:
         """What the number is about, for sentences: ``fc1``, ``unit 3 of fc1``, ``the network (sum)``."""
-        place = self.layer or "the network"
+        place = "the network" if self.layer is None else self.layer or WHOLE_MODEL
         place = place if self.unit is None else f"unit {self.unit} of {place}"
         return place if self.reduction is None else f"{place} ({self.reduction})"
 
@@ -114,7 +113,10 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def to_frame(self) -> pandas.DataFrame:
-        """Tidy table, one row per number: measure, level, layer, unit, reduction, value, stderr, method, loss, curvature."""
+        """Tidy table, one row per number.
+
+        Columns: measure, level, layer, unit, reduction, value, stderr, method, loss, curvature.
+        """
         import pandas as pd
 
         columns = {name: [getattr(row, name) for row in self.results] for name in _COLUMNS}
@@ -133,26 +135,22 @@ class Report:
         if not rows:
             known = list(dict.fromkeys(row.measure for row in self.results))
             raise ReportError(
-                f"Expected a measure of this report but got {measure!r}.{nearest(measure, known)} It holds: {listed(known, 40)}."
+                f"Expected a measure of this report but got {measure!r}.{nearest(measure, known)} "
+                f"It holds: {listed(known, 40) or 'nothing'}."
             )
         given = {"layer": layer, "unit": unit, "reduction": reduction}
         matching = [
-            row
-            for row in rows
-            if all(value is None or getattr(row, key) == value for key, value in given.items())
+            row for row in rows if all(v is None or getattr(row, key) == v for key, v in given.items())
         ]
         whole = [row for row in matching if all(getattr(row, key) == value for key, value in given.items())]
         if len(whole) == 1:
             return whole[0]
         if len(matching) == 1:
             return matching[0]
-        asked = (
-            ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
-            or "no further choice"
-        )
         candidates = [row.where() for row in (matching or rows) if row.unit is None or unit is not None]
         raise ReportError(
-            f"Expected {measure!r} with {asked} to name one row but {len(matching)} match. Candidates: {listed(candidates)}."
+            f"Expected {measure!r} with {_asked(given) or 'no further choice'} to name one row but "
+            f"{len(matching)} match. Choose one of: {listed(candidates, separator='; ')}."
         )
 
     def value(
@@ -179,14 +177,8 @@ class Report:
         rows = [
             {key: value for key, value in asdict(row).items() if value is not None} for row in self.results
         ]
-        content = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "meta": self.meta,
-            "notes": list(self.notes),
-            "results": rows,
-        }
-        return json.dumps(content, indent=1, ensure_ascii=False)
+        head = {"format": _FORMAT, "version": _VERSION, "meta": self.meta, "notes": list(self.notes)}
+        return json.dumps({**head, "results": rows}, indent=1, ensure_ascii=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file, at once or not at all."""
@@ -199,23 +191,27 @@ class Report:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ReportError(
-                f"Expected a report saved by flatness but {path} is not JSON: {error}."
+                f"Expected a report saved by flatness but {path} is not JSON: {error}. Pass a file that "
+                "report.save wrote."
             ) from error
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ReportError(f"Expected a report saved by flatness but {path} holds something else.")
+            raise ReportError(
+                f"Expected a report saved by flatness but {path} holds something else. Pass a file that "
+                "report.save wrote."
+            )
         if content.get("version") != _VERSION:
             raise ReportError(
-                f"Expected a report of version {_VERSION} but {path} has version {content.get('version')}. Measure again."
+                f"Expected a report of version {_VERSION} but {path} has version {content.get('version')}. "
+                "Measure again."
             )
-        names = {item.name for item in fields(Result)}
         try:
-            rows = tuple(
-                Result(**{k: tuple(v) if k == "notes" else v for k, v in row.items() if k in names})
-                for row in content["results"]
-            )
-            return cls(rows, content["meta"], tuple(content["notes"]))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ReportError(f"Expected a whole report but {path} is damaged: {error}.") from error
+            rows = tuple(_row(entry) for entry in content["results"])
+            return cls(rows, dict(content["meta"]), tuple(content["notes"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ReportError(
+                f"Expected a whole report but {path} is damaged: {type(error).__name__}: {error}. Measure "
+                "again."
+            ) from error
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `to_frame` as CSV."""
@@ -230,9 +226,20 @@ class Report:
 
 
 def joined(reports: list[Report]) -> Report:
-    """One report from parts about the same model and data, measured with different losses; the first gives `meta`."""
+    """One report from parts on the same model and data, with different losses; `meta` is the first's."""
     if len(reports) == 1:
         return reports[0]
     rows = tuple(row for report in reports for row in report.results)
     notes = tuple(dict.fromkeys(note for report in reports for note in report.notes))
     return Report(rows, {**reports[0].meta, "seconds": reports[-1].meta["seconds"]}, notes)
+
+
+def _row(entry: dict[str, Any]) -> Result:
+    """A row as `Report.save` wrote it; what a later version may have added is left out."""
+    names = {item.name for item in fields(Result)}
+    known = {key: value for key, value in entry.items() if key in names}
+    return Result(**{**known, "notes": tuple(known.get("notes", ()))})
+
+
+def _asked(address: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in address.items() if value is not None)

@@ -74,16 +74,19 @@ def _four_digits(value: float) -> str:
 
 
 def _with_error(value: float, stderr: float) -> str:
-    leading = math.floor(math.log10(stderr))
-    digits = -leading + (stderr < 2 * 10**leading)
-    if round(stderr, digits) >= 10 ** (leading + 1):
-        digits -= 1
+    first, exponent = f"{stderr:.1e}".split("e")
+    digits = -int(exponent) + (float(first) < 2)
     return f"{round(value, digits):.{max(0, digits)}f} ± {round(stderr, digits):.{max(0, digits)}f}"
 
 
 def column_of(measure: str, reduction: str | None) -> str:
     """How a column of a measure, or of its maximum or sum, is called."""
     return measure if reduction is None else f"{measure} {REDUCTION_LABEL[reduction]}"
+
+
+def place_of(row: Any) -> str:
+    """What a result is about, as rows are called; a model that is itself a layer has no name of its own."""
+    return "network" if row.layer is None else row.layer or WHOLE_MODEL
 
 
 def cell_of(row: Any) -> str:
@@ -96,7 +99,7 @@ def report_grid(report: Any) -> Grid:
     grid = Grid("layer")
     for row in report.results:
         if row.level == "layer":
-            grid.put(row.layer or WHOLE_MODEL, column_of(row.measure, row.reduction), cell_of(row))
+            grid.put(place_of(row), column_of(row.measure, row.reduction), cell_of(row))
     # A layer may itself be called "network".
     network = "(network)" if "network" in grid.rows else "network"
     for row in report.results:

@@ -61,6 +61,6 @@ def network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> Netw
         elif "diagonal" in statistics.sums.get(own, {}):
             trace = statistics.mean(own, "diagonal").sum()
         else:
-            trace = torch.zeros((), dtype=torch.float64)
+            trace = torch.zeros((), dtype=torch.float64, device="cpu")
         traces[name] = trace + problem.weight_decay * value.numel()
     return NetworkView(traces, norms)

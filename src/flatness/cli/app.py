@@ -16,12 +16,11 @@ _PROGRAM = "flatness"
 _ABOUT = """\
 Measure how flat the minimum is that a trained network sits in.
 
-\b
 Example:
-  flatness demo
-  flatness measure net.pt --model mynets:build --data digits
-  flatness measures relative_flatness
-  flatness compare a.json b.json
+    flatness demo
+    flatness measure net.pt --model mynets:build --data digits
+    flatness measures relative_flatness
+    flatness compare a.json b.json
 """
 
 app = typer.Typer(

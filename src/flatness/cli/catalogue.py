@@ -11,7 +11,7 @@ from flatness.cli.answers import usage_of
 from flatness.cli.help import Command
 from flatness.cli.words import complete_measures
 
-_ROOMY = 110
+_ROOMY, _SYMBOL = 110, 11
 _SHORT = {"layerwise": "L", "neuronwise": "N", "neuronwise except own features": "(N)", "output": "S"}
 _LEGEND = (
     "inv.: invariant to L rescaling of layers, N rescaling of neurons, (N) the same except of the "
@@ -31,12 +31,11 @@ def measures(
         typer.Argument(metavar="NAME", help="Show all about one measure.", autocompletion=complete_measures),
     ] = None,
 ) -> None:
-    r"""List the measures, or show one of them in full.
+    """List the measures, or show one of them in full.
 
-    \b
     Example:
-      flatness measures
-      flatness measures relative_flatness
+        flatness measures
+        flatness measures relative_flatness
     """
     from flatness.cli.output import terminal_width
     from flatness.errors import MeasureError
@@ -59,9 +58,12 @@ def _list(known: list[Any], width: int) -> str:
     for measure in known:
         marks = " ".join(_SHORT.get(kind) or kind for kind in sorted(measure.invariances))
         about = measure.summary if roomy else measure.source.partition(" (")[0]
-        lines.append((measure.name, measure.symbol, marks, "yes" if measure.one_pass else "", about))
+        symbol = (
+            measure.symbol if roomy or len(measure.symbol) <= _SYMBOL else f"{measure.symbol[: _SYMBOL - 1]}…"
+        )
+        lines.append((measure.name, symbol, marks, "yes" if measure.one_pass else "", about))
     sizes = [max(len(line[column]) for line in lines) for column in range(4)]
-    rest = max(20, width - sum(sizes) - 8)
+    rest = max(10, width - sum(sizes) - 8)
     rows = []
     for line in lines:
         cells = [cell.ljust(size) for cell, size in zip(line, sizes, strict=False)]

@@ -36,15 +36,14 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of the table.")] = False,
 ) -> None:
-    r"""Say which of two networks is flatter, measure by measure, with error bars.
+    """Say which of two networks is flatter, measure by measure, with error bars.
 
     Reports come from 'flatness measure --out' or '--json'. Values on different data or losses are refused.
 
-    \b
     Example:
-      flatness measure a.pt --model mynets:build --data digits --json > a.json
-      flatness measure b.pt --model mynets:build --data digits --json > b.json
-      flatness compare a.json b.json
+        flatness measure a.pt --model mynets:build --data digits --json > a.json
+        flatness measure b.pt --model mynets:build --data digits --json > b.json
+        flatness compare a.json b.json
     """
     if as_json and as_csv:
         raise UsageError("Expected one of --json and --csv but got both.")
@@ -125,10 +124,10 @@ def _table(comparison: Comparison) -> str:
 
 def _lines(comparison: Comparison, verdicts: list[str], longest: int) -> Iterator[tuple[str, ...]]:
     """Place, both values, their ratio and the verdict, for every pair."""
-    from flatness.tables import column_of, format_value, shortened
+    from flatness.tables import column_of, format_value, place_of, shortened
 
     for (a, b), verdict in zip(comparison.rows, verdicts, strict=True):
-        place = shortened(column_of(a.layer or "network", a.reduction), longest)
+        place = shortened(column_of(place_of(a), a.reduction), longest)
         ratio = f"{a.value / b.value:.3g}" if b.value else ""
         values = format_value(a.value, a.stderr), format_value(b.value, b.stderr)
         yield place, *values, ratio, shortened(verdict, 20)

@@ -19,14 +19,15 @@ def demo(
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Folder for tables, pictures and the page.")
     ] = Path("flatness-demo"),
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=20, help="Networks per setting.")] = 3,
+    seeds: Annotated[
+        int, typer.Option("--seeds", metavar="N", min=1, max=20, help="Networks per setting.")
+    ] = 3,
 ) -> None:
-    r"""Train small networks on digits, measure every layer, and see whether flatter means better.
+    """Train small networks on digits, measure every layer, and see whether flatter means better.
 
-    \b
     Example:
-      flatness demo
-      flatness demo --out /tmp/demo --seeds 1
+        flatness demo
+        flatness demo --out /tmp/demo --seeds 1
     """
     typer.echo("flatness demo: training and measuring, well under a minute …\n", err=True)
     from flatness.cli.output import terminal_width

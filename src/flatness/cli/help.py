@@ -10,8 +10,25 @@ from flatness.cli.answers import UsageError
 from flatness.errors import nearest
 
 
+def write_help_text(text: str, formatter: Any) -> None:
+    """Write paragraphs filled to the width, and examples as they are."""
+    for paragraph in text.split("\n\n"):
+        formatter.write_paragraph()
+        with formatter.indentation():
+            if paragraph.startswith("Example:"):
+                formatter.write(
+                    "".join(f"{' ' * formatter.current_indent}{line}\n" for line in paragraph.splitlines())
+                )
+            else:
+                formatter.write_text(paragraph)
+
+
 class Group(TyperGroup):
     """The root command."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write what the program does."""
+        write_help_text(self.help or "", formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the first word names."""
@@ -26,6 +43,10 @@ class Group(TyperGroup):
 
 class Command(TyperCommand):
     """A command whose help shows its options in groups (their ``rich_help_panel``)."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write what the command does."""
+        write_help_text(self.help or "", formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options, group by group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,8 +68,8 @@ def run(request: Request, form: str, out: Path | None) -> int:
     arguments = _arguments(request, model)
     sort = check_sort(request.sort, arguments["measures"]) if request.sort else None
     data = _data(request.data)
-    if out is not None and out.exists() and not out.is_dir():
-        raise UsageError(f"Expected --out to be a folder but {out} is a file.")
+    if out is not None:
+        _check_folder(out)
     measure_one = _measuring(request, model, data, arguments)
     if len(paths) <= 1:
         path = paths[0] if paths else None
@@ -90,6 +91,15 @@ def _checkpoints(paths: list[str]) -> list[Path]:
         return find_checkpoints(paths)
     except CheckpointError as error:
         raise usage_of(error) from error
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder that cannot be written to before anything is measured for it."""
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UsageError(f"Expected --out to be a folder but {existing} is a file.")
+    if not os.access(existing, os.W_OK):
+        raise UsageError(f"Expected --out to be a folder that can be written to but {existing} cannot.")
 
 
 def _data(request: DataRequest) -> Data:
@@ -139,7 +149,10 @@ def _measuring(
     """A function that loads a checkpoint into the model and measures it."""
 
     def measure_one(path: Path | None, progress: bool) -> flatness.Report:
-        notes = [] if path is None else fit_checkpoint(model, read_checkpoint(path), str(path))
+        if path is None:
+            notes = ["no checkpoint was given: the weights are those that the model was built with"]
+        else:
+            notes = fit_checkpoint(model, read_checkpoint(path), str(path))
         report = flatness.measure(model.eval(), data.batches, **{**arguments, "progress": progress})
         origin = {} if path is None else {"checkpoint": str(path)}
         meta = {**report.meta, **origin, "model": request.model, "data": data.name}

@@ -46,13 +46,12 @@ def measure(
     out: o.Out = None,
     progress: o.Progress = True,
 ) -> None:
-    r"""Measure how flat the minimum is, layer by layer; several checkpoints make one table.
+    """Measure how flat the minimum is, layer by layer; several checkpoints make one table.
 
-    \b
     Example:
-      flatness measure net.pt --model mynets:build --data digits
-      flatness measure runs/ -m lenet5 -d cifar10 --sort relative_flatness
-      flatness measure 'runs/*.pt' -m timm:resnet18 -d mydata:train --out results
+        flatness measure net.pt --model mynets:build --data digits
+        flatness measure runs/ -m lenet5 -d cifar10 --sort relative_flatness
+        flatness measure 'runs/*.pt' -m timm:resnet18 -d mydata:train --out table
     """
     if as_json and as_csv:
         raise UsageError("Expected one of --json and --csv but got both.")

@@ -131,7 +131,8 @@ def _texts(entries: Sequence[Entry], title: str) -> dict[str, str]:
         "table.tex": _latex(entries),
     }
     if len(entries) == 1:
-        return {**texts, **{"report.json": report.to_json() for report in reports.values()}}
+        texts["report.json"] = next(iter(reports.values())).to_json()
+        return texts
     texts["overview.csv"] = overview_csv(entries)
     for entry, report in reports.items():
         name = f"reports/{file_name(entry)}.json"

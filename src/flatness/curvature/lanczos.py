@@ -47,7 +47,7 @@ class TopEigenvalues:
     ) -> None:
         B, N = shape
         generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(B, N, generator=generator, dtype=torch.float64).to(device)
+        start = torch.randn(B, N, generator=generator, dtype=torch.float64, device="cpu").to(device)
         self._basis = (start / start.norm(dim=1, keepdim=True)).unsqueeze(1)
         self._T = torch.zeros(B, 0, 0, dtype=torch.float64, device=device)
         self._tolerance, self._max_products = tolerance, max_products

@@ -36,7 +36,8 @@ class _Moments:
 
     def add(self, part: tuple[Tensor, Tensor, int]) -> None:
         """Add a part."""
-        self.first, self.second, self.count = self.first + part[0], self.second + part[1], self.count + part[2]
+        first, second, count = part
+        self.first, self.second, self.count = self.first + first, self.second + second, self.count + count
 
     def spread(self) -> Tensor:
         """V per unit: the standard deviation; |mean| for a constant feature; 0 for a dead one."""

@@ -20,7 +20,7 @@ def empty_statistic(name: str, W: Tensor, taps: int) -> Tensor:
         "diagonal": (G, d, m),
         "block_traces": (G, d, d),
     }
-    return torch.zeros(shapes.get(name, ()), dtype=torch.float64)
+    return torch.zeros(shapes.get(name, ()), dtype=torch.float64, device="cpu")
 
 
 def penalised_statistics(
@@ -46,7 +46,7 @@ def _identity_share(name: str, W: Tensor, taps: int, V: Tensor | None) -> Tensor
     squares = W.square()
     match name:
         case "row_traces":
-            return torch.full((G * d,), float(m), dtype=W.dtype)
+            return torch.full((G * d,), float(m), dtype=W.dtype, device=W.device)
         case "relative":
             return m * squares.sum()
         case "relative_normalized" if V is not None:
@@ -59,7 +59,7 @@ def _identity_share(name: str, W: Tensor, taps: int, V: Tensor | None) -> Tensor
         case "diagonal":
             return torch.ones_like(W)
         case "block_traces":
-            return m * torch.eye(d, dtype=W.dtype).expand(G, d, d)
+            return m * torch.eye(d, dtype=W.dtype, device=W.device).expand(G, d, d)
     raise ValueError(f"no share of weight decay is known for the statistic {name!r}")
 
 

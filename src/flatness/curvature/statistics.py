@@ -67,8 +67,9 @@ class Statistics:
                 mine = self.sums.get(owner, {}).get(name)
                 if mine is not None and mine.shape != value.shape:
                     raise DataError(
-                        f"Expected statistics of the same network but {name!r} of {owner!r} has shape {list(mine.shape)} "
-                        f"here and {list(value.shape)} there. Merge parts of one model's data only."
+                        f"Expected statistics of the same network but {name!r} of {owner!r} has shape "
+                        f"{list(mine.shape)} here and {list(value.shape)} there. Merge parts of one model's "
+                        "data only."
                     )
                 self.add(owner, name, value if mine is None else value.to(mine.device))
         self.count(other.samples, other.normaliser, other.risk)

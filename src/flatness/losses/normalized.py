@@ -153,7 +153,7 @@ def _signed(terms: _Terms) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _orthogonal_to_ones(K: int) -> Tensor:
     """Return K − 1 orthonormal rows that sum to 0 (Helmert): shape (K−1, K), float64."""
-    i = torch.arange(1, K, dtype=torch.float64)
-    rows = torch.ones(K - 1, K, dtype=torch.float64).tril()
-    rows[torch.arange(K - 1), torch.arange(1, K)] = -i
+    i = torch.arange(1, K, dtype=torch.float64, device="cpu")
+    rows = torch.ones(K - 1, K, dtype=torch.float64, device="cpu").tril()
+    rows.diagonal(1).copy_(-i)
     return rows / (i * (i + 1)).sqrt()[:, None]

@@ -4,13 +4,13 @@ For non-negative matrices a and b, normalized sharpness asks for the infimum ove
 
     S(x, y) = Σ_ij a_ij e^{x_i + y_j} + b_ij e^{−x_i − y_j},
 
-which is jointly convex. For fixed y the best x_i = ½ log(Σ_j b_ij e^{−y_j} / Σ_j a_ij e^{y_j}) is known, so rows and columns
-are minimised in turn; Newton steps finish. Any p with vanishing row and column sums gives a lower bound (the dual), so
-the result comes with a certificate, not with a count of iterations.
+which is jointly convex. For fixed y the best x_i = ½ log(Σ_j b_ij e^{−y_j} / Σ_j a_ij e^{y_j}) is known, so
+rows and columns are minimised in turn; Newton steps finish. Any p with vanishing row and column sums gives a
+lower bound (the dual), so the result comes with a certificate, not with a count of iterations.
 
-Zeros can make the infimum unattained. Draw an edge row i → column j where a_ij > 0 and column j → row i where b_ij > 0:
-entries whose row and column lie in different strongly connected components can be scaled away and contribute 0; inside a
-component the minimum is attained.
+Zeros can make the infimum unattained. Draw an edge row i → column j where a_ij > 0 and column j → row i where
+b_ij > 0: entries whose row and column lie in different strongly connected components can be scaled away and
+contribute 0; inside a component the minimum is attained.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def _newton(log_a: Array, log_b: Array, x: Array, y: Array, steps: int = 4) -> t
 def _potentials(w: Array, r: Array, c: Array) -> tuple[Array, Array]:
     """α, β with Σ_j w_ij (α_i + β_j) = r_i and Σ_i w_ij (α_i + β_j) = c_j (unique up to a constant).
 
-    The longer side is eliminated first: the Schur complement on the other is a Laplacian, one of whose potentials is 0.
+    The longer side is eliminated first: the Schur complement on the other is a Laplacian, one of whose
+    potentials is 0.
     """
     if w.shape[0] < w.shape[1]:
         beta, alpha = _potentials(w.T, c, r)
@@ -167,7 +168,7 @@ def _potentials(w: Array, r: Array, c: Array) -> tuple[Array, Array]:
 
 
 def _dual(a: Array, b: Array, up: Array, down: Array) -> float:
-    """A lower bound of the infimum: the dual at the flow up − down, corrected to vanishing row and column sums."""
+    """A lower bound of the infimum: the dual at up − down, corrected to vanishing row and column sums."""
     flow = up - down
     for _ in range(2):
         alpha, beta = _potentials(up + down, flow.sum(1), flow.sum(0))

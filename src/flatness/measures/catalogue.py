@@ -104,8 +104,8 @@ class Measure:
         reductions: How layers (and units) are aggregated.
         flatness: Whether smaller means flatter; False for quantities that are no flatness.
         options: Names and defaults of the options it takes.
-        loss: Name of the loss it is defined with, whatever the user's; None for the user's own. A measure with
-            a loss of its own gets a pass of its own; its option ``loss="same"`` takes the user's.
+        loss: Name of the loss it is defined with, whatever the user's; None for the user's own. A measure
+            with a loss of its own gets a pass of its own; its option ``loss="same"`` takes the user's.
         check_option: Called with an option's name and value; raises `OptionError` when the value is no good.
     """
 
@@ -169,7 +169,8 @@ def register_measure(measure: Measure, *, replace: bool = False) -> Measure:
     """
     if not isinstance(measure, Measure):
         raise MeasureError(
-            f"Expected a flatness.Measure but got {type(measure).__name__}. Build one: flatness.Measure(name=..., ...)."
+            f"Expected a flatness.Measure but got {type(measure).__name__}. "
+            "Build one: flatness.Measure(name=..., ...)."
         )
     _check_declaration(measure)
     if measure.name in _REGISTRY and not replace:

@@ -65,11 +65,11 @@ normalized_sharpness = register_measure(
     Measure(
         name="normalized_sharpness",
         symbol="S_λ",
-        formula="min over row and column scales of Σ_ij (∂²E/∂W_ij²) σ_i²σ′_j² + W_ij²/(2λ σ_i²σ′_j²), λ = 1/2",
+        formula="min over σ, σ′ of Σ_ij ∂²E/∂W_ij² (σ_i σ′_j)² + W_ij²/(2λ (σ_i σ′_j)²), λ = 1/2",
         source="tsuzuku2020, eq. 17",
         summary=(
-            "Sharpness at the best scale of the noise for every row and column, on logits of unit spread: unchanged "
-            "by rescaling layers, neurons or logits."
+            "Sharpness at the best scale of the noise for every row and column, on logits of unit spread: "
+            "unchanged by rescaling layers, neurons or logits."
         ),
         levels=("layer", "network"),
         invariances=frozenset({"layerwise", "neuronwise", "output"}),

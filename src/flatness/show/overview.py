@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatness.result import Report, Result
-from flatness.tables import column_of
+from flatness.tables import column_of, place_of
 
 
 def overview_columns(report: Report) -> dict[str, Result]:
@@ -19,5 +19,5 @@ def overview_columns(report: Report) -> dict[str, Result]:
         elif network:
             found |= {column_of(measure, row.reduction): row for row in network}
         else:
-            found |= {f"{column_of(measure, row.reduction)} {row.layer}": row for row in layers}
+            found |= {f"{column_of(measure, row.reduction)} {place_of(row)}": row for row in layers}
     return found

@@ -17,7 +17,7 @@ from importlib import resources
 from flatness.files import write_text
 from flatness.result import Report, Result
 from flatness.show.overview import overview_columns
-from flatness.tables import column_of, format_value, report_grid, title
+from flatness.tables import column_of, format_value, place_of, report_grid, title
 
 _OPEN_SECTIONS = 3
 
@@ -176,7 +176,7 @@ def _layers(report: Report) -> str:
     found: dict[tuple[str, str], Result] = {}
     for row in report.results:
         if row.level == "layer":
-            found[row.layer or "", column_of(row.measure, row.reduction)] = row
+            found[place_of(row), column_of(row.measure, row.reduction)] = row
     layers = [label for label in grid.rows if any((label, column) in found for column in grid.columns)]
     largest = {
         c: max((found[l, c].value for l in layers if (l, c) in found), default=0.0) for c in grid.columns
@@ -194,7 +194,7 @@ def _values(report: Report, opened: bool) -> str:
     rows = [row for row in report.results if row.level != "unit"]
     lines = [
         _row(
-            row.layer or "network",
+            place_of(row),
             [
                 _Cell(row.measure, kind="word"),
                 _Cell(row.reduction or "", kind="word"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flatness.symmetry.flow import Flow, ParameterView, Use
@@ -19,9 +21,7 @@ def linear(flow: Flow, call: Call) -> Any:
         return _add_bias(flow, _product(flow, call, x, W.transpose(-1, -2)), given.get("bias"))
     d, m = W.shape
     rows, columns = flow.classes.fresh(d), flow.per_channel(x, -1)
-    flow.uses.append(
-        Use(W.name, W.index, rows.reshape(d, 1), columns.reshape(1, m), "rows", "columns", rows, columns)
-    )
+    _weight(flow, W, rows, columns, lambda r: r.reshape(d, 1), lambda c: c.reshape(1, m))
     _bias(flow, given.get("bias"), rows)
     return rows.expand(flow.shape(call))
 
@@ -42,16 +42,12 @@ def _matmul(flow: Flow, call: Call, first: Any, second: Any) -> Any:
     if isinstance(b, ParameterView) and isinstance(a, Tensor):
         m, d = b.shape
         rows, columns = flow.classes.fresh(d), flow.per_channel(a, -1)
-        flow.uses.append(
-            Use(b.name, b.index, rows.reshape(1, d), columns.reshape(m, 1), "rows", "columns", rows, columns)
-        )
+        _weight(flow, b, rows, columns, lambda r: r.reshape(1, d), lambda c: c.reshape(m, 1))
         return rows.expand(flow.shape(call))
     if isinstance(a, ParameterView) and isinstance(b, Tensor) and b.dim() > 1:
         d, m = a.shape
         rows, columns = flow.classes.fresh(d), flow.per_channel(b, -2)
-        flow.uses.append(
-            Use(a.name, a.index, rows.reshape(d, 1), columns.reshape(1, m), "rows", "columns", rows, columns)
-        )
+        _weight(flow, a, rows, columns, lambda r: r.reshape(d, 1), lambda c: c.reshape(1, m))
         return rows.reshape(d, 1).expand(flow.shape(call))
     return None
 
@@ -74,14 +70,12 @@ def conv(flow: Flow, call: Call) -> Any:
         _bias(flow, given.get("bias"), columns)
         return columns.reshape(out, *taps).expand(flow.shape(call))
     rows = flow.classes.fresh(out)
-    down = (
-        columns.reshape(groups, 1, per_group)
-        .expand(groups, out // groups, per_group)
-        .reshape(out, per_group, *taps)
-    )
-    flow.uses.append(
-        Use(W.name, W.index, rows.reshape(out, 1, *taps), down, "rows", "columns", rows, columns)
-    )
+
+    def per_filter(values: Tensor) -> Tensor:
+        repeated = values.reshape(groups, 1, per_group).expand(groups, out // groups, per_group)
+        return repeated.reshape(out, per_group, *taps)
+
+    _weight(flow, W, rows, columns, lambda r: r.reshape(out, 1, *taps), per_filter)
     _bias(flow, given.get("bias"), rows)
     return rows.reshape(out, *taps).expand(flow.shape(call))
 
@@ -96,14 +90,12 @@ def conv_transpose(flow: Flow, call: Call) -> Any:
     channels, per_group = W.shape[:2]
     taps = [1] * spatial
     rows, columns = flow.classes.fresh(per_group * groups), flow.per_channel(x, x.dim() - spatial - 1)
-    up = (
-        rows.reshape(groups, 1, per_group)
-        .expand(groups, channels // groups, per_group)
-        .reshape(channels, per_group, *taps)
-    )
-    flow.uses.append(
-        Use(W.name, W.index, up, columns.reshape(channels, 1, *taps), "rows", "columns", rows, columns)
-    )
+
+    def per_channel(values: Tensor) -> Tensor:
+        repeated = values.reshape(groups, 1, per_group).expand(groups, channels // groups, per_group)
+        return repeated.reshape(channels, per_group, *taps)
+
+    _weight(flow, W, rows, columns, per_channel, lambda c: c.reshape(channels, 1, *taps))
     _bias(flow, given.get("bias"), rows)
     return rows.reshape(-1, *taps).expand(flow.shape(call))
 
@@ -140,6 +132,20 @@ def _product(flow: Flow, call: Call, a: Tensor, b: Tensor) -> Any:
     if flow.classes.are_fixed(b):
         return flow.classes.unite_along(a, [-1]).expand(flow.shape(call))
     return flow.stop(call, f"{call} multiplies two values that would both scale")[0]
+
+
+def _weight(
+    flow: Flow,
+    W: ParameterView,
+    rows: Tensor,
+    columns: Tensor,
+    by_row: Callable[[Tensor], Tensor],
+    by_column: Callable[[Tensor], Tensor],
+) -> None:
+    """Note a weight; `by_row` and `by_column` lay numbers of its output and input units out like it."""
+    units = by_row(torch.arange(len(rows))), by_column(torch.arange(len(columns)))
+    labels = by_row(rows), by_column(columns)
+    flow.uses.append(Use(W.name, W.index, *labels, "rows", "columns", rows, columns, units))
 
 
 def _add_bias(flow: Flow, labels: Any, bias: Any) -> Any:

@@ -87,7 +87,7 @@ def where(flow: Flow, call: Call) -> Any:
 
 
 def multiply(flow: Flow, call: Call) -> Any:
-    """A product with something fixed keeps the other's labels; a parameter gives entries factors of their own."""
+    """A product with something fixed keeps the other's labels; a parameter may give it any scale."""
     first, second = call.args[:2]
     if flow.is_constant(first):
         first, second = second, first

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flatness.errors import LayerError, OptionError, listed, nearest
-from flatness.symmetry.groups import Action, Symmetries
+from flatness.symmetry.channels import Action
+from flatness.symmetry.groups import Symmetries
 
 FIXED = -1
 

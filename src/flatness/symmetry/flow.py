@@ -59,6 +59,7 @@ class Use:
         down_part: Likewise, "columns".
         rows: The labels of `up`, one per output unit.
         columns: The labels of `down`, one per input unit.
+        units: Output and input unit of every entry of a weight, laid out like `up` and `down`.
         power: 2 for a variance.
         held: Why the entries may not change at all.
     """
@@ -71,6 +72,7 @@ class Use:
     down_part: str = "columns"
     rows: Tensor | None = None
     columns: Tensor | None = None
+    units: tuple[Tensor, Tensor] | None = None
     power: int = 1
     held: str | None = None
 
@@ -203,7 +205,7 @@ class Flow:
         return self.classes.fixed(value.shape, reason)
 
     def _constant(self, tensor: Tensor) -> Tensor:
-        """Zeros fit every factor, other constants fix what they join; permuted, equal entries fit everything."""
+        """Zeros fit every factor, other constants fix what they join; permuted, equal entries fit all."""
         if self.permuting:
             alike = tensor.numel() == 0 or bool((tensor == tensor.flatten()[0]).all())
             return (

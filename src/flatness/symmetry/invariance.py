@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from flatness import batches
-from flatness.errors import ModelError, OptionError, OutOfMemoryError, listed, nearest
+from flatness.errors import ModelError, OptionError, OutOfMemoryError, listed
 from flatness.guard import converted
 from flatness.measures.catalogue import Measure, select_measures
 from flatness.measuring import measure
 from flatness.problem import Problem
 from flatness.result import Report
 from flatness.symmetry.groups import Symmetries, symmetries
-from flatness.symmetry.rescaling import KINDS, Rescaling, make_rescaling, rescaled_copy
+from flatness.symmetry.rescaling import KINDS, Rescaling, check_choices, make_rescaling, rescaled_copy
 from flatness.symmetry.tracing import Forward
 from flatness.symmetry.verdicts import OWN_FEATURES, InvarianceReport, InvarianceRow, judge
 
-_OF_PROBLEM = ("forward", "batch_size", "device", "progress")
+_OF_PROBLEM = ("forward", "batch_size", "device", "seed", "progress")
 _EXAMPLE = 8
 
 
@@ -101,11 +101,56 @@ def check_invariance(
         False
     """
     chosen = select_measures(measures)
-    wanted = _checked_kinds(kinds)
+    wanted = _checked_kinds(kinds, low, high)
     _check_numbers(trials, samples, weight_decay)
     options = {"loss": loss, "measures": [item.name for item in chosen], "seed": seed, **arguments}
+    setting = _prepared(model, data, samples, dtype, options)
+    original = setting.original
+    rewritings, skipped = _rewritings(
+        setting.found, wanted, chosen, original.layers(), range(seed, seed + trials), (low, high)
+    )
+    rows: list[InvarianceRow] = []
+    for rewriting in rewritings:
+        reports = [setting.measured(rewriting, rescaling) for rescaling in rewriting.rescalings]
+        rows += judge(rewriting.kind, rewriting.rescalings, chosen, original, reports)
+    order = {item.name: position for position, item in enumerate(chosen)}
+    rows.sort(key=lambda row: order[row.measure])
+    meta = {key: original.meta[key] for key in ("model", "loss", "samples", "dtype", "risk")}
+    notes = dict.fromkeys((*setting.notes, *skipped))
+    return InvarianceReport(tuple(rows), tuple(notes), meta | {"trials": trials, "seed": seed})
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """The original network, measured once, and all that is needed to measure rewritten ones alike."""
+
+    base: nn.Module
+    original: Report
+    found: Symmetries
+    example: Any
+    forward: Forward
+    part: list[Any]
+    options: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def measured(self, rewriting: Rewriting, rescaling: Rescaling) -> Report:
+        """A rewritten network, measured like the original."""
+        narrowed = dict(self.options)
+        if rewriting.layers is not None:
+            narrowed["layers"] = rewriting.layers
+        if rewriting.measures is not None:
+            asked = self.options.get("options") or {}
+            narrowed["measures"] = rewriting.measures
+            narrowed["options"] = {key: asked[key] for key in asked if key in rewriting.measures}
+        changed = rescaled_copy(self.base, self.example, rescaling, self.forward)
+        return measure(changed, self.part, **narrowed)
+
+
+def _prepared(
+    model: nn.Module, data: Any, samples: int | None, dtype: torch.dtype | None, options: dict[str, Any]
+) -> _Setting:
     problem = Problem(
-        model, data, loss, seed=seed, **{key: value for key, value in arguments.items() if key in _OF_PROBLEM}
+        model, data, options["loss"], **{key: options[key] for key in _OF_PROBLEM if key in options}
     )
     with problem.guarded():
         part, cut = _first_samples(problem, samples)
@@ -121,23 +166,8 @@ def check_invariance(
         return problem.forward(network, batch)[0]
 
     found = symmetries(base, example, forward=forward)
-    rewritings, skipped = _rewritings(
-        found, wanted, chosen, original.layers(), range(seed, seed + trials), (low, high)
-    )
-    rows: list[InvarianceRow] = []
-    for rewriting in rewritings:
-        reports = [
-            _measured(rescaled_copy(base, example, one, forward), part, rewriting, options)
-            for one in rewriting.rescalings
-        ]
-        rows += judge(rewriting.kind, rewriting.rescalings, chosen, original, reports)
-    order = {item.name: position for position, item in enumerate(chosen)}
-    rows.sort(key=lambda row: order[row.measure])
-    meta = {key: original.meta[key] for key in ("model", "loss", "samples", "dtype", "risk")} | {
-        "trials": trials,
-        "seed": seed,
-    }
-    return InvarianceReport(tuple(rows), (*notes, *skipped), meta)
+    notes = [*problem.notes, *original.notes, *notes]
+    return _Setting(base, original, found, example, forward, part, options, tuple(notes))
 
 
 def _first_samples(problem: Problem, samples: int | None) -> tuple[list[Any], bool]:
@@ -165,30 +195,10 @@ def _original(
         own = next(model.parameters()).dtype
         if dtype is not None or own == torch.float64:
             raise
-        report = measure(model, part, **options)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return (
-            model,
-            report,
-            [
-                f"checked in {str(own).removeprefix('torch.')}, with a wide tolerance: float64 was not "
-                f"possible ({reason})"
-            ],
-        )
-
-
-def _measured(model: nn.Module, part: list[Any], rewriting: Rewriting, options: dict[str, Any]) -> Report:
-    narrowed = dict(options)
-    if rewriting.layers is not None:
-        narrowed["layers"] = rewriting.layers
-    if rewriting.measures is not None:
-        narrowed["measures"] = rewriting.measures
-        narrowed["options"] = {
-            name: values
-            for name, values in (options.get("options") or {}).items()
-            if name in rewriting.measures
-        }
-    return measure(model, part, **narrowed)
+        name = str(own).removeprefix("torch.")
+        note = f"checked in {name}, with a wide tolerance: float64 was not possible ({reason})"
+        return model, measure(model, part, **options), [note]
 
 
 def _rewritings(
@@ -245,15 +255,12 @@ def own_feature_batches(found: Symmetries, layers: list[str]) -> list[tuple[list
     return made
 
 
-def _checked_kinds(kinds: str | Iterable[str]) -> list[str]:
+def _checked_kinds(kinds: str | Iterable[str], low: float, high: float) -> list[str]:
     wanted = [kinds] if isinstance(kinds, str) else list(dict.fromkeys(kinds))
-    for kind in wanted:
-        if kind not in KINDS:
-            raise OptionError(
-                f"Expected kinds out of {listed(KINDS)} but got {kind!r}.{nearest(kind, KINDS)}"
-            )
     if not wanted:
         raise OptionError(f"Expected at least one kind out of {listed(KINDS)} but got none.")
+    for kind in wanted:
+        check_choices(kind, low, high)
     return wanted
 
 

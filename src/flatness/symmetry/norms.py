@@ -1,4 +1,4 @@
-"""What normalisation does to labels: it fixes its input or takes it along, and its scale starts new classes."""
+"""What normalisation does to labels: it fixes or follows its input, and its scale starts new classes."""
 
 from __future__ import annotations
 

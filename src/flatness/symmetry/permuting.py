@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import LayerError, OptionError, listed, nearest
-from flatness.symmetry.groups import Action, Symmetries
+from flatness.symmetry.channels import Action
+from flatness.symmetry.groups import Symmetries
 
 
 def exchangeable(symmetries: Symmetries) -> list[list[int]]:
@@ -18,35 +19,37 @@ def exchangeable(symmetries: Symmetries) -> list[list[int]]:
     Two channels are exchangeable when they meet the same parameters in the same way and next to the same
     channels: rows of one group of a convolution are, rows of different groups are not.
     """
-    names = torch.randint(
-        -(2**62), 2**62, (symmetries.classes + 1,), generator=torch.Generator().manual_seed(0)
-    )
     columns = []
+    whole = torch.ones(symmetries.classes, dtype=torch.bool)
     for action in symmetries.actions:
-        for own, other in ((action.up, action.down), (action.down, action.up)):
+        output_units, input_units = action.use.units or (None, None)
+        for own, met in ((action.up, input_units), (action.down, output_units)):
             if own is not None:
-                columns += _neighbours(own, other, names)
-    if not columns:
-        return []
+                columns += _neighbours(own, met, symmetries.classes)
+        if action.rows is not None:
+            # Rows tied to each other by what follows: which of them is which is not known here.
+            whole &= action.rows[action.rows >= 0].bincount(minlength=symmetries.classes) <= 1
     families: dict[Any, list[int]] = {}
-    for number, signature in enumerate(torch.stack(columns, 1).tolist()):
-        families.setdefault(tuple(signature), []).append(number)
+    for number, signature in enumerate(torch.stack(columns, 1).tolist() if columns else ()):
+        if whole[number]:
+            families.setdefault(tuple(signature), []).append(number)
     return [members for members in families.values() if len(members) > 1]
 
 
-def _neighbours(own: Tensor, other: Tensor | None, names: Tensor) -> list[Tensor]:
-    """For every class, how often it meets a parameter, and the sum of the random names of what it meets.
-
-    A class that meets nothing but itself, as in a filter per channel, counts as meeting nothing.
-    """
-    other = torch.full((), -1, dtype=torch.int64) if other is None else other
-    own, other = (part.flatten() for part in torch.broadcast_tensors(own, other))
-    free = own >= 0
-    own, other = own[free], other[free]
-    count = torch.zeros(len(names) - 1, dtype=torch.int64).index_add_(0, own, torch.ones_like(own))
-    alone = torch.zeros_like(count).index_add_(0, own, (own == other).long())
-    met = torch.zeros_like(count).index_add_(0, own, names[other])
-    return [count, torch.where(alone == count, 0, met)]
+def _neighbours(own: Tensor, units: Tensor | None, classes: int) -> list[Tensor]:
+    """For every class, how often it meets a parameter, and the sum of random names of the units met."""
+    pair = torch.broadcast_tensors(own, torch.tensor(0) if units is None else units)
+    mine, theirs = (part.flatten() for part in pair)
+    free = mine >= 0
+    mine, theirs = mine[free], theirs[free]
+    names = torch.randint(
+        -(2**62),
+        2**62,
+        (int(theirs.max()) + 1 if len(theirs) else 1,),
+        generator=torch.Generator().manual_seed(0),
+    )
+    count = torch.zeros(classes, dtype=torch.int64).index_add_(0, mine, torch.ones_like(mine))
+    return [count, torch.zeros_like(count).index_add_(0, mine, names[theirs])]
 
 
 def drawn_permutation(symmetries: Symmetries, seed: int) -> Tensor:
@@ -96,13 +99,11 @@ def permuted_factors(symmetries: Symmetries, goes: Tensor) -> dict[str, Tensor]:
     for name, action in symmetries.layers.items():
         if action.rows is None:
             continue
-        place = {number: row for row, number in enumerate(action.rows.tolist()) if number >= 0}
-        if len(place) == int((action.rows >= 0).sum()):
-            rows = [
-                place[int(comes[number])] if number >= 0 else row
-                for row, number in enumerate(action.rows.tolist())
-            ]
-            found[name] = torch.tensor(rows)
+        classes = action.rows.tolist()
+        place = {number: row for row, number in enumerate(classes)}
+        moved = [number >= 0 and int(comes[number]) != number for number in classes]
+        rows = [place[int(comes[classes[row]])] if moved[row] else row for row in range(len(classes))]
+        found[name] = torch.tensor(rows)
     return found
 
 

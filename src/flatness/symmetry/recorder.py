@@ -189,8 +189,9 @@ class Recorder(TorchFunctionMode):
         self.location = Location()
         # Tensors are kept, so that no two of them can have the same id or the same memory.
         self._model = model
-        self._known: dict[int, tuple[Ref, Tensor]] = {}
-        self._memory: dict[int, list[Ref]] = {}
+        self._kept: list[Tensor] = []
+        self._known: dict[int, Ref] = {}
+        self._memory: dict[int, list[tuple[Ref, int]]] = {}
         for name, parameter in model.named_parameters():
             self._add(parameter, "parameter", name)
         for name, buffer in model.named_buffers():
@@ -201,8 +202,7 @@ class Recorder(TorchFunctionMode):
 
     def known(self, tensor: Tensor) -> Ref | None:
         """The reference of a tensor that took part, else None."""
-        found = self._known.get(id(tensor))
-        return found[0] if found is not None else None
+        return self._known.get(id(tensor))
 
     def adopt(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Record a module as one unknown operator when its output was not made by recorded calls."""
@@ -237,11 +237,11 @@ class Recorder(TorchFunctionMode):
         refs = [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Ref)]
         result = output if target is None else target
         if not any(self._follows(ref) for ref in refs):
-            for tensor in _tensors(result):
-                # Computed from constants: a constant, to be looked at anew when it is used.
-                self._known.pop(id(tensor), None)
+            self._forget_constants(result)
             return
         overwritten = next((ref for tensor in _tensors(result) if (ref := self.known(tensor)) in refs), None)
+        if overwritten is not None:
+            self._forget_constants(result)
         returned = tree_map(
             lambda leaf: self._add(leaf, "computed") if isinstance(leaf, Tensor) else leaf, result
         )
@@ -254,7 +254,7 @@ class Recorder(TorchFunctionMode):
         ref = self.known(leaf)
         if ref is not None:
             return ref
-        sharers = self._memory.get(_address(leaf), []) if _address(leaf) else []
+        sharers = [sharer for sharer, _ in self._memory.get(_address(leaf), [])] if _address(leaf) else []
         if any(self._follows(sharer) for sharer in sharers):
             # A tensor nobody returned, in the memory of one that was written to: a base or a view of it.
             ref = self._add(leaf, "computed")
@@ -263,6 +263,14 @@ class Recorder(TorchFunctionMode):
             )
             return ref
         return self._add(leaf, "constant")
+
+    def _forget_constants(self, written: Any) -> None:
+        """Constants in memory that may have been written to are looked at anew when they are used next."""
+        addresses = {_address(tensor) for tensor in _tensors(written)} - {0}
+        for ref, identity in [entry for address in addresses for entry in self._memory.get(address, [])]:
+            value = self.values[ref.index]
+            if value.kind == "constant" and value.name is None and self._known.get(identity) == ref:
+                del self._known[identity]
 
     def _follows(self, ref: Ref | None) -> bool:
         return ref is not None and self.values[ref.index].kind != "constant"
@@ -273,8 +281,9 @@ class Recorder(TorchFunctionMode):
             tensor.detach().cpu().clone() if kind == "constant" or not tensor.is_floating_point() else None
         )
         self.values.append(Value(kind, tuple(tensor.shape), name, entries))
-        self._known[id(tensor)] = (ref, tensor)
-        self._memory.setdefault(_address(tensor), []).append(ref)
+        self._kept.append(tensor)
+        self._known[id(tensor)] = ref
+        self._memory.setdefault(_address(tensor), []).append((ref, id(tensor)))
         return ref
 
 

@@ -75,15 +75,8 @@ def rescale(
 
     Args:
         model: The network; it is not changed.
-        example: Inputs for it, as for `flatness.symmetries`. The outputs of model and copy are compared on
-            it.
-        kind: What is changed.
-            "layerwise": every weight tensor is multiplied by one number, W_i → λ_i W_i, and biases by the product of the
-            numbers so far, b_i → (Π_{j≤i} λ_j) b_i (rangamani2019, §2.1). Layers that meet in a sum or a
-            concatenation share it. "neuronwise": every channel has a factor of its own (petzka2021, §4;
-            tsuzuku2020, §5.1): rows and biases are multiplied by it, the columns that take the channel in are
-            divided by it. "permutation": channels change places. "output": the logits are scaled by one
-            number and shifted by another. Not an equal function, but an equal classifier.
+        example: Inputs for it, as for `flatness.symmetries`; model and copy are compared on it.
+        kind: What is changed; see below.
         seed: Seed of the random factors.
         low: Smallest factor a channel (or a layer's output) can get; factors are drawn log-uniformly.
         high: Largest factor.
@@ -92,6 +85,16 @@ def rescale(
             number or one per output unit multiplies the channels that the layer puts out. For a permutation,
             new row i is old row ``factors["fc1"][i]``. For "output", ``{"scale": 2.0, "shift": 1.0}``.
         forward: ``forward(model, example) -> output`` for models that put out more than one tensor.
+
+    Kinds:
+        * "layerwise": every weight tensor is multiplied by one number, W_i → λ_i W_i, and biases by the
+          product of the numbers so far, b_i → (Π_{j≤i} λ_j) b_i (rangamani2019, §2.1). Layers that meet in a
+          sum or a concatenation share it.
+        * "neuronwise": every channel has a factor of its own (petzka2021, §4; tsuzuku2020, §5.1). Rows and
+          biases are multiplied by it, the columns that take the channel in are divided by it.
+        * "permutation": channels change places.
+        * "output": the logits are scaled by one number and shifted by another. Not an equal function, but an
+          equal classifier.
 
     Returns:
         The changed copy, in the mode the model is in.
@@ -128,7 +131,7 @@ def make_rescaling(
     frozen: Set[int] = frozenset(),
 ) -> Rescaling:
     """Choose the factors of a rescaling; `frozen` classes of channels keep their scale (neuron-wise only)."""
-    _check(kind, low, high, factors)
+    check_choices(kind, low, high, factors)
     if kind == "permutation":
         moved = found.permutations
         if not permuting.exchangeable(moved):
@@ -228,7 +231,8 @@ def _output_rescaling(
     return Rescaling("output", {"scale": scale, "shift": shift}, freed, scales)
 
 
-def _check(kind: str, low: float, high: float, factors: Any) -> None:
+def check_choices(kind: str, low: float, high: float, factors: Any = None) -> None:
+    """Refuse kinds, bounds and factors that cannot be meant."""
     if kind not in KINDS:
         raise OptionError(
             f"Expected kind to be one of {listed(KINDS)} but got {kind!r}.{nearest(kind, KINDS)}"

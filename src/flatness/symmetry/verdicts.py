@@ -108,8 +108,8 @@ class InvarianceReport:
     def plot_data(self) -> pandas.DataFrame:
         """What to draw: one row per trial of every quantity; trial 0 is the original network.
 
-        Columns: measure, kind, layer, reduction, level, declared, trial, value, ratio. The plot is `ratio` over `trial` on a log scale, one line per measure: invariant ones are flat, the
-        others are not.
+        Columns: measure, kind, layer, reduction, level, declared, trial, value, ratio. The plot is `ratio`
+        over `trial` on a log scale, one line per measure: invariant ones are flat, the others are not.
         """
         import pandas as pd
 
@@ -229,9 +229,9 @@ def judge(
 def is_declared(measure: Measure, kind: str, layer: str | None, rescaling: Rescaling) -> bool:
     """Whether a measure says that a rewriting leaves its value for a layer (None: the network) as it is.
 
-    "neuronwise except own features" is worked out layer by layer: a layer whose own features have no free scale, such as
-    the first one, is invariant to all of it. A sum over layers is not: each factor belongs to some layer's
-    features.
+    "neuronwise except own features" is worked out layer by layer: a layer whose own features have no free
+    scale, such as the first one, is invariant to all of it. A sum over layers is not: each factor belongs to
+    the features of some layer.
     """
     if kind == "permutation" or kind in measure.invariances:
         return True

@@ -1,0 +1,66 @@
+"""One sample run alone: what its layers see then, and which modules do not compute what their class says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness import batches
+from flatness.affine import AffineModule
+from flatness.layers import Layer
+from flatness.problem import Problem
+
+
+@dataclass
+class Alone:
+    """What the first sample shows when it runs alone.
+
+    Attributes:
+        inputs: The inputs that modules saw, by name.
+        misread: Modules whose output is not what their view says.
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    misread: list[str] = field(default_factory=list)
+
+
+def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule]) -> Alone:
+    """Run the first sample of the example, and hold every module's output against its view."""
+    alone = Alone()
+
+    def hook(name: str, view: Layer | AffineModule) -> Any:
+        known = isinstance(view, Layer) and _is_torchs_own(view.module)
+
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            x = args[0] if args else kwargs.get("input")
+            if isinstance(x, Tensor) and isinstance(output, Tensor):
+                alone.inputs[name] = x.detach().clone()
+                if not known and name not in alone.misread and not view.explains(x, output, 1):
+                    alone.misread.append(name)
+
+        return check
+
+    made = {name: hook(name, view) for name, view in views.items()}
+    handles = [
+        view.module.register_forward_hook(made[name], with_kwargs=True) for name, view in views.items()
+    ]
+    try:
+        with torch.no_grad():
+            problem.items(batches.copied(batches.rows(example, 0, 1)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return alone
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    """Whether torch wrote what the module computes: no subclass, no hook on its output, no replaced forward.
+
+    Such modules are taken at their word. Their features can be large: patches of a video, for one.
+    """
+    stock = type(module).__module__.startswith("torch.nn.modules")
+    return stock and not module._forward_hooks and "forward" not in vars(module)

@@ -1,0 +1,154 @@
+"""Every measure keeps its word: what it declares invariant does not move, and what it does not declare does.
+
+Every measure of the catalogue goes through every network and every kind of rewriting; a new measure is tested
+as soon as it is registered. Judged row by row, units included.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+
+import flatness
+from flatness.symmetry.groups import symmetries
+from flatness.symmetry.rescaling import make_rescaling, rescaled_copy
+from flatness.symmetry.tracing import default_forward
+from networks import CASES
+
+NETWORKS = (
+    "mlp",
+    "mlp_no_bias",
+    "cnn_max_pool",
+    "cnn_grouped",
+    "residual_batch_norm",
+    "two_heads",
+    "dense_concat",
+)
+UNCHANGED = 1e-8
+MOVED = 0.01
+OWN = "neuronwise except own features"
+
+
+def rows_of(report):
+    """Values by measure, layer, reduction and level; units as a list."""
+    found = {}
+    for row in report.results:
+        found.setdefault((row.measure, row.layer, row.reduction, row.level), []).append(row.value)
+    return {key: torch.tensor(values, dtype=torch.float64) for key, values in found.items()}
+
+
+def measured(model, case, **arguments):
+    return rows_of(
+        flatness.measure(model, (case.x, case.y), progress=False, **{"measures": "all", **arguments})
+    )
+
+
+@cache
+def original(name):
+    case = CASES[name]
+    model = case.build()
+    return case, model, symmetries(model, case.x), measured(model, case)
+
+
+def drift(before, after):
+    """Largest change in units of the largest value of the row."""
+    return float((after - before).abs().max() / before.abs().max())
+
+
+def rewritten(name, kind, seed, **arguments):
+    """The rewritten network of a case, and which of its layers have other weights than before."""
+    case, model, found, _ = original(name)
+    rescaling = make_rescaling(found, kind, seed=seed, **arguments)
+    changed = rescaled_copy(model, case.x, rescaling, default_forward)
+    touched = {
+        layer: not torch.equal(
+            model.get_parameter(f"{layer}.weight"), changed.get_parameter(f"{layer}.weight")
+        )
+        for layer in case.layers
+    }
+    return changed, touched
+
+
+def assert_rows(name, kind, changed, touched):
+    case, _, found, before = original(name)
+    after = measured(changed, case)
+    assert after.keys() == before.keys()
+    for key, values in before.items():
+        measure, layer, _, _ = key
+        invariances = flatness.measures(measure).invariances
+        declared = kind in invariances
+        if kind == "neuronwise" and OWN in invariances and layer is not None:
+            declared = not found.features_of(layer)
+        change = drift(values, after[key])
+        if declared:
+            assert change < UNCHANGED, (key, change)
+        elif layer is None or touched[layer]:
+            assert change > MOVED, (key, change)
+        else:
+            assert change < UNCHANGED, (key, change)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("kind", ["layerwise", "neuronwise"])
+def test_measures_move_exactly_when_they_do_not_declare_an_invariance(name, kind):
+    changed, touched = rewritten(name, kind, seed=3)
+    assert any(touched.values())
+    assert_rows(name, kind, changed, touched)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_freezing_the_own_features_leaves_relative_flatness_as_it_is(name):
+    case, _, found, before = original(name)
+    excepting = [measure.name for measure in flatness.measures() if OWN in measure.invariances]
+    assert {"relative_flatness", "maximal_relative_flatness"} <= set(excepting)
+    for layer in case.layers:
+        own = found.features_of(layer)
+        if not own or len(own) == found.classes:
+            continue
+        changed, touched = rewritten(name, "neuronwise", seed=4, frozen=own)
+        assert touched[layer] == bool(found.units_of(layer) - own)
+        after = measured(changed, case, measures=excepting, layers=layer)
+        for measure in excepting:
+            key = (measure, layer, None, "layer")
+            assert drift(before[key], after[key]) < UNCHANGED, (measure, layer)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_rescaling_only_the_own_features_moves_relative_flatness_but_not_the_normalized_one(name):
+    case, _, found, before = original(name)
+    chosen = ["relative_flatness", "relative_flatness_normalized"]
+    for layer in case.layers:
+        own = found.features_of(layer)
+        if not own:
+            continue
+        others = set(range(found.classes)) - own
+        changed, touched = rewritten(name, "neuronwise", seed=5, frozen=others)
+        assert touched[layer]
+        after = measured(changed, case, measures=chosen, layers=layer)
+        plain, normalized = ((measure, layer, None, "layer") for measure in chosen)
+        assert drift(before[plain], after[plain]) > MOVED, layer
+        assert drift(before[normalized], after[normalized]) < UNCHANGED, layer
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_permutation_changes_nothing_but_the_order_of_units(name):
+    case, _, _, before = original(name)
+    changed, touched = rewritten(name, "permutation", seed=6)
+    assert any(touched.values())
+    after = measured(changed, case)
+    for key, values in before.items():
+        assert drift(values.sort().values, after[key].sort().values) < UNCHANGED, key
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn_grouped", "two_heads"])
+def test_scaled_and_shifted_logits_move_what_does_not_declare_it(name):
+    case, _, _, before = original(name)
+    changed, _ = rewritten(name, "output", seed=7)
+    after = measured(changed, case)
+    moved = {key[0] for key, values in before.items() if drift(values, after[key]) > MOVED}
+    for key, values in before.items():
+        if "output" in flatness.measures(key[0]).invariances:
+            assert drift(values, after[key]) < UNCHANGED, key
+            assert key[0] not in moved
+    silent = {measure.name for measure in flatness.measures() if "output" not in measure.invariances}
+    assert silent <= moved

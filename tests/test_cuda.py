@@ -1,0 +1,118 @@
+"""On a GPU: the same numbers, and the device's random state and switches left as they were."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import flatness
+from networks import CASES
+from small import assert_same, data, dataset, measure, network, reference
+from untouched import untouched
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch's own, once per process, when a backward pass is the first to multiply matrices on its thread
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
+
+
+@pytest.mark.parametrize("data_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("model_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [None, "cpu", "cuda", "cuda:0"])
+def test_model_and_data_anywhere_are_measured_where_asked(data_on, model_on, device):
+    model = network().to(model_on)
+    given = tuple(part.to(data_on) for part in data())
+    with untouched(model, *given):
+        report = measure(model, given, device=device, batch_size=5)
+    assert report.meta["device"] == (device or model_on)[:4].rstrip(":")
+    assert_same(report, reference())
+
+
+@pytest.mark.parametrize(
+    "name", ["cnn_grouped", "residual_batch_norm", "token_mixer", "dense_prediction", "mlp_prelu"]
+)
+def test_networks_of_the_zoo_give_the_same_numbers(name):
+    case = CASES[name]
+    here = measure(case.build(), (case.x, case.y))
+    there = measure(case.build(), (case.x, case.y), device="cuda")
+    assert_same(there, here, rel=1e-8)
+
+
+def test_convolutions_in_single_precision_do_not_round_to_tf32():
+    case = CASES["cnn_padding_reflect"]
+    exact = measure(case.build(), (case.x, case.y))
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        single = measure(case.build(), (case.x, case.y), device="cuda", dtype=torch.float32)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert_same(single, exact, rel=2e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_random_state_of_the_device_is_left_alone(device):
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    measure(network().to(device), DataLoader(dataset(), batch_size=5, shuffle=True))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_pinned_batches_and_workers():
+    loader = DataLoader(dataset(), batch_size=5, pin_memory=True, num_workers=2)
+    assert_same(measure(network().cuda(), loader), reference())
+
+
+def test_running_out_of_memory_halves_the_micro_batch():
+    model = network(torch.float32).cuda()
+    x, y = data(4096, torch.float32)
+
+    class Wasteful(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, x):
+            # a gigabyte for every two samples
+            ballast = torch.empty(len(x), 2**27, device=x.device)
+            return self.net(x) + 0 * ballast[:, :1]
+
+    report = measure(Wasteful(), (x, y), measures=["hessian_trace", "relative_flatness"])
+    (note,) = [
+        note for note in report.notes if note.startswith("out of memory: went on with micro-batches of ")
+    ]
+    assert 8 <= int(note.split()[-1]) <= 256
+    expected = measure(model, (x, y), measures=["hessian_trace", "relative_flatness"])
+    for layer in ("fc1", "head"):
+        assert report.value("relative_flatness", layer=f"net.{layer}") == pytest.approx(
+            expected.value("relative_flatness", layer=layer), rel=1e-5
+        )
+
+
+def test_a_default_device_is_respected():
+    model, given = network().cuda(), tuple(part.cuda() for part in data())
+    torch.set_default_device("cuda")
+    try:
+        report = measure(model, given)
+    finally:
+        torch.set_default_device("cpu")
+    assert_same(report, reference())
+
+
+def test_autocast_is_off_inside():
+    model, given = network(torch.float32).cuda(), data(dtype=torch.float32)
+    plain = measure(model, given)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        report = measure(model, given)
+    assert report.notes == ("autocast was on; measured without it",)
+    assert_same(report, plain, rel=1e-6)
+
+
+def test_fused_attention_is_measured_where_it_is_exact():
+    case = CASES["attention_fused"]
+    report = measure(case.build(), (case.x, case.y), layers="last", device="cuda")
+    expected = measure(case.build(), (case.x, case.y), layers="last")
+    assert_same(report, expected)
+    assert flatness.plan(case.build(), (case.x, case.y), layers="last", device="cuda").layers == ["head"]
