@@ -31,8 +31,10 @@ BENCHMARKS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("only", nargs="*", choices=[*BENCHMARKS, []], help="default: all")
+    parser.add_argument("only", nargs="*", help=f"out of {', '.join(BENCHMARKS)}; default: all")
     given = parser.parse_args()
+    if unknown := set(given.only) - set(BENCHMARKS):
+        parser.error(f"no benchmark called {', '.join(sorted(unknown))}")
     device = torch.device(given.device)
     outcome: dict[str, Any] = {"machine": machine(device)}
     rows = []

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from flatness.plan import Plan
     from flatness.problem import Problem
     from flatness.result import Report, Result
+    from flatness.symmetry.groups import symmetries
+    from flatness.symmetry.invariance import check_invariance
+    from flatness.symmetry.rescaling import rescale
 
 __all__ = [
     "Comparison",
@@ -30,12 +33,15 @@ __all__ = [
     "Report",
     "Result",
     "Statistics",
+    "check_invariance",
     "compare",
     "measure",
     "measures",
     "plan",
     "register_layer",
     "register_measure",
+    "rescale",
+    "symmetries",
 ]
 
 # Where each public name lives. Names are imported when they are first used: the command line answers `--help`
@@ -54,12 +60,15 @@ _HOME = {
     "Report": "result",
     "Result": "result",
     "Statistics": "curvature.statistics",
+    "check_invariance": "symmetry.invariance",
     "compare": "comparing",
     "measure": "measuring",
     "measures": "measures.catalogue",
     "plan": "measuring",
     "register_layer": "layers",
     "register_measure": "measures.catalogue",
+    "rescale": "symmetry.rescaling",
+    "symmetries": "symmetry.groups",
 }
 
 

@@ -107,6 +107,8 @@ def report_grid(report: Any) -> Grid:
             label = column_of(network, row.reduction)
             reduced = column_of(row.measure, row.reduction)
             grid.put(label, reduced if reduced in grid.columns else row.measure, cell_of(row))
+    last = [column_of(network, reduction) for reduction in (None, *REDUCTION_LABEL)]
+    grid.rows.sort(key=lambda label: last.index(label) + 1 if label in last else 0)
     order = list(dict.fromkeys(row.measure for row in report.results))
     grid.columns.sort(key=lambda column: order.index(column.split()[0]))
     return grid

@@ -88,8 +88,15 @@ def _sent_back(output: Tensor, edges: list[Any], block: list[Tensor]) -> list[Te
     One pass after another: run as one batched program they take the same time once a micro-batch fills the
     device, and not every operator can be batched.
     """
-    passes = [torch.autograd.grad(output, edges, s, retain_graph=True, allow_unused=True) for s in block]
-    return [None if column[0] is None else torch.stack(column) for column in zip(*passes, strict=True)]
+    passes = [
+        list(torch.autograd.grad(output, edges, s, retain_graph=True, allow_unused=True)) for s in block
+    ]
+    arrived: list[Tensor | None] = []
+    for _ in edges:
+        # Taken off the lists one edge at a time: signals and their stack do not all exist twice.
+        column = [one.pop(0) for one in passes]
+        arrived.append(None if column[0] is None else torch.stack(column))
+    return arrived
 
 
 def separable_signals(problem: Problem, items: Items, edge: Any) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -112,6 +112,9 @@ class PlainSums(LayerSums):
 class PositionSums(LayerSums):
     """A layer that meets each sample at P positions: convolutions, and `Linear` along a sequence.
 
+    Features are formed for a few samples at a time and not kept: unfolded patches are many times larger than
+    the input, and forming them anew for each block of directions costs little beside its backward passes.
+
     Args:
         layer: The layer.
         needs: The statistics to accumulate.
@@ -122,27 +125,30 @@ class PositionSums(LayerSums):
 
     def __init__(self, layer: Layer, needs: frozenset[str], x: Tensor, n: int, spread: Tensor | None) -> None:
         super().__init__(layer, needs, spread)
-        self.x = layer.per_input_unit(x, n)
-        self.Phi = layer.features(x, n)
-        self.forms_g = forms_g(needs, self.W.shape[2], self.Phi.shape[3])
+        self.x, self.n = x, n
         self._needs_blocks = bool(needs & {"row_traces", "relative", "block_traces"})
-        if not self.forms_g:
-            self._y = self.W @ self.Phi if "incoming" in needs else None
-            self._K = self.Phi.mT @ self.Phi if self._needs_blocks else None
-            Phi_V = self.Phi * self.inverse_V[:, :, None] if self.inverse_V is not None else None
-            self._K_V = Phi_V.mT @ Phi_V if Phi_V is not None else None
 
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
         """Take signals δ (n, G, R, d, P); dx (R, …) is shaped like the layer's input."""
         self._put_squares("bias", delta.sum(4).transpose(1, 2).flatten(2), c)
-        if self.forms_g:
-            self._add_by_gradients(delta, c)
-        else:
-            self._add_by_gram(delta, dx, c)
+        _, G, R, d, P = delta.shape
+        m = self.W.shape[2]
+        by_g = forms_g(self.needs, m, P)
+        each = G * (m * P + 4 * R * d * m) if by_g else G * (2 * m * P + 2 * P * P + 3 * R * d * P)
+        samples = max(1, working_numbers(delta.device) // each)
+        rows = self.x.shape[0] // self.n
+        for start in range(0, self.n, samples):
+            part = slice(start, min(start + samples, self.n))
+            inner = slice(part.start * rows, part.stop * rows)
+            x, weights = self.x[inner], None if c is None else c[part]
+            if by_g:
+                self._add_by_gradients(self.layer.features(x, part.stop - part.start), delta[part], weights)
+            else:
+                self._add_by_gram(x, delta[part], None if dx is None else dx[:, inner], weights)
 
-    def _add_by_gradients(self, delta: Tensor, c: Tensor | None) -> None:
+    def _add_by_gradients(self, Phi: Tensor, delta: Tensor, c: Tensor | None) -> None:
         n, G, R, d, P = delta.shape
-        g = (delta.reshape(n, G, R * d, P) @ self.Phi.mT).unflatten(2, (R, d))
+        g = (delta.reshape(n, G, R * d, P) @ Phi.mT).unflatten(2, (R, d))
         weighted = g if c is None else g * c[:, None, :, None, None]
         if self._needs_blocks:
             self._put("blocks", _group_product(weighted, g))
@@ -158,18 +164,24 @@ class PositionSums(LayerSums):
                 columns = Wg.sum(3).unflatten(3, (-1, self.layer.taps)).sum(4)
                 self._put_squares("outgoing", columns.transpose(1, 2).flatten(2), c)
 
-    def _add_by_gram(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
+    def _add_by_gram(self, x: Tensor, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
         n, G, R, d, P = delta.shape
+        Phi = self.layer.features(x, n)
         weighted = delta if c is None else delta * c[:, None, :, None, None]
-        for name, K in (("blocks", self._K), ("blocks_V", self._K_V)):
-            if K is not None:
-                product = (weighted.reshape(n, G, R * d, P) @ K).unflatten(2, (R, d))
-                self._put(name, _group_product(product, delta))
-        if self._y is not None:
-            self._put_squares("incoming", (delta * self._y[:, :, None]).sum(4).transpose(1, 2).flatten(2), c)
+        if self._needs_blocks:
+            product = (weighted.reshape(n, G, R * d, P) @ (Phi.mT @ Phi)).unflatten(2, (R, d))
+            self._put("blocks", _group_product(product, delta))
+        if self.inverse_V is not None:
+            Phi_V = Phi * self.inverse_V[:, :, None]
+            product = (weighted.reshape(n, G, R * d, P) @ (Phi_V.mT @ Phi_V)).unflatten(2, (R, d))
+            self._put("blocks_V", _group_product(product, delta))
+        if "incoming" in self.needs:
+            along = (delta * (self.W @ Phi)[:, :, None]).sum(4)
+            self._put_squares("incoming", along.transpose(1, 2).flatten(2), c)
         if "outgoing" in self.needs and dx is not None:
+            units = self.layer.per_input_unit(x, n)
             at_inputs = self.layer.per_input_unit(dx.flatten(0, 1), R * n).unflatten(0, (R, n))
-            self._put_squares("outgoing", (at_inputs * self.x).sum(3).transpose(0, 1), c)
+            self._put_squares("outgoing", (at_inputs * units).sum(3).transpose(0, 1), c)
 
     def sums(self) -> dict[str, Tensor]:
         """The statistics of this micro-batch."""
@@ -186,6 +198,11 @@ class PositionSums(LayerSums):
             W_V = self.W * self.V[:, None]
             sums["relative_normalized"] = (T_V * (W_V @ W_V.mT)).sum(dtype=torch.float64)
         return sums
+
+
+def working_numbers(device: torch.device) -> int:
+    """How many numbers the features and derivatives of the samples in hand may come to."""
+    return 64_000_000 if device.type == "cuda" else 8_000_000
 
 
 def forms_g(needs: frozenset[str], features: int, positions: int) -> bool:

@@ -51,21 +51,14 @@ class LayerRoute:
         """Whether the per-sample derivatives g (d×m) are formed."""
         return forms_g(self.needs, self.layer.matrix().shape[2], self.positions)
 
-    def numbers_per_sample(self, block: int) -> tuple[int, int]:
-        """Rough count of numbers one sample occupies: through the whole pass, and in this layer's turn.
+    def numbers_per_sample(self, block: int) -> int:
+        """Rough count of numbers that the signals of one sample take in this layer.
 
         Args:
             block: Output directions whose signals are held at once.
         """
-        G, d, m = self.layer.matrix().shape
-        P = self.positions
-        held = 2 * block * G * d * P + self.input_size * (1 + block * self.needs_input_signal)
-        if self.layer.plain and P == 1:
-            return held, (m + d) * (block + 4)
-        copies = 2 if "relative_normalized" in self.needs else 1
-        held += G * m * P if self.forms_g else G * m * P + copies * G * P * P
-        working = 4 * block * G * d * m if self.forms_g else (copies + 1) * block * G * d * P + G * m * P
-        return held, working
+        G, d, _ = self.layer.matrix().shape
+        return block * (G * d * self.positions + self.input_size * self.needs_input_signal)
 
 
 @dataclass
@@ -142,10 +135,16 @@ def positions_of(layer: Layer, record: Record, n: int) -> int:
 def bytes_per_sample(
     routes: Routes, records: Mapping[str, Record], items: Items, block: int, itemsize: int
 ) -> int:
-    """Memory of one sample of a micro-batch: activations kept by autograd, features, working space."""
+    """Memory of one sample of a micro-batch.
+
+    Without a backward pass that is the largest layer's input and output and what the loss makes of the logits;
+    with one, all inputs and outputs, which autograd and the recording keep, and the signals of a block.
+    """
     n = items.logits.shape[0]
-    activations = sum((record.x.numel() + record.z_shape.numel()) // n for record in records.values())
-    outputs = 3 * items.logits.numel() // n
-    counts = [route.numbers_per_sample(block) for route in routes.layers if route.kind != "softmax head"]
-    held, working = sum(count[0] for count in counts), max((count[1] for count in counts), default=0)
-    return itemsize * (2 * activations + outputs + held + working)
+    sizes = {name: (record.x.numel() + record.z_shape.numel()) // n for name, record in records.items()}
+    outputs = 4 * items.logits.numel() // n
+    if not routes.backward:
+        return itemsize * (2 * max(sizes.values()) + outputs)
+    signals = sum(route.numbers_per_sample(block) for route in routes.layers if route.kind != "softmax head")
+    signals += sum(block * records[module.name].z_shape.numel() // n for module in routes.affine)
+    return itemsize * (2 * sum(sizes.values()) + outputs + signals * 5 // 4)

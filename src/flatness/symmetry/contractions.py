@@ -64,6 +64,7 @@ def conv(flow: Flow, call: Call) -> Any:
     taps = [1] * spatial
     if flow.permuting and groups == out == len(columns):
         # One filter per channel: channel and filter move together.
+        columns = flow.settled(columns)
         flow.uses.append(
             Use(W.name, W.index, up=columns.reshape(out, 1, *taps), rows=columns, up_part="filters")
         )

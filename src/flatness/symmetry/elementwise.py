@@ -56,9 +56,12 @@ def prelu(flow: Flow, call: Call) -> Any:
     labels, slopes = flow.labels(given["input"]), flow.entry(given["weight"])
     if not isinstance(slopes, ParameterView):
         return None
-    rows = flow.per_channel(labels, 1) if flow.permuting and math.prod(slopes.shape) > 1 else None
+    if not flow.permuting or math.prod(slopes.shape) == 1:
+        flow.uses.append(Use(slopes.name, slopes.index, up_part="slopes"))
+        return labels
+    rows = flow.settled(flow.per_channel(labels, 1))
     flow.uses.append(Use(slopes.name, slopes.index, up=rows, rows=rows, up_part="slopes"))
-    return labels
+    return rows.reshape(-1, *[1] * (labels.dim() - 2)).expand(labels.shape)
 
 
 def sign(flow: Flow, call: Call) -> Any:
@@ -152,7 +155,7 @@ def _scaled_by_parameter(flow: Flow, call: Call, labels: Tensor, view: Parameter
         return labels.expand(shape)
     inner = torch.full((size,), ANY, dtype=torch.float64)
     inner[index.long().flatten()] = inner_labels.flatten()
-    outer = inner if flow.permuting else flow.classes.fresh(size)
+    outer = flow.settled(inner) if flow.permuting else flow.classes.fresh(size)
     place = torch.arange(size).reshape(view.shape) if view.index is None else view.index.long()
     down, columns = (None, None) if flow.permuting else (inner[place], inner)
     flow.uses.append(Use(view.name, view.index, outer[place], down, "scale", "scale", outer, columns))

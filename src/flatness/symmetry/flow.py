@@ -172,6 +172,11 @@ class Flow:
         axis %= labels.dim()
         return self.classes.unite_along(labels, [dim for dim in range(labels.dim()) if dim != axis]).flatten()
 
+    def settled(self, labels: Tensor) -> Tensor:
+        """Labels of channels that meet parameters of their own: constants among them stay in place."""
+        blank = labels == ANY
+        return torch.where(blank, self._fixed_constant(labels.shape), labels) if bool(blank.any()) else labels
+
     def hold(self, entry: ParameterView, reason: str) -> None:
         """Note a use of a parameter that does not allow it to change."""
         self.uses.append(Use(entry.name, entry.index, held=reason))

@@ -23,8 +23,8 @@ def batch_norm(flow: Flow, call: Call) -> Any:
     if mean is None or variance is None:
         return None
     if flow.permuting:
-        _statistics(flow, mean, variance, inner, powers=(1, 1))
-        outer = inner
+        outer = flow.settled(inner)
+        _statistics(flow, mean, variance, outer, powers=(1, 1))
     elif given.get("weight") is None:
         flow.classes.pin(inner, f"{call} has no scale that could make up for its eps")
         return flow.fixed_output(call)
@@ -49,7 +49,7 @@ def feature_norm(flow: Flow, call: Call) -> Any:
     x = flow.labels(given["input"])
     size = math.prod(given["normalized_shape"])
     if flow.permuting and len(given["normalized_shape"]) == 1:
-        return _affine(flow, call, given, flow.per_channel(x, -1), -1)
+        return _affine(flow, call, given, flow.settled(flow.per_channel(x, -1)), -1)
     flow.classes.pin(x, f"{call} is not positively homogeneous")
     if given.get("weight") is None:
         return flow.fixed_output(call)
