@@ -11,6 +11,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     "getting-started",
+    "concepts/symmetries",
     "how-to/own-model",
     "how-to/own-loss",
     "how-to/dict-batches",

@@ -60,6 +60,10 @@ class ProgressBar:
         )
 
         console = Console(file=sys.stderr)
+        if not (console.is_terminal or console.is_jupyter):
+            # Logs and pipes get no half-drawn bars.
+            self._enabled = False
+            return
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -27,7 +27,7 @@ def demo(
 
     Example:
         flatness demo
-        flatness demo --out /tmp/demo --seeds 1
+        flatness demo --out shown --seeds 1
     """
     typer.echo("flatness demo: training and measuring, well under a minute …\n", err=True)
     from flatness.cli.output import terminal_width

@@ -145,12 +145,15 @@ class InvarianceReport:
         ]
         cells: dict[tuple[str, str], dict[str, str]] = {}
         for row in self.rows:
+            if row.level == "unit" and row.verdict != "broken":
+                continue
             label = (
                 row.measure
                 if row.reduction is None and row.level != "unit"
                 else f"{row.measure} {row.reduction or 'units'}"
             )
-            cells.setdefault((label, row.layer or "network"), {})[row.kind] = _cell(row)
+            place = "network" if row.layer is None else row.layer
+            cells.setdefault((label, place), {})[row.kind] = _cell(row)
         heads = ["measure", "layer", *kinds]
         lines = [
             [label, layer, *(shown.get(kind, "") for kind in kinds)]
@@ -166,6 +169,13 @@ class InvarianceReport:
         return "\n".join(table)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return (
+            self.to_frame()
+            .drop(columns=["tolerance", "touched"])
+            .to_html(index=False, float_format="{:.3g}".format)
+        )
 
 
 def _cell(row: InvarianceRow) -> str:
