@@ -137,7 +137,7 @@ def bytes_per_sample(
 ) -> int:
     """Memory of one sample of a micro-batch.
 
-    Without a backward pass that is the largest layer's input and output and what the loss makes of the logits;
+    Without a backward pass that is the largest layer's input and output and what the loss makes of logits;
     with one, all inputs and outputs, which autograd and the recording keep, and the signals of a block.
     """
     n = items.logits.shape[0]
