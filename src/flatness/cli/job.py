@@ -63,11 +63,11 @@ class Request:
 
 def run(request: Request, form: str, out: Path | None) -> int:
     """Measure, print, write; returns the exit status."""
-    paths = _checkpoints(request.checkpoints)
+    paths = checkpoints_of(request.checkpoints)
     model = load_model(request.model, request.model_arguments, request.settings["seed"])
     arguments = _arguments(request, model)
     sort = check_sort(request.sort, arguments["measures"]) if request.sort else None
-    data = _data(request.data)
+    data = load(request.data)
     if out is not None:
         _check_folder(out)
     measure_one = _measuring(request, model, data, arguments)
@@ -86,7 +86,8 @@ def run(request: Request, form: str, out: Path | None) -> int:
     return FAILED if any(entry.report is None for entry in entries) else 0
 
 
-def _checkpoints(paths: list[str]) -> list[Path]:
+def checkpoints_of(paths: list[str]) -> list[Path]:
+    """The files that paths, folders and globs stand for."""
     try:
         return find_checkpoints(paths)
     except CheckpointError as error:
@@ -102,7 +103,8 @@ def _check_folder(out: Path) -> None:
         raise UsageError(f"Expected --out to be a folder that can be written to but {existing} cannot.")
 
 
-def _data(request: DataRequest) -> Data:
+def load(request: DataRequest) -> Data:
+    """The data asked for."""
     return load_data(
         request.spec,
         split=request.split,
@@ -131,6 +133,14 @@ def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
         "device": load_device(request.device) if request.device else None,
         "dtype": load_dtype(request.dtype) if request.dtype else None,
     }
+
+
+def chosen_measures(names: list[str]) -> list[str]:
+    """The measures that words of the command line stand for."""
+    try:
+        return [measure.name for measure in select_measures(_one_or_many(names, "default", _underscored))]
+    except MeasureError as error:
+        raise usage_of(error) from error
 
 
 def _underscored(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -77,6 +78,37 @@ def save_layers(
     axes.set_xticks(list(places), names)
     _scale(axes, "y", shown)
     _label(axes, "layer", measure.replace("_", " "), title)
+    _save(figure, path)
+
+
+def save_invariance(
+    path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], kind: str, title: str
+) -> None:
+    """Save how each measure moves over rewritings of one network: invariant ones are flat lines at 1.
+
+    Args:
+        path: Where to.
+        rows: Rows of `InvarianceReport.plot_data`; those about the whole network are drawn.
+        kind: The kind of rewriting to draw.
+        title: The title.
+    """
+    figure, axes = _figure()
+    lines: dict[str, list[tuple[int, float, bool]]] = {}
+    for row in rows:
+        # In a frame's records, an empty cell is None or NaN.
+        whole = row["reduction"] == "sum" or not isinstance(row["reduction"], str)
+        if row["kind"] == kind and row["level"] == "network" and whole:
+            lines.setdefault(row["measure"], []).append((row["trial"], row["ratio"], row["declared"]))
+    shown: list[float] = []
+    for number, (name, (colour, shape)) in enumerate(looks(lines).items()):
+        trials, ratios, declared = zip(*sorted(lines[name]), strict=True)
+        label = name.replace("_", " ") + (" (invariant)" if declared[0] else "")
+        style = _DASHES[number % len(_DASHES)]
+        axes.plot(trials, ratios, color=colour, marker=_MARKERS[shape], linestyle=style, label=label)
+        shown += ratios
+    axes.set_xticks(range(max((line[-1][0] for line in lines.values()), default=0) + 1))
+    _scale(axes, "y", shown)
+    _label(axes, "rewritten network (0 is the original)", "value ÷ value of the original", title)
     _save(figure, path)
 
 
