@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from harness import arguments, best_batch, close, duration, full_precision, image_problem, machine, race, show
@@ -28,27 +29,22 @@ def measured(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return report.value("relative_flatness", layer="fc3")
 
 
-def second_derivatives(loss: Tensor, W: Tensor) -> Tensor:
-    """H as (d, m, d, m): the gradient, then one derivative of it for every entry."""
-    (gradient,) = torch.autograd.grad(loss, W, create_graph=True)
-    H = W.new_empty(*W.shape, *W.shape)
-    for s, row in enumerate(gradient):
-        for t, entry in enumerate(row):
-            (H[s, t],) = torch.autograd.grad(entry, W, retain_graph=True)
-    return H
-
-
-def weighted_traces(W: Tensor, H: Tensor) -> float:
-    """Σ ⟨w_s, w_s'⟩ Tr H_ss', block by block."""
-    W, H = W.detach().cpu(), H.cpu()
-    d = len(W)
-    return sum(float(W[s] @ W[r] * H[s, :, r].trace()) for s in range(d) for r in range(d))
-
-
 def row_by_row(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The published way: the loss of all the data through the whole network."""
+    """The published way: the loss of all the data through the whole network, H as (m, d, d, m)."""
     W = model.get_submodule("fc3").weight
-    return weighted_traces(W, second_derivatives(F.cross_entropy(model(x), y), W))
+    (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y), W, create_graph=True)
+    d, m = W.shape
+    H = torch.empty(m, d, d, m, device=W.device, requires_grad=True).clone()
+    for t, column in enumerate(gradient.T):
+        for s in range(d):
+            H[t][s] = torch.autograd.grad(column[s], W, retain_graph=True)[0]
+    return sum(
+        float(
+            W[s].detach().cpu().numpy() @ W[r].detach().cpu().numpy() * np.trace(block.detach().cpu().numpy())
+        )
+        for s in range(d)
+        for r, block in enumerate(H[:, s].unbind(1))
+    )
 
 
 @torch.no_grad()
@@ -57,9 +53,13 @@ def features(model: nn.Sequential, x: Tensor, size: int) -> Tensor:
 
 
 def row_by_row_on_features(model: nn.Sequential, x: Tensor, y: Tensor, size: int) -> float:
+    """The same with all that can be spared: no network, no graph over H, one product for all traces."""
     W, b = model[-1].weight, model[-1].bias.detach()
     loss = F.cross_entropy(F.linear(features(model, x, size), W, b), y)
-    return weighted_traces(W, second_derivatives(loss, W))
+    (gradient,) = torch.autograd.grad(loss, W, create_graph=True)
+    H = [torch.autograd.grad(entry, W, retain_graph=True)[0] for row in gradient for entry in row]
+    W = W.detach()
+    return float(torch.einsum("st,rt,sara->", W, W, torch.stack(H).reshape(*W.shape, *W.shape)))
 
 
 def func_hessian(model: nn.Sequential, x: Tensor, y: Tensor, size: int) -> float:

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from flatness.plan import Plan
     from flatness.problem import Problem
     from flatness.result import Report, Result
-    from flatness.symmetry.groups import symmetries
+    from flatness.symmetry.groups import Symmetries, symmetries
     from flatness.symmetry.invariance import check_invariance
     from flatness.symmetry.rescaling import rescale
+    from flatness.symmetry.verdicts import InvarianceReport
 
 __all__ = [
     "Comparison",
     "ConvolutionLayer",
     "FlatnessError",
+    "InvarianceReport",
     "Layer",
     "LayerView",
     "LinearLayer",
@@ -33,6 +35,7 @@ __all__ = [
     "Report",
     "Result",
     "Statistics",
+    "Symmetries",
     "check_invariance",
     "compare",
     "measure",
@@ -50,6 +53,7 @@ _HOME = {
     "Comparison": "comparing",
     "ConvolutionLayer": "layers",
     "FlatnessError": "errors",
+    "InvarianceReport": "symmetry.verdicts",
     "Layer": "layers",
     "LayerView": "measures.catalogue",
     "LinearLayer": "layers",
@@ -60,6 +64,7 @@ _HOME = {
     "Report": "result",
     "Result": "result",
     "Statistics": "curvature.statistics",
+    "Symmetries": "symmetry.groups",
     "check_invariance": "symmetry.invariance",
     "compare": "comparing",
     "measure": "measuring",

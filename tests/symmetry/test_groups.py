@@ -187,6 +187,18 @@ def test_parameters_outside_of_layers_are_producers_and_consumers():
     assert [group.name for group in one.groups] == ["fc1"]
 
 
+def test_a_weight_used_in_parts_has_a_factor_for_each():
+    found = found_in(
+        lambda m, h: torch.cat([F.linear(h.relu(), m.both[:2]), F.linear(h.relu(), m.both[2:])], 1),
+        columns=5,
+        both=nn.Parameter(torch.randn(5, 6)),
+    )
+    assert list(found.layers) == ["fc1", "both", "both[1]", "fc2"]
+    assert [len(found.layers[name].rows) for name in ("both", "both[1]")] == [2, 3]
+    assert len(found.units_of("both")) == 5
+    assert found.features_of("both") == found.units_of("fc1")
+
+
 def test_pruned_weights_are_still_weights():
     torch.manual_seed(0)
     model = sequential(fc1=nn.Linear(4, 6), act=nn.ReLU(), fc2=nn.Linear(6, 3)).double()

@@ -41,7 +41,7 @@ def check(
         ),
     ] = None,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Rewritten networks per kind.")] = 3,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="At most so many samples.")] = 500,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="At most so many samples.")] = 1000,
     seed: o.Seed = 0,
     as_json: o.AsJson = False,
     as_csv: o.AsCsv = False,

@@ -59,7 +59,7 @@ def conv(flow: Flow, call: Call) -> Any:
     if not isinstance(W, ParameterView):
         return None
     x, spatial = flow.labels(given["input"]), len(W.shape) - 2
-    out, per_group = W.shape[:2]
+    out = W.shape[0]
     columns = flow.per_channel(x, x.dim() - spatial - 1)
     taps = [1] * spatial
     if flow.permuting and groups == out == len(columns):
@@ -72,11 +72,10 @@ def conv(flow: Flow, call: Call) -> Any:
         return columns.reshape(out, *taps).expand(flow.shape(call))
     rows = flow.classes.fresh(out)
 
-    def per_filter(values: Tensor) -> Tensor:
-        repeated = values.reshape(groups, 1, per_group).expand(groups, out // groups, per_group)
-        return repeated.reshape(out, per_group, *taps)
-
-    _weight(flow, W, rows, columns, lambda r: r.reshape(out, 1, *taps), per_filter)
+    each = out // groups if groups > 1 else 1  # without groups, all filters see the same channels
+    _weight(
+        flow, W, rows, columns, lambda r: r.reshape(out, 1, *taps), lambda c: _grouped(c, groups, each, taps)
+    )
     _bias(flow, given.get("bias"), rows)
     return rows.reshape(out, *taps).expand(flow.shape(call))
 
@@ -91,14 +90,23 @@ def conv_transpose(flow: Flow, call: Call) -> Any:
     channels, per_group = W.shape[:2]
     taps = [1] * spatial
     rows, columns = flow.classes.fresh(per_group * groups), flow.per_channel(x, x.dim() - spatial - 1)
-
-    def per_channel(values: Tensor) -> Tensor:
-        repeated = values.reshape(groups, 1, per_group).expand(groups, channels // groups, per_group)
-        return repeated.reshape(channels, per_group, *taps)
-
-    _weight(flow, W, rows, columns, per_channel, lambda c: c.reshape(channels, 1, *taps))
+    each = channels // groups if groups > 1 else 1
+    _weight(
+        flow,
+        W,
+        rows,
+        columns,
+        lambda r: _grouped(r, groups, each, taps),
+        lambda c: c.reshape(channels, 1, *taps),
+    )
     _bias(flow, given.get("bias"), rows)
     return rows.reshape(-1, *taps).expand(flow.shape(call))
+
+
+def _grouped(values: Tensor, groups: int, each: int, taps: list[int]) -> Tensor:
+    """Numbers of units, repeated for the `each` units they meet in their group: (groups·each, units, …)."""
+    per_group = len(values) // groups
+    return values.reshape(groups, 1, per_group).expand(-1, each, -1).reshape(groups * each, per_group, *taps)
 
 
 def embedding(flow: Flow, call: Call) -> Any:

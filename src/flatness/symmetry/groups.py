@@ -47,13 +47,20 @@ class Symmetries:
 
     @cached_property
     def layers(self) -> dict[str, Action]:
-        """Everything that produces channels, by the name of its layer, in network order."""
-        made = [
-            action
-            for action in self.actions
-            if action.rows is not None and action.use.up_part not in (*_STATISTICS, "bias", "shift")
-        ]
-        return {action.layer: action for action in made}
+        """Everything that produces channels, by the name of its layer, in network order.
+
+        Further parts of a parameter that is used in parts are called ``name[1]``, ``name[2]``, …
+        """
+        found: dict[str, Action] = {}
+        for action in self.actions:
+            if action.rows is None or action.use.up_part in (*_STATISTICS, "bias", "shift"):
+                continue
+            parts = sum(other.use.name == action.use.name for other in found.values())
+            if not parts:
+                found[action.layer] = action
+            elif action.use.index is not None:
+                found[f"{action.layer}[{parts}]"] = action
+        return found
 
     @cached_property
     def permutations(self) -> Symmetries:
@@ -62,19 +69,11 @@ class Symmetries:
 
     def features_of(self, layer: str) -> set[int]:
         """Classes of the channels that a layer takes in, its own feature layer; empty where all are fixed."""
-        action = self.layers.get(layer)
-        return (
-            set()
-            if action is None or action.columns is None
-            else {int(c) for c in action.columns.unique()} - {-1}
-        )
+        return _classes_of([action.columns for action in self.actions if action.layer == layer])
 
     def units_of(self, layer: str) -> set[int]:
         """Classes of the channels that a layer puts out."""
-        action = self.layers.get(layer)
-        return (
-            set() if action is None or action.rows is None else {int(c) for c in action.rows.unique()} - {-1}
-        )
+        return _classes_of([action.rows for action in self.layers.values() if action.layer == layer])
 
     def __str__(self) -> str:
         """A tree of what may be rescaled and what may not."""
@@ -84,14 +83,11 @@ class Symmetries:
         fixed += [f"{name}; {reason}" for name, reason in self.held.items()]
         branches = [(free, [str(group) for group in self.groups]), ("fixed", fixed)]
         lines = [self.model]
-        for heading, leaves in [
-            (heading, leaves) for heading, leaves in branches if leaves or heading != "fixed"
-        ]:
-            last = heading == "fixed" or not fixed
+        for heading, leaves in branches if fixed else branches[:1]:
+            last = heading == branches[-1 if fixed else 0][0]
             lines.append(f"{'└─' if last else '├─'} {heading}")
-            lines += [
-                f"{'   ' if last else '│  '}{'└─' if leaf is leaves[-1] else '├─'} {leaf}" for leaf in leaves
-            ]
+            for position, leaf in enumerate(leaves, 1):
+                lines.append(f"{'   ' if last else '│  '}{'└─' if position == len(leaves) else '├─'} {leaf}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -132,6 +128,10 @@ def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None
     with measuring(model, 0):
         recorded = trace(model, placed(model, example), forward or default_forward)
     return find_groups(Flow(recorded, OPERATORS))
+
+
+def _classes_of(units: list[Tensor | None]) -> set[int]:
+    return {int(number) for part in units if part is not None for number in part.unique()} - {-1}
 
 
 def placed(model: nn.Module, example: Any) -> Any:

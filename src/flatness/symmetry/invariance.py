@@ -51,7 +51,7 @@ def check_invariance(
     trials: int = 3,
     seed: int = 0,
     *,
-    samples: int | None = 500,
+    samples: int | None = 1000,
     low: float = 0.2,
     high: float = 5.0,
     weight_decay: float = 0.0,
