@@ -169,7 +169,9 @@ class Problem:
         if self._fixed_batch is None:
             each = max(1, bytes_per_sample)
             few = min(8, batch_budget(self.device, backward=False) // each)
-            self.micro_batch = max(1, min(65536, max(few, batch_budget(self.device, backward) // each)))
+            # Longer batches are slower on a CPU: activations leave the caches.
+            longest = 65536 if self.device.type == "cuda" else 1024
+            self.micro_batch = max(1, min(longest, max(few, batch_budget(self.device, backward) // each)))
 
     def stream(self, step: Callable[[Any], None], label: str) -> None:
         """One pass over the data.
