@@ -146,7 +146,13 @@ def test_inputs_of_layers_that_are_overwritten_after_use_are_copied():
         h = self.fc1(x) + 1
         return self.head((self.fc2(h) + 3 * h).relu())
 
-    assert_same(measure(Net(overwriting), data()), measure(Net(same), data()))
+    names = ["hessian_trace", "layer_flatness", "neuron_flatness", "relative_flatness"]
+    layers = {"layers": ["fc1", "fc2", "head"], "measures": [*names[:1], *names[2:]]}
+    assert_same(measure(Net(overwriting), data(), **layers), measure(Net(same), data(), **layers))
+    report = measure(Net(overwriting), data(), measures=names)
+    assert report.value("layer_flatness", layer="fc2") == pytest.approx(
+        measure(Net(same), data(), measures=names).value("layer_flatness", layer="fc2"), rel=1e-6
+    )
 
 
 def test_an_in_place_relu_module_on_a_shared_tensor():

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from flatness.curvature.statistics import Statistics
     from flatness.errors import FlatnessError
     from flatness.layers import ConvolutionLayer, Layer, LinearLayer, register_layer
-    from flatness.measures.catalogue import LayerView, Measure, NetworkView, measures, register_measure
+    from flatness.measures.catalogue import measures, register_measure
+    from flatness.measures.measure import LayerView, Measure, NetworkView, Surroundings, Valued
     from flatness.measuring import measure, plan
     from flatness.plan import Plan
     from flatness.problem import Problem
@@ -30,6 +31,8 @@ __all__ = [
     "LinearLayer",
     "Measure",
     "NetworkView",
+    "Surroundings",
+    "Valued",
     "Plan",
     "Problem",
     "Report",
@@ -55,10 +58,12 @@ _HOME = {
     "FlatnessError": "errors",
     "InvarianceReport": "symmetry.verdicts",
     "Layer": "layers",
-    "LayerView": "measures.catalogue",
+    "LayerView": "measures.measure",
     "LinearLayer": "layers",
-    "Measure": "measures.catalogue",
-    "NetworkView": "measures.catalogue",
+    "Measure": "measures.measure",
+    "NetworkView": "measures.measure",
+    "Surroundings": "measures.measure",
+    "Valued": "measures.measure",
     "Plan": "plan",
     "Problem": "problem",
     "Report": "result",

@@ -38,6 +38,10 @@ class NotExactError(FlatnessError, ValueError):
     """Exact curvature was needed where only an estimate exists."""
 
 
+class DifferentiabilityError(FlatnessError, RuntimeError):
+    """Torch cannot take a first or second derivative that is needed."""
+
+
 class LayerError(FlatnessError, ValueError):
     """A layer is unknown, unsupported, or was not used in the forward pass."""
 

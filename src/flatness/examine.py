@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from flatness.alone import run_alone
 from flatness.curvature.recording import Record, Recording
 from flatness.errors import ModelError, OutOfMemoryError, listed
 from flatness.graph import InPlaceOperators, NetworkGraph, read_graph
+from flatness.guard import differentiable
 from flatness.layers import Layer, find_layers
 from flatness.losses import Items
 from flatness.memory import fits, ran_out
@@ -98,7 +98,7 @@ def _recorded(
     problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule], *, copy_inputs: bool
 ) -> Examined:
     modules = {name: view.module for name, view in views.items()}
-    with _differentiable(problem.model), Recording(modules, copy_inputs=copy_inputs) as recording:
+    with differentiable(problem.model), Recording(modules, copy_inputs=copy_inputs) as recording:
         with InPlaceOperators() as in_place:
             output, target = problem.outputs(batches.copied(example))
         items = problem.laid_out(output, target)
@@ -125,19 +125,6 @@ def _recorded(
         if name not in records and not any(used):
             examined.silent.append(name)
     return examined
-
-
-@contextmanager
-def _differentiable(model: nn.Module) -> Iterator[None]:
-    """Parameters that all require gradients, so that the graph shows what reads them; set back afterwards."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def _refuse_reused(model: nn.Module, examined: Examined, recording: Recording) -> None:

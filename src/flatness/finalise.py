@@ -7,12 +7,16 @@ from dataclasses import replace
 import torch
 
 from flatness.curvature.spectrum import Spectrum
-from flatness.measures.catalogue import SPECTRA, LayerView, Measure, NetworkView, Valued, reduce_values
+from flatness.measures.catalogue import reduce_values
+from flatness.measures.measure import SPECTRA, LayerView, Measure, NetworkView, Valued
 from flatness.plan import Plan
 from flatness.result import Result
+from flatness.walking import Walked
 
 
-def finalise(plan: Plan, views: list[LayerView], network: NetworkView, loss: str) -> list[Result]:
+def finalise(
+    plan: Plan, views: list[LayerView], network: NetworkView, walked: Walked, loss: str
+) -> list[Result]:
     """All rows of a report, measure by measure, layers in network order."""
     results: list[Result] = []
     for measure in plan.measures:
@@ -21,9 +25,28 @@ def finalise(plan: Plan, views: list[LayerView], network: NetworkView, loss: str
         for view in views:
             view = replace(view, options=plan.options[measure.name])
             per_layer += _layer_rows(measure, view, plan.reasons[view.name], template)
+        found = walked.values.get(measure.name, {})
+        per_layer += [
+            _with(replace(template, layer=layer), value)
+            for layer, value in found.items()
+            if layer is not None
+        ]
         results += per_layer
-        results += _network_rows(measure, per_layer, network, plan, template)
+        results += _network_rows(measure, per_layer, network, plan, walked, template)
     return results
+
+
+def _with(row: Result, valued: Valued) -> Result:
+    """The row with a value and what there is to say about it."""
+    return replace(
+        row,
+        value=valued.value,
+        stderr=valued.stderr,
+        method=valued.method,
+        converged=row.converged and valued.converged,
+        residual=row.residual if valued.residual is None else valued.residual,
+        notes=(*row.notes, *valued.notes),
+    )
 
 
 def _layer_rows(measure: Measure, view: LayerView, reason: str, template: Result) -> list[Result]:
@@ -48,22 +71,26 @@ def _layer_rows(measure: Measure, view: LayerView, reason: str, template: Result
     if measure.layer is None:
         return []
     value = measure.layer(view)
-    if isinstance(value, Valued):
-        notes, converged = (*row.notes, *value.notes), row.converged and value.converged
-        return [replace(row, value=value.value, notes=notes, converged=converged)]
-    return [replace(row, value=float(value))]
+    return [_with(row, value) if isinstance(value, Valued) else replace(row, value=float(value))]
 
 
 def _network_rows(
-    measure: Measure, rows: list[Result], network: NetworkView, plan: Plan, template: Result
+    measure: Measure,
+    rows: list[Result],
+    network: NetworkView,
+    plan: Plan,
+    walked: Walked,
+    template: Result,
 ) -> list[Result]:
     results: list[Result] = []
     template = replace(template, level="network")
-    if measure.network is not None and (plan.routes.network or not measure.network_needs):
-        names = tuple(network.squared_norms)
-        results.append(
-            replace(template, value=float(measure.network(network)), notes=("over " + ", ".join(names),))
-        )
+    if measure.network is not None and _available(measure, plan, walked):
+        spectrum, options = walked.spectra.get(measure.name), plan.options[measure.name]
+        value = measure.network(replace(network, spectrum=spectrum, options=options))
+        row = replace(template, notes=("over " + ", ".join(network.squared_norms),))
+        results.append(_with(row, value) if isinstance(value, Valued) else replace(row, value=float(value)))
+    if None in walked.values.get(measure.name, {}):
+        results.append(_with(template, walked.values[measure.name][None]))
     for reduction in measure.reductions if "network" in measure.levels else ():
         # Units are reduced the same way first: ρ^max is a maximum of maxima, ρ^Σ a sum of sums.
         wanted = reduction if measure.units is not None else None
@@ -80,6 +107,13 @@ def _network_rows(
         )
         results.append(aggregate)
     return results
+
+
+def _available(measure: Measure, plan: Plan, walked: Walked) -> bool:
+    """Whether what the network's value needs was found."""
+    if "spectrum" in measure.network_needs:
+        return measure.name in walked.spectra
+    return plan.routes.network or "traces" not in measure.network_needs
 
 
 def _spectrum_notes(spectrum: Spectrum) -> list[str]:

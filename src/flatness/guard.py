@@ -163,6 +163,19 @@ def measuring(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 @contextmanager
+def differentiable(model: nn.Module) -> Iterator[None]:
+    """Parameters that all require gradients, so that the graph shows what reads them; set back afterwards."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
 def _restored_modules(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without backward hooks; attributes and buffers as before when it ends."""
     attributes = [(module, dict(vars(module))) for module in model.modules()]

@@ -25,6 +25,7 @@ from flatness.problem import Problem
 from flatness.provenance import provenance
 from flatness.result import Report, joined
 from flatness.views import layer_views, network_view
+from flatness.walking import walk
 
 
 def measure(
@@ -99,7 +100,7 @@ def measure(
     for group in by_loss(measures, options):
         try:
             problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
-            reports.append(_report(problem, group, planning, started))
+            reports.append(_report(problem, group, planning, started, everything=measures == "all"))
         except (LossError, DataError) as error:
             # "all" means all that exist here: a measure defined with another loss may not fit the data.
             if measures != "all" or group.loss is None:
@@ -108,13 +109,17 @@ def measure(
     return joined(reports)
 
 
-def _report(problem: Problem, group: LossGroup, planning: dict[str, Any], started: float) -> Report:
+def _report(
+    problem: Problem, group: LossGroup, planning: dict[str, Any], started: float, *, everything: bool
+) -> Report:
     """Measure one group of measures that share a loss."""
     with problem.guarded():
         chosen = make_plan(problem, measures=group.names, options=group.options, **planning)
         statistics, spectra, spreads = _run(problem, chosen)
-    views = layer_views(problem, chosen, statistics, spectra, spreads)
-    results = finalise(chosen, views, network_view(problem, chosen, statistics), problem.loss.name)
+        views = layer_views(problem, chosen, statistics, spectra, spreads)
+        found = walk(problem, chosen, views, everything=everything)
+    network = network_view(problem, chosen, statistics)
+    results = finalise(chosen, views, network, found, problem.loss.name)
     meta = provenance(problem, chosen, statistics, time.perf_counter() - started)
     return Report(tuple(results), meta, (*problem.notes, *chosen.notes))
 

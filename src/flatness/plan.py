@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor, nn
 
 from flatness.curvature.exact import BLOCK
 from flatness.curvature.layer_operator import kept_bytes_per_sample
-from flatness.curvature.routes import LayerRoute, Routes, bytes_per_sample, positions_of, route_kind
+from flatness.curvature.network_spectrum import SpectrumRequest
+from flatness.curvature.routes import (
+    LayerRoute,
+    Routes,
+    bytes_per_sample,
+    graph_bytes_per_sample,
+    positions_of,
+    route_kind,
+)
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
 from flatness.examine import Examined, examine
 from flatness.graph import curved_operators
 from flatness.layers import select_layers
-from flatness.measures.catalogue import SPECTRA, Measure, resolve_options, select_measures
+from flatness.measures.catalogue import resolve_options, select_measures
+from flatness.measures.measure import SPECTRA, Measure
 from flatness.notebook import outline_html
 from flatness.problem import Problem
 
@@ -40,6 +49,9 @@ class Plan:
         loss: Name of the loss.
         others: Plans for measures that are defined with another loss; each is a pass of its own.
         kept_bytes: Bytes per sample that the eigenvalue iterations keep if they fit.
+        network_spectra: Spectra of the network's Hessian to find, by measure.
+        gradient_routes: Layers and norm layers whose per-sample gradients come from one backward pass.
+        graph_bytes: Rough size of one sample's graph of first derivatives.
     """
 
     measures: list[Measure]
@@ -54,6 +66,9 @@ class Plan:
     kept_bytes: int = 0
     loss: str = ""
     others: list[Plan] = field(default_factory=list)
+    network_spectra: dict[str, SpectrumRequest] = field(default_factory=dict)
+    gradient_routes: Routes = field(default_factory=lambda: Routes([]))
+    graph_bytes: int = 0
 
     @property
     def needs_spread(self) -> list[str]:
@@ -85,6 +100,15 @@ class Plan:
             named = ((name or "the model itself", parts) for name, parts in self.spectra.items())
             solved = ", ".join(f"{name} ({' and '.join(parts)})" for name, parts in named)
             lines.append(f"eigenvalues by Lanczos, all layers in step: {solved}")
+        for name, request in self.network_spectra.items():
+            over = "all parameters" if request.parameters == "all" else "all weights"
+            lines.append(
+                f"{name} over {over}: {request.solver} in the {request.metric} metric, one forward and two "
+                "backward passes per product, in step with the others"
+            )
+        for measure in self.measures:
+            if measure.explore is not None:
+                lines.append(f"{measure.name}: {measure.cost or 'passes of its own'}")
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"and with {other.loss}:\n{other}" for other in self.others]
         return "\n".join(lines)
@@ -116,18 +140,26 @@ def make_plan(
     resolved = resolve_options(chosen, options)
     examined = examine(problem)
     names = _selected(problem, examined, layers)
-    _refuse(examined, names, curvature)
+    if any(measure.of_layers for measure in chosen):
+        _refuse(examined, names, curvature)
     needs = frozenset().union(*(measure.needs for measure in chosen))
     routes = Routes(
         [_route(problem, examined, name, needs - SPECTRA) for name in names], copy_inputs=examined.overwrites
     )
-    if any(measure.network_needs for measure in chosen):
+    if any("traces" in measure.network_needs for measure in chosen):
         _cover_network(problem, examined, routes, curvature)
     _count_passes(problem, examined, routes, method)
     _watch(problem, examined, unused=layers is None or routes.network)
     block = min(BLOCK, max(1, routes.passes))
     each = bytes_per_sample(routes, examined.records, examined.items, block, problem.dtype.itemsize)
-    problem.fit_memory(each, backward=routes.backward)
+    spectra = {
+        measure.name: _spectrum_request(resolved[measure.name])
+        for measure in chosen
+        if "spectrum" in measure.network_needs
+    }
+    graph = graph_bytes_per_sample(examined.records, examined.items, problem.dtype.itemsize)
+    walks = bool(spectra) or any(measure.explore is not None for measure in chosen)
+    problem.fit_memory(max(each, graph if walks else 0), backward=routes.backward or walks)
     parts = [_SPECTRUM_PART[need] for need in sorted(needs & SPECTRA)]
     rank = problem.loss.rank(examined.items) * examined.items.logits.shape[1]
     return Plan(
@@ -142,6 +174,25 @@ def make_plan(
         notes=list(examined.notes),
         kept_bytes=kept_bytes_per_sample(routes, rank, problem.dtype.itemsize),
         loss=problem.loss.name,
+        network_spectra=spectra,
+        gradient_routes=_gradient_routes(problem, examined),
+        graph_bytes=graph,
+    )
+
+
+def _spectrum_request(options: Mapping[str, Any]) -> SpectrumRequest:
+    known = {item.name for item in fields(SpectrumRequest)}
+    return SpectrumRequest(**{key: value for key, value in options.items() if key in known})
+
+
+def _gradient_routes(problem: Problem, examined: Examined) -> Routes:
+    """All modules that run once and whose rows are samples: their per-sample gradients are cheap."""
+    fine = [name for name in examined.called if name not in examined.refused and name not in examined.idle]
+    affine = [module for name, module in examined.affine.items() if name not in examined.refused]
+    return Routes(
+        [_route(problem, examined, name, frozenset()) for name in fine],
+        affine=affine,
+        copy_inputs=examined.overwrites,
     )
 
 

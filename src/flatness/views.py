@@ -10,7 +10,7 @@ from torch import Tensor
 from flatness.curvature.penalty import empty_statistic, penalised_spectrum, penalised_statistics
 from flatness.curvature.spectrum import Spectrum
 from flatness.curvature.statistics import Statistics
-from flatness.measures.catalogue import LayerView, NetworkView, squared_norm
+from flatness.measures.measure import LayerView, NetworkView, squared_norm
 from flatness.plan import Plan
 from flatness.problem import Problem
 
@@ -49,8 +49,11 @@ def network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> Netw
         return NetworkView({}, {})
     parameters = dict(problem.model.named_parameters())
     norms = {name: squared_norm(value) for name, value in parameters.items()}
+    owners = {id(value): name for name, value in parameters.items()}
+    weights = [route.layer.weight for route in chosen.gradient_routes.layers]
+    layer_weights = tuple(owners[id(weight)] for weight in weights if id(weight) in owners)
     if not chosen.routes.network:
-        return NetworkView({}, norms)
+        return NetworkView({}, norms, layer_weights)
     traces = {}
     for name, value in parameters.items():
         owner, _, key = name.rpartition(".")
@@ -63,4 +66,4 @@ def network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> Netw
         else:
             trace = torch.zeros((), dtype=torch.float64, device="cpu")
         traces[name] = trace + problem.weight_decay * value.numel()
-    return NetworkView(traces, norms)
+    return NetworkView(traces, norms, layer_weights)

@@ -164,7 +164,7 @@ def _add_passes(
     if not layers and not affine:
         return
     n = items.logits.shape[0]
-    sums = [_sums_of(route, recording.one(route.name).x, n, spreads.get(route.name)) for route in layers]
+    sums = [sums_of(route, recording.one(route.name).x, n, spreads.get(route.name)) for route in layers]
     edges: list[Any] = [recording.one(route.name).z_edge for route in layers]
     edges += [recording.one(module.name).z_edge for module in affine]
     asking = [index for index, route in enumerate(layers) if route.needs_input_signal]
@@ -185,7 +185,8 @@ def _add_passes(
         part.add(name, "diagonal", diagonal)
 
 
-def _sums_of(route: LayerRoute, x: Tensor, n: int, spread: Tensor | None) -> LayerSums:
+def sums_of(route: LayerRoute, x: Tensor, n: int, spread: Tensor | None) -> LayerSums:
+    """What sums a layer's statistics over the samples of a micro-batch."""
     if route.layer.plain and route.positions == 1:
         return PlainSums(route.layer, route.needs, x.reshape(n, -1), spread)
     return PositionSums(route.layer, route.needs, x, n, spread)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_KEPT_ON_RESTART = 4
+# Ritz vectors kept on a restart: of the upper end, which is wanted, and of the lower.
+_KEPT_ON_RESTART, _KEPT_BELOW = 4, 2
 _CHECK_EVERY = 4
 
 
@@ -24,11 +25,14 @@ class TopEigenvalues:
         max_products: Give up after this many products; the residual then says how far it got.
         basis_limit: Vectors per operator held at once; a full basis restarts from its best Ritz vectors.
         seed: Seed of the starting vectors.
+        start: Starting vectors (B, N); random when None.
 
     Attributes:
         values: θ (B,), the Ritz values reached.
         vectors: (B, N), their Ritz vectors, of unit length.
         smallest: (B,), estimates of the other end of the spectrum (from inside).
+        smallest_residuals: (B,), their residuals.
+        history: θ after each product, for a single operator.
         residuals: (B,), ‖Av − θv‖ as the recurrence has it: some eigenvalue lies within this distance of θ,
             up to the rounding of the products. `verify` replaces it by what a fresh product says.
         converged: (B,) booleans.
@@ -44,17 +48,21 @@ class TopEigenvalues:
         max_products: int = 300,
         basis_limit: int = 64,
         seed: int = 0,
+        start: Tensor | None = None,
     ) -> None:
         B, N = shape
-        generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(B, N, generator=generator, dtype=torch.float64, device="cpu").to(device)
+        if start is None:
+            generator = torch.Generator().manual_seed(seed)
+            start = torch.randn(B, N, generator=generator, dtype=torch.float64, device="cpu").to(device)
         self._basis = (start / start.norm(dim=1, keepdim=True)).unsqueeze(1)
         self._T = torch.zeros(B, 0, 0, dtype=torch.float64, device=device)
         self._tolerance, self._max_products = tolerance, max_products
-        self._basis_limit = min(N, max(basis_limit, 2 * _KEPT_ON_RESTART))
+        self._basis_limit = min(N, max(basis_limit, 2 * (_KEPT_ON_RESTART + _KEPT_BELOW)))
         self.values = torch.zeros(B, dtype=torch.float64, device=device)
         self.smallest = torch.zeros_like(self.values)
         self.residuals = torch.full_like(self.values, float("inf"))
+        self.smallest_residuals = torch.full_like(self.values, float("inf"))
+        self.history: list[float] = []
         self.converged = torch.zeros(B, dtype=torch.bool, device=device)
         self.vectors = self._basis[:, 0]
         self._passed_before = torch.zeros_like(self.converged)
@@ -85,6 +93,8 @@ class TopEigenvalues:
         T[:, :, j - 1] = h
         T[:, j - 1, :] = h
         self._T = T
+        if len(w) == 1:
+            self.history.append(float(torch.linalg.eigvalsh(T[0])[-1]))
         beta = w.norm(dim=1)
         exhausted = (beta <= 1e-13 * scale[:, 0]) | (j >= V.shape[2])
         full = j >= self._basis_limit
@@ -110,6 +120,8 @@ class TopEigenvalues:
         self.values = torch.where(active, theta[:, -1], self.values)
         self.smallest = torch.where(active, theta[:, 0], self.smallest)
         self.residuals = torch.where(active, residual, self.residuals)
+        lower = torch.where(exhausted, 0.0, beta * y[:, -1, 0].abs())
+        self.smallest_residuals = torch.where(active, lower, self.smallest_residuals)
         top = torch.einsum("bjn,bj->bn", self._basis, y[:, :, -1])
         self.vectors = torch.where(
             active[:, None], top / top.norm(dim=1, keepdim=True).clamp(min=1e-300), self.vectors
@@ -119,6 +131,6 @@ class TopEigenvalues:
         self.converged = self.converged | exhausted | (small & self._passed_before)
         self._passed_before = small
         if full and not self.done:
-            kept = y[:, :, -_KEPT_ON_RESTART:]
-            self._basis = torch.einsum("bjn,bjk->bkn", self._basis, kept)
-            self._T = torch.diag_embed(theta[:, -_KEPT_ON_RESTART:])
+            kept = [*range(_KEPT_BELOW), *range(-_KEPT_ON_RESTART, 0)]
+            self._basis = torch.einsum("bjn,bjk->bkn", self._basis, y[:, :, kept])
+            self._T = torch.diag_embed(theta[:, kept])

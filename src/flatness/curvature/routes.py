@@ -148,3 +148,13 @@ def bytes_per_sample(
     signals = sum(route.numbers_per_sample(block) for route in routes.layers if route.kind != "softmax head")
     signals += sum(block * records[module.name].z_shape.numel() // n for module in routes.affine)
     return itemsize * (2 * sum(sizes.values()) + outputs + signals * 5 // 4)
+
+
+def graph_bytes_per_sample(records: Mapping[str, Record], items: Items, itemsize: int) -> int:
+    """Rough size of the graph of one sample's first derivatives.
+
+    Inputs, outputs and what lies between, forwards and backwards.
+    """
+    n = items.logits.shape[0]
+    sizes = sum((record.x.numel() + record.z_shape.numel()) // n for record in records.values())
+    return itemsize * (6 * sizes + 8 * items.logits.numel() // n)

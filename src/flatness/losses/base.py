@@ -74,6 +74,10 @@ class Loss(ABC):
         """Return a, shape (n, T), with ∂²ℓ/∂f² = a·(diag p − p pᵀ), p = softmax f; None for other losses."""
         return None
 
+    def mistakes(self, items: Items) -> Tensor | None:
+        """Return (wrong predictions, predictions that count) as float64; None where there are no classes."""
+        return None
+
     def check(self, output: Tensor, target: Any) -> None:
         """Check on one batch what cannot be known from the definition; for the named losses, nothing."""
         return None

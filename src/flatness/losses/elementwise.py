@@ -114,6 +114,11 @@ class BinaryCrossEntropy(Elementwise):
         )
         return losses.mean((1, 2))
 
+    def mistakes(self, items: Items) -> Tensor:
+        """Count outputs on the wrong side of 0."""
+        wrong = ((items.logits.detach() > 0) != (items.target > 0.5)).sum()
+        return torch.stack([wrong, torch.full_like(wrong, items.logits.numel())]).double()
+
     def curvature_roots(self, items: Items) -> Tensor:
         """Return √(w (w₊ y + 1 − y) p (1 − p) / (T·K)), shape (n, T, K)."""
         logits = promote(items.logits.detach())

@@ -99,6 +99,13 @@ class CrossEntropy(Loss):
         """Return a, shape (n, T)."""
         return self._weights(items)
 
+    def mistakes(self, items: Items) -> Tensor:
+        """Count predictions whose largest output is not the target (of soft labels: the largest)."""
+        target = items.target if _hard(items) else items.target.argmax(2)
+        counted = target != self.ignore_index if _hard(items) else torch.ones_like(target, dtype=torch.bool)
+        wrong = (items.logits.detach().argmax(2) != target) & counted
+        return torch.stack([wrong.sum(), counted.sum()]).double()
+
     def _weights(self, items: Items) -> Tensor:
         """Return the a of the class's docstring, shape (n, T)."""
         logits = promote(items.logits.detach())

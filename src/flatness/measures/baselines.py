@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from flatness.errors import OptionError
-from flatness.measures.catalogue import Measure, register_measure
-
-EIGENVALUE_OPTIONS = {"tolerance": None, "max_products": 300}
-
-
-def check_eigenvalue_option(name: str, value: Any) -> None:
-    """Refuse a tolerance that is no relative residual, or a limit that allows no product."""
-    if name == "tolerance" and not (value is None or (isinstance(value, float) and 0 < value < 1)):
-        raise OptionError(
-            f"Expected tolerance to be a relative residual between 0 and 1, or None, but got {value!r}. For "
-            "example 1e-9."
-        )
-    if name == "max_products" and not (isinstance(value, int) and value >= 1):
-        raise OptionError(
-            f"Expected max_products to be a positive integer but got {value!r}. For example 300."
-        )
-
+from flatness.measures.catalogue import register_measure
+from flatness.measures.eigenvalues import EIGENVALUE_OPTIONS, check_eigenvalue_option, largest_of_network
+from flatness.measures.measure import Measure
 
 hessian_trace = register_measure(
     Measure(
@@ -43,13 +26,16 @@ hessian_trace = register_measure(
 hessian_top_eigenvalue = register_measure(
     Measure(
         name="hessian_top_eigenvalue",
-        symbol="λ_max(H_l)",
-        formula="λ_max(H_l)",
+        symbol="λ_max(H)",
+        formula="λ_max(H_l); network: of the full Hessian",
         source="rangamani2019, §1",
-        summary="The sharpest direction in a layer's weights. Not invariant under rescaling.",
-        levels=("layer",),
+        summary="The sharpest direction, in a layer's weights or in all parameters. Rescaling changes it.",
+        levels=("layer", "network"),
         needs=frozenset({"layer_eigenvalue"}),
         layer=lambda view: view.spectra["layer_eigenvalue"].values[0],
+        network=largest_of_network,
+        network_needs=frozenset({"spectrum"}),
+        cost="eigenvalue iterations: about 20 to 60 Hessian products",
         options=EIGENVALUE_OPTIONS,
         check_option=check_eigenvalue_option,
     )

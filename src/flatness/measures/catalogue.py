@@ -1,148 +1,19 @@
-"""The catalogue: what a measure is, which ones exist, and how users add their own."""
+"""The catalogue: which measures exist, how they are chosen, and how users add their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatness.curvature.spectrum import Spectrum
 from flatness.curvature.statistics import LAYER_STATISTICS
 from flatness.errors import MeasureError, OptionError, listed, nearest
+from flatness.measures.measure import NETWORK_NEEDS, SPECTRA, Measure
 
-Level = Literal["unit", "layer", "network"]
-Invariance = Literal["layerwise", "neuronwise", "neuronwise except own features", "output"]
-SPECTRA = frozenset({"layer_eigenvalue", "row_eigenvalues"})
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"max": torch.max, "sum": torch.sum}
-
-
-def squared_norm(values: Tensor) -> Tensor:
-    """‖·‖² accumulated in float64 without a float64 copy."""
-    return torch.linalg.vector_norm(values.detach(), dtype=torch.float64).square().cpu()
-
-
-@dataclass(frozen=True)
-class LayerView:
-    """What a measure gets to see of one layer: its weight and its curvature in float64.
-
-    Attributes:
-        name: The layer's name.
-        weight: The weight (G, d, m) in the dtype it was measured in; `W` is the same in float64.
-        statistics: Means over the data, penalty included, by name (see `flatness.curvature.statistics`).
-        spectra: Largest eigenvalues, penalty included: "layer_eigenvalue", "row_eigenvalues".
-        options: The measure's own options.
-        taps: Columns of W per input unit (kernel positions of a convolution).
-    """
-
-    name: str
-    weight: Tensor
-    statistics: Mapping[str, Tensor]
-    spectra: Mapping[str, Spectrum] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    taps: int = 1
-
-    @cached_property
-    def W(self) -> Tensor:
-        """The weight (G, d, m) in float64, on the host."""
-        return self.weight.double().cpu()
-
-    @property
-    def trace(self) -> Tensor:
-        """Tr H_l."""
-        return self.statistics["row_traces"].sum()
-
-    @property
-    def squared_norm(self) -> Tensor:
-        """‖W‖²_F."""
-        return squared_norm(self.weight)
-
-
-@dataclass(frozen=True)
-class Valued:
-    """A layer's value with what there is to say about it."""
-
-    value: float
-    notes: tuple[str, ...] = ()
-    converged: bool = True
-
-
-@dataclass(frozen=True)
-class NetworkView:
-    """What a measure gets to see of the whole network.
-
-    Attributes:
-        traces: Tr H of every parameter tensor, by name, penalty included.
-        squared_norms: ‖·‖² of every parameter tensor, by name.
-    """
-
-    traces: Mapping[str, Tensor]
-    squared_norms: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A declared quantity. The engine computes what it `needs`; its functions turn that into numbers.
-
-    Attributes:
-        name: What users type.
-        symbol: As in the source.
-        formula: The definition in one line.
-        source: Paper and number.
-        summary: What it is, in plain words.
-        levels: "unit", "layer", "network".
-        invariances: Rewritings of the network that leave the value unchanged.
-        needs: Statistics and spectra of a layer that it is computed from.
-        layer: Value of one layer; None when units are reduced instead.
-        units: Values of one layer's units.
-        unit_name: What a unit is, for messages and pages.
-        network: Value over all parameters of the network.
-        network_needs: "traces" when `network` needs the trace of every parameter.
-        reductions: How layers (and units) are aggregated.
-        flatness: Whether smaller means flatter; False for quantities that are no flatness.
-        options: Names and defaults of the options it takes.
-        loss: Name of the loss it is defined with, whatever the user's; None for the user's own. A measure
-            with a loss of its own gets a pass of its own; its option ``loss="same"`` takes the user's.
-        check_option: Called with an option's name and value; raises `OptionError` when the value is no good.
-    """
-
-    name: str
-    symbol: str
-    formula: str
-    source: str
-    summary: str
-    levels: tuple[Level, ...]
-    invariances: frozenset[Invariance] = frozenset()
-    needs: frozenset[str] = frozenset()
-    layer: Callable[[LayerView], Tensor | float | Valued] | None = None
-    units: Callable[[LayerView], Tensor] | None = None
-    unit_name: str = "row"
-    network: Callable[[NetworkView], Tensor | float] | None = None
-    network_needs: frozenset[str] = frozenset()
-    reductions: tuple[str, ...] = ()
-    flatness: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
-    check_option: Callable[[str, Any], None] | None = None
-    loss: str | None = None
-
-    @property
-    def one_pass(self) -> bool:
-        """Whether the shared streaming pass is all it needs."""
-        return not self.needs & SPECTRA and self.loss is None
-
-    def __str__(self) -> str:
-        """The card of the measure."""
-        invariant = ", ".join(sorted(self.invariances)) or "nothing"
-        return (
-            f"{self.name}  {self.symbol}  ({self.source})\n  {self.formula}\n  {self.summary}\n  levels: "
-            f"{', '.join(self.levels)}; invariant to: {invariant}; needs: "
-            f"{', '.join(sorted(self.needs)) or 'weights only'}"
-        )
-
-
 _REGISTRY: dict[str, Measure] = {}
 
 
@@ -192,6 +63,12 @@ def _check_declaration(measure: Measure) -> None:
             f"Expected {measure.name!r} to need statistics the engine has but got {listed(unknown)}. "
             f"Known: {listed(sorted(LAYER_STATISTICS | SPECTRA), 20)}."
         )
+    odd_needs = sorted(measure.network_needs - NETWORK_NEEDS)
+    if odd_needs:
+        raise MeasureError(
+            f"Expected network_needs out of {listed(sorted(NETWORK_NEEDS))} but {measure.name!r} has "
+            f"{listed(odd_needs)}. Leave it out."
+        )
     odd = [level for level in measure.levels if level not in ("unit", "layer", "network")]
     if odd:
         raise MeasureError(
@@ -203,7 +80,8 @@ def _check_declaration(measure: Measure) -> None:
         raise MeasureError(
             f"Expected reductions out of max, sum but {measure.name!r} has {listed(missing)}. Leave it out."
         )
-    if "layer" in measure.levels and measure.layer is None and measure.units is None:
+    given = (measure.layer, measure.units, measure.explore)
+    if "layer" in measure.levels and all(way is None for way in given):
         raise MeasureError(
             f"Expected {measure.name!r} to say how a layer's value is computed but it has neither layer= nor "
             "units=. Give one."

@@ -6,8 +6,9 @@ layer and ρ^max, ρ^Σ.
 
 from __future__ import annotations
 
-from flatness.measures.baselines import EIGENVALUE_OPTIONS, check_eigenvalue_option
-from flatness.measures.catalogue import Measure, register_measure
+from flatness.measures.catalogue import register_measure
+from flatness.measures.eigenvalues import EIGENVALUE_OPTIONS, check_eigenvalue_option
+from flatness.measures.measure import Measure
 
 layer_flatness = register_measure(
     Measure(

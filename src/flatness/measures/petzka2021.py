@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flatness.measures.baselines import EIGENVALUE_OPTIONS, check_eigenvalue_option
-from flatness.measures.catalogue import LayerView, Measure, register_measure
+from flatness.measures.catalogue import register_measure
+from flatness.measures.eigenvalues import EIGENVALUE_OPTIONS, check_eigenvalue_option
+from flatness.measures.measure import LayerView, Measure
 
 
 def _maximal(view: LayerView) -> Tensor:

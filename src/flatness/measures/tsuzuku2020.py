@@ -9,7 +9,8 @@ import numpy as np
 
 from flatness.errors import OptionError
 from flatness.measures.balancing import balance
-from flatness.measures.catalogue import LayerView, Measure, Valued, register_measure
+from flatness.measures.catalogue import register_measure
+from flatness.measures.measure import LayerView, Measure, Valued
 
 # A certified relative distance from the minimum above which a value counts as not converged.
 _CERTIFIED = 1e-6

@@ -12,7 +12,8 @@ from torch import nn
 from flatness import batches
 from flatness.errors import ModelError, OptionError, OutOfMemoryError, listed
 from flatness.guard import converted
-from flatness.measures.catalogue import Measure, select_measures
+from flatness.measures.catalogue import select_measures
+from flatness.measures.measure import Measure
 from flatness.measuring import measure
 from flatness.problem import Problem
 from flatness.result import Report

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from flatness.errors import listed
-from flatness.measures.catalogue import Measure
+from flatness.measures.measure import Measure
 from flatness.result import Report, Result
 from flatness.symmetry.rescaling import Rescaling
 

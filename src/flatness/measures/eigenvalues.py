@@ -1,0 +1,59 @@
+"""What measures that rest on eigenvalues share: their options, and how a network's eigenvalue is reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatness.curvature.network_spectrum import METRICS, PARAMETERS, SOLVERS
+from flatness.errors import OptionError, listed, nearest
+from flatness.measures.measure import NetworkView, Valued
+
+EIGENVALUE_OPTIONS = {"tolerance": None, "max_products": 300}
+_CHOICES = {"metric": METRICS, "parameters": PARAMETERS, "solver": SOLVERS}
+# A Newton step along the gradient that would lower the risk by more than this share says: no minimum here.
+_FAR = 0.1
+
+
+def check_eigenvalue_option(name: str, value: Any) -> None:
+    """Refuse a tolerance that is no relative residual, a limit that allows no product, an unknown choice."""
+    if name == "tolerance" and not (value is None or (isinstance(value, float) and 0 < value < 1)):
+        raise OptionError(
+            f"Expected tolerance to be a relative residual between 0 and 1, or None, but got {value!r}. For "
+            "example 1e-9."
+        )
+    if name == "max_products" and not (isinstance(value, int) and value >= 1):
+        raise OptionError(
+            f"Expected max_products to be a positive integer but got {value!r}. For example 300."
+        )
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise OptionError(
+            f"Expected {name} to be one of {listed(_CHOICES[name])} but got {value!r}."
+            f"{nearest(value, _CHOICES[name])} The default is {_CHOICES[name][0]!r}."
+        )
+
+
+def largest_of_network(view: NetworkView) -> Valued:
+    """The largest eigenvalue of the network's Hessian in the metric, with what makes it doubtful."""
+    spectrum = view.spectrum
+    assert spectrum is not None
+    solver = view.options.get("solver", "lanczos")
+    notes = [
+        f"{spectrum.products} Hessian products ({solver}), residual {spectrum.residual:.1e}",
+    ]
+    if spectrum.dropped:
+        notes.append(f"zero and without a metric, left out: {', '.join(spectrum.dropped)}")
+    if spectrum.smallest == spectrum.smallest:
+        notes.append(f"smallest eigenvalue {spectrum.smallest:.4g} ± {spectrum.smallest_residual:.1e}")
+    if max(-spectrum.smallest, -spectrum.largest) > max(spectrum.largest, 0.0):
+        size = max(abs(spectrum.largest), abs(spectrum.smallest))
+        notes.append(f"no minimum: the eigenvalue of largest size is negative, |λ|_max = {size:.4g}")
+    # ‖g‖²/2λ is what one step along the gradient gains in the quadratic model.
+    gain = spectrum.gradient_norm**2 / (2 * spectrum.largest) if spectrum.largest > 0 else float("inf")
+    if gain > _FAR * abs(spectrum.risk):
+        notes.append(
+            f"far from a minimum: the gradient has length {spectrum.gradient_norm:.2g} in this metric, and a "
+            f"step along it would lower the risk of {spectrum.risk:.3g} by about {min(gain, 1e300):.2g}"
+        )
+    if not spectrum.converged:
+        notes.append("not converged: raise max_products or tolerance in options=")
+    return Valued(spectrum.largest, tuple(notes), converged=spectrum.converged, residual=spectrum.residual)

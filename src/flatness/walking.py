@@ -1,0 +1,78 @@
+"""Measures that take walks of their own: eigenvalues of the whole network, ascent, noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from flatness.curvature.hessian_operator import HessianOperator
+from flatness.curvature.network_spectrum import NetworkSpectrum, network_spectra
+from flatness.curvature.parameter_space import ParameterSpace
+from flatness.curvature.squared_gradients import squared_gradients
+from flatness.errors import DifferentiabilityError, LossError, listed
+from flatness.measures.measure import LayerView, Surroundings, Valued
+from flatness.plan import Plan
+from flatness.problem import Problem
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What was found, by measure.
+
+    Attributes:
+        spectra: Extreme eigenvalues of the network's Hessian.
+        values: Values by layer, None for the network.
+    """
+
+    spectra: Mapping[str, NetworkSpectrum] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str | None, Valued]] = field(default_factory=dict)
+
+
+def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bool = False) -> Walked:
+    """Run what cannot be a sum over one pass. The problem must be guarded.
+
+    Measures that need the same thing share it: spectra advance in step, squared gradients are computed once.
+
+    Args:
+        problem: The model, data and loss.
+        plan: What to measure.
+        views: The measured layers.
+        everything: Whether "all" was asked for, so that what does not exist here is left out with a note.
+    """
+    exploring = [measure for measure in plan.measures if measure.explore is not None]
+    if not exploring and not plan.network_spectra:
+        return Walked()
+    space = ParameterSpace(problem)
+    hessian = HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
+    squares = cache(lambda: squared_gradients(space, plan.gradient_routes))
+    spectra: dict[str, NetworkSpectrum] = {}
+    values: dict[str, Mapping[str | None, Valued]] = {}
+    if plan.network_spectra:
+        also_of_layers = all(measure.of_layers for measure in plan.measures if measure.network_needs)
+        with _left_out(plan, list(plan.network_spectra), everything or also_of_layers):
+            # Equal requests are one.
+            distinct = list(dict.fromkeys(plan.network_spectra.values()))
+            solved = dict(zip(distinct, network_spectra(hessian, distinct, squares), strict=True))
+            spectra = {name: solved[request] for name, request in plan.network_spectra.items()}
+    for measure in exploring:
+        options = plan.options[measure.name]
+        seen = [replace(view, options=options) for view in views]
+        assert measure.explore is not None
+        with _left_out(plan, [measure.name], everything):
+            values[measure.name] = measure.explore(
+                Surroundings(space, seen, squares, hessian, options, problem.seed)
+            )
+    return Walked(spectra, values)
+
+
+@contextmanager
+def _left_out(plan: Plan, names: list[str], allowed: bool) -> Iterator[None]:
+    """Turn what a measure cannot have here into a note, where that is allowed."""
+    try:
+        yield
+    except (DifferentiabilityError, LossError) as error:
+        if not allowed:
+            raise
+        plan.notes.append(f"left out for the network: {listed(names)}. {error}")
