@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import function as autograd_function
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -179,6 +180,21 @@ def curved_operators(output: Tensor) -> frozenset[str]:
     """Names of the operators on the way to an output that are not known to be piecewise linear."""
     names = {operator_name(node) for node in _operands_first(output.grad_fn)}
     return frozenset(names - _PIECEWISE_LINEAR - {"AccumulateGrad"})
+
+
+def once_differentiable(output: Tensor) -> list[str]:
+    """Names of custom operators behind an output that declare to have no second derivative.
+
+    Torch does not always complain about them: where it can avoid their derivative, it takes zero for it.
+    """
+    found = []
+    for node in _operands_first(output.grad_fn):
+        backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
+        code = getattr(backward, "__code__", None)
+        # The decorator's wrapper is the only function of torch that stands in for a user's backward.
+        if code is not None and code.co_filename == autograd_function.__file__:
+            found.append(operator_name(node))
+    return sorted(set(found))
 
 
 def trailing_log_softmax(output: Tensor) -> Any:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.parameter_space import ParameterSpace, explained
+from flatness.errors import DifferentiabilityError, listed
+from flatness.graph import once_differentiable
 from flatness.guard import differentiable
 from flatness.losses import Items
 from flatness.memory import kept_budget, ran_out
@@ -99,6 +101,13 @@ class HessianOperator:
 def _hessian(space: ParameterSpace, items: Items, values: Tensor) -> tuple[Tensor, Product]:
     """The gradient of the summed losses of a micro-batch, and products with their Hessian."""
     parameters = list(space.parameters.values())
+    without = once_differentiable(items.logits)
+    if without:
+        raise DifferentiabilityError(
+            f"Expected operators with second derivatives but {listed(without)} is marked as "
+            "once_differentiable. Write its backward out of torch operators and take the mark away, or pass "
+            "curvature='gauss_newton', which needs first derivatives alone."
+        )
     with explained():
         slopes = torch.autograd.grad(
             values.sum(), parameters, create_graph=True, allow_unused=True, materialize_grads=True
