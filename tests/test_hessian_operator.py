@@ -191,8 +191,8 @@ def test_operators_without_a_second_derivative_are_named():
         matrix(HessianOperator(ParameterSpace(problem)))
     assert str(caught.value) == (
         "Expected operators with second derivatives but Once is marked as once_differentiable. Write its "
-        "backward out of torch operators and take the mark away, or pass curvature='gauss_newton', which needs "
-        "first derivatives alone."
+        "backward out of torch operators and take the mark away, or pass curvature='gauss_newton', which "
+        "needs first derivatives alone."
     )
     with problem.guarded():
         assert matrix(HessianOperator(ParameterSpace(problem), curvature="gauss_newton")).trace() > 0

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flatness.symmetry.invariance import check_invariance
     from flatness.symmetry.rescaling import rescale
     from flatness.symmetry.verdicts import InvarianceReport
+    from flatness.symmetry.vertical import vertical_directions
 
 __all__ = [
     "Comparison",
@@ -48,6 +49,7 @@ __all__ = [
     "register_measure",
     "rescale",
     "symmetries",
+    "vertical_directions",
 ]
 
 # Where each public name lives. Names are imported when they are first used: the command line answers `--help`
@@ -79,6 +81,7 @@ _HOME = {
     "register_measure": "measures.catalogue",
     "rescale": "symmetry.rescaling",
     "symmetries": "symmetry.groups",
+    "vertical_directions": "symmetry.vertical",
 }
 
 

@@ -1,0 +1,79 @@
+"""Vertical directions: where a network's parameters may move without changing what it computes.
+
+They are the derivatives of rescalings at the identity. On the quotient manifold of rangamani2019 they span
+the vertical space: (β_1 W_1, …, β_L W_L) with Σβ = 0 (Lemma 2.4), with biases (…, γ_1 b_1, …, γ_L b_L) and
+β_i = γ_i − γ_{i−1} (Lemma 2.6). The risk does not change along them, so its gradient is orthogonal to them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import OptionError, listed, nearest
+from flatness.symmetry.factors import FIXED, LayerClasses
+from flatness.symmetry.groups import Symmetries
+
+KINDS = ("layerwise", "neuronwise")
+
+
+def vertical_directions(
+    model: nn.Module, found: Symmetries, kind: str = "layerwise"
+) -> list[dict[str, Tensor]]:
+    """One direction for every factor that may be chosen, as tensors by parameter name; others are zero.
+
+    Args:
+        model: The network that the symmetries were found in.
+        found: What `flatness.symmetries` returned.
+        kind: "layerwise" (one direction per group of layers) or "neuronwise" (one per channel).
+
+    Example:
+        >>> import torch, flatness
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> found = flatness.symmetries(model, torch.randn(5, 4))
+        >>> (direction,) = flatness.vertical_directions(model, found)
+        >>> (
+        ...     torch.equal(direction["0.weight"], model[0].weight),
+        ...     torch.equal(direction["2.weight"], -model[2].weight),
+        ... )
+        (True, True)
+    """
+    if kind not in KINDS:
+        raise OptionError(
+            f"Expected kind to be one of {listed(KINDS)} but got {kind!r}.{nearest(kind, KINDS)}"
+        )
+    of = LayerClasses(found).of if kind == "layerwise" else torch.arange(found.classes)
+    # Rescaling what runs into a batch norm moves its running statistics too, which are no parameters.
+    elsewhere = {int(of[number]) for _, numbers in found.corrections for number in numbers.tolist()}
+    chosen = sorted(set(of.tolist()) - elsewhere - {FIXED})
+    place = {number: index for index, number in enumerate(chosen)}
+    index = torch.tensor([place.get(number, len(chosen)) for number in of.tolist()] + [len(chosen)])
+    rates: dict[str, Tensor] = {}
+    parameters = dict(model.named_parameters())
+    for action in found.actions:
+        name = action.use.name
+        if name in parameters:
+            rates.setdefault(name, torch.zeros(len(chosen), *parameters[name].shape))
+            for classes, power in ((action.up, action.use.power), (action.down, -1)):
+                if classes is not None:
+                    _add_rates(rates[name], index[classes], power, action.use.index)
+    return [
+        {
+            name: rates[name][one].to(value) * value.detach()
+            if name in rates
+            else torch.zeros_like(value, requires_grad=False)
+            for name, value in parameters.items()
+        }
+        for one in range(len(chosen))
+    ]
+
+
+def _add_rates(rates: Tensor, numbers: Tensor, power: float, index: Tensor | None) -> None:
+    """Add to d log θ / d log factor, for every chosen factor, what one action does."""
+    for one in range(len(rates)):
+        touched = power * (numbers == one).to(rates.dtype)
+        if index is None:
+            rates[one] += touched
+        else:
+            flat = rates[one].view(-1)
+            flat[index.long()] += touched.expand(index.shape)
