@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo env lint format test clean
+.PHONY: help demo env lint format test reference clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -34,6 +34,9 @@ format: $(STAMP)  ## lay the code out as lint wants it
 
 test: lint  ## lint, then all tests and the examples in docstrings
 	$(BIN)/pytest -n $(WORKERS)
+
+reference: $(STAMP)  ## write docs/reference from the catalogue
+	$(BIN)/python docs/make_reference.py
 
 clean:  ## remove .venv and all caches
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info

@@ -81,10 +81,11 @@ def _card(measure: Any, width: int) -> str:
         or ("all parameters" if measure.network else "not aggregated"),
         "invariant to": ", ".join(sorted(measure.invariances)) or "nothing",
         "needs": ", ".join(sorted(measure.needs)) or "the weights only",
-        "cost": "the shared pass" if measure.one_pass else "eigenvalue iterations",
+        "cost": measure.price,
         "reading": "smaller is flatter" if measure.flatness else "no flatness: a baseline",
         "options": ", ".join(f"{key}={value}" for key, value in measure.options.items()) or "none",
     }
+    facts |= {"use it": measure.when, "misleads": measure.misleads} if measure.when else {}
     indent = max(len(key) for key in facts) + 2
     lines = [
         typer.style(f"{measure.name}  {measure.symbol}", bold=True),

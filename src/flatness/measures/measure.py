@@ -145,7 +145,9 @@ class Measure:
             max_products say which and how).
         explore: Values that take passes of their own through parameter space, by layer, None for the
             network.
-        cost: What it takes, in words.
+        cost: What it takes, in words; see `price`.
+        when: When to use it, in plain words, for the reference.
+        misleads: When it misleads.
         reductions: How layers (and units) are aggregated.
         flatness: Whether smaller means flatter; False for quantities that are no flatness.
         options: Names and defaults of the options it takes.
@@ -169,6 +171,8 @@ class Measure:
     network_needs: frozenset[str] = frozenset()
     explore: Callable[[Surroundings], Mapping[str | None, Valued]] | None = None
     cost: str = ""
+    when: str = ""
+    misleads: str = ""
     reductions: tuple[str, ...] = ()
     flatness: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -180,6 +184,17 @@ class Measure:
         """Whether the shared streaming pass is all it needs."""
         eigenvalues = self.needs & SPECTRA or "spectrum" in self.network_needs
         return not eigenvalues and self.loss is None and self.explore is None
+
+    @property
+    def price(self) -> str:
+        """What it costs, in words."""
+        if self.cost:
+            return self.cost
+        if self.one_pass and (self.needs or self.network_needs):
+            return "the shared pass over the data"
+        if self.needs & SPECTRA:
+            return "eigenvalue iterations: about 20 to 60 products with the layers' Hessians"
+        return "a pass of its own, with a loss of its own" if self.needs else "nothing: the weights alone"
 
     @property
     def of_layers(self) -> bool:

@@ -54,6 +54,8 @@ matrix_normalized_sharpness = register_measure(
         formula="√(‖W_l‖² Tr H_l), summed over layers; negative traces count as 0",
         source="tsuzuku2020, eq. 13",
         summary="Sharpness at the best scale of the noise for each weight matrix.",
+        when="As a fast stand-in for `normalized_sharpness` when only whole layers may be rescaled.",
+        misleads="Rescaling neurons changes it. Negative traces, away from a minimum, count as 0.",
         levels=("layer", "network"),
         invariances=frozenset({"layerwise"}),
         needs=frozenset({"row_traces"}),
@@ -71,6 +73,12 @@ normalized_sharpness = register_measure(
         summary=(
             "Sharpness at the best scale of the noise for every row and column, on logits of unit spread: "
             "unchanged by rescaling layers, neurons or logits."
+        ),
+        when=("When networks may differ by any rescaling of layers, neurons or logits: nothing moves it."),
+        misleads=(
+            "It uses the diagonal of the Hessian with negative entries clipped, and a loss of its own "
+            "on logits of unit spread; the share that was clipped is in the notes, and near 1 the "
+            "number says little."
         ),
         levels=("layer", "network"),
         invariances=frozenset({"layerwise", "neuronwise", "output"}),

@@ -112,6 +112,46 @@ def save_invariance(
     _save(figure, path)
 
 
+def save_drift(
+    path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], measure: str, title: str
+) -> None:
+    """Save how one measure moves over rewritings of one network, a line for every kind of rewriting.
+
+    Args:
+        path: Where to.
+        rows: Rows of `InvarianceReport.plot_data`.
+        measure: The measure to draw: its value for the network, or its largest drift over layers if it has
+            none.
+        title: The title.
+    """
+    figure = Figure(figsize=(6.4, 2.6), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    own = [row for row in rows if row["measure"] == measure and row["level"] != "unit"]
+    whole = [row for row in own if row["level"] == "network"] or own
+    kinds = list(dict.fromkeys(row["kind"] for row in whole))
+    shown: list[float] = []
+    for number, (kind, (colour, shape)) in enumerate(looks(kinds).items()):
+        trials: dict[int, float] = {}
+        for row in whole:
+            if row["kind"] == kind:
+                far = max(row["ratio"], trials.get(row["trial"], row["ratio"]), key=lambda r: abs(r - 1))
+                trials[row["trial"]] = far
+        style = _DASHES[number % len(_DASHES)]
+        axes.plot(
+            list(trials),
+            list(trials.values()),
+            color=colour,
+            marker=_MARKERS[shape],
+            linestyle=style,
+            label=kind,
+        )
+        shown += trials.values()
+    axes.set_xticks(range(max((row["trial"] for row in whole), default=0) + 1))
+    _scale(axes, "y", [min(shown, default=1) / 1.5, *shown, max(shown, default=1) * 1.5])
+    _label(axes, "rewritten network (0 is the original)", "÷ original", title)
+    _save(figure, path)
+
+
 def _figure() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7.4, 4.4), dpi=150, layout="constrained")
     return figure, figure.add_subplot()
