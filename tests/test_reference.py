@@ -2,11 +2,11 @@
 
 import importlib
 import pkgutil
+import sys
 from pathlib import Path
 
 import pytest
 
-import flatness.measures as package
 from flatness.measures.measure import Measure
 from flatness.show.reference import reference_index, reference_page
 
@@ -16,7 +16,8 @@ REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 def built_in():
     """The library's own measures, in the order of the catalogue, whatever other tests registered."""
     found = {}
-    for module in pkgutil.iter_modules(package.__path__):
+    # flatness.measures is the function; the package behind it is found through its modules.
+    for module in pkgutil.iter_modules(sys.modules["flatness.measures"].__path__):
         for value in vars(importlib.import_module(f"flatness.measures.{module.name}")).values():
             if isinstance(value, Measure):
                 found[value.name] = value
