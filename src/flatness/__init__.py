@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flatness.plan import Plan
     from flatness.problem import Problem
     from flatness.result import Report, Result
+    from flatness.spectra import network_spectrum
     from flatness.symmetry.groups import Symmetries, symmetries
     from flatness.symmetry.invariance import check_invariance
     from flatness.symmetry.rescaling import rescale
@@ -44,6 +45,7 @@ __all__ = [
     "compare",
     "measure",
     "measures",
+    "network_spectrum",
     "plan",
     "register_layer",
     "register_measure",
@@ -76,6 +78,7 @@ _HOME = {
     "compare": "comparing",
     "measure": "measuring",
     "measures": "measures.catalogue",
+    "network_spectrum": "spectra",
     "plan": "measuring",
     "register_layer": "layers",
     "register_measure": "measures.catalogue",

@@ -42,9 +42,8 @@ class HessianOperator:
         self.risk: float | None = None
         self.products = 0
         self._batch = _gauss_newton if curvature == "gauss_newton" else _hessian
-        samples = space.problem.samples
-        budget = kept_budget(space.problem.device)
-        self._keep = bool(graph_bytes and samples and graph_bytes * samples <= budget)
+        self._graph_bytes = graph_bytes
+        self._keep = bool(graph_bytes)
         self._kept: list[Product] | None = None
 
     def __call__(self, vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -69,6 +68,8 @@ class HessianOperator:
 
     def _streamed(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         space = self.space
+        budget = kept_budget(space.problem.device)
+        held = 0
         device, N = space.problem.device, space.dimension
         totals = [torch.zeros(N, dtype=torch.float64, device=device) for _ in vectors]
         slope = torch.zeros(N, dtype=torch.float64, device=device)
@@ -85,8 +86,13 @@ class HessianOperator:
                     total.add_(part)
                 slope.add_(gradient)
                 risk.add_(values.detach().sum(dtype=torch.float64))
-                if self._keep:
+                nonlocal held
+                held += self._graph_bytes * items.logits.shape[0]
+                if self._keep and held <= budget:
                     kept.append(product)
+                else:
+                    self._keep = False
+                    kept.clear()
 
             return finish
 

@@ -112,6 +112,27 @@ def save_invariance(
     _save(figure, path)
 
 
+def save_convergence(
+    path: str | os.PathLike[str], errors: Mapping[str, Sequence[float]], title: str, floor: float = 1e-12
+) -> None:
+    """Save how iterations approach their value: relative error after each product with the Hessian.
+
+    Args:
+        path: Where to.
+        errors: Relative errors, by method.
+        title: The title.
+        floor: Errors below are rounding, and drawn there.
+    """
+    figure, axes = _figure()
+    for number, (name, (colour, _)) in enumerate(looks(errors).items()):
+        course = [max(error, floor) for error in errors[name]]
+        style = _DASHES[number % len(_DASHES)]
+        axes.plot(range(1, len(course) + 1), course, color=colour, linestyle=style, label=name)
+    axes.set_yscale("log")
+    _label(axes, "products with the Hessian", "relative error", title)
+    _save(figure, path)
+
+
 def save_drift(
     path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], measure: str, title: str
 ) -> None:
