@@ -20,17 +20,20 @@ class Alone:
     """What the first sample shows when it runs alone.
 
     Attributes:
+        logits: Its output, laid out as predictions.
         inputs: The inputs that modules saw, by name.
         misread: Modules whose output is not what their view says.
     """
 
+    logits: Tensor
     inputs: dict[str, Tensor] = field(default_factory=dict)
     misread: list[str] = field(default_factory=list)
 
 
 def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule]) -> Alone:
     """Run the first sample of the example, and hold every module's output against its view."""
-    alone = Alone()
+    inputs: dict[str, Tensor] = {}
+    misread: list[str] = []
 
     def hook(name: str, view: Layer | AffineModule) -> Any:
         known = isinstance(view, Layer) and _is_torchs_own(view.module)
@@ -38,9 +41,9 @@ def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | Affine
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and isinstance(output, Tensor):
-                alone.inputs[name] = x.detach().clone()
-                if not known and name not in alone.misread and not view.explains(x, output, 1):
-                    alone.misread.append(name)
+                inputs[name] = x.detach().clone()
+                if not known and name not in misread and not view.explains(x, output, 1):
+                    misread.append(name)
 
         return check
 
@@ -50,11 +53,12 @@ def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | Affine
     ]
     try:
         with torch.no_grad():
-            problem.items(batches.copied(batches.rows(example, 0, 1)))
+            # The example's targets have been looked at already.
+            items = problem.items(batches.copied(batches.rows(example, 0, 1)), look=False)
     finally:
         for handle in handles:
             handle.remove()
-    return alone
+    return Alone(items.logits, inputs, misread)
 
 
 def _is_torchs_own(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -107,18 +108,31 @@ def sample_codes(batch: Any) -> Tensor:
     """
     n = size_of(batch)
     device = next(tensor.device for tensor in tensors_in(batch) if tensor.dim() > 0)
-    codes = torch.zeros(n, dtype=torch.int64, device=device)
+    codes: Tensor | None = None
     for position, tensor in enumerate(tensors_in(batch)):
         if tensor.dim() == 0 or tensor.shape[0] != n or tensor.numel() == 0:
             continue
-        flat = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()[:, None]
-        size, taken = flat.shape[1], min(_SAMPLED_ENTRIES, flat.shape[1])
-        entries = torch.arange(taken, device=flat.device) * (size - 1) // max(1, taken - 1)
-        bits = _as_integers(flat[:, entries])
+        flat = tensor.detach().reshape(n, -1)
+        if flat.shape[1] > _SAMPLED_ENTRIES:
+            flat = flat[:, _entries(flat.shape[1], flat.device)]
+        bits = _as_integers(flat)
         # Every place has a number of its own: values that change places change the code.
-        places = (torch.arange(bits.shape[1], device=bits.device) + 64 * position + 1) * _PLACE
-        codes = codes * _MIX + _mixed(bits * _MIX + places).sum(1).to(device)
-    return _mixed(codes * _MIX)
+        own = _mixed(bits * _MIX + _places(position, bits.shape[1], bits.device)).sum(1).to(device)
+        codes = own if codes is None else codes * _MIX + own
+    return torch.zeros(n, dtype=torch.int64, device=device) if codes is None else _mixed(codes * _MIX)
+
+
+@lru_cache(maxsize=64)
+def _entries(size: int, device: torch.device) -> Tensor:
+    """Evenly spaced entries of a sample."""
+    places = torch.arange(_SAMPLED_ENTRIES, device=device)
+    return places * (size - 1) // (_SAMPLED_ENTRIES - 1)
+
+
+@lru_cache(maxsize=64)
+def _places(position: int, count: int, device: torch.device) -> Tensor:
+    """Numbers of the places of the tensor that comes at that position of a batch."""
+    return (torch.arange(count, device=device) + 64 * position + 1) * _PLACE
 
 
 def _mixed(codes: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,13 +15,14 @@ from flatness import batches
 from flatness.affine import AffineModule, find_affine
 from flatness.alone import run_alone
 from flatness.curvature.recording import Record, Recording
+from flatness.curvature.routes import marker
 from flatness.errors import ModelError, OutOfMemoryError, listed
-from flatness.graph import InPlaceOperators, NetworkGraph, read_graph
+from flatness.graph import WRITTEN, InPlaceOperators, NetworkGraph, read_graph
 from flatness.guard import differentiable
 from flatness.layers import Layer, find_layers
 from flatness.losses import Items
 from flatness.memory import fits, ran_out
-from flatness.probe import probe
+from flatness.probe import check_runs, first_run
 from flatness.problem import Problem
 
 _SAMPLES = (8, 4, 2, 1)
@@ -42,6 +44,8 @@ class Examined:
         idle: Layers that ran but do not influence the output.
         silent: Layers and norm layers that did not run and whose parameters nothing else used.
         overwrites: Whether the network overwrites what layers were given.
+        settled: Whether this says all; else what is overwritten was not copied, or what writes not noted.
+        marked: What arrives at modules whose output may be the network's when `marker` is sent back.
         notes: What the user should know.
     """
 
@@ -55,6 +59,8 @@ class Examined:
     idle: set[str] = field(default_factory=set)
     silent: list[str] = field(default_factory=list)
     overwrites: bool = False
+    settled: bool = True
+    marked: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -81,13 +87,16 @@ def _examine_into(found: list[Examined], problem: Problem, size: int) -> None:
 
 
 def _examine(problem: Problem, example: Any) -> Examined:
-    probe(problem, example)
+    """Three runs: as it is, one sample alone, and recorded with gradients; more only if they show a need."""
+    first = first_run(problem, example)
     views: dict[str, Layer | AffineModule] = {**find_layers(problem.model), **find_affine(problem.model)}
     alone = run_alone(problem, example, views)
     views = {name: view for name, view in views.items() if name not in alone.misread}
-    examined = _recorded(problem, example, views, copy_inputs=False)
-    if examined.overwrites:
-        examined = _recorded(problem, example, views, copy_inputs=True)
+    examined = _recorded(
+        problem, example, views, check=lambda again: check_runs(problem, example, first, again, alone.logits)
+    )
+    if not examined.settled:
+        examined = _recorded(problem, example, views, copy_inputs=examined.overwrites, note_writes=True)
     _refuse_rows(examined, alone.inputs)
     _refuse_unreached(problem, example, examined)
     _add_notes(problem.model, examined, alone.misread)
@@ -95,19 +104,35 @@ def _examine(problem: Problem, example: Any) -> Examined:
 
 
 def _recorded(
-    problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule], *, copy_inputs: bool
+    problem: Problem,
+    example: Any,
+    views: Mapping[str, Layer | AffineModule],
+    *,
+    check: Callable[[Tensor], None] = lambda logits: None,
+    copy_inputs: bool = False,
+    note_writes: bool = False,
 ) -> Examined:
+    """Run the example with its graph and read it.
+
+    Args:
+        problem: The model, data and loss.
+        example: A few samples.
+        views: The modules to record.
+        check: Called with the logits.
+        copy_inputs: Whether to record copies of what layers are given.
+        note_writes: Whether to watch every operator for writing in place; slow.
+    """
     modules = {name: view.module for name, view in views.items()}
     with differentiable(problem.model), Recording(modules, copy_inputs=copy_inputs) as recording:
-        with InPlaceOperators() as in_place:
-            output, target = problem.outputs(batches.copied(example))
-        items = problem.laid_out(output, target)
+        with InPlaceOperators() if note_writes else nullcontext() as in_place:
+            items = problem.items(batches.copied(example), look=False)
+        check(items.logits.detach())
         records = {name: calls[-1] for name, calls in recording.calls.items()}
         edges = {name: record.z_edge for name, record in records.items() if record.z_edge is not None}
         shift_invariant = problem.loss.shift_invariant
-        graph = read_graph(
-            items.logits, edges, final_log_softmax=shift_invariant, curved_in_place=in_place.curved
-        )
+        curved = in_place.curved if in_place is not None else ()
+        graph = read_graph(items.logits, edges, final_log_softmax=shift_invariant, curved_in_place=curved)
+        overwrites = copy_inputs or bool(recording.overwritten())
         examined = Examined(
             items=items,
             layers={name: view for name, view in views.items() if isinstance(view, Layer)},
@@ -115,9 +140,10 @@ def _recorded(
             called=[name for name in records if isinstance(views[name], Layer)],
             records=records,
             graph=graph,
-            overwrites=copy_inputs or bool(recording.overwritten()),
+            overwrites=overwrites,
+            settled=overwrites == copy_inputs and (note_writes or WRITTEN not in graph.operators),
         )
-        if examined.overwrites == copy_inputs:
+        if examined.settled:
             _refuse_reused(problem.model, examined, recording)
             _refuse_undifferentiable(examined, recording)
     for name, view in views.items():
@@ -166,9 +192,15 @@ def _refuse_undifferentiable(examined: Examined, recording: Recording) -> None:
 def _backward_error(examined: Examined, names: list[str]) -> str | None:
     """What torch says against derivatives at these modules; None when there is nothing."""
     output, edges = examined.items.logits, [examined.records[name].z_edge for name in names]
+    sent = marker(output)
     try:
         if edges:
-            torch.autograd.grad(output, edges, torch.ones_like(output), retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+            arrived = torch.autograd.grad(output, edges, sent, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+            examined.marked |= {
+                name: signal
+                for name, signal in zip(names, arrived, strict=True)
+                if signal is not None and signal.numel() == sent.numel()
+            }
     except RuntimeError as error:
         if ran_out(error):
             raise
@@ -179,16 +211,24 @@ def _backward_error(examined: Examined, names: list[str]) -> str | None:
 def _refuse_rows(examined: Examined, alone: Mapping[str, Tensor]) -> None:
     """Refuse inputs not laid out sample by sample: the first rows must be those of the first sample alone."""
     n = examined.items.logits.shape[0]
-    for name, record in examined.records.items():
-        x, own = record.x, alone.get(name)
-        if n == 1 or own is None or name in examined.refused:
-            continue
-        rows = own.shape[0]
-        fits_shape = x.shape == (n * rows, *own.shape[1:]) and (rows == 1 or name in examined.layers)
-        if not fits_shape or bool((x[:rows] - own).abs().max() > 1e-2 * own.abs().max()):
-            shape = list(x.shape)
+    pairs = {
+        name: (record.x, alone[name])
+        for name, record in examined.records.items()
+        if n > 1 and name in alone and name not in examined.refused
+    }
+    fitting = {
+        name: (x[: len(own)], own)
+        for name, (x, own) in pairs.items()
+        if x.shape == (n * len(own), *own.shape[1:]) and (len(own) == 1 or name in examined.layers)
+    }
+    sizes = [torch.stack([(x - own).abs().max(), own.abs().max()]) for x, own in fitting.values()]
+    # One question to the device for all modules.
+    found = torch.stack(sizes).tolist() if sizes else []
+    same = {name for name, (change, size) in zip(fitting, found, strict=True) if not change > 1e-2 * size}
+    for name, (x, _) in pairs.items():
+        if name not in same:
             examined.refused[name] = (
-                f"its input, of shape {shape} for {n} samples, is not laid out sample by sample"
+                f"its input, of shape {list(x.shape)} for {n} samples, is not laid out sample by sample"
             )
 
 

@@ -48,6 +48,8 @@ _PIECEWISE_LINEAR = set(
     """.split()
 )
 _LAYOUT_NAMES = set(_LAYOUT.split())
+# The node of an in-place operation on a view.
+WRITTEN = "CopySlices"
 
 # Of these operands at most one may depend on the layer: the output is their product.
 _FACTORS: dict[str, tuple[int, ...]] = {
@@ -155,31 +157,33 @@ def read_graph(
     reach: dict[Any, int] = {}
     curved: dict[str, list[str]] = {name: [] for name in layers}
     uses: dict[int, int] = {}
+    operators: set[str] = set()
     for node in _operands_first(output.grad_fn):
-        for operand, _ in node.next_functions:
+        operator, inputs = operator_name(node), node.next_functions
+        operators.add(operator)
+        for operand, _ in inputs:
             if operand is not None and hasattr(operand, "variable"):
                 uses[id(operand.variable)] = uses.get(id(operand.variable), 0) + 1
-        operands = [reach.get(operand, 0) for operand, _ in node.next_functions]
-        written = operator_name(node) == "CopySlices"
+        operands = [reach.get(operand, 0) for operand, _ in inputs]
+        written = operator == WRITTEN
         blocked = 0 if node is exempt or (written and not curved_in_place) else _curved_in(node, operands)
         for bit, name in enumerate(layers) if blocked else ():
             if blocked >> bit & 1:
-                found = (
-                    [f"{operator} on a view" for operator in curved_in_place]
-                    if written
-                    else [operator_name(node)]
-                )
-                curved[name] += [operator for operator in found if operator not in curved[name]]
+                found = [f"{write} on a view" for write in curved_in_place] if written else [operator]
+                curved[name] += [one for one in found if one not in curved[name]]
         reach[node] = _union(operands) | produced.get(node, 0)
     at_output = reach.get(output.grad_fn, 0)
     reached = frozenset(name for bit, name in enumerate(layers) if at_output >> bit & 1)
-    return NetworkGraph(curved, reached, uses, curved_operators(output))
+    return NetworkGraph(curved, reached, uses, _not_linear(operators))
 
 
 def curved_operators(output: Tensor) -> frozenset[str]:
     """Names of the operators on the way to an output that are not known to be piecewise linear."""
-    names = {operator_name(node) for node in _operands_first(output.grad_fn)}
-    return frozenset(names - _PIECEWISE_LINEAR - {"AccumulateGrad"})
+    return _not_linear({operator_name(node) for node in _operands_first(output.grad_fn)})
+
+
+def _not_linear(operators: set[str]) -> frozenset[str]:
+    return frozenset(operators - _PIECEWISE_LINEAR - {"AccumulateGrad"})
 
 
 def once_differentiable(output: Tensor) -> list[str]:

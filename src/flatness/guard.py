@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -101,9 +102,14 @@ def _check_batch_norm(model: nn.Module) -> None:
 
 
 def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
-    flags = torch.stack([value.detach().isfinite().all().cpu() for value in parameters.values()])
-    if not bool(flags.all()):
-        broken = [name for name, fine in zip(parameters, flags.tolist(), strict=True) if not fine]
+    # Sums first, in one question to each device: NaN and infinity stay in a sum. Large numbers may overflow.
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for value in parameters.values():
+        sums.setdefault(value.device, []).append(value.detach().sum(dtype=torch.float64))
+    if all(math.isfinite(float(torch.stack(there).sum())) for there in sums.values()):
+        return
+    broken = [name for name, value in parameters.items() if not bool(value.detach().isfinite().all())]
+    if broken:
         raise NotFiniteError(
             f"Expected finite weights but got NaN or infinity in {listed(broken)}. "
             "Training diverged, or the checkpoint is damaged: measure an earlier one."

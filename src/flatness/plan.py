@@ -261,7 +261,7 @@ def _refuse(examined: Examined, names: list[str], curvature: str) -> None:
 def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str]) -> LayerRoute:
     layer, record = examined.layers[name], examined.records[name]
     n = examined.items.logits.shape[0]
-    kind = route_kind(layer, record, examined.items, problem.loss)
+    kind = route_kind(layer, record, examined.items, problem.loss, examined.marked.get(name))
     return LayerRoute(name, layer, kind, needs, positions_of(layer, record, n), record.x.numel() // n)
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from flatness import batches
-from flatness.errors import DataError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
+from flatness.errors import DataError, FlatnessError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
 from flatness.forward import Forward, default_forward
 from flatness.guard import check_model, converted, measuring, unwrap
 from flatness.losses import Items, resolve_loss
 from flatness.memory import batch_budget, fits
 from flatness.progress import ProgressBar
+from flatness.screen import Screen
 from flatness.sources import Source, different_lengths
 
 _DEFAULT_BATCH = 256
@@ -83,6 +84,9 @@ class Problem:
         self.progress = progress
         self.copy_batches = False
         self.watch: Callable[[Tensor], None] | None = None
+        # A CPU answers at once; a GPU would be waited for.
+        self._screening = self.device.type == "cuda"
+        self._screen: Screen | None = None
         self._fixed_batch = batch_size
         self.micro_batch = int(batch_size or _DEFAULT_BATCH)
         # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.
@@ -107,9 +111,9 @@ class Problem:
         with measuring(self.model, self.seed):
             yield
 
-    def items(self, batch: Any) -> Items:
-        """Run the model on a placed batch and lay its outputs out as predictions."""
-        return self.laid_out(*self.outputs(batch))
+    def items(self, batch: Any, *, look: bool = True) -> Items:
+        """Run the model on a placed batch and lay its outputs out as predictions; see `laid_out`."""
+        return self.laid_out(*self.outputs(batch), look=look)
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
         """Output and target of a placed batch."""
@@ -135,10 +139,20 @@ class Problem:
             self.watch(output)
         return output, target
 
-    def laid_out(self, output: Tensor, target: Any) -> Items:
-        """Outputs and targets as predictions; errors about samples say where in the data they are."""
+    def laid_out(self, output: Tensor, target: Any, *, look: bool = True) -> Items:
+        """Outputs and targets as predictions; errors about samples say where in the data they are.
+
+        Args:
+            output: What the model returned.
+            target: What the batch holds beside the inputs.
+            look: Whether to look at their numbers, for which the device is waited for; a pass over the data
+            collects
+                what it finds wrong and looks later.
+        """
         try:
-            return self.loss.items(output, target)
+            if not look:
+                return self.loss.lay_out(output, target)
+            return self.loss.items(output, target) if self._screen is None else self._screen.items(output, target)
         except DataError as error:
             number, start, seen = self._origin
             if self._examples:
@@ -183,19 +197,40 @@ class Problem:
             label: What the progress bar says.
         """
         seen, before = 0, self.micro_batch
+        length = before if self._fixed_batch is not None else self.source.evenly(before)
+        screen = self._screen = Screen(self.loss, self.device) if self._screening else None
         try:
-            with ProgressBar(label, self.source.expected_batches(before), self.progress) as bar:
-                for number, batch in enumerate(self.source.batches(before)):
+            with ProgressBar(label, self.source.expected_batches(length), self.progress) as bar:
+                for number, batch in enumerate(self.source.batches(length)):
                     size = batches.size_of(batch)
                     self._steps(step, batch, size, number, seen)
                     seen += size
                     bar.advance()
+                    if screen is not None and screen.due:
+                        self._ask(screen)
+            self._ask(screen)
         except LossError:
             # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.
+            self._screen = None
             self._find_bad_loss()
             raise
+        except FlatnessError:
+            self._ask(screen)
+            raise
+        finally:
+            self._screen = None
         if self.micro_batch < before:
             self.notes.append(f"out of memory: went on with micro-batches of {self.micro_batch}")
+
+    def _ask(self, screen: Screen | None) -> None:
+        """Raise with the first wrong target if the screen has seen one."""
+        if screen is not None and self._screen is not None and screen.found():
+            self._screen = None
+            self._find_bad_loss()
+            raise DataError(
+                "Expected the same targets on every pass but got wrong ones on one pass and none on the next. "
+                "Measure on data that stays the same."
+            )
 
     def locate_bad_loss(self) -> None:
         """Raise with the first sample whose loss is not finite; called when the total is not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -53,6 +54,7 @@ def _model_fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
+@lru_cache(maxsize=1)
 def _own_version() -> str:
     try:
         return version("flatness")

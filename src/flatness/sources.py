@@ -48,7 +48,8 @@ class Source:
         with self._replayable():
             for batch in self._batches(_BATCH):
                 if size_of(batch) > 0:
-                    self._first_sample = sample_codes(batch)[:1].cpu()
+                    if not self.is_pair:  # tensors begin anew by themselves
+                        self._first_sample = sample_codes(batch)[:1]
                     return batch
         raise DataError(EMPTY)
 
@@ -58,21 +59,24 @@ class Source:
         Raises:
             DataError: After the last batch, when this pass saw other samples than the first one.
         """
-        seen, code = 0, torch.zeros((), dtype=torch.int64, device="cpu")
-        met_first = torch.ones((), dtype=torch.bool, device="cpu")
-        if self.samples is None and self._first_sample is not None:
-            met_first = ~met_first
+        seen, code, met = 0, None, None
+        first = self._first_sample if self.samples is None else None
         with self._replayable():
             for batch in self._batches(size):
                 seen += size_of(batch)
                 codes = sample_codes(batch)
-                code = code.to(codes.device) + codes.sum()
-                if self.samples is None and self._first_sample is not None:
-                    met_first = (
-                        met_first.to(codes.device) | (codes == self._first_sample.to(codes.device)).any()
-                    )
+                # Kept where they are: a GPU is asked for them once, after the last batch.
+                code = codes.sum() if code is None else code.to(codes.device) + codes.sum()
+                if first is not None:
+                    here = (codes == first.to(codes.device)).any()
+                    met = here if met is None else met.to(codes.device) | here
                 yield batch
-        self._check(seen, int(code), bool(met_first))
+        self._check(seen, 0 if code is None else int(code), first is None or (met is not None and bool(met)))
+
+    def evenly(self, most: int) -> int:
+        """At most that many samples per batch, so that the batches of a pair of tensors are equally long."""
+        n = len(self.data) if self.is_pair else 0
+        return -(-n // -(-n // most)) if n else most
 
     def expected_batches(self, size: int) -> int | None:
         """How many batches a pass has, where that is known."""

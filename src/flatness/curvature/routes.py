@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatness.affine import AffineModule
 from flatness.curvature.layer_sums import forms_g
@@ -94,11 +94,11 @@ class Routes:
         return modules | {module.name: module.module for module in self.affine}
 
 
-def route_kind(layer: Layer, record: Record, items: Items, loss: Loss) -> Kind:
-    """The cheapest exact way to a layer's statistics."""
+def route_kind(layer: Layer, record: Record, items: Items, loss: Loss, marked: Tensor | None) -> Kind:
+    """The cheapest exact way to a layer's statistics; `marked` is what arrives there of `marker`."""
     if layer.groups != 1 or record.z_edge is None or not only_layout_between(items.logits, record.z_edge):
         return "passes"
-    if not _positions_are_predictions(layer, record, items):
+    if marked is None or not _positions_are_predictions(layer, marked, items):
         return "passes"
     # The closed form sees columns, not input channels: kernels of several taps take the other route.
     if loss.softmax_weight(items) is not None and layer.taps == 1:
@@ -106,24 +106,27 @@ def route_kind(layer: Layer, record: Record, items: Items, loss: Loss) -> Kind:
     return "separable" if items.logits.shape[1] > 1 else "passes"
 
 
-def _positions_are_predictions(layer: Layer, record: Record, items: Items) -> bool:
-    """Whether position p of the layer is prediction p of the output, row k its output k.
+def marker(logits: Tensor) -> Tensor:
+    """One vector per prediction p, (p + 1)(e_0 − e_1), to be sent back: it says where predictions come from.
 
-    One marker vector per prediction, (p + 1)(e_0 − e_1), is sent back. It sums to zero, so a log-softmax lets
-    it pass unchanged.
+    It sums to zero, so a log-softmax lets it pass unchanged.
     """
-    n, T, K = items.logits.shape
-    marker = torch.zeros_like(items.logits)
-    numbers = torch.arange(1, T + 1, device=marker.device, dtype=marker.dtype)
-    marker[:, :, 0] = numbers
+    _, T, K = logits.shape
+    sent = torch.zeros_like(logits)
+    numbers = torch.arange(1, T + 1, device=sent.device, dtype=sent.dtype)
+    sent[:, :, 0] = numbers
     if K > 1:
-        marker[:, :, 1] = -numbers
-    edge: Any = record.z_edge
-    (arrived,) = torch.autograd.grad(items.logits, [edge], marker, retain_graph=True, allow_unused=True)
-    if arrived is None or arrived.numel() != marker.numel():
+        sent[:, :, 1] = -numbers
+    return sent
+
+
+def _positions_are_predictions(layer: Layer, marked: Tensor, items: Items) -> bool:
+    """Whether position p of the layer is prediction p of the output, row k its output k."""
+    sent = marker(items.logits)
+    if marked.numel() != sent.numel():
         return False
-    delta = layer.signals(arrived, n)[:, 0].transpose(1, 2)
-    return delta.shape == marker.shape and bool(torch.allclose(delta, marker, rtol=1e-3, atol=1e-3))
+    delta = layer.signals(marked, items.logits.shape[0])[:, 0].transpose(1, 2)
+    return delta.shape == sent.shape and bool(torch.allclose(delta, sent, rtol=1e-3, atol=1e-3))
 
 
 def positions_of(layer: Layer, record: Record, n: int) -> int:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flatness.errors import FlatnessError
+
+Check = tuple[Tensor, Callable[[tuple[int, ...]], FlatnessError]]
+"""A mask of what is wrong, and the error to raise given the index of its first entry."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +47,31 @@ class Loss(ABC):
     name: str
     shift_invariant: bool = False
 
-    @abstractmethod
     def items(self, output: Tensor, target: Any) -> Items:
-        """Validate a batch and lay it out.
+        """Lay a batch out and look at its numbers, for which the device is waited for.
 
         Raises:
             DataError: if outputs and targets do not fit each other or this loss.
         """
+        items = self.lay_out(output, target)
+        refuse(self.checks(items))
+        return items
+
+    @abstractmethod
+    def lay_out(self, output: Tensor, target: Any) -> Items:
+        """Lay a batch out; refuse what its types and shapes tell, without a look at its numbers."""
+
+    def checks(self, items: Items) -> list[Check]:
+        """Return the checks of a batch that need a look at its numbers."""
+        return []
+
+    def harmless(self, items: Items, wrong: list[Tensor]) -> Items | None:
+        """Return items that can be computed with though the masks of `checks` say that some are wrong.
+
+        Nothing about the wrong ones is kept but that they do not stop the device. None for a loss whose
+        checks cannot wait.
+        """
+        return None
 
     @abstractmethod
     def values(self, items: Items) -> Tensor:
@@ -90,6 +113,22 @@ class Loss(ABC):
         """Show the name with the options that matter, e.g. ``cross_entropy(label_smoothing=0.1)``."""
         options = ", ".join(f"{key}={value}" for key, value in self.options().items())
         return f"{self.name}({options})" if options else self.name
+
+
+def refuse(checks: list[Check]) -> None:
+    """Raise the error of the first mask with an entry set; if none has, the device is asked only once."""
+    if not checks or not any_wrong([mask for mask, _ in checks]):
+        return
+    for mask, explain in checks:
+        wrong = mask.nonzero()
+        if len(wrong):
+            raise explain(tuple(wrong[0].tolist()))
+
+
+def any_wrong(masks: list[Tensor]) -> Tensor:
+    """Whether any entry of any mask is set, on the device."""
+    found = [mask.any() for mask in masks]
+    return found[0] if len(found) == 1 else torch.stack(found).any()
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flatness.errors import LossError
-from flatness.losses.base import Items, Loss, count, promote
-from flatness.losses.layout import lay_out_values, place, refuse, shape, validate_output
+from flatness.losses.base import Items, Loss, count, promote, refuse
+from flatness.losses.layout import lay_out_values, place, shape, validate_output
 
 LARGEST_OUTPUT = 512
 
@@ -39,7 +39,7 @@ class CustomLoss(Loss):
         self.name = name
         self.elementwise = elementwise
 
-    def items(self, output: Tensor, target: Any) -> Items:
+    def lay_out(self, output: Tensor, target: Any) -> Items:
         """Lay a sample's output out as one prediction and leave the target as it is."""
         validate_output(output)
         if self.elementwise:

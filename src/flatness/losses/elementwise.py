@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Items, Loss, count, promote
-from flatness.losses.layout import Check, finite, lay_out_values, place, refuse, shape
+from flatness.losses.base import Check, Items, Loss, count, promote
+from flatness.losses.layout import finite, lay_out_values, place, shape
 
 
 class Elementwise(Loss):
@@ -26,11 +26,18 @@ class Elementwise(Loss):
     def _check(self, target: Tensor) -> Check:
         """Return the check of the targets' values."""
 
-    def items(self, output: Tensor, target: Any) -> Items:
-        """Lay out by `lay_out_values`, and refuse targets out of range."""
+    def lay_out(self, output: Tensor, target: Any) -> Items:
+        """Lay out by `lay_out_values`."""
         logits, target = lay_out_values(output, target)
-        refuse([self._check(target)])
         return Items(logits, target, shape(output))
+
+    def checks(self, items: Items) -> list[Check]:
+        """Refuse targets out of range."""
+        return [self._check(items.target)]
+
+    def harmless(self, items: Items, wrong: list[Tensor]) -> Items | None:
+        """Return the items as they are: wrong numbers give wrong numbers here."""
+        return items
 
     def normaliser(self, items: Items) -> Tensor:
         """Return n."""
@@ -130,9 +137,9 @@ class BinaryCrossEntropy(Elementwise):
         root = ((F.logsigmoid(logits) + F.logsigmoid(-logits)) / 2).exp()
         return (share / max(1, logits.shape[1] * logits.shape[2])).sqrt() * root
 
-    def items(self, output: Tensor, target: Any) -> Items:
-        """Lay out by `lay_out_values`; refuse targets outside [0, 1] and weights that fit no sample."""
-        items = super().items(output, target)
+    def lay_out(self, output: Tensor, target: Any) -> Items:
+        """Lay out by `lay_out_values`; refuse weights that fit no sample."""
+        items = super().lay_out(output, target)
         for option in ("weight", "pos_weight"):
             self._aligned(option, items)
         return items

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatness.errors import DataError, FlatnessError
-from flatness.losses.base import working_dtype
-
-Check = tuple[Tensor, Callable[[tuple[int, ...]], FlatnessError]]
-"""A mask of what is wrong, and the error to raise given the index of its first entry."""
-
-
-def refuse(checks: list[Check]) -> None:
-    """Raise the error of the first mask with an entry set; if none has, the device is asked only once."""
-    if not torch.stack([mask.any() for mask, _ in checks]).any():
-        return
-    for mask, explain in checks:
-        wrong = mask.nonzero()
-        if len(wrong):
-            raise explain(tuple(wrong[0].tolist()))
-
+from flatness.errors import DataError
+from flatness.losses.base import Check, working_dtype
 
 def place(index: tuple[int, ...], predictions: int) -> str:
     """Name a sample, and the prediction within it where there are several, by their position in the batch."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError
-from flatness.losses.base import Items, promote
-from flatness.losses.layout import Check, place
+from flatness.losses.base import Check, Items, promote
+from flatness.losses.layout import place
 from flatness.losses.softmax import CrossEntropy, softmax_factors
 
 
@@ -32,9 +32,9 @@ class NormalizedCrossEntropy(CrossEntropy):
     name = "normalized_cross_entropy"
     dense_limit = 64
 
-    def items(self, output: Tensor, target: Any) -> Items:
+    def lay_out(self, output: Tensor, target: Any) -> Items:
         """Lay out as cross-entropy does; refuse two classes, where f/σ is ±1 whatever f."""
-        items = super().items(output, target)
+        items = super().lay_out(output, target)
         if items.logits.shape[2] < 3:
             raise DataError(
                 "Expected at least 3 classes, as normalized cross-entropy of 2 is piecewise constant, "
@@ -62,11 +62,15 @@ class NormalizedCrossEntropy(CrossEntropy):
         ):
             yield s.to(dtype), sign.to(dtype)
 
+    def harmless(self, items: Items, wrong: list[Tensor]) -> Items | None:
+        """Return None: eigenvectors of what is not finite do not exist, and stop the pass."""
+        return None
+
     def softmax_weight(self, items: Items) -> Tensor | None:
         """Return None: the Hessian is not that of a softmax."""
         return None
 
-    def _checks(self, items: Items) -> list[Check]:
+    def checks(self, items: Items) -> list[Check]:
         """Check also that σ > 0 where it counts: with all logits equal there is no normalized loss."""
         logits = promote(items.logits.detach())
         rounding = 4 * torch.finfo(items.logits.dtype).eps * logits.abs().amax(2)
@@ -80,7 +84,7 @@ class NormalizedCrossEntropy(CrossEntropy):
                 "normalized cross-entropy divides by their standard deviation. Use loss='cross_entropy'."
             )
 
-        return [*super()._checks(items), (flat & counted, explain)]
+        return [*super().checks(items), (flat & counted, explain)]
 
     def _terms(self, items: Items, dtype: torch.dtype | None = None) -> _Terms:
         """Compute the terms of the Hessian in the class's docstring, by default in the logits' precision."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Items, Loss, count, promote
-from flatness.losses.layout import Check, lay_out_classes, place, refuse, shape
+from flatness.losses.base import Check, Items, Loss, count, promote
+from flatness.losses.layout import lay_out_classes, place, shape
 
 
 class CrossEntropy(Loss):
@@ -52,8 +53,8 @@ class CrossEntropy(Loss):
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
 
-    def items(self, output: Tensor, target: Any) -> Items:
-        """Lay out by `lay_out_classes`, and refuse targets that are no classes."""
+    def lay_out(self, output: Tensor, target: Any) -> Items:
+        """Lay out by `lay_out_classes`."""
         logits, target = lay_out_classes(output, target, self.takes_probabilities)
         if self.weight is not None and shape(self.weight) != (logits.shape[2],):
             raise LossError(
@@ -61,9 +62,15 @@ class CrossEntropy(Loss):
                 f"{shape(self.weight)}. Build the loss with weight=torch.ones({logits.shape[2]}) and scale "
                 "from there."
             )
-        items = Items(logits, target, shape(output))
-        refuse(self._checks(items))
-        return items
+        return Items(logits, target, shape(output))
+
+    def checks(self, items: Items) -> list[Check]:
+        """Refuse targets that are no classes."""
+        return [self._index_check(items) if _hard(items) else _probability_check(items.target)]
+
+    def harmless(self, items: Items, wrong: list[Tensor]) -> Items | None:
+        """Return the items with class 0 for targets that are none: a GPU stops for good at such an index."""
+        return replace(items, target=items.target.masked_fill(wrong[0], 0)) if _hard(items) else items
 
     def values(self, items: Items) -> Tensor:
         """Return Σ_T of the weighted, smoothed cross-entropies: shape (n,)."""
@@ -152,10 +159,6 @@ class CrossEntropy(Loss):
         q = ((1 - epsilon) * q + epsilon / K) * counted
         return q if self.weight is None else q * self.weight.to(logits)
 
-    def _checks(self, items: Items) -> list[Check]:
-        """Return the checks of a batch that need a look at its numbers."""
-        return [self._index_check(items) if _hard(items) else _probability_check(items.target)]
-
     def _index_check(self, items: Items) -> Check:
         target, (_, T, K) = items.target, items.logits.shape
 
@@ -188,7 +191,7 @@ class NegativeLogLikelihood(CrossEntropy):
     def __init__(self, weight: Tensor | None = None, ignore_index: int = -100):
         super().__init__(weight, ignore_index)
 
-    def _checks(self, items: Items) -> list[Check]:
+    def checks(self, items: Items) -> list[Check]:
         """Check also that the outputs are log-probabilities; NaN passes, it is reported as such elsewhere."""
         total = promote(items.logits.detach()).logsumexp(2)
         # log-probabilities near −log K are rounded to the outputs' precision
@@ -201,7 +204,7 @@ class NegativeLogLikelihood(CrossEntropy):
                 "End the model in log_softmax, or use loss='cross_entropy' for logits."
             )
 
-        return [*super()._checks(items), (total.abs() > tolerance, explain)]
+        return [*super().checks(items), (total.abs() > tolerance, explain)]
 
 
 def softmax_roots(logits: Tensor) -> Tensor:
