@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from flatness.layers import own_parameters
+
 
 def _batch_norm(module: Any, x: Tensor) -> Tensor:
     return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
@@ -100,10 +102,8 @@ def find_affine(model: nn.Module) -> dict[str, AffineModule]:
     """Every norm layer and PReLU that owns parameters, by name."""
     found = {}
     for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is None:
-            continue
         for kind, normalise in _NORMALISED:
-            if isinstance(module, kind):
+            if isinstance(module, kind) and own_parameters(module):
                 found[name] = AffineModule(name, module, normalise)
                 break
     return found

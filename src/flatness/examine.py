@@ -19,7 +19,7 @@ from flatness.curvature.routes import marker
 from flatness.errors import ModelError, OutOfMemoryError, listed
 from flatness.graph import WRITTEN, InPlaceOperators, NetworkGraph, read_graph
 from flatness.guard import differentiable
-from flatness.layers import Layer, find_layers
+from flatness.layers import Layer, find_layers, own_parameters
 from flatness.losses import Items
 from flatness.memory import fits, ran_out
 from flatness.probe import check_runs, first_run
@@ -69,11 +69,16 @@ class Examined:
         return next((name for name in reversed(self.called) if name not in self.idle), None)
 
 
-def examine(problem: Problem) -> Examined:
-    """Probe the model and record a few samples, fewer when they do not fit into memory."""
+def examine(problem: Problem, *, last_only: bool = False) -> Examined:
+    """Probe the model and record a few samples, fewer when they do not fit into memory.
+
+    Args:
+        problem: The model, data and loss.
+        last_only: Whether nothing is asked of any layer but the last; then no other need be differentiable.
+    """
     for size in _SAMPLES:
         found: list[Examined] = []
-        work = partial(_examine_into, found, problem, size)
+        work = partial(_examine_into, found, problem, size, last_only)
         if fits(work, problem.device):
             return found[0]
     raise OutOfMemoryError(
@@ -82,21 +87,20 @@ def examine(problem: Problem) -> Examined:
     )
 
 
-def _examine_into(found: list[Examined], problem: Problem, size: int) -> None:
-    found.append(_examine(problem, problem.example(size)))
+def _examine_into(found: list[Examined], problem: Problem, size: int, last_only: bool) -> None:
+    found.append(_examine(problem, problem.example(size), last_only))
 
 
-def _examine(problem: Problem, example: Any) -> Examined:
+def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     """Three runs: as it is, one sample alone, and recorded with gradients; more only if they show a need."""
     first = first_run(problem, example)
     views: dict[str, Layer | AffineModule] = {**find_layers(problem.model), **find_affine(problem.model)}
     alone = run_alone(problem, example, views)
     views = {name: view for name, view in views.items() if name not in alone.misread}
-    examined = _recorded(
-        problem, example, views, check=lambda again: check_runs(problem, example, first, again, alone.logits)
-    )
+    record = partial(_recorded, problem, example, views, last_only)
+    examined = record(check=lambda again: check_runs(problem, example, first, again, alone.logits))
     if not examined.settled:
-        examined = _recorded(problem, example, views, copy_inputs=examined.overwrites, note_writes=True)
+        examined = record(copy_inputs=examined.overwrites, note_writes=True)
     _refuse_rows(examined, alone.inputs)
     _refuse_unreached(problem, example, examined)
     _add_notes(problem.model, examined, alone.misread)
@@ -107,6 +111,7 @@ def _recorded(
     problem: Problem,
     example: Any,
     views: Mapping[str, Layer | AffineModule],
+    last_only: bool,
     *,
     check: Callable[[Tensor], None] = lambda logits: None,
     copy_inputs: bool = False,
@@ -118,6 +123,7 @@ def _recorded(
         problem: The model, data and loss.
         example: A few samples.
         views: The modules to record.
+        last_only: As in `examine`.
         check: Called with the logits.
         copy_inputs: Whether to record copies of what layers are given.
         note_writes: Whether to watch every operator for writing in place; slow.
@@ -145,10 +151,9 @@ def _recorded(
         )
         if examined.settled:
             _refuse_reused(problem.model, examined, recording)
-            _refuse_undifferentiable(examined, recording)
+            _refuse_undifferentiable(examined, recording, last_only)
     for name, view in views.items():
-        used = (graph.uses.get(id(value), 0) for value in view.module.parameters(recurse=False))
-        if name not in records and not any(used):
+        if name not in records and not any(graph.uses.get(id(own), 0) for own in own_parameters(view.module)):
             examined.silent.append(name)
     return examined
 
@@ -157,17 +162,17 @@ def _refuse_reused(model: nn.Module, examined: Examined, recording: Recording) -
     """Refuse what runs twice, shares a parameter with another module, or has one read by another operator."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        for parameter in module.parameters(recurse=False):
+        for parameter in own_parameters(module):
             owners.setdefault(id(parameter), []).append(name)
     for name in examined.records:
         counts = [len(recording.calls[name])]
-        for parameter in model.get_submodule(name).parameters(recurse=False):
+        for parameter in own_parameters(model.get_submodule(name)):
             counts += [len(owners[id(parameter)]), examined.graph.uses.get(id(parameter), 0)]
         if max(counts) > 1:
             examined.refused[name] = f"its weight is used {max(counts)} times"
 
 
-def _refuse_undifferentiable(examined: Examined, recording: Recording) -> None:
+def _refuse_undifferentiable(examined: Examined, recording: Recording, last_only: bool) -> None:
     """Send one signal back, so that what cannot be differentiated is known before any data is read."""
     output, reached = examined.items.logits, sorted(examined.graph.reached)
     if not output.requires_grad:
@@ -176,6 +181,9 @@ def _refuse_undifferentiable(examined: Examined, recording: Recording) -> None:
             "detaches it. Take that out of the model's code: measuring needs the graph."
         )
     calls = sum(len(recorded) for recorded in recording.calls.values())
+    last = next((name for name in reversed(examined.called) if name in examined.graph.reached), None)
+    if last_only and last is not None and not examined.graph.curved[last]:
+        reached = [last]
     if _backward_error(examined, reached) is not None:
         errors = {name: _backward_error(examined, [name]) for name in reached}
         for name, error in errors.items():
@@ -281,7 +289,7 @@ def _add_notes(model: nn.Module, examined: Examined, misread: list[str]) -> None
     unknown = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if name not in known and next(module.parameters(recurse=False), None) is not None
+        if name not in known and own_parameters(module)
     ]
     if unknown:
         notes.append(

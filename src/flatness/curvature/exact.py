@@ -49,6 +49,7 @@ def exact_statistics(problem: Problem, routes: Routes, spreads: dict[str, Tensor
             total.merge(part)
 
         problem.stream(step, "curvature")
+    total.to_host()
     if not bool(total.risk.isfinite()):
         problem.locate_bad_loss()
     return total

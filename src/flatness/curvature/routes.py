@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flatness.affine import AffineModule
 from flatness.curvature.layer_sums import forms_g
 from flatness.curvature.recording import Record
+from flatness.curvature.softmax_head import holds_one_block
 from flatness.graph import only_layout_between
 from flatness.layers import Layer
 from flatness.losses import Items, Loss
@@ -147,7 +148,8 @@ def bytes_per_sample(
     sizes = {name: (record.x.numel() + record.z_shape.numel()) // n for name, record in records.items()}
     outputs = 4 * items.logits.numel() // n
     if not routes.backward:
-        return itemsize * (2 * max(sizes.values()) + outputs)
+        light = not routes.network and all(holds_one_block(route.needs) for route in routes.layers)
+        return itemsize * (2 * max(sizes.values()) + (outputs * 5 // 8 if light else outputs))
     signals = sum(route.numbers_per_sample(block) for route in routes.layers if route.kind != "softmax head")
     signals += sum(block * records[module.name].z_shape.numel() // n for module in routes.affine)
     return itemsize * (2 * sum(sizes.values()) + outputs + signals * 5 // 4)

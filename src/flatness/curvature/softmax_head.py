@@ -18,8 +18,12 @@ from torch import Tensor
 
 from flatness.layers import Layer
 
-# Largest block of probabilities held at once, in numbers: rows are taken in chunks of this size over K.
-_CHUNK = 25_000_000
+# Numbers that blocks of rows × classes held at once may come to: rows are taken in chunks that fit.
+_CHUNK = 64_000_000
+# Statistics of single classes: they hold three such blocks at once, the others one.
+_PER_CLASS = frozenset({"row_traces", "incoming", "diagonal", "bias", "block_traces"})
+# Entries of W above which it is not copied without need.
+_LARGE = 4_000_000
 
 
 class SoftmaxHead:
@@ -34,8 +38,8 @@ class SoftmaxHead:
     def __init__(self, layer: Layer, needs: frozenset[str], spread: Tensor | None) -> None:
         self._needs = needs
         self._W = layer.matrix()[0]
-        # A vector added to all rows of W changes no variance: centring makes the terms that cancel small.
-        centred = self._W - self._W.mean(0)
+        self._blocks = 3 if needs & _PER_CLASS else 1
+        centred = _centred(self._W)
         self._V = layer.spread_per_column(spread)[0].to(centred) if spread is not None else None
         self._plain = self._scaled = self._columns = None
         if "outgoing" in needs:
@@ -53,7 +57,7 @@ class SoftmaxHead:
             a: Weights (N,), such that the output Hessian is a·(diag p − ppᵀ).
         """
         total: dict[str, Tensor] = {}
-        rows = max(1, _CHUNK // logits.shape[1])
+        rows = max(1, _CHUNK // (self._blocks * logits.shape[1]))
         for start in range(0, logits.shape[0], rows):
             part = slice(start, start + rows)
             for name, value in self._chunk(phi[part], logits[part], a[part].to(phi.dtype)).items():
@@ -75,10 +79,26 @@ class SoftmaxHead:
             sums["relative"] = phi2.sum(1) @ (a * self._plain(e, top, others))
         if self._scaled is not None and V is not None:
             sums["relative_normalized"] = (phi2 @ _inverse(V).square()) @ (a * self._scaled(e, top, others))
-        if self._needs & {"row_traces", "incoming", "diagonal", "bias", "block_traces"}:
+        if self._needs & _PER_CLASS:
             q, r = e.div_(1 + others), others / (1 + others)
             sums |= _row_sums(self._needs, self._W, phi, phi2, q, top, r, a)
         return sums
+
+
+def holds_one_block(needs: frozenset[str]) -> bool:
+    """Whether these statistics take one block of rows × classes beside the logits, not several."""
+    return not needs & _PER_CLASS
+
+
+def _centred(W: Tensor) -> Tensor:
+    """W (K, m) without the mean of its rows, which changes no variance but makes the terms that cancel small.
+
+    A large W whose mean is small beside its rows is used as it is.
+    """
+    mean = W.mean(0)
+    if W.numel() > _LARGE and bool(mean.square().sum() <= 0.01 * torch.linalg.vector_norm(W).square() / len(W)):
+        return W
+    return W - mean
 
 
 class _PerColumnVariance:
@@ -98,7 +118,7 @@ class _TotalVariance:
     """Σ_t Var_p(W_·t) for every sample, with one product of (N, K) and (K, m): (N,)."""
 
     def __init__(self, W: Tensor) -> None:
-        self._W, self._norms = W, W.square().sum(1)
+        self._W, self._norms = W, torch.linalg.vector_norm(W, dim=1).square()
 
     def __call__(self, e: Tensor, top: Tensor, others: Tensor) -> Tensor:
         w_top, r = self._W[top[:, 0]], others / (1 + others)

@@ -30,6 +30,8 @@ LAYER_STATISTICS = frozenset(
     {"row_traces", "relative", "relative_normalized", "outgoing", "incoming", "diagonal", "block_traces"}
 )
 _VERSION = 1
+# Numbers of a sum up to which it is copied together with others.
+_SMALL = 1 << 16
 
 
 class Statistics:
@@ -73,6 +75,20 @@ class Statistics:
                     )
                 self.add(owner, name, value if mine is None else value.to(mine.device))
         self.count(other.samples, other.normaliser, other.risk)
+        return self
+
+    def to_host(self) -> Statistics:
+        """Move everything to the host, in place; small sums in one copy, for which the device is asked once."""
+        scalars = [self.normaliser, self.risk]
+        sums = [(owner, name, value) for owner, values in self.sums.items() for name, value in values.items()]
+        small = [value for *_, value in sums if value.numel() <= _SMALL]
+        device = sums[0][2].device if sums else self.risk.device
+        packed = torch.cat([value.flatten().to(device) for value in (*scalars, *small)]).cpu()
+        parts = iter(packed.split([value.numel() for value in (*scalars, *small)]))
+        self.normaliser, self.risk = (next(parts).reshape(()) for _ in scalars)
+        for owner, name, value in sums:
+            host = next(parts).reshape(value.shape) if value.numel() <= _SMALL else value.cpu()
+            self.sums[owner][name] = host
         return self
 
     def mean(self, owner: str, statistic: str) -> Tensor:
