@@ -16,6 +16,7 @@ PAGES = (
     "how-to/own-loss",
     "how-to/dict-batches",
     "how-to/checkpoints",
+    "how-to/several-processes",
 )
 
 

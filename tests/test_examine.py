@@ -535,6 +535,17 @@ def test_a_later_batch_that_skips_a_layer_is_refused():
     )
 
 
+def test_a_later_batch_that_calls_a_layer_twice_is_refused():
+    model = Net(
+        lambda self, x: self.head(self.fc1(x).relu() if len(x) != 3 else self.fc1(x).relu() + self.fc1(x))
+    )
+    assert refusal(LayerError, model, batches()) == (
+        "Expected 'fc1' to be called once in every forward pass but it was called 2 times on this batch. The "
+        "first samples called it once. Look for a path that depends on the data, or for something else that "
+        "calls the layer again, such as a hook; or pass layers= without it."
+    )
+
+
 def test_paths_of_single_samples_by_masks_are_fine():
     def compute(self, x):
         h = self.fc1(x).relu()

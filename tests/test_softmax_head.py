@@ -84,6 +84,23 @@ def test_chunks_of_rows_add_up(monkeypatch):
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.05, 30.0])
+def test_a_large_weight_is_centred_only_where_its_mean_matters(shift, monkeypatch):
+    torch.manual_seed(3)
+    W, phi = torch.randn(400, 16) + shift * torch.randn(16), torch.randn(9, 16)
+    logits = 4 * torch.randn(9, 400)
+    module = torch.nn.Linear(16, 400)
+    module.weight.data = W
+    p, W64 = logits.double().softmax(1), W.double()
+    variance = p @ W64.square().sum(1) - (p @ W64).square().sum(1)
+    expected = (phi.double().square().sum(1) * variance).sum().item()
+    monkeypatch.setattr("flatness.curvature.softmax_head._LARGE", 0)
+    layer = LinearLayer("head", module)
+    sums = SoftmaxHead(layer, frozenset({"relative"}), None).sums(phi, logits, torch.ones(9))
+    # uncentred, a mean 30 times the spread would cost three of float32's seven digits
+    assert sums["relative"].item() == pytest.approx(expected, rel=2e-6)
+
+
 def test_many_classes_match_the_closed_form():
     torch.manual_seed(2)
     module = torch.nn.Linear(16, 5000, bias=False)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import flatness
-from flatness import measuring
+from flatness import measuring, memory
+from flatness.curvature.layer_operator import LayerOperators
+from flatness.errors import OutOfMemoryError
 from networks import CASES
 
 
@@ -81,3 +83,39 @@ def test_few_directions_at_a_time_give_the_same(monkeypatch):
         case.build(), (case.x, case.y), "normalized_cross_entropy", measures="all", progress=False
     )
     assert_same(one, two, 1e-6)
+
+
+def test_kept_slices_without_room_to_multiply_are_recomputed(monkeypatch):
+    case = CASES["mlp"]
+    names = ["hessian_top_eigenvalue", "maximal_relative_flatness"]
+    kept = flatness.measure(case.build(), (case.x, case.y), measures=names, progress=False)
+    visits = []
+
+    def full(work, device):
+        visits.append(work)
+        return memory.fits(work, device) if len(visits) < 5 else False
+
+    monkeypatch.setattr("flatness.curvature.layer_operator.fits", full)
+    fallen = flatness.measure(case.build(), (case.x, case.y), measures=names, batch_size=6, progress=False)
+    assert len(visits) == 5
+    assert sum("recomputed for every product" in note for note in fallen.notes) == 1
+    assert_same(kept, fallen, 1e-6)
+
+
+def test_signals_that_cannot_be_kept_are_recomputed(monkeypatch):
+    case = CASES["mlp"]
+    kept = flatness.measure(case.build(), (case.x, case.y), measures="hessian_top_eigenvalue", progress=False)
+    stream = LayerOperators._stream
+
+    def full(self, visit):
+        if getattr(visit, "__name__", "") == "append":
+            self._problem.micro_batch = 1
+            raise OutOfMemoryError("no room")
+        stream(self, visit)
+
+    monkeypatch.setattr(LayerOperators, "_stream", full)
+    streamed = flatness.measure(
+        case.build(), (case.x, case.y), measures="hessian_top_eigenvalue", batch_size=6, progress=False
+    )
+    assert sum("recomputed for every product" in note for note in streamed.notes) == 1
+    assert_same(kept, streamed, 1e-6)

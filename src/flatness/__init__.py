@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flatness.measuring import measure, plan
     from flatness.plan import Plan
     from flatness.problem import Problem
+    from flatness.ranks import separately
     from flatness.result import Report, Result
     from flatness.spectra import network_spectrum
     from flatness.symmetry.groups import Symmetries, symmetries
@@ -50,6 +51,7 @@ __all__ = [
     "register_layer",
     "register_measure",
     "rescale",
+    "separately",
     "symmetries",
     "vertical_directions",
 ]
@@ -83,6 +85,7 @@ _HOME = {
     "register_layer": "layers",
     "register_measure": "measures.catalogue",
     "rescale": "symmetry.rescaling",
+    "separately": "ranks",
     "symmetries": "symmetry.groups",
     "vertical_directions": "symmetry.vertical",
 }

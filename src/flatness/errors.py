@@ -66,6 +66,18 @@ class OutOfMemoryError(FlatnessError, MemoryError):
     """Not even one sample fits into memory."""
 
 
+class ProcessError(FlatnessError, RuntimeError):
+    """Processes that measure together: another one failed, or they do not measure the same thing.
+
+    Attributes:
+        kind: Name of the exception that the other process raised, if it was that.
+    """
+
+    def __init__(self, message: str, kind: str | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
 def nearest(name: object, candidates: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the closest candidate, or an empty string.
 

@@ -15,14 +15,15 @@ from flatness.curvature.moments import feature_spreads
 from flatness.curvature.routes import Routes
 from flatness.curvature.spectrum import Spectrum, top_eigenvalues
 from flatness.curvature.statistics import Statistics
-from flatness.errors import DataError, LossError, NotFiniteError, OptionError, listed
+from flatness.errors import DataError, LossError, NotFiniteError, OptionError, ProcessError, listed
 from flatness.finalise import finalise
 from flatness.forward import Forward
 from flatness.measures.catalogue import LossGroup, by_loss
 from flatness.memory import kept_budget
 from flatness.plan import Plan, make_plan
 from flatness.problem import Problem
-from flatness.provenance import provenance
+from flatness.provenance import facts, provenance, shares
+from flatness.ranks import Ranks
 from flatness.result import Report, joined
 from flatness.views import layer_views, network_view
 from flatness.walking import walk
@@ -49,7 +50,9 @@ def measure(
 ) -> Report:
     """Measure how flat the minimum is that a trained network sits in, layer by layer.
 
-    The model is measured in evaluation mode and left exactly as it was.
+    The model is measured in evaluation mode and left exactly as it was. Under an initialised
+    `torch.distributed` process group all processes must call this, each with its own part of the data: the
+    report is that of all the data (see `separately` for measuring in one process alone).
 
     Args:
         model: The trained network, any `torch.nn.Module`.
@@ -97,13 +100,18 @@ def measure(
     }
     planning = {"layers": layers, "method": method, "curvature": curvature}
     reports: list[Report] = []
+    ranks = Ranks.current()
+    setting["progress"] = progress and ranks.rank == 0
     for group in by_loss(measures, options):
         try:
-            problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
+            with ranks.stage():
+                problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
+            problem.ranks = ranks
             reports.append(_report(problem, group, planning, started, everything=measures == "all"))
-        except (LossError, DataError) as error:
+        except (LossError, DataError, ProcessError) as error:
             # "all" means all that exist here: a measure defined with another loss may not fit the data.
-            if measures != "all" or group.loss is None:
+            fitting = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
+            if measures != "all" or group.loss is None or not fitting:
                 raise
             reports.append(Report((), reports[0].meta, (f"left out: {listed(group.names)}. {error}",)))
     return joined(reports)
@@ -114,13 +122,18 @@ def _report(
 ) -> Report:
     """Measure one group of measures that share a loss."""
     with problem.guarded():
-        chosen = make_plan(problem, measures=group.names, options=group.options, **planning)
+        with problem.ranks.stage():
+            chosen = make_plan(problem, measures=group.names, options=group.options, **planning)
+        if problem.ranks.count > 1:
+            problem.ranks.check_same(facts(problem, chosen))
         statistics, spectra, spreads = _run(problem, chosen)
         views = layer_views(problem, chosen, statistics, spectra, spreads)
         found = walk(problem, chosen, views, everything=everything)
     network = network_view(problem, chosen, statistics)
     results = finalise(chosen, views, network, found, problem.loss.name)
     meta = provenance(problem, chosen, statistics, time.perf_counter() - started)
+    if problem.ranks.count > 1:
+        meta |= shares(problem)
     return Report(tuple(results), meta, (*problem.notes, *chosen.notes))
 
 
@@ -176,21 +189,20 @@ def _run(
     if not chosen.spectra:
         return statistics, {}, spreads
     measured = [route for route in routes.layers if route.name in chosen.spectra]
-    keep = chosen.kept_bytes * statistics.samples <= kept_budget(problem.device)
+    keep = chosen.kept_bytes * (problem.samples or 0) <= kept_budget(problem.device)
     settings = _spectrum_settings(chosen)
-    spectra = top_eigenvalues(
-        problem,
-        Routes(measured, copy_inputs=routes.copy_inputs),
-        chosen.spectra,
-        normaliser=float(statistics.normaliser),
-        keep=keep,
-        **settings,
+    return (
+        statistics,
+        top_eigenvalues(
+            problem,
+            Routes(measured, copy_inputs=routes.copy_inputs),
+            chosen.spectra,
+            normaliser=float(statistics.normaliser),
+            keep=keep,
+            **settings,
+        ),
+        spreads,
     )
-    if not keep:
-        problem.notes.append(
-            "eigenvalues: the signals did not fit into memory and were recomputed for every product"
-        )
-    return statistics, spectra, spreads
 
 
 def _check_totals(problem: Problem, statistics: Statistics) -> None:

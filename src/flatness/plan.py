@@ -140,7 +140,9 @@ def make_plan(
     resolved = resolve_options(chosen, options)
     network = any(measure.network_needs for measure in chosen)
     by_name = any(name == "last" for name, _ in problem.model.named_modules())
-    examined = examine(problem, last_only=isinstance(layers, str) and layers == "last" and not by_name and not network)
+    examined = examine(
+        problem, last_only=isinstance(layers, str) and layers == "last" and not by_name and not network
+    )
     names = _selected(problem, examined, layers)
     if any(measure.of_layers for measure in chosen):
         _refuse(examined, names, curvature)

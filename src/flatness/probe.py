@@ -57,7 +57,9 @@ def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alon
     logits = first.logits
     with torch.no_grad():
         finite = problem.loss.values(first).isfinite().all()
-        mixed = logits[:1] - alone if alone.shape == logits[:1].shape else torch.full_like(logits[:1], torch.inf)
+        mixed = (
+            logits[:1] - alone if alone.shape == logits[:1].shape else torch.full_like(logits[:1], torch.inf)
+        )
         parts = [finite.to(logits.dtype), *(part.abs().max() for part in (logits, logits - again, mixed))]
         # One question to the device for all of them.
         fine, scale, change, change_alone = torch.stack(parts).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,17 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from flatness import batches
-from flatness.errors import DataError, FlatnessError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
+from flatness.errors import (
+    DataError,
+    FlatnessError,
+    LossError,
+    ModelError,
+    NotFiniteError,
+    OutOfMemoryError,
+)
 from flatness.forward import Forward, default_forward
 from flatness.guard import check_model, converted, measuring, unwrap
 from flatness.losses import Items, resolve_loss
 from flatness.memory import batch_budget, fits
 from flatness.progress import ProgressBar
-from flatness.screen import Screen
+from flatness.ranks import Ranks
+from flatness.screen import Screen, screens
+from flatness.settings import check_options, usable_device
 from flatness.sources import Source, different_lengths
 
 _DEFAULT_BATCH = 256
-_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Problem:
@@ -46,6 +53,7 @@ class Problem:
     Attributes:
         notes: What happened that the user should know.
         copy_batches: Whether the model gets copies of its inputs, because it writes into them.
+        ranks: The processes that measure together, each on its part of the data; one alone by default.
         watch: Called with the output of every differentiable forward pass; a plan checks here what it relies
         on.
     """
@@ -65,12 +73,12 @@ class Problem:
         progress: bool = True,
     ) -> None:
         self.loss = resolve_loss(loss)
-        _check_options(weight_decay, batch_size, dtype, seed, forward)
+        check_options(weight_decay, batch_size, dtype, seed, forward)
         model, self.notes = unwrap(model) if isinstance(model, nn.Module) else (model, [])
         check_model(model)
         if any(module.training for module in model.modules()):
             self.notes.append("the model was in training mode; measured in evaluation mode and set back")
-        self.model = converted(model, _device(device), dtype)
+        self.model = converted(model, usable_device(device), dtype)
         parameter = next(self.model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         if self.dtype in (torch.float16, torch.bfloat16):
@@ -78,14 +86,14 @@ class Problem:
                 f"computed in {self.dtype}: about two digits; pass dtype=torch.float32 for more"
             )
         self.source = Source(data, seed)
+        self.ranks = Ranks()
         self.forward = forward or default_forward
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
         self.progress = progress
         self.copy_batches = False
         self.watch: Callable[[Tensor], None] | None = None
-        # A CPU answers at once; a GPU would be waited for.
-        self._screening = self.device.type == "cuda"
+        self._screening = screens(self.device)
         self._screen: Screen | None = None
         self._fixed_batch = batch_size
         self.micro_batch = int(batch_size or _DEFAULT_BATCH)
@@ -152,7 +160,11 @@ class Problem:
         try:
             if not look:
                 return self.loss.lay_out(output, target)
-            return self.loss.items(output, target) if self._screen is None else self._screen.items(output, target)
+            return (
+                self.loss.items(output, target)
+                if self._screen is None
+                else self._screen.items(output, target)
+            )
         except DataError as error:
             number, start, seen = self._origin
             if self._examples:
@@ -228,8 +240,8 @@ class Problem:
             self._screen = None
             self._find_bad_loss()
             raise DataError(
-                "Expected the same targets on every pass but got wrong ones on one pass and none on the next. "
-                "Measure on data that stays the same."
+                "Expected the same targets on every pass but got wrong ones on one pass and none on the "
+                "next. Measure on data that stays the same."
             )
 
     def locate_bad_loss(self) -> None:
@@ -283,44 +295,3 @@ class Problem:
                 )
             else:
                 self.micro_batch = max(1, (stop - start) // 2)
-
-
-def _device(device: Any) -> torch.device | None:
-    if device is None:
-        return None
-    try:
-        chosen = torch.device(device)
-        if chosen.type == "meta":
-            raise RuntimeError("it holds no values")
-        torch.empty(0, device=chosen)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise OptionError(
-            f"Expected a device that torch can use but got {device!r}: {reason}. For example device='cpu'."
-        ) from error
-    return chosen
-
-
-def _check_options(weight_decay: Any, batch_size: Any, dtype: Any, seed: Any, forward: Any) -> None:
-    if not isinstance(weight_decay, (int, float)) or not (weight_decay >= 0 and math.isfinite(weight_decay)):
-        raise OptionError(
-            f"Expected weight_decay to be a finite number ≥ 0 but got {weight_decay!r}. Pass the optimiser's "
-            "value."
-        )
-    if batch_size is not None and (not hasattr(batch_size, "__index__") or batch_size < 1):
-        raise OptionError(
-            f"Expected batch_size to be a positive integer or None but got {batch_size!r}. None chooses it "
-            "by memory."
-        )
-    if dtype is not None and dtype not in _PRECISIONS:
-        raise OptionError(
-            f"Expected dtype to be torch.float16, bfloat16, float32, float64 or None but got {dtype!r}. "
-            "For example dtype=torch.float64."
-        )
-    if not hasattr(seed, "__index__") or seed < 0:
-        raise OptionError(f"Expected seed to be an integer ≥ 0 but got {seed!r}. For example seed=0.")
-    if forward is not None and not callable(forward):
-        raise OptionError(
-            f"Expected forward to be a function of (model, batch) but got {batches.describe(forward)}. "
-            "For example forward=lambda model, batch: (model(batch[0]), batch[1])."
-        )

@@ -39,6 +39,35 @@ def provenance(problem: Problem, chosen: Plan, statistics: Statistics, seconds: 
     }
 
 
+def facts(problem: Problem, chosen: Plan) -> dict[str, Any]:
+    """What must be the same in all processes that measure together."""
+    return {
+        "weights": _model_fingerprint(problem.model),
+        "dtype": str(problem.dtype),
+        "measures": [measure.name for measure in chosen.measures],
+        "options": repr(chosen.options),
+        "layers": [(route.name, route.kind, sorted(route.needs)) for route in chosen.routes.layers],
+        "norm layers": [module.name for module in chosen.routes.affine],
+        "loss": repr(problem.loss),
+        "curvature": chosen.curvature,
+        "weight_decay": problem.weight_decay,
+        "seed": problem.seed,
+    }
+
+
+def shares(problem: Problem) -> dict[str, Any]:
+    """How the data was spread over several processes, for `meta`; a note says so too."""
+    parts = problem.ranks.gathered((problem.samples, problem.fingerprint or 0))
+    counts = [samples for samples, _ in parts]
+    note = f"summed over {len(parts)} processes with {', '.join(map(str, counts))} samples"
+    if len({code for _, code in parts}) == 1:
+        note += ", all of them the same: pass each process its own part of the data"
+    problem.notes.append(note)
+    # Codes of samples add up modulo 2^64, whatever the parts: the fingerprint is that of all the data.
+    code = (sum(code for _, code in parts) + 2**63) % 2**64 - 2**63
+    return {"processes": len(parts), "data_fingerprint": f"{code:x}"}
+
+
 def _model_fingerprint(model: nn.Module) -> str:
     """Depends on names, shapes and values of parameters and buffers: sums, and up to 256 entries each."""
     digest = hashlib.sha256()

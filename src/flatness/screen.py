@@ -1,4 +1,4 @@
-"""Targets checked without waiting for the device: what is wrong is collected there and asked for now and then.
+"""Targets checked without waiting for the device: what is wrong is collected there, and asked for at times.
 
 Asking a GPU whether a batch is fine means waiting until it has finished everything before; asked once per
 batch, it is idle while the next one is prepared.
@@ -18,6 +18,11 @@ from flatness.losses.base import any_wrong, refuse
 _SECONDS = 1.0
 
 
+def screens(device: torch.device) -> bool:
+    """Whether targets are screened there: a CPU answers at once."""
+    return device.type == "cuda"
+
+
 class Screen:
     """Whether any target of the batches seen so far is wrong.
 
@@ -32,7 +37,7 @@ class Screen:
         self._asked = time.monotonic()
 
     def items(self, output: Tensor, target: Any) -> Items:
-        """Lay a batch out. Wrong targets become harmless ones; where that cannot be, they are refused here."""
+        """Lay a batch out. Wrong targets become harmless ones; where they cannot, they are refused here."""
         items = self._loss.lay_out(output, target)
         checks = self._loss.checks(items)
         masks = [mask for mask, _ in checks]

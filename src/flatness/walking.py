@@ -11,7 +11,7 @@ from flatness.curvature.hessian_operator import HessianOperator
 from flatness.curvature.network_spectrum import NetworkSpectrum, network_spectra
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.squared_gradients import squared_gradients
-from flatness.errors import DifferentiabilityError, LossError, listed
+from flatness.errors import DifferentiabilityError, LossError, ProcessError, listed
 from flatness.measures.measure import LayerView, Surroundings, Valued
 from flatness.plan import Plan
 from flatness.problem import Problem
@@ -52,6 +52,7 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
     if plan.network_spectra:
         also_of_layers = all(measure.of_layers for measure in plan.measures if measure.network_needs)
         with _left_out(plan, list(plan.network_spectra), everything or also_of_layers):
+            _refuse_several(problem)
             # Equal requests are one.
             distinct = list(dict.fromkeys(plan.network_spectra.values()))
             solved = dict(zip(distinct, network_spectra(hessian, distinct, squares), strict=True))
@@ -61,10 +62,20 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
         seen = [replace(view, options=options) for view in views]
         assert measure.explore is not None
         with _left_out(plan, [measure.name], everything):
+            _refuse_several(problem)
             values[measure.name] = measure.explore(
                 Surroundings(space, seen, squares, hessian, options, problem.seed)
             )
     return Walked(spectra, values)
+
+
+def _refuse_several(problem: Problem) -> None:
+    if problem.ranks.count > 1:
+        raise ProcessError(
+            "Expected one process, as this walks in the space of all parameters, but got a group of "
+            f"{problem.ranks.count}. Measure it in one process, on all the data, inside "
+            "flatness.separately()."
+        )
 
 
 @contextmanager
@@ -72,7 +83,7 @@ def _left_out(plan: Plan, names: list[str], allowed: bool) -> Iterator[None]:
     """Turn what a measure cannot have here into a note, where that is allowed."""
     try:
         yield
-    except (DifferentiabilityError, LossError) as error:
+    except (DifferentiabilityError, LossError, ProcessError) as error:
         if not allowed:
             raise
         plan.notes.append(f"left out for the network: {listed(names)}. {error}")

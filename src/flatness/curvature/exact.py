@@ -48,11 +48,11 @@ def exact_statistics(problem: Problem, routes: Routes, spreads: dict[str, Tensor
             recording.clear()
             total.merge(part)
 
-        problem.stream(step, "curvature")
-    total.to_host()
-    if not bool(total.risk.isfinite()):
-        problem.locate_bad_loss()
-    return total
+        with problem.ranks.stage():
+            problem.stream(step, "curvature")
+            if not bool(total.to_host().risk.isfinite()):
+                problem.locate_bad_loss()
+    return total.all_reduce(problem.ranks)
 
 
 # Output directions whose signals are held at once. Blocks make small matrix products large; memory grows with

@@ -8,6 +8,7 @@ extra cost.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from flatness.curvature.layer_slices import FactorSlice, GradientSlice, HessianS
 from flatness.curvature.layer_sums import forms_g
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import LayerRoute, Routes
+from flatness.errors import OutOfMemoryError
 from flatness.losses import Items
+from flatness.memory import fits
 from flatness.problem import Problem
+
+_RECOMPUTED = "eigenvalues: the signals did not fit into memory and were recomputed for every product"
 
 
 class LayerOperators:
@@ -37,13 +42,21 @@ class LayerOperators:
         self._routes = routes
         self._normaliser = normaliser
         self._kept: list[dict[str, HessianSlice]] | None = None
-        if keep:
-            kept: list[dict[str, HessianSlice]] = []
-            self._stream(kept.append)
-            self._kept = kept
+        with problem.ranks.stage():
+            if keep:
+                self._keep()
+            if self._kept is None:
+                problem.notes.append(_RECOMPUTED)
 
     def products(self, queries: dict[str, list[tuple[str, Tensor]]]) -> dict[str, list[Tensor]]:
         """Multiply, for every layer, a list of ("whole" or "rows", V (G, d, m)); one pass over the data."""
+        with self._problem.ranks.stage():
+            own = self._own_products(queries)
+        flat = iter(self._problem.ranks.summed([product for answers in own.values() for product in answers]))
+        return {name: [next(flat) for _ in answers] for name, answers in own.items()}
+
+    def _own_products(self, queries: dict[str, list[tuple[str, Tensor]]]) -> dict[str, list[Tensor]]:
+        """The products of this process's part of the data."""
         results = {name: [torch.zeros_like(V) for _, V in asked] for name, asked in queries.items()}
         dtype = self._problem.dtype
 
@@ -57,12 +70,26 @@ class LayerOperators:
             for name, index, product in found:
                 results[name][index] += product
 
-        if self._kept is not None:
-            for slices in self._kept:
-                visit(slices)
-        else:
+        if self._kept is None:
             self._stream(visit)
+        elif not all(fits(partial(visit, slices), self._problem.device) for slices in self._kept):
+            # What is kept leaves no room to multiply with it: from here on it is recomputed.
+            self._kept = None
+            self._problem.notes.append(_RECOMPUTED)
+            return self._own_products(queries)
         return results
+
+    def _keep(self) -> None:
+        """Keep all slices; without room for them, none."""
+        kept: list[dict[str, HessianSlice]] = []
+        before = self._problem.micro_batch
+        try:
+            self._stream(kept.append)
+        except OutOfMemoryError:
+            kept.clear()
+            self._problem.micro_batch = before
+        else:
+            self._kept = kept
 
     def _stream(self, visit: Callable[[dict[str, HessianSlice]], None]) -> None:
         routes = self._routes
@@ -120,7 +147,11 @@ def _pass_slice(
         known = [Phi.new_zeros(n, Phi.shape[1], 1, route.layer.output_units // Phi.shape[1], Phi.shape[3])]
         weights = []
     c = torch.cat(weights, dim=1) if weights else None
-    form = GradientSlice if forms_g(frozenset(), Phi.shape[2], Phi.shape[3]) else FactorSlice
+    form = (
+        GradientSlice
+        if forms_g(frozenset(), route.layer.matrix().shape[1], Phi.shape[2], Phi.shape[3])
+        else FactorSlice
+    )
     return form.of(Phi, torch.cat(known, dim=2), c)
 
 
@@ -138,7 +169,7 @@ def kept_bytes_per_sample(routes: Routes, directions: int, itemsize: int) -> int
         P = route.positions
         if route.kind == "softmax head":
             total += P * (m + d)
-        elif route.kind == "passes" and forms_g(frozenset(), m, P):
+        elif route.kind == "passes" and forms_g(frozenset(), d, m, P):
             total += directions * G * d * m
         else:
             total += P * G * (m + d * directions)

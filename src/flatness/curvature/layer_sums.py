@@ -25,6 +25,8 @@ from flatness.layers import Layer
 # Up to this many rows, products per sample summed afterwards are faster than one large product of a
 # transposed copy.
 _SMALL = 64
+# A usual number of signals per sample, to choose between forms by their cost.
+_SIGNALS = 10
 
 
 class LayerSums(ABC):
@@ -133,8 +135,9 @@ class PositionSums(LayerSums):
         self._put_squares("bias", delta.sum(4).transpose(1, 2).flatten(2), c)
         _, G, R, d, P = delta.shape
         m = self.W.shape[2]
-        by_g = forms_g(self.needs, m, P)
+        by_g, diagonal = forms_g(self.needs, d, m, P), "diagonal" in self.needs
         each = G * (m * P + 4 * R * d * m) if by_g else G * (2 * m * P + 2 * P * P + 3 * R * d * P)
+        each = max(each, G * (m * P + 2 * R * d * m)) if diagonal else each
         samples = max(1, working_numbers(delta.device) // each)
         rows = self.x.shape[0] // self.n
         for start in range(0, self.n, samples):
@@ -144,18 +147,20 @@ class PositionSums(LayerSums):
             if by_g:
                 self._add_by_gradients(self.layer.features(x, part.stop - part.start), delta[part], weights)
             else:
-                self._add_by_gram(x, delta[part], None if dx is None else dx[:, inner], weights)
+                Phi = self.layer.features(x, part.stop - part.start)
+                self._add_by_gram(x, Phi, delta[part], None if dx is None else dx[:, inner], weights)
+                if diagonal:
+                    self._add_diagonal(_gradients(Phi, delta[part]), weights)
 
     def _add_by_gradients(self, Phi: Tensor, delta: Tensor, c: Tensor | None) -> None:
-        n, G, R, d, P = delta.shape
-        g = (delta.reshape(n, G, R * d, P) @ Phi.mT).unflatten(2, (R, d))
+        g = _gradients(Phi, delta)
         weighted = g if c is None else g * c[:, None, :, None, None]
         if self._needs_blocks:
             self._put("blocks", _group_product(weighted, g))
         if self.inverse_V is not None:
             self._put("blocks_V", _group_product(weighted * self.inverse_V[:, None, None].square(), g))
         if "diagonal" in self.needs:
-            self._put("diagonal", (weighted * g).sum((0, 2)))
+            self._add_diagonal(g, c)
         if self.needs & {"incoming", "outgoing"}:
             Wg = g * self.W[:, None]
             if "incoming" in self.needs:
@@ -164,9 +169,14 @@ class PositionSums(LayerSums):
                 columns = Wg.sum(3).unflatten(3, (-1, self.layer.taps)).sum(4)
                 self._put_squares("outgoing", columns.transpose(1, 2).flatten(2), c)
 
-    def _add_by_gram(self, x: Tensor, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
+    def _add_diagonal(self, g: Tensor, c: Tensor | None) -> None:
+        squares = g.square() if c is None else g.square().mul_(c[:, None, :, None, None])
+        self._put("diagonal", squares.sum((0, 2)))
+
+    def _add_by_gram(
+        self, x: Tensor, Phi: Tensor, delta: Tensor, dx: Tensor | None, c: Tensor | None
+    ) -> None:
         n, G, R, d, P = delta.shape
-        Phi = self.layer.features(x, n)
         weighted = delta if c is None else delta * c[:, None, :, None, None]
         if self._needs_blocks:
             product = (weighted.reshape(n, G, R * d, P) @ (Phi.mT @ Phi)).unflatten(2, (R, d))
@@ -205,13 +215,22 @@ def working_numbers(device: torch.device) -> int:
     return 64_000_000 if device.type == "cuda" else 8_000_000
 
 
-def forms_g(needs: frozenset[str], features: int, positions: int) -> bool:
-    """Whether a layer with many positions forms g (d×m per sample) rather than P×P Gram matrices.
+def forms_g(needs: frozenset[str], rows: int, features: int, positions: int) -> bool:
+    """Whether a layer with many positions takes its sums from g (d×m per sample) or P×P Gram matrices.
 
-    Block traces cost d·P·(P + d) operations per sample and signal as δKδᵀ, and d·m·(P + d) as g = δΦᵀ and g
-    gᵀ. The diagonal exists only in g.
+    Block traces cost d·P·(P + d) operations per sample and signal as δKδᵀ, beside P²·m for K, and d·m·(P + d)
+    as g = δΦᵀ and g gᵀ. The diagonal exists only in g: where it is wanted, δΦᵀ costs nothing more.
     """
-    return "diagonal" in needs or positions >= features
+    d, m, P = rows, features, positions
+    if "diagonal" not in needs:
+        return m <= P
+    return _SIGNALS * d * d * (m - P) <= P * P * (m + _SIGNALS * d)
+
+
+def _gradients(Phi: Tensor, delta: Tensor) -> Tensor:
+    """G = δΦᵀ of every sample and signal: (n, G, R, d, m)."""
+    n, G, R, d, P = delta.shape
+    return (delta.reshape(n, G, R * d, P) @ Phi.mT).unflatten(2, (R, d))
 
 
 def _squares(values: Tensor, c: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from flatness.curvature.recording import Recording
 from flatness.layers import Layer
 from flatness.problem import Problem
+from flatness.ranks import Ranks
 
 # A feature whose standard deviation is below this share of its root mean square counts as constant.
 _CONSTANT = 1e-5
@@ -38,6 +39,14 @@ class _Moments:
         """Add a part."""
         first, second, count = part
         self.first, self.second, self.count = self.first + first, self.second + second, self.count + count
+
+    def sum_over(self, ranks: Ranks, reference: Tensor) -> None:
+        """Add up the moments of all processes, around a reference that they share."""
+        shift = self.reference.double() - reference.to(self.reference.device).double()
+        second = self.second + 2 * shift * self.first + self.count * shift.square()
+        count = torch.tensor(float(self.count), dtype=torch.float64, device=shift.device)
+        self.first, self.second, count = ranks.summed([self.first + self.count * shift, second, count])
+        self.count, self.reference = int(count), reference.to(self.reference)
 
     def spread(self) -> Tensor:
         """V per unit: the standard deviation; |mean| for a constant feature; 0 for a dead one."""
@@ -73,5 +82,10 @@ def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: boo
             for name, part in parts.items():
                 moments[name].add(part)
 
-        problem.stream(step, "features")
+        with problem.ranks.stage():
+            problem.stream(step, "features")
+    if problem.ranks.count > 1:
+        references = problem.ranks.first({name: moment.reference.cpu() for name, moment in moments.items()})
+        for name in references:
+            moments[name].sum_over(problem.ranks, references[name])
     return {name: moment.spread() for name, moment in moments.items()}

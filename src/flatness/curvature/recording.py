@@ -72,13 +72,21 @@ class Recording:
     def one(self, name: str) -> Record:
         """The only call of a module."""
         calls = self.calls.get(name, [])
-        if len(calls) != 1:
+        if len(calls) == 1:
+            return calls[0]
+        counted = (
+            f"Expected {name!r} to be called once in every forward pass but it was called {len(calls)} times "
+            "on this batch. "
+        )
+        if not calls:
             raise LayerError(
-                f"Expected {name!r} to be called once in every forward pass but it was called {len(calls)} "
-                "times on this batch. A network whose path depends on the data cannot be measured layer by "
-                "layer: pass layers= without it."
+                counted + "A network whose path depends on the data cannot be measured layer by layer: pass "
+                "layers= without it."
             )
-        return calls[0]
+        raise LayerError(
+            counted + "The first samples called it once. Look for a path that depends on the data, or for "
+            "something else that calls the layer again, such as a hook; or pass layers= without it."
+        )
 
     def overwritten(self) -> list[str]:
         """Names of modules whose recorded input was changed in place after they had used it."""

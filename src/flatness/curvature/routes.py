@@ -49,8 +49,9 @@ class LayerRoute:
 
     @property
     def forms_g(self) -> bool:
-        """Whether the per-sample derivatives g (d×m) are formed."""
-        return forms_g(self.needs, self.layer.matrix().shape[2], self.positions)
+        """Whether sums are taken from the per-sample derivatives g (d×m)."""
+        _, d, m = self.layer.matrix().shape
+        return forms_g(self.needs, d, m, self.positions)
 
     def numbers_per_sample(self, block: int) -> int:
         """Rough count of numbers that the signals of one sample take in this layer.

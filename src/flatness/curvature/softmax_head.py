@@ -96,7 +96,9 @@ def _centred(W: Tensor) -> Tensor:
     A large W whose mean is small beside its rows is used as it is.
     """
     mean = W.mean(0)
-    if W.numel() > _LARGE and bool(mean.square().sum() <= 0.01 * torch.linalg.vector_norm(W).square() / len(W)):
+    if W.numel() > _LARGE and bool(
+        mean.square().sum() <= 0.01 * torch.linalg.vector_norm(W).square() / len(W)
+    ):
         return W
     return W - mean
 

@@ -76,7 +76,8 @@ def top_eigenvalues(
                 seed=problem.seed,
             )
     shapes = {name: matrix.shape for name, matrix in matrices.items()}
-    while active := [key for key, solver in solvers.items() if not solver.done]:
+    # Several processes go on as the first one decides: rounding may differ between their devices.
+    while active := problem.ranks.first([key for key, solver in solvers.items() if not solver.done]):
         answers = _products(operators, {key: solvers[key].query() for key in active}, shapes)
         for key in active:
             solvers[key].tell(answers[key])

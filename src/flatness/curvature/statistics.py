@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flatness.errors import DataError
 from flatness.files import replacing
+from flatness.ranks import Ranks
 
 LAYER_STATISTICS = frozenset(
     {"row_traces", "relative", "relative_normalized", "outgoing", "incoming", "diagonal", "block_traces"}
@@ -77,8 +78,31 @@ class Statistics:
         self.count(other.samples, other.normaliser, other.risk)
         return self
 
+    def all_reduce(self, ranks: Ranks) -> Statistics:
+        """Add up the parts of all processes, in place: every one then holds the sums of all the data."""
+        if ranks.count == 1:
+            return self
+        own = {(o, name): value for o, values in self.sums.items() for name, value in values.items()}
+        shapes: dict[tuple[str, str], torch.Size] = {}
+        for part in ranks.gathered({key: value.shape for key, value in own.items()}):
+            for key, shape in part.items():
+                if shapes.setdefault(key, shape) != shape:
+                    raise DataError(
+                        f"Expected statistics of the same network but {key[1]!r} of {key[0]!r} has shape "
+                        f"{list(shapes[key])} in one process and {list(shape)} in another. Measure the same "
+                        "model in all of them."
+                    )
+        samples = torch.tensor(float(self.samples), dtype=torch.float64, device="cpu")
+        empty = {key: torch.zeros(shape, dtype=torch.float64, device="cpu") for key, shape in shapes.items()}
+        sums = ranks.summed([self.normaliser, self.risk, samples, *(empty | own).values()])
+        self.normaliser, self.risk, samples, *values = sums
+        self.samples = int(samples)
+        for (owner, name), value in zip(empty | own, values, strict=True):
+            self.sums.setdefault(owner, {})[name] = value
+        return self
+
     def to_host(self) -> Statistics:
-        """Move everything to the host, in place; small sums in one copy, for which the device is asked once."""
+        """Move everything to the host, in place; small sums in one copy, as the device is waited for."""
         scalars = [self.normaliser, self.risk]
         sums = [(owner, name, value) for owner, values in self.sums.items() for name, value in values.items()]
         small = [value for *_, value in sums if value.numel() <= _SMALL]

@@ -10,6 +10,7 @@ from torch import Tensor
 from flatness.errors import DataError
 from flatness.losses.base import Check, working_dtype
 
+
 def place(index: tuple[int, ...], predictions: int) -> str:
     """Name a sample, and the prediction within it where there are several, by their position in the batch."""
     return f"sample {index[0]}" + (f", prediction {index[1]}" if predictions > 1 else "") + " of the batch"

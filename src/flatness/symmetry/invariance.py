@@ -16,6 +16,7 @@ from flatness.measures.catalogue import select_measures
 from flatness.measures.measure import Measure
 from flatness.measuring import measure
 from flatness.problem import Problem
+from flatness.ranks import separately
 from flatness.result import Report
 from flatness.symmetry.groups import Symmetries, symmetries
 from flatness.symmetry.rescaling import KINDS, Rescaling, check_choices, make_rescaling, rescaled_copy
@@ -43,6 +44,7 @@ class Rewriting:
     measures: list[str] | None = None
 
 
+@separately()  # every process of a group for itself: an invariance shows on any part of the data
 def check_invariance(
     model: nn.Module,
     data: Any,
