@@ -27,7 +27,7 @@ def process(rank, port, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     answers = {}
-    for task in (measured, failing, different, alone):
+    for task in (measured, walking, failing, different, alone):
         try:
             answers[task.__name__] = task(rank)
         except FlatnessError as error:
@@ -56,6 +56,7 @@ def part(case, rank):
     return case.x[share], case.y[share]
 
 
+WALKING = {one.name for one in flatness.measures() if one.explore or one.network_needs - {"traces"}}
 NAMES = ("mlp", "residual_batch_norm", "dense_prediction")
 
 
@@ -78,8 +79,12 @@ def test_two_halves_of_the_data_give_the_report_of_the_whole(answers):
         expected = rows(whole)
         cut = len(case.x) * 3 // 5
         for found, notes, meta in (one[index] for one in found_by_rank):
-            assert found.keys() == expected.keys()
-            for key, value in expected.items():
+            # What walks in the space of all parameters is one process's work.
+            left_out = expected.keys() - found.keys()
+            assert {key[0] for key in left_out} == WALKING
+            assert found.keys() <= expected.keys()
+            for key in found:
+                value = expected[key]
                 largest = max(abs(other) for (measure, *_), other in expected.items() if measure == key[0])
                 assert found[key] == pytest.approx(value, rel=1e-6, abs=1e-6 * largest), key
             assert f"summed over 2 processes with {cut}, {len(case.x) - cut} samples" in notes
@@ -87,6 +92,18 @@ def test_two_halves_of_the_data_give_the_report_of_the_whole(answers):
             assert meta["risk"] == pytest.approx(whole.meta["risk"], rel=1e-12)
             assert meta["data_fingerprint"] == whole.meta["data_fingerprint"]
         assert found_by_rank[0][index][0] == found_by_rank[1][index][0]
+
+
+def walking(rank):
+    return rows(flatness.measure(network(), data(), measures="riemannian_spectral_norm", progress=False))
+
+
+def test_walks_in_parameter_space_are_refused(answers):
+    message = (
+        "Expected one process, as this walks in the space of all parameters, but got a group of 2. Measure "
+        "it in one process, on all the data, inside flatness.separately()."
+    )
+    assert answers["walking"] == [("ProcessError", message)] * 2
 
 
 def failing(rank):
