@@ -96,7 +96,8 @@ def _sent_back(output: Tensor, edges: list[Any], block: list[Tensor]) -> list[Te
     for _ in edges:
         # Taken off the lists one edge at a time: signals and their stack do not all exist twice.
         column = [one.pop(0) for one in passes]
-        arrived.append(None if column[0] is None else torch.stack(column))
+        # Samples first in memory: that is how sums over directions read them.
+        arrived.append(None if column[0] is None else torch.stack(column, dim=1).transpose(0, 1))
     return arrived
 
 
@@ -110,6 +111,9 @@ def separable_signals(problem: Problem, items: Items, edge: Any) -> Iterator[tup
 def layer_signals(route: LayerRoute, stacked: Tensor, n: int) -> Tensor:
     """δ (n, G, R, d, P) from derivatives (R, *shape of the layer's output)."""
     R = stacked.shape[0]
+    if stacked.shape[1] == n:
+        delta = route.layer.signals(stacked.transpose(0, 1).flatten(0, 1), n * R)
+        return delta.unflatten(0, (n, R)).transpose(1, 2)
     delta = route.layer.signals(stacked.flatten(0, 1), R * n)
     return delta.unflatten(0, (R, n)).permute(1, 2, 0, 3, 4)
 

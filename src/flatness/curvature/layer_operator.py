@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flatness.curvature.exact import layer_signals, rows_of_features, separable_signals, signals
 from flatness.curvature.layer_slices import FactorSlice, GradientSlice, HessianSlice, SoftmaxSlice
-from flatness.curvature.layer_sums import forms_g
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import LayerRoute, Routes
 from flatness.errors import OutOfMemoryError
@@ -147,12 +146,13 @@ def _pass_slice(
         known = [Phi.new_zeros(n, Phi.shape[1], 1, route.layer.output_units // Phi.shape[1], Phi.shape[3])]
         weights = []
     c = torch.cat(weights, dim=1) if weights else None
-    form = (
-        GradientSlice
-        if forms_g(frozenset(), route.layer.matrix().shape[1], Phi.shape[2], Phi.shape[3])
-        else FactorSlice
-    )
+    form = GradientSlice if _keeps_g(*Phi.shape[2:]) else FactorSlice
     return form.of(Phi, torch.cat(known, dim=2), c)
+
+
+def _keeps_g(features: int, positions: int) -> bool:
+    """Whether g (d×m) is kept rather than δ (d×P) and Φ (m×P): the smaller one."""
+    return positions >= features
 
 
 def kept_bytes_per_sample(routes: Routes, directions: int, itemsize: int) -> int:
@@ -169,7 +169,7 @@ def kept_bytes_per_sample(routes: Routes, directions: int, itemsize: int) -> int
         P = route.positions
         if route.kind == "softmax head":
             total += P * (m + d)
-        elif route.kind == "passes" and forms_g(frozenset(), d, m, P):
+        elif route.kind == "passes" and _keeps_g(m, P):
             total += directions * G * d * m
         else:
             total += P * G * (m + d * directions)

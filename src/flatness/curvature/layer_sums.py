@@ -27,6 +27,8 @@ from flatness.layers import Layer
 _SMALL = 64
 # A usual number of signals per sample, to choose between forms by their cost.
 _SIGNALS = 10
+# Statistics that follow from the traces of H_ss', for every pair of rows of a group.
+_BLOCKS = frozenset({"row_traces", "relative", "block_traces"})
 
 
 class LayerSums(ABC):
@@ -128,7 +130,7 @@ class PositionSums(LayerSums):
     def __init__(self, layer: Layer, needs: frozenset[str], x: Tensor, n: int, spread: Tensor | None) -> None:
         super().__init__(layer, needs, spread)
         self.x, self.n = x, n
-        self._needs_blocks = bool(needs & {"row_traces", "relative", "block_traces"})
+        self._needs_blocks = bool(needs & _BLOCKS)
 
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
         """Take signals δ (n, G, R, d, P); dx (R, …) is shaped like the layer's input."""
@@ -211,20 +213,31 @@ class PositionSums(LayerSums):
 
 
 def working_numbers(device: torch.device) -> int:
-    """How many numbers the features and derivatives of the samples in hand may come to."""
-    return 64_000_000 if device.type == "cuda" else 8_000_000
+    """How many numbers the features and derivatives of the samples in hand may come to.
+
+    On a CPU few enough that their memory is used again, not given back to the system and fetched anew.
+    """
+    return 64_000_000 if device.type == "cuda" else 1_000_000
 
 
 def forms_g(needs: frozenset[str], rows: int, features: int, positions: int) -> bool:
     """Whether a layer with many positions takes its sums from g (d×m per sample) or P×P Gram matrices.
 
     Block traces cost d·P·(P + d) operations per sample and signal as δKδᵀ, beside P²·m for K, and d·m·(P + d)
-    as g = δΦᵀ and g gᵀ. The diagonal exists only in g: where it is wanted, δΦᵀ costs nothing more.
+    as g = δΦᵀ and g gᵀ. Normalised features have a K of their own but the same g. The diagonal exists only in
+    g: where it is wanted, δΦᵀ costs nothing more.
+
+    Args:
+        needs: The statistics wanted.
+        rows: d, output units per group.
+        features: m, columns of W.
+        positions: P.
     """
     d, m, P = rows, features, positions
-    if "diagonal" not in needs:
-        return m <= P
-    return _SIGNALS * d * d * (m - P) <= P * P * (m + _SIGNALS * d)
+    products = bool(needs & _BLOCKS) + ("relative_normalized" in needs) or 1
+    forming = 0 if "diagonal" in needs else _SIGNALS * d * m * P
+    through_g = forming + products * _SIGNALS * d * d * m
+    return through_g <= products * (P * P * m + _SIGNALS * d * P * (P + d))
 
 
 def _gradients(Phi: Tensor, delta: Tensor) -> Tensor:

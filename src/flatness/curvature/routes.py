@@ -53,6 +53,12 @@ class LayerRoute:
         _, d, m = self.layer.matrix().shape
         return forms_g(self.needs, d, m, self.positions)
 
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers in the features of one sample; 0 where they are the input itself."""
+        G, _, m = self.layer.matrix().shape
+        return 0 if self.layer.plain else G * m * self.positions
+
     def numbers_per_sample(self, block: int) -> int:
         """Rough count of numbers that the signals of one sample take in this layer.
 
@@ -143,7 +149,8 @@ def bytes_per_sample(
     """Memory of one sample of a micro-batch.
 
     Without a backward pass that is the largest layer's input and output and what the loss makes of logits;
-    with one, all inputs and outputs, which autograd and the recording keep, and the signals of a block.
+    with one, all inputs and outputs, which autograd and the recording keep, and the signals of a block. In
+    float64, torch unfolds the patches of a convolution to multiply them.
     """
     n = items.logits.shape[0]
     sizes = {name: (record.x.numel() + record.z_shape.numel()) // n for name, record in records.items()}
@@ -153,7 +160,8 @@ def bytes_per_sample(
         return itemsize * (2 * max(sizes.values()) + (outputs * 5 // 8 if light else outputs))
     signals = sum(route.numbers_per_sample(block) for route in routes.layers if route.kind != "softmax head")
     signals += sum(block * records[module.name].z_shape.numel() // n for module in routes.affine)
-    return itemsize * (2 * sum(sizes.values()) + outputs + signals * 5 // 4)
+    unfolded = max((route.patch_numbers for route in routes.layers), default=0) if itemsize == 8 else 0
+    return itemsize * (2 * sum(sizes.values()) + outputs + signals * 5 // 4 + unfolded)
 
 
 def graph_bytes_per_sample(records: Mapping[str, Record], items: Items, itemsize: int) -> int:
