@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 
 import pytest
 
@@ -24,9 +25,13 @@ def test_the_story(demo):
     assert outcome.out.startswith("6 small networks on scikit-learn's digits, each trained to loss 0.02.\n")
     assert "Flattest: " in outcome.out
     assert "Sharpest: 10 % random labels. Its test gap, " in outcome.out
-    lines = {line.split()[0]: line for line in outcome.out.splitlines() if "→" in line}
-    assert lines["relative_flatness"].endswith("unchanged")
-    assert "times more" in lines["hessian_trace"]
+    told = outcome.out.split("Each value against the original's:")[1]
+    lines = {line.split()[0]: line.split(None, 1)[1] for line in told.splitlines() if line.startswith("  ")}
+    assert re.fullmatch(r"× \S+ … \S+ +× \S+ … \S+", lines["hessian_trace"])
+    assert re.fullmatch(r"unchanged +× \S+ … \S+", lines["relative_flatness"])
+    assert re.fullmatch(r"unchanged +unchanged", lines["relative_flatness_normalized"])
+    assert re.fullmatch(r"unchanged +unchanged", lines["neuron_flatness"])
+    assert "Invariances that the measures declare, layer by layer: all 68 hold here." in outcome.out
     assert "Open shown/index.html" in outcome.out
 
 
@@ -34,13 +39,16 @@ def test_the_files(demo):
     _, folder = demo
     assert sorted(path.name for path in folder.iterdir()) == [
         "index.html",
+        "invariance.csv",
         "layers.png",
+        "layerwise.png",
+        "neuronwise.png",
         "reports",
         "scatter.png",
         "table.csv",
         "table.tex",
     ]
-    for picture in ("layers.png", "scatter.png"):
+    for picture in ("layers.png", "layerwise.png", "neuronwise.png", "scatter.png"):
         assert (folder / picture).read_bytes().startswith(b"\x89PNG")
     reports = {path.stem: flatness.Report.load(path) for path in (folder / "reports").iterdir()}
     assert len(reports) == 6
@@ -59,5 +67,20 @@ def test_the_page_needs_no_network(demo):
     page = (folder / "index.html").read_text(encoding="utf-8")
     assert "http://" not in page
     assert "https://" not in page
-    assert page.count("<figure>") == 2
+    assert page.count("<figure>") == 4
     assert json.dumps(page)  # valid text
+
+
+def test_ten_rewritings_of_each_kind_are_on_the_page(demo):
+    _, folder = demo
+    rows = list(csv.DictReader((folder / "invariance.csv").read_text(encoding="utf-8").splitlines()))
+    assert all(row["holds"] == "True" for row in rows if row["declared"] == "True")
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    for kind, what in (("layerwise", "layers"), ("neuronwise", "neurons")):
+        assert any(row["kind"] == kind and row["verdict"] == "moves" for row in rows)
+        figure = next(part for part in page.split("<figure>") if f"the {what} of ‘full batch" in part)
+        ratios = re.findall(r"<title>relative flatness normalized, (\d+|original): ([^<]+)</title>", figure)
+        assert [place for place, _ in ratios] == ["original", *map(str, range(1, 11))]
+        assert {value for _, value in ratios} == {"1"}
+        moved = re.findall(r"<title>hessian trace, \d+: ([^<]+)</title>", figure)
+        assert max(map(float, moved)) > 5

@@ -167,6 +167,11 @@ def test_pictures_are_written_whole(tmp_path):
     assert "<svg" in (tmp_path / "layers.svg").read_text()
 
 
+def test_no_two_groups_look_alike():
+    look = looks(str(number) for number in range(40))
+    assert len(set(look.values())) == 40
+
+
 def test_pictures_in_pages_say_what_they_show():
     html = scatter(
         [Point(1.0, 0.1, "a", "one"), Point(10.0, 0.3, "b", "two")], "flatness", "gap", "A caption."
@@ -175,6 +180,7 @@ def test_pictures_in_pages_say_what_they_show():
     assert "<title>one: flatness 1, gap 0.1</title>" in html
     lines = profile({"a": [1.0, 2.0], "b": [3.0, 0.5]}, ["fc1", "fc2"], "flatness", "By layer.")
     assert "<title>b, fc2: 0.5</title>" in lines
+    assert 'aria-label="flatness by layer: a, b. By layer."' in lines
     Checker(html + lines)
 
 

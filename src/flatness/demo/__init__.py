@@ -2,7 +2,8 @@
 
 Six settings (five batch sizes, and one with a tenth of the labels drawn at random), a few seeds each, every
 network trained to the same loss. All layers are measured, and the network's relative flatness is held against
-its gap between test and training loss.
+its gap between test and training loss. One of them is then rewritten into equal networks: which measures
+notice?
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from pathlib import Path
 
 from flatness.data import load
 from flatness.demo.folder import write_folder
-from flatness.demo.story import closing, opening, ranking, rescaling
-from flatness.demo.training import SETTINGS, rescaled, train_and_measure
+from flatness.demo.story import closing, opening, ranking, rewriting
+from flatness.demo.training import SETTINGS, one_thread, train_and_measure
 from flatness.result import Report
+from flatness.symmetry.invariance import check_invariance
+
+REWRITINGS = 10
+"""Rewritten networks of each kind."""
 
 
 def run(out: Path, *, seeds: int = 3, say: Callable[[str], object], width: int = 80) -> dict[str, Report]:
@@ -36,9 +41,11 @@ def run(out: Path, *, seeds: int = 3, say: Callable[[str], object], width: int =
     say(opening(reports, width))
     say(ranking(reports))
     name = f"{SETTINGS[-2].name}, seed 0"
-    say(rescaling(name, reports[name], *rescaled(networks[name], train)))
-    files = write_folder(out, reports)
-    say(closing(out, files, time.perf_counter() - started))
+    with one_thread():
+        check = check_invariance(networks[name], train.pair, trials=REWRITINGS)
+    say(rewriting(name, check))
+    files = write_folder(out, reports, name, check)
+    say(closing(out, files, time.perf_counter() - started, width))
     return reports
 
 

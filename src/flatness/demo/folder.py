@@ -8,23 +8,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-from flatness.demo.story import MEASURE, PLAIN, concordance, grouped, value
+from flatness.demo.story import MEASURE, PLAIN, concordance, grouped, network_measures, value
 from flatness.demo.training import SIZES, TARGET
+from flatness.errors import listed
 from flatness.files import write_text
 from flatness.latex import latex_grid
 from flatness.result import Report
 from flatness.show.page import Page, write_page
-from flatness.show.plots import save_layers, save_scatter
+from flatness.show.plots import save_invariance, save_layers, save_scatter
 from flatness.show.points import points_of
 from flatness.show.svg import profile, scatter
+from flatness.symmetry.verdicts import InvarianceReport
 from flatness.tables import Grid, column_of, format_value
 
 _X_LABEL, _Y_LABEL = "relative flatness (sum over layers)", "test loss − training loss"
 _FACTS = {"gap": "test gap", "test_accuracy": "test accuracy", "risk": "risk"}
 
 
-def write_folder(out: Path, reports: Mapping[str, Report]) -> list[str]:
-    """Write everything and return the names, the page first."""
+_KINDS = {"layerwise": "layers", "neuronwise": "neurons"}
+
+
+def write_folder(
+    out: Path, reports: Mapping[str, Report], rewritten: str, check: InvarianceReport
+) -> list[str]:
+    """Write everything and return the names, the page first.
+
+    Args:
+        out: The folder.
+        reports: The networks' reports, by name.
+        rewritten: Name of the network that was rewritten.
+        check: What became of its measures.
+    """
     (out / "reports").mkdir(parents=True, exist_ok=True)
     for name, report in reports.items():
         report.save(out / "reports" / f"{name.replace(' %', '').replace(', ', '-').replace(' ', '-')}.json")
@@ -45,14 +59,22 @@ def write_folder(out: Path, reports: Mapping[str, Report]) -> list[str]:
         MEASURE[0],
         "Where the curvature sits: relative flatness by layer",
     )
+    write_text(out / "invariance.csv", check.to_frame().to_csv(index=False))
+    drawn = check.plot_data().to_dict("records")
+    for kind, what in _KINDS.items():
+        title = f"One function, ten ways to write it: {what} rescaled"
+        save_invariance(out / f"{kind}.png", drawn, kind, title)
     figures = [scatter(points, _X_LABEL, _Y_LABEL, caption), _profile(reports)]
+    figures += [_drift(check, kind, rewritten) for kind in _KINDS]
     write_page(out / "index.html", _page(reports, figures))
     return [
         "index.html",
         "scatter.png",
         "layers.png",
+        *(f"{kind}.png" for kind in _KINDS),
         "table.csv",
         "table.tex",
+        "invariance.csv",
         f"reports/ ({len(reports)} JSON files)",
     ]
 
@@ -97,6 +119,26 @@ def _profile(reports: Mapping[str, Report]) -> str:
     return profile(
         means, layers, "relative flatness", "Relative flatness layer by layer, mean over the seeds."
     )
+
+
+def _drift(check: InvarianceReport, kind: str, name: str) -> str:
+    """Every measure over the rewritten networks: flat lines, and others."""
+    wanted = network_measures(check)
+    rows = [
+        row
+        for row in check.rows
+        if row.kind == kind and row.level == "network" and (row.measure, row.reduction) in wanted
+    ]
+    lines = {
+        row.measure.replace("_", " "): [1.0, *(value / row.value for value in row.values)] for row in rows
+    }
+    unmoved = [row.measure.replace("_", " ") for row in rows if row.holds]
+    places = ["original", *(str(trial) for trial in range(1, (check.meta or {})["trials"] + 1))]
+    caption = (
+        f"One function, ten ways to write it: the {_KINDS[kind]} of ‘{name}’ rescaled. Flat lines at 1 are "
+        f"measures that do not notice: {listed(unmoved)}."
+    )
+    return profile(lines, places, "value ÷ value of the original", caption, x_label="rewritten network")
 
 
 def _page(reports: Mapping[str, Report], figures: list[str]) -> Page:

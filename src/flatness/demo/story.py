@@ -1,14 +1,16 @@
-"""What the demo says: who is flatter, whether that matches the test gap, and what rescaling changes."""
+"""What the demo says: who is flatter, whether that matches the test gap, and what rewriting changes."""
 
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from flatness.demo.training import FACTOR, TARGET
+from flatness.demo.training import TARGET
 from flatness.result import Report
+from flatness.symmetry.verdicts import InvarianceReport
 from flatness.tables import format_value
 
 MEASURE = ("relative_flatness", "sum")
@@ -16,6 +18,7 @@ MEASURE = ("relative_flatness", "sum")
 PLAIN = ("hessian_trace", None)
 _RANKED = (MEASURE, ("layer_flatness_trace", "sum"), ("neuron_flatness", "sum"), PLAIN, ("weight_norm", None))
 _BAR = 16
+_NAME = 28
 
 Quantity = tuple[str, str | None]
 
@@ -89,33 +92,55 @@ def ranking(reports: Mapping[str, Report]) -> str:
     return "\n".join([*lines, f"  {'(a coin)':22}   50%"])
 
 
-def rescaling(name: str, before: Report, after: Report, change: float) -> str:
-    """What happens to the values when a network is written differently."""
+def rewriting(name: str, check: InvarianceReport) -> str:
+    """Which values notice that a network is written differently, and how much."""
+    trials = (check.meta or {})["trials"]
     lines = [
         "",
-        f"The same function, written differently: fc1 × {FACTOR:g}, fc2 ÷ {FACTOR:g} in '{name}'",
-        f"(its outputs change by {change:.0e})",
+        f"The same function, written differently: '{name}' with its layers rescaled",
+        f"{trials} times, then its neurons {trials} times. Each value against the original's:",
+        "",
+        f"  {'':{_NAME}}  {'layers':14}  neurons",
     ]
-    for quantity in (PLAIN, MEASURE):
-        old, new = value(before, quantity), value(after, quantity)
-        same = abs(new - old) < 1e-3 * abs(old)
-        effect = (
-            "unchanged"
-            if same
-            else f"{max(new / old, old / new):.1f} times {'more' if new > old else 'less'}"
-        )
-        lines.append(f"  {quantity[0]:22}  {format_value(old):>6} → {format_value(new):<6}  {effect}")
-    return "\n".join(lines)
+    for measure, reduction in network_measures(check):
+        cells = [_range(check, measure, reduction, kind) for kind in ("layerwise", "neuronwise")]
+        lines.append(f"  {measure:{_NAME}}  {cells[0]:14}  {cells[1]}")
+    count = sum(row.declared for row in check.rows)
+    broken = len(check.failures)
+    held = f"all {count} hold here" if not broken else f"{broken} of {count} are broken here"
+    return "\n".join([*lines, f"Invariances that the measures declare, layer by layer: {held}."])
 
 
-def closing(out: Path, files: Sequence[str], seconds: float) -> str:
+def network_measures(check: InvarianceReport) -> list[Quantity]:
+    """What the check says about the whole network: one number a measure, a sum where there are several."""
+    rows = [row for row in check.rows if row.level == "network" and row.reduction != "max"]
+    return list(dict.fromkeys((row.measure, row.reduction) for row in rows))
+
+
+def _range(check: InvarianceReport, measure: str, reduction: str | None, kind: str) -> str:
+    """Smallest and largest factor by which a value changed; "unchanged" where rounding explains it."""
+    for row in check.rows:
+        if (row.measure, row.reduction, row.kind, row.level) == (measure, reduction, kind, "network"):
+            factors = [value / row.value for value in row.values]
+            return "unchanged" if row.holds else f"× {min(factors):.2g} … {max(factors):.2g}"
+    return ""
+
+
+def closing(out: Path, files: Sequence[str], seconds: float, width: int) -> str:
     """Where everything is, and what to do next."""
     return "\n".join(
         [
             "",
             f"Done in {seconds:.0f} s. Open {out / 'index.html'}; beside it are",
-            f"  {', '.join(name for name in files if name != 'index.html')}",
+            textwrap.fill(
+                ", ".join(name for name in files if name != "index.html"),
+                min(width, 80),
+                initial_indent="  ",
+                subsequent_indent="  ",
+                break_on_hyphens=False,
+            ),
             "Your own network:",
             "  flatness measure net.pt --model package.module:factory --data FILE.npz",
+            "  flatness check net.pt --model package.module:factory --data FILE.npz",
         ]
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +20,6 @@ from flatness.result import Report
 SIZES = (64, 64, 32, 10)
 TARGET = 0.02
 """Training loss at which every network stops."""
-FACTOR = 5.0
-"""By how much `rescaled` rescales."""
 _MOST_STEPS = 8000
 _CHECK_EVERY = 10
 
@@ -54,7 +51,7 @@ def train_and_measure(
     networks: dict[str, nn.Module] = {}
     reports: dict[str, Report] = {}
     runs = list(itertools.product(SETTINGS, range(seeds)))
-    with _one_thread(), ProgressBar("training and measuring", len(runs), enabled=True) as bar:
+    with one_thread(), ProgressBar("training and measuring", len(runs), enabled=True) as bar:
         for setting, seed in runs:
             name = f"{setting.name}, seed {seed}"
             labels = _labels(train.targets, setting, seed)
@@ -65,7 +62,7 @@ def train_and_measure(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Networks this small train fastest on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -124,20 +121,3 @@ def _measured(
         "gap": test_risk - report.meta["risk"],
     }
     return replace(report, meta={**report.meta, **facts})
-
-
-def rescaled(model: nn.Module, train: Dataset) -> tuple[Report, float]:
-    """The report of an equal network, fc1 times `FACTOR` and fc2 divided by it, and how its outputs differ.
-
-    ReLU lets a positive factor through, so the two cancel.
-    """
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, parameter in twin.named_parameters():
-            if name.startswith("fc1."):
-                parameter.mul_(FACTOR)
-            elif name == "fc2.weight":
-                parameter.div_(FACTOR)
-        change = float((twin(train.inputs) - model(train.inputs)).abs().max())
-    with _one_thread():
-        return measure(twin, train.pair, progress=False), change

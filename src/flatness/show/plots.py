@@ -104,7 +104,18 @@ def save_invariance(
         trials, ratios, declared = zip(*sorted(lines[name]), strict=True)
         label = name.replace("_", " ") + (" (invariant)" if declared[0] else "")
         style = _DASHES[number % len(_DASHES)]
-        axes.plot(trials, ratios, color=colour, marker=_MARKERS[shape], linestyle=style, label=label)
+        # Flat lines lie on each other: hollow markers, so that those below show through.
+        filled = "none" if declared[0] else colour
+        axes.plot(
+            trials,
+            ratios,
+            color=colour,
+            marker=_MARKERS[shape],
+            markerfacecolor=filled,
+            markersize=7,
+            linestyle=style,
+            label=label,
+        )
         shown += ratios
     axes.set_xticks(range(max((line[-1][0] for line in lines.values()), default=0) + 1))
     _scale(axes, "y", shown)

@@ -40,4 +40,6 @@ def points_of(
 def looks(groups: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Colour and shape of every group, in order of appearance."""
     names = list(dict.fromkeys(groups))
-    return {name: (COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]) for i, name in enumerate(names)}
+    colours, shapes = len(COLOURS), len(SHAPES)
+    # When colours come again, they come with other shapes.
+    return {name: (COLOURS[i % colours], SHAPES[(i + i // colours) % shapes]) for i, name in enumerate(names)}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from flatness.errors import listed
 from flatness.show.points import Point, looks
 from flatness.show.scales import Scale, scale_of
 
-_WIDTH, _HEIGHT = 720, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 190, 14, 56
+_WIDTH, _HEIGHT = 780, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 230, 14, 56
 
 
 def scatter(points: Sequence[Point], x_label: str, y_label: str, caption: str) -> str:
@@ -26,12 +27,18 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str, caption: str) -
     return _figure([*parts, _legend(look)], summary, caption)
 
 
-def profile(groups: Mapping[str, Sequence[float]], places: Sequence[str], y_label: str, caption: str) -> str:
+def profile(
+    groups: Mapping[str, Sequence[float]],
+    places: Sequence[str],
+    y_label: str,
+    caption: str,
+    x_label: str = "layer",
+) -> str:
     """A figure with a line per group over named places, such as layers."""
     y = scale_of([value for values in groups.values() for value in values])
     across = [_across((index + 0.5) / len(places)) for index in range(len(places))]
     look = looks(groups)
-    parts = [_frame(y, y_label, "layer", dict(zip(across, places, strict=True)))]
+    parts = [_frame(y, y_label, x_label, dict(zip(across, places, strict=True)))]
     for group, values in groups.items():
         spots = [(x, _up(y.share(value))) for x, value in zip(across, values, strict=True)]
         path = "L".join(f"{x:.1f} {height:.1f}" for x, height in spots)
@@ -39,7 +46,7 @@ def profile(groups: Mapping[str, Sequence[float]], places: Sequence[str], y_labe
         for (x, height), value, place in zip(spots, values, places, strict=True):
             told = escape(f"{group}, {place}: {value:.4g}")
             parts.append(f"<g><title>{told}</title>{_mark(x, height, *look[group])}</g>")
-    summary = f"{y_label} by layer for {len(groups)} groups of networks. {caption}"
+    summary = f"{y_label} by {x_label}: {listed(groups)}. {caption}"
     return _figure([*parts, _legend(look)], summary, caption)
 
 

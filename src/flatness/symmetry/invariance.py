@@ -16,6 +16,7 @@ from flatness.measures.catalogue import select_measures
 from flatness.measures.measure import Measure
 from flatness.measuring import measure
 from flatness.problem import Problem
+from flatness.progress import ProgressBar
 from flatness.ranks import separately
 from flatness.result import Report
 from flatness.symmetry.groups import Symmetries, symmetries
@@ -113,9 +114,14 @@ def check_invariance(
         setting.found, wanted, chosen, original.layers(), range(seed, seed + trials), (low, high)
     )
     rows: list[InvarianceRow] = []
-    for rewriting in rewritings:
-        reports = [setting.measured(rewriting, rescaling) for rescaling in rewriting.rescalings]
-        rows += judge(rewriting.kind, rewriting.rescalings, chosen, original, reports)
+    total = sum(len(rewriting.rescalings) for rewriting in rewritings)
+    with ProgressBar("rewritten networks", total, bool(options.get("progress", True))) as bar:
+        for rewriting in rewritings:
+            reports = []
+            for rescaling in rewriting.rescalings:
+                reports.append(setting.measured(rewriting, rescaling))
+                bar.advance()
+            rows += judge(rewriting.kind, rewriting.rescalings, chosen, original, reports)
     order = {item.name: position for position, item in enumerate(chosen)}
     rows.sort(key=lambda row: order[row.measure])
     meta = {key: original.meta[key] for key in ("model", "loss", "samples", "dtype", "risk")}
@@ -138,7 +144,7 @@ class _Setting:
 
     def measured(self, rewriting: Rewriting, rescaling: Rescaling) -> Report:
         """A rewritten network, measured like the original."""
-        narrowed = dict(self.options)
+        narrowed = {**self.options, "progress": False}  # one bar for all networks, not one for each
         if rewriting.layers is not None:
             narrowed["layers"] = rewriting.layers
         if rewriting.measures is not None:
