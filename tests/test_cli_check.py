@@ -29,3 +29,15 @@ def test_wrong_words_are_answered_in_one_line(tmp_path):
     assert outcome.status == 2
     assert "neuronwise" in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_layers_and_the_range_of_factors_can_be_chosen(tmp_path):
+    chosen = ("--layers", "last", "--low", "2", "--high", "2", "--measures", "weight_norm", "--csv")
+    outcome = run(*ARGUMENTS, "--trials", "1", "--kinds", "layerwise", *chosen, cwd=tmp_path)
+    assert outcome.status == 0
+    rows = {row["layer"]: row for row in csv.DictReader(io.StringIO(outcome.out))}
+    assert "fc1" not in rows
+    # fc1 is doubled, so fc2 is halved and its squared norm a quarter.
+    assert abs(float(rows["fc2"]["drift"]) - 0.75) < 1e-6
+    outcome = run(*ARGUMENTS, "--low", "3", "--high", "2", cwd=tmp_path)
+    assert (outcome.status, outcome.err) == (2, "error: Expected 0 < --low ≤ --high but got 3 and 2.\n")

@@ -259,6 +259,24 @@ def test_the_model_comes_back_as_it_was():
             "invariant. Leave it out.",
         ),
         ({"trials": 0}, OptionError, "Expected trials to be a positive integer but got 0."),
+        ({"trials": True}, OptionError, "Expected trials to be a positive integer but got True."),
+        (
+            {"kinds": 3},
+            OptionError,
+            "Expected kinds out of layerwise, neuronwise, permutation, output but got 3.",
+        ),
+        (
+            {"layer": "fc1"},
+            OptionError,
+            "Expected arguments of flatness.check_invariance or flatness.measure but got 'layer'. Did you "
+            "mean 'layers'?",
+        ),
+        (
+            {"dtype": "float64"},
+            OptionError,
+            "Expected dtype to be torch.float16, bfloat16, float32, float64 or None but got 'float64'. For "
+            "example dtype=torch.float64.",
+        ),
         ({"samples": 0.5}, OptionError, "Expected samples to be a positive integer or None but got 0.5."),
         (
             {"kinds": ("layer",)},
@@ -278,6 +296,39 @@ def test_bad_choices_are_refused_before_anything_runs(arguments, error, message)
     with pytest.raises(error) as raised:
         checked(*small(), **arguments)
     assert str(raised.value) == message
+
+
+def test_values_that_are_zero_throughout_are_said_to_show_nothing():
+    model, data = small()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    report = checked(model.eval(), data, measures="weight_norm", trials=1, kinds="layerwise")
+    layers = [name for name, module in model.named_modules() if hasattr(module, "weight")]
+    places = ", ".join(f"weight_norm ({place})" for place in [*layers, "network"])
+    assert report.notes == (f"0 before and after, which shows nothing: {places}",)
+
+
+def test_every_rewritten_network_counts_in_one_bar(monkeypatch):
+    shown = []
+
+    class Bar:
+        def __init__(self, label, total, enabled):
+            shown.append([label, total, enabled, 0])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def advance(self, steps=1):
+            shown[-1][3] += steps
+
+    monkeypatch.setattr("flatness.symmetry.invariance.ProgressBar", Bar)
+    model, data = small()
+    flatness.check_invariance(model, data, measures="weight_norm", trials=2, progress=True)
+    assert shown == [["rewritten networks", 4, True, 4]]
 
 
 def test_unknown_measures_are_refused():

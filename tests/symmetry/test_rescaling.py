@@ -494,6 +494,12 @@ def test_whatever_is_found_in_a_random_network_leaves_its_function_as_it_is(mode
             "Expected a permutation of 0 … 5 for 'fc1' but got 0, 1, 2.",
         ),
         (
+            {"factors": {"fc1": "ba"}, "kind": "permutation"},
+            OptionError,
+            "Expected a permutation of 0 … 5 for 'fc1' but got 'ba'.",
+        ),
+        ({"seed": "one"}, OptionError, "Expected seed to be an integer but got 'one'. For example seed=0."),
+        (
             {"factors": {"fc9": [0, 1]}, "kind": "permutation"},
             LayerError,
             "Expected permutations for layers of the model but got 'fc9'. Did you mean 'fc3'? Layers: fc1, "

@@ -115,6 +115,22 @@ def test_a_wrong_example_shape_is_refused_with_the_module_that_stopped():
     )
 
 
+def test_examples_that_say_nothing_are_refused():
+    model = sequential(fc1=nn.Linear(4, 6), act=nn.ReLU(), fc2=nn.Linear(6, 3))
+    with pytest.raises(ModelError) as raised:
+        symmetries(model, torch.randn(0, 4))
+    assert message(raised) == (
+        "Expected an example of at least one sample but got float32[0, 4], for which the model puts out "
+        "nothing (float32[0, 3]). Pass one sample or more."
+    )
+    with pytest.raises(ModelError) as raised:
+        symmetries(model, torch.full((2, 4), float("nan")))
+    assert message(raised) == (
+        "Expected finite outputs but the model puts out NaN or infinity for the example, float32[2, 4]. Look "
+        "for NaN in the example, or for weights that overflow."
+    )
+
+
 def test_a_wrong_number_of_arguments_is_refused():
     model = Formula(lambda self, x: self.fc2(self.fc1(x)))
     with pytest.raises(ModelError) as raised:

@@ -34,6 +34,7 @@ def check(
     loss: o.Loss = "cross_entropy",
     forward: o.Forward = None,
     measures: o.Measures = None,
+    layers: o.Layers = None,
     kinds: Annotated[
         list[str] | None,
         typer.Option(
@@ -42,6 +43,8 @@ def check(
     ] = None,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Rewritten networks per kind.")] = 3,
     samples: Annotated[int, typer.Option("--samples", min=1, help="At most so many samples.")] = 1000,
+    low: Annotated[float, typer.Option("--low", help="Smallest factor.")] = 0.2,
+    high: Annotated[float, typer.Option("--high", help="Largest factor.")] = 5.0,
     seed: o.Seed = 0,
     as_json: o.AsJson = False,
     as_csv: o.AsCsv = False,
@@ -59,7 +62,12 @@ def check(
     if as_json and as_csv:
         raise UsageError("Expected one of --json and --csv but got both.")
     wanted = [choice(kind, "--kinds", _KINDS) for kind in split_list(kinds)] or ["layerwise", "neuronwise"]
-    arguments = {"kinds": wanted, "trials": trials, "samples": samples, "seed": seed, "progress": progress}
+    if not 0 < low <= high < float("inf"):
+        raise UsageError(f"Expected 0 < --low ≤ --high but got {low:g} and {high:g}.")
+    arguments = {"kinds": wanted, "trials": trials, "samples": samples, "low": low, "high": high}
+    named = split_list(layers)
+    arguments |= {"layers": named[0] if len(named) == 1 else named or None}  # "last" is a word, not a list
+    arguments |= {"seed": seed, "progress": progress}
     built = key_values(model_arg, "--model-arg")
     from flatness.cli import job
 

@@ -97,8 +97,8 @@ def rewriting(name: str, check: InvarianceReport) -> str:
     trials = (check.meta or {})["trials"]
     lines = [
         "",
-        f"The same function, written differently: '{name}' with its layers rescaled",
-        f"{trials} times, then its neurons {trials} times. Each value against the original's:",
+        f"The same function, written differently: '{name}' with its layers",
+        f"rescaled {trials} times, then its neurons. Each value against the original's:",
         "",
         f"  {'':{_NAME}}  {'layers':14}  neurons",
     ]

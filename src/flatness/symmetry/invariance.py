@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from flatness import batches
-from flatness.errors import ModelError, OptionError, OutOfMemoryError, listed
+from flatness.errors import ModelError, OptionError, OutOfMemoryError, listed, nearest
 from flatness.guard import converted
 from flatness.measures.catalogue import select_measures
 from flatness.measures.measure import Measure
@@ -22,7 +23,7 @@ from flatness.result import Report
 from flatness.symmetry.groups import Symmetries, symmetries
 from flatness.symmetry.rescaling import KINDS, Rescaling, check_choices, make_rescaling, rescaled_copy
 from flatness.symmetry.tracing import Forward
-from flatness.symmetry.verdicts import OWN_FEATURES, InvarianceReport, InvarianceRow, judge
+from flatness.symmetry.verdicts import OWN_FEATURES, InvarianceReport, InvarianceRow, judge, zero_values
 
 _OF_PROBLEM = ("forward", "batch_size", "device", "seed", "progress")
 _EXAMPLE = 8
@@ -107,6 +108,7 @@ def check_invariance(
     chosen = select_measures(measures)
     wanted = _checked_kinds(kinds, low, high)
     _check_numbers(trials, samples, weight_decay)
+    _check_arguments(arguments)
     options = {"loss": loss, "measures": [item.name for item in chosen], "seed": seed, **arguments}
     setting = _prepared(model, data, samples, dtype, options)
     original = setting.original
@@ -125,7 +127,7 @@ def check_invariance(
     order = {item.name: position for position, item in enumerate(chosen)}
     rows.sort(key=lambda row: order[row.measure])
     meta = {key: original.meta[key] for key in ("model", "loss", "samples", "dtype", "risk")}
-    notes = dict.fromkeys((*setting.notes, *skipped))
+    notes = dict.fromkeys((*setting.notes, *skipped, *zero_values(rows)))
     return InvarianceReport(tuple(rows), tuple(notes), meta | {"trials": trials, "seed": seed})
 
 
@@ -158,9 +160,8 @@ class _Setting:
 def _prepared(
     model: nn.Module, data: Any, samples: int | None, dtype: torch.dtype | None, options: dict[str, Any]
 ) -> _Setting:
-    problem = Problem(
-        model, data, options["loss"], **{key: options[key] for key in _OF_PROBLEM if key in options}
-    )
+    given = {key: options[key] for key in _OF_PROBLEM if key in options}
+    problem = Problem(model, data, options["loss"], dtype=dtype, **given)
     with problem.guarded():
         part, cut = _first_samples(problem, samples)
         example = problem.example(_EXAMPLE)
@@ -265,6 +266,8 @@ def own_feature_batches(found: Symmetries, layers: list[str]) -> list[tuple[list
 
 
 def _checked_kinds(kinds: str | Iterable[str], low: float, high: float) -> list[str]:
+    if not isinstance(kinds, (str, Iterable)):
+        raise OptionError(f"Expected kinds out of {listed(KINDS)} but got {kinds!r}.")
     wanted = [kinds] if isinstance(kinds, str) else list(dict.fromkeys(kinds))
     if not wanted:
         raise OptionError(f"Expected at least one kind out of {listed(KINDS)} but got none.")
@@ -273,10 +276,25 @@ def _checked_kinds(kinds: str | Iterable[str], low: float, high: float) -> list[
     return wanted
 
 
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what `flatness.measure` does not take, before anything runs."""
+    known = [*inspect.signature(measure).parameters, *inspect.signature(check_invariance).parameters]
+    for name in arguments:
+        if name not in known:
+            raise OptionError(
+                f"Expected arguments of flatness.check_invariance or flatness.measure but got {name!r}."
+                f"{nearest(name, known)}"
+            )
+
+
+def _counts(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
 def _check_numbers(trials: int, samples: int | None, weight_decay: float) -> None:
-    if not isinstance(trials, int) or trials < 1:
+    if not _counts(trials):
         raise OptionError(f"Expected trials to be a positive integer but got {trials!r}.")
-    if samples is not None and (not isinstance(samples, int) or samples < 1):
+    if samples is not None and not _counts(samples):
         raise OptionError(f"Expected samples to be a positive integer or None but got {samples!r}.")
     if weight_decay != 0:
         raise OptionError(

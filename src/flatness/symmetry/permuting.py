@@ -76,11 +76,11 @@ def given_permutation(symmetries: Symmetries, given: Mapping[str, Any]) -> Tenso
                 f"{name!r}.{nearest(name, symmetries.layers)} "
                 f"Layers: {listed(symmetries.layers, 20)}."
             )
-        rows, order = action.rows.tolist(), torch.as_tensor(value).flatten().tolist()
-        if sorted(order) != list(range(len(rows))):
-            raise OptionError(
-                f"Expected a permutation of 0 … {len(rows) - 1} for {name!r} but got {listed(order, 8)}."
-            )
+        rows = action.rows.tolist()
+        order = _order(value)
+        if order is None or sorted(order) != list(range(len(rows))):
+            got = repr(value) if order is None else listed(order, 8)
+            raise OptionError(f"Expected a permutation of 0 … {len(rows) - 1} for {name!r} but got {got}.")
         for row, former in enumerate(order):
             if row != former and (family.get(rows[row], -1) != family.get(rows[former], -2)):
                 raise OptionError(
@@ -90,6 +90,14 @@ def given_permutation(symmetries: Symmetries, given: Mapping[str, Any]) -> Tenso
             if rows[former] >= 0:
                 goes[rows[former]] = rows[row]
     return goes
+
+
+def _order(value: Any) -> list[Any] | None:
+    """The numbers of a given permutation; None where there are none."""
+    try:
+        return torch.as_tensor(value).flatten().tolist()
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def permuted_factors(symmetries: Symmetries, goes: Tensor) -> dict[str, Tensor]:

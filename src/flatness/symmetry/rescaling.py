@@ -132,6 +132,8 @@ def make_rescaling(
 ) -> Rescaling:
     """Choose the factors of a rescaling; `frozen` classes of channels keep their scale (neuron-wise only)."""
     check_choices(kind, low, high, factors)
+    if not hasattr(seed, "__index__"):
+        raise OptionError(f"Expected seed to be an integer but got {seed!r}. For example seed=0.")
     if kind == "permutation":
         moved = found.permutations
         if not permuting.exchangeable(moved):

@@ -75,6 +75,7 @@ def trace(model: nn.Module, example: Any, forward: Forward) -> Trace:
         NondeterministicError: When two runs differ.
     """
     expected = run(model, example, forward)
+    _check_values(expected, example)
     recorder = Recorder(model, example)
     with torch.no_grad(), located(model, recorder) as location:
         recorder.location = location
@@ -126,6 +127,20 @@ def _logits(output: Any) -> Any:
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return getattr(output, "logits", output)
+
+
+def _check_values(output: Tensor, example: Any) -> None:
+    """Refuse examples that say nothing about the model."""
+    if output.numel() == 0:
+        raise ModelError(
+            f"Expected an example of at least one sample but got {describe(example)}, for which the model "
+            f"puts out nothing ({describe(output)}). Pass one sample or more."
+        )
+    if output.is_floating_point() and not bool(output.isfinite().all()):
+        raise ModelError(
+            f"Expected finite outputs but the model puts out NaN or infinity for the example, "
+            f"{describe(example)}. Look for NaN in the example, or for weights that overflow."
+        )
 
 
 def _check_same(expected: Tensor, output: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +235,13 @@ def judge(
             )
         )
     return rows
+
+
+def zero_values(rows: Iterable[InvarianceRow]) -> list[str]:
+    """A note on values that are 0 throughout: no factor could move them, so that they show nothing."""
+    zero = [row for row in rows if row.level != "unit" and not any((row.value, *row.values))]
+    names = dict.fromkeys(f"{row.measure} ({row.layer or 'network'})" for row in zero)
+    return [f"0 before and after, which shows nothing: {listed(names, 6)}"] if names else []
 
 
 def is_declared(measure: Measure, kind: str, layer: str | None, rescaling: Rescaling) -> bool:
