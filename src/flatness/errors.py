@@ -54,6 +54,10 @@ class OptionError(FlatnessError, ValueError):
     """An argument has a value it cannot have."""
 
 
+class UndefinedMeasureError(FlatnessError, ValueError):
+    """A measure is not defined for this network on this data: no accuracy to drop, no gradient to follow."""
+
+
 class CheckpointError(FlatnessError, ValueError):
     """A checkpoint cannot be read safely, or does not fit the model."""
 

@@ -186,6 +186,11 @@ def _not_linear(operators: set[str]) -> frozenset[str]:
     return frozenset(operators - _PIECEWISE_LINEAR - {"AccumulateGrad"})
 
 
+def linear_operators(output: Tensor) -> frozenset[str]:
+    """Names of the operators on the way to an output that are piecewise linear."""
+    return frozenset({operator_name(node) for node in _operands_first(output.grad_fn)} & _PIECEWISE_LINEAR)
+
+
 def once_differentiable(output: Tensor) -> list[str]:
     """Names of custom operators behind an output that declare to have no second derivative.
 

@@ -22,7 +22,7 @@ from flatness.curvature.routes import (
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
 from flatness.examine import Examined, examine
 from flatness.graph import curved_operators
-from flatness.layers import select_layers
+from flatness.layers import Layer, select_layers
 from flatness.measures.catalogue import resolve_options, select_measures
 from flatness.measures.measure import SPECTRA, Measure
 from flatness.notebook import outline_html
@@ -52,6 +52,7 @@ class Plan:
         network_spectra: Spectra of the network's Hessian to find, by measure.
         gradient_routes: Layers and norm layers whose per-sample gradients come from one backward pass.
         graph_bytes: Rough size of one sample's graph of first derivatives.
+        called: Every layer that the forward pass calls, measured or not, by name.
     """
 
     measures: list[Measure]
@@ -69,6 +70,7 @@ class Plan:
     network_spectra: dict[str, SpectrumRequest] = field(default_factory=dict)
     gradient_routes: Routes = field(default_factory=lambda: Routes([]))
     graph_bytes: int = 0
+    called: dict[str, Layer] = field(default_factory=dict)
 
     @property
     def needs_spread(self) -> list[str]:
@@ -181,6 +183,7 @@ def make_plan(
         network_spectra=spectra,
         gradient_routes=_gradient_routes(problem, examined),
         graph_bytes=graph,
+        called={name: examined.layers[name] for name in examined.called},
     )
 
 

@@ -118,7 +118,12 @@ def format_report(report: Any, width: int) -> str:
     """The table of layers as text, with a title above and the notes below."""
     parts = [textwrap.fill(title(report), width), format_grid(report_grid(report), width)]
     if any(not row.converged for row in report.results):
-        parts.append("* an eigenvalue iteration did not meet its tolerance: see report.result(...).residual")
+        eigenvalues = all(row.residual is not None for row in report.results if not row.converged)
+        parts.append(
+            "* an eigenvalue iteration did not meet its tolerance: see report.result(...).residual"
+            if eigenvalues
+            else "* a search or an iteration did not arrive: see report.result(...).notes"
+        )
     notes = [textwrap.fill(f"note: {note}", width, subsequent_indent="      ") for note in report.notes]
     parts.append("\n".join(notes))
     return "\n\n".join(part for part in parts if part)
@@ -139,7 +144,12 @@ def title(report: Any) -> str:
     if meta.get("curvature", "hessian") != "hessian":
         parts.append("Gauss-Newton part only")
     methods = {row.method for row in report.results}
-    parts.append("all values exact" if methods <= {"exact"} else "± is the standard error of sampled values")
+    if methods <= {"exact"}:
+        parts.append("all values exact")
+    if "sampled" in methods:
+        parts.append("± is the standard error of sampled values")
+    if "ascent" in methods:
+        parts.append("values by ascent are lower bounds")
     name = str(meta.get("model", "model"))
     name = f"{meta['checkpoint']}, {name}" if "checkpoint" in meta else name
     name = f"{name} on {meta['data']}" if "data" in meta else name

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from flatness.curvature.hessian_operator import HessianOperator
-from flatness.curvature.network_spectrum import NetworkSpectrum, network_spectra
+from flatness.curvature.network_spectrum import NetworkSpectrum, SpectrumRequest, network_spectra
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.squared_gradients import squared_gradients
-from flatness.errors import DifferentiabilityError, LossError, ProcessError, listed
+from flatness.errors import DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError, listed
 from flatness.measures.measure import LayerView, Surroundings, Valued
 from flatness.plan import Plan
 from flatness.problem import Problem
@@ -47,6 +47,8 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
     space = ParameterSpace(problem)
     hessian = HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
     squares = cache(lambda: squared_gradients(space, plan.gradient_routes))
+    gradient = cache(space.gradient)
+    solved: dict[SpectrumRequest, NetworkSpectrum] = {}
     spectra: dict[str, NetworkSpectrum] = {}
     values: dict[str, Mapping[str | None, Valued]] = {}
     if plan.network_spectra:
@@ -55,8 +57,15 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
             _refuse_several(problem)
             # Equal requests are one.
             distinct = list(dict.fromkeys(plan.network_spectra.values()))
-            solved = dict(zip(distinct, network_spectra(hessian, distinct, squares), strict=True))
+            solved.update(zip(distinct, network_spectra(hessian, distinct, squares), strict=True))
             spectra = {name: solved[request] for name, request in plan.network_spectra.items()}
+
+    def spectrum(request: SpectrumRequest) -> NetworkSpectrum:
+        if request not in solved:
+            (solved[request],) = network_spectra(hessian, [request], squares)
+        return solved[request]
+
+    weights = {name: layer.matrix() for name, layer in plan.called.items()}
     for measure in exploring:
         options = plan.options[measure.name]
         seen = [replace(view, options=options) for view in views]
@@ -64,7 +73,9 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
         with _left_out(plan, [measure.name], everything):
             _refuse_several(problem)
             values[measure.name] = measure.explore(
-                Surroundings(space, seen, squares, hessian, options, problem.seed)
+                Surroundings(
+                    space, seen, weights, gradient, squares, spectrum, hessian, options, problem.seed
+                )
             )
     return Walked(spectra, values)
 
@@ -83,7 +94,7 @@ def _left_out(plan: Plan, names: list[str], allowed: bool) -> Iterator[None]:
     """Turn what a measure cannot have here into a note, where that is allowed."""
     try:
         yield
-    except (DifferentiabilityError, LossError, ProcessError) as error:
+    except (DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError) as error:
         if not allowed:
             raise
         plan.notes.append(f"left out for the network: {listed(names)}. {error}")

@@ -12,11 +12,17 @@ from flatness.cli.help import Command
 from flatness.cli.words import complete_measures
 
 _ROOMY, _SYMBOL = 110, 11
-_SHORT = {"layerwise": "L", "neuronwise": "N", "neuronwise except own features": "(N)", "output": "S"}
+_SHORT = {
+    "layerwise": "L",
+    "layerwise in chains": "(L)",
+    "neuronwise": "N",
+    "neuronwise except own features": "(N)",
+    "output": "S",
+}
 _LEGEND = (
-    "inv.: invariant to L rescaling of layers, N rescaling of neurons, (N) the same except of the "
-    "layer's own features, S scaling of the output. 'default' measures take one pass over the data; "
-    "the others iterate. flatness measures NAME shows the formula."
+    "inv.: invariant to L rescaling of layers, (L) the same in a chain of layers only, N rescaling of "
+    "neurons, (N) the same except of the layer's own features, S scaling of the output. 'default' measures "
+    "take one pass over the data; the others iterate. flatness measures NAME shows the formula."
 )
 
 
@@ -71,6 +77,13 @@ def _list(known: list[Any], width: int) -> str:
     return "\n".join([rows[0], "─" * width, *rows[1:], "", textwrap.fill(_LEGEND, width)])
 
 
+def _needs_of_network(measure: Any) -> str:
+    """What a measure without statistics of layers is computed from."""
+    if measure.explore is not None:
+        return "the network in and around its parameters"
+    return ", ".join(f"{need} of the network" for need in sorted(measure.network_needs)) or "the weights only"
+
+
 def _card(measure: Any, width: int) -> str:
     """All that is declared about a measure."""
     facts = {
@@ -78,9 +91,9 @@ def _card(measure: Any, width: int) -> str:
         "source": measure.source,
         "levels": ", ".join(measure.levels),
         "over layers": " and ".join(measure.reductions)
-        or ("all parameters" if measure.network else "not aggregated"),
+        or ("all parameters" if measure.network or measure.explore else "not aggregated"),
         "invariant to": ", ".join(sorted(measure.invariances)) or "nothing",
-        "needs": ", ".join(sorted(measure.needs)) or "the weights only",
+        "needs": ", ".join(sorted(measure.needs)) or _needs_of_network(measure),
         "cost": measure.price,
         "reading": "smaller is flatter" if measure.flatness else "no flatness: a baseline",
         "options": ", ".join(f"{key}={value}" for key, value in measure.options.items()) or "none",

@@ -186,8 +186,7 @@ def by_loss(
     resolved = resolve_options(chosen, options)
     names: dict[str | None, list[str]] = {}
     for measure in chosen:
-        wanted = resolved[measure.name].get("loss", measure.loss)
-        names.setdefault(None if wanted == "same" else wanted, []).append(measure.name)
+        names.setdefault(measure.own_loss(resolved[measure.name]), []).append(measure.name)
     given = dict(options or {})
     return [
         LossGroup(loss, group, {name: given[name] for name in group if name in given})

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.hessian_operator import HessianOperator
-from flatness.curvature.network_spectrum import NetworkSpectrum
+from flatness.curvature.network_spectrum import NetworkSpectrum, SpectrumRequest
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.spectrum import Spectrum
 
 Level = Literal["unit", "layer", "network"]
-Invariance = Literal["layerwise", "neuronwise", "neuronwise except own features", "output"]
+# "layerwise in chains": to layer-wise factors that multiply to 1, as those of a chain of layers do.
+Invariance = Literal[
+    "layerwise", "layerwise in chains", "neuronwise", "neuronwise except own features", "output"
+]
 SPECTRA = frozenset({"layer_eigenvalue", "row_eigenvalues"})
 NETWORK_NEEDS = frozenset({"traces", "spectrum"})
 
@@ -109,7 +112,10 @@ class Surroundings:
     Attributes:
         space: The parameters as one vector; E, ∇E and the accuracy anywhere near.
         layers: The measured layers, with the statistics that the measure `needs`.
-        squared_gradients: Gives E(∂_i ℓ)² for every parameter; computed once for all measures that ask.
+        weights: W (G, d, m) of every layer that the forward pass calls, measured or not, by name.
+        gradient: Gives E and ∇E at θ; computed once for all measures that ask, like the next two.
+        squared_gradients: Gives E(∂_i ℓ)² for every parameter.
+        spectrum: Gives extreme eigenvalues of the network's Hessian in a metric.
         hessian: Products with the Hessian of all parameters.
         options: The measure's own options.
         seed: Seed of everything random.
@@ -117,7 +123,10 @@ class Surroundings:
 
     space: ParameterSpace
     layers: Sequence[LayerView]
+    weights: Mapping[str, Tensor]
+    gradient: Callable[[], tuple[float, Tensor]]
     squared_gradients: Callable[[], Tensor]
+    spectrum: Callable[[SpectrumRequest], NetworkSpectrum]
     hessian: HessianOperator
     options: Mapping[str, Any]
     seed: int
@@ -153,6 +162,7 @@ class Measure:
         options: Names and defaults of the options it takes.
         loss: Name of the loss it is defined with, whatever the user's; None for the user's own. A measure
             with a loss of its own gets a pass of its own; its option ``loss="same"`` takes the user's.
+        loss_of: The same where it depends on the options: called with them.
         check_option: Called with an option's name and value; raises `OptionError` when the value is no good.
     """
 
@@ -178,6 +188,14 @@ class Measure:
     options: Mapping[str, Any] = field(default_factory=dict)
     check_option: Callable[[str, Any], None] | None = None
     loss: str | None = None
+    loss_of: Callable[[Mapping[str, Any]], str | None] | None = None
+
+    def own_loss(self, options: Mapping[str, Any]) -> str | None:
+        """Name of the loss it is defined with under these options; None for the user's own."""
+        if self.loss_of is not None:
+            return self.loss_of(options)
+        wanted = options.get("loss", self.loss)
+        return None if wanted == "same" else wanted
 
     @property
     def one_pass(self) -> bool:
@@ -204,8 +222,8 @@ class Measure:
     def __str__(self) -> str:
         """The card of the measure."""
         invariant = ", ".join(sorted(self.invariances)) or "nothing"
+        needs = ", ".join(sorted(self.needs)) or self.cost or "weights only"
         return (
             f"{self.name}  {self.symbol}  ({self.source})\n  {self.formula}\n  {self.summary}\n  levels: "
-            f"{', '.join(self.levels)}; invariant to: {invariant}; needs: "
-            f"{', '.join(sorted(self.needs)) or 'weights only'}"
+            f"{', '.join(self.levels)}; invariant to: {invariant}; needs: {needs}"
         )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pandas
 
 OWN_FEATURES = "neuronwise except own features"
+CHAINS = "layerwise in chains"
 
 # Relative drift that rounding explains, by the precision of the arithmetic, and what eigenvalue iterations
 # leave on top.
@@ -24,6 +25,8 @@ _COARSE = 0.2
 _ITERATION = 1e-5
 _NOT_CONVERGED = 1e-2
 _STANDARD_ERRORS = 5.0
+# How far from 1 a product of factors may be by rounding alone.
+_ONE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +252,13 @@ def is_declared(measure: Measure, kind: str, layer: str | None, rescaling: Resca
 
     "neuronwise except own features" is worked out layer by layer: a layer whose own features have no free
     scale, such as the first one, is invariant to all of it. A sum over layers is not: each factor belongs to
-    the features of some layer.
+    the features of some layer. "layerwise in chains" holds where the factors of all layers multiply to 1:
+    always in a chain of layers, not where branches meet or a norm layer takes up a factor.
     """
     if kind == "permutation" or kind in measure.invariances:
         return True
+    if kind == "layerwise" and CHAINS in measure.invariances:
+        return abs(math.prod(rescaling.factors.values()) - 1.0) < _ONE
     if kind == "neuronwise" and OWN_FEATURES in measure.invariances and layer is not None:
         return layer in rescaling.symmetries.layers and not rescaling.symmetries.features_of(layer)
     return False

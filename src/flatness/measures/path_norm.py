@@ -1,0 +1,128 @@
+"""The path norm: what a network with squared weights makes of an input of ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+
+from flatness import batches
+from flatness.errors import NotFiniteError, UndefinedMeasureError, listed
+from flatness.graph import curved_operators, linear_operators
+from flatness.measures.catalogue import register_measure
+from flatness.measures.measure import Measure, Surroundings, Valued
+from flatness.problem import Problem
+
+# Piecewise linear, but bounded or shifted: sums over paths do not pass through them.
+_NOT_HOMOGENEOUS = {"Clamp", "ClampMin", "ClampMax", "Hardsigmoid", "Hardtanh", "Hardshrink", "Softshrink"}
+
+
+def squared_network(model: nn.Module) -> nn.Module:
+    """A float64 copy whose weights, biases and norm layers (evaluation mode) are the squares of the model's.
+
+    A norm layer in evaluation mode is x ↦ a x + c with a = γ/√(var + eps) and c = β − a·mean; in the copy it
+    is x ↦ a² x + c².
+    """
+    try:
+        squared = copy.deepcopy(model).to(torch.float64)
+    except Exception as error:
+        raise UndefinedMeasureError(
+            "Expected a model that copy.deepcopy can copy, as path_norm squares the weights of a copy, but "
+            f"got: {error}. Leave path_norm out."
+        ) from error
+    with torch.no_grad():
+        for module in squared.modules():
+            if isinstance(module, _BatchNorm):
+                _square_batch_norm(module)
+            else:
+                for parameter in module.parameters(recurse=False):
+                    parameter.square_()
+    return squared
+
+
+def _square_batch_norm(module: _BatchNorm) -> None:
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    scale = (module.running_var + module.eps).rsqrt()
+    if module.weight is not None:
+        scale = scale * module.weight
+    shift = -scale * module.running_mean
+    if module.bias is not None:
+        shift = shift + module.bias
+    module.eps = 0.0
+    module.running_mean = torch.zeros_like(module.running_mean)
+    module.running_var = torch.ones_like(module.running_var)
+    module.weight = nn.Parameter(scale.square())
+    module.bias = nn.Parameter(shift.square())
+
+
+def _path_norm(around: Surroundings) -> dict[str | None, Valued]:
+    problem = around.space.problem
+    _refuse_parametrized(problem.model)
+    batch = _ones(problem)
+    model = squared_network(problem.model)
+    with torch.enable_grad():
+        output, _ = problem.forward(model, batch)
+    _refuse_curved(output)
+    value = float(output.detach().sum()) / len(output)
+    if not math.isfinite(value):
+        raise NotFiniteError(
+            f"Expected a finite path norm but got {value}: products of squared weights overflow even in "
+            "float64. Leave path_norm out."
+        )
+    note = "one forward pass of ones through the squared weights; pooling layers stay as they are"
+    return {None: Valued(value, (note,))}
+
+
+def _ones(problem: Problem) -> Any:
+    """One sample whose floating-point tensors are ones in float64; the target does not matter."""
+    batch = problem.example(1)
+    if not any(tensor.is_floating_point() for tensor in batches.tensors_in(batch)):
+        raise UndefinedMeasureError(
+            f"Expected inputs that are real numbers but got {batches.describe(batch)}: a path starts at an "
+            "input that can be 1. Leave path_norm out."
+        )
+
+    def one(tensor: Tensor) -> Tensor:
+        return torch.ones_like(tensor, dtype=torch.float64) if tensor.is_floating_point() else tensor
+
+    return batches.map_tensors(batch, one)
+
+
+def _refuse_parametrized(model: nn.Module) -> None:
+    found = [name for name, module in model.named_modules() if parametrize.is_parametrized(module)]
+    if found:
+        raise UndefinedMeasureError(
+            f"Expected weights that are parameters but those of {listed(found)} are computed from others "
+            "(torch.nn.utils.parametrize). Remove the parametrizations first."
+        )
+
+
+def _refuse_curved(output: Tensor) -> None:
+    odd = sorted(curved_operators(output) | (linear_operators(output) & _NOT_HOMOGENEOUS))
+    if odd:
+        raise UndefinedMeasureError(
+            "Expected a network of layers, rectifiers, pooling and batch norm, in which paths multiply, but "
+            f"it computes {listed(odd)}. Leave path_norm out."
+        )
+
+
+path_norm = register_measure(
+    Measure(
+        name="path_norm",
+        symbol="Σ_paths Π w²",
+        formula="Σ_k f_{θ²}(1)_k: the outputs of the network with squared parameters on an input of ones",
+        source="Neyshabur et al. 2015; Jiang et al. 2020",
+        summary="The sum over all paths from inputs to outputs of the product of squared weights on them.",
+        levels=("network",),
+        invariances=frozenset({"layerwise", "neuronwise"}),
+        explore=_path_norm,
+        cost="one forward pass of one sample",
+        flatness=False,
+    )
+)

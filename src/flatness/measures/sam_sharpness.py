@@ -1,0 +1,44 @@
+"""The rise of the risk along one step of sharpness-aware minimisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatness.errors import UndefinedMeasureError
+from flatness.measures.catalogue import register_measure
+from flatness.measures.measure import Measure, Surroundings, Valued
+from flatness.measures.option_checks import check_positive
+
+
+def _sam(around: Surroundings) -> dict[str | None, Valued]:
+    risk, slope = around.gradient()
+    length = float(slope.norm())
+    if length == 0:
+        raise UndefinedMeasureError(
+            "Expected a gradient to step along but it is zero everywhere: sam_sharpness is not defined here. "
+            "Use epsilon_sharpness, or check that the outputs depend on the parameters."
+        )
+    rho = float(around.options["rho"])
+    higher = around.space.risk(slope * (rho / length))
+    note = f"one step of length {rho:g} along the gradient of all the data, whose length is {length:.3g}"
+    return {None: Valued(higher - risk, (note,))}
+
+
+def _check_option(name: str, value: Any) -> None:
+    check_positive(name, value, 0.05)
+
+
+sam_sharpness = register_measure(
+    Measure(
+        name="sam_sharpness",
+        symbol="E(θ + ρ∇E/‖∇E‖) − E",
+        formula="E(θ + ρ ∇E/‖∇E‖) − E(θ), ρ = 0.05",
+        source="Foret et al. 2021",
+        summary="How much the risk rises in the ascent step that sharpness-aware minimisation takes.",
+        levels=("network",),
+        explore=_sam,
+        cost="one gradient and one forward pass",
+        options={"rho": 0.05},
+        check_option=_check_option,
+    )
+)
