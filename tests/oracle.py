@@ -305,3 +305,48 @@ def feature_spread(phi: Tensor, tolerance: float = 1e-6) -> Tensor:
         rms = (feature**2).mean().sqrt()
         values[t] = std if std > tolerance * rms else mean.abs()
     return values
+
+
+# Walks in parameter space
+
+
+def all_parameters(model: nn.Module) -> Tensor:
+    """Every parameter, flattened and concatenated in order: θ."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def sample_gradients(model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> Tensor:
+    """∂ℓ_i/∂θ for every sample, one backward pass each: (n, N)."""
+    rows = []
+    for i in range(len(x)):
+        parts = torch.autograd.grad(
+            loss(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters()), materialize_grads=True
+        )
+        rows.append(torch.cat([part.flatten() for part in parts]))
+    return torch.stack(rows)
+
+
+def trust_region_maximum(g: Tensor, H: Tensor, radius: float) -> float:
+    """The maximum of ⟨g, v⟩ + ½ vᵀHv over ‖v‖ ≤ radius, H positive semidefinite.
+
+    The maximum lies on the sphere at v = (μI − H)⁻¹ g, μ ≥ λ_max the number that makes its length the radius;
+    where even μ = λ_max leaves it too short, the rest of the length goes along a top eigenvector.
+    """
+    values, vectors = torch.linalg.eigh(H)
+    along = vectors.T @ g
+    top = float(values[-1])
+
+    def at(mu: float) -> Tensor:
+        gaps = mu - values
+        return torch.where(gaps.abs() > 1e-12 * max(top, 1.0), along / gaps, torch.zeros_like(along))
+
+    low, high = top, top + float(g.norm()) / radius + 1e-300
+    if float(at(low).norm()) <= radius and float(along[-1].abs()) < 1e-12:
+        v = at(low)
+        v[-1] = (radius**2 - v.square().sum()).clamp(min=0).sqrt()
+    else:
+        for _ in range(200):
+            middle = (low + high) / 2
+            low, high = (middle, high) if float(at(middle).norm()) > radius else (low, middle)
+        v = at(high)
+    return float(along @ v + 0.5 * (values * v.square()).sum())

@@ -91,8 +91,14 @@ def factors_cancel(name, changed):
     a norm layer takes up a factor that no layer gives back.
     """
     case, model, _, _ = original(name)
-    weights = [(net.get_parameter(f"{layer}.weight") for net in (model, changed)) for layer in case.layers]
-    return abs(math.prod(float(after.norm() / before.norm()) for before, after in weights) - 1) < 1e-9
+    factors = [
+        float(
+            changed.get_parameter(f"{layer}.weight").detach().norm()
+            / model.get_parameter(f"{layer}.weight").detach().norm()
+        )
+        for layer in case.layers
+    ]
+    return abs(math.prod(factors) - 1) < 1e-9
 
 
 def assert_rows(name, kind, changed, touched):
