@@ -18,9 +18,9 @@ NAME = "adaptive_sharpness"
 
 
 def measured(model, data, loss="cross_entropy", name=NAME, **options):
-    return flatness.measure(
-        model, data, loss, measures=name, options={name: options}, progress=False
-    ).result(name)
+    return flatness.measure(model, data, loss, measures=name, options={name: options}, progress=False).result(
+        name
+    )
 
 
 @pytest.mark.parametrize("rho", [0.01, 0.5])
@@ -131,8 +131,7 @@ def test_sam_takes_one_step_along_the_gradient():
         row = measured(model, (case.x, case.y), name="sam_sharpness", rho=0.1)
         assert row.value == pytest.approx(rise, rel=1e-9)
         assert row.notes == (
-            "one step of length 0.1 along the gradient of all the data, whose length is "
-            f"{float(length):.3g}",
+            f"one step of length 0.1 along the gradient of all the data, whose length is {float(length):.3g}",
         )
 
 

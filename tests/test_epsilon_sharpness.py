@@ -19,9 +19,9 @@ NAME = "epsilon_sharpness"
 
 
 def measured(model, data, loss="cross_entropy", **options):
-    return flatness.measure(
-        model, data, loss, measures=NAME, options={NAME: options}, progress=False
-    ).result(NAME)
+    return flatness.measure(model, data, loss, measures=NAME, options={NAME: options}, progress=False).result(
+        NAME
+    )
 
 
 def regression(at_minimum=False):
@@ -117,7 +117,9 @@ def test_the_quadratic_form_is_the_dense_eigenvalue(name, metric):
 
 def test_ascent_and_quadratic_form_meet_at_a_minimum():
     model, data = regression(at_minimum=True)
-    ascent, quadratic = (measured(model, data, "squared_error", form=form) for form in ("ascent", "quadratic"))
+    ascent, quadratic = (
+        measured(model, data, "squared_error", form=form) for form in ("ascent", "quadratic")
+    )
     assert ascent.value == pytest.approx(quadratic.value, rel=1e-6)
 
 

@@ -96,11 +96,11 @@ def _bracket(curve: Curve, drop: float, start: float) -> tuple[float | None, flo
     """Neighbouring powers of two, relative to the start, between which the accuracy has dropped enough."""
     harmless = curve.drop(start) <= drop
     way = 1 if harmless else -1
-    for doubling in range(1, _REACH + 1):
-        place = start + way * doubling
+    for place in (start + way * doubling for doubling in range(1, _REACH + 1)):
         if (curve.drop(place) <= drop) != harmless:
             return (place - 1, place) if harmless else (place, place + 1)
-    return (place, None) if harmless else (None, place)
+    last = start + way * _REACH
+    return (last, None) if harmless else (None, last)
 
 
 def _one_sided(low: float | None, high: float | None, drop: float) -> Valued:
