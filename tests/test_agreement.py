@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import flatness
 import oracle
 from networks import CASES, Case, ragged_batches
+from small import MEASURES
 
 # Sums of squares of the same float64 numbers in another order: rounding only.
 EXACT = 1e-8
@@ -64,7 +65,7 @@ def measured(case: Case, model, **arguments):
     batches = ragged_batches(case.x, case.y, sizes(len(case.x)))
     layers = [name for name in case.exact if name not in case.reused]
     return flatness.measure(
-        model, batches, layers=layers, measures="all", progress=False, **arguments
+        model, batches, layers=layers, measures=MEASURES, progress=False, **arguments
     ), layers
 
 
@@ -150,7 +151,9 @@ def test_every_loss_agrees_with_the_dense_hessian(loss, network):
     def risk(m):
         return (reference or given)(m(x), y)
 
-    report = flatness.measure(model, ragged_batches(x, y, sizes(17)), given, measures="all", progress=False)
+    report = flatness.measure(
+        model, ragged_batches(x, y, sizes(17)), given, measures=MEASURES, progress=False
+    )
     for name in report.layers():
         assert_layer_agrees(report, model, x, risk, name)
     assert report.value("hessian_trace") == pytest.approx(oracle.total_trace(model, risk), rel=EXACT)
@@ -192,7 +195,7 @@ def test_a_final_log_softmax_is_exact_for_every_layer():
     case = CASES["log_softmax"]
     model = case.build()
     for loss in ("cross_entropy", torch.nn.NLLLoss()):
-        report = flatness.measure(model, (case.x, case.y), loss, measures="all", progress=False)
+        report = flatness.measure(model, (case.x, case.y), loss, measures=MEASURES, progress=False)
         assert report.layers() == list(case.layers)
         for layer in case.layers:
             assert_layer_agrees(report, model, case.x, case.risk, layer)

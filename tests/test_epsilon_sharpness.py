@@ -199,8 +199,8 @@ def test_where_the_gradient_is_zero_the_ascent_begins_elsewhere():
         ),
         (
             {"metric": "layer"},
-            "Expected metric to be one of euclidean, layerwise, nodewise, fisher but got 'layer'. Did you mean "
-            "'layerwise'? The default is 'euclidean'.",
+            "Expected metric to be one of euclidean, layerwise, nodewise, fisher but got 'layer'. Did you "
+            "mean 'layerwise'? The default is 'euclidean'.",
         ),
         ({"steps": 0}, "Expected steps to be an integer of at least 1 but got 0."),
         ({"restarts": 2.0}, "Expected restarts to be an integer of at least 1 but got 2.0."),
@@ -216,3 +216,13 @@ def test_the_model_is_left_as_it_was():
     model = case.build()
     with untouched(model, case.x, case.y):
         measured(model, (case.x, case.y), steps=3)
+
+
+def test_a_ball_in_which_the_risk_overflows_is_refused():
+    model, data = regression()
+    with pytest.raises(UndefinedMeasureError) as error:
+        measured(model.float(), tuple(part.float() for part in data), "squared_error", epsilon=1e30)
+    assert str(error.value) == (
+        "Expected a finite risk within a distance of 1e+30 from the parameters but got inf. Pass a smaller "
+        "radius (epsilon, rho) in options=, or dtype=torch.float64."
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import flatness
-from flatness.errors import NotFiniteError, UndefinedMeasureError
+from flatness.errors import UndefinedMeasureError
 from networks import CASES
 from untouched import refusal, untouched
 
@@ -35,7 +35,7 @@ def wide(*modules):
 
 
 def over_paths(layers):
-    """Σ over paths of Π w², layer by layer as (W, b): paths begin at an input or at a bias and end anywhere."""
+    """Σ over paths of Π w², layers as (W, b): paths begin at an input or at a bias and end at an output."""
     total = 0.0
     for first in range(len(layers) + 1):
         # Begin at the inputs (first = 0), or at a bias of layer first − 1.
@@ -113,7 +113,7 @@ def test_an_overflow_is_named():
         for parameter in model.parameters():
             parameter *= 1e40
     data = (torch.zeros(2, 4, dtype=torch.float64), torch.tensor([0, 1]))
-    assert refusal(NotFiniteError, model, data, measures=NAME) == (
+    assert refusal(UndefinedMeasureError, model, data, measures=NAME) == (
         "Expected a finite path norm but got inf: products of squared weights overflow even in float64. "
         "Leave path_norm out."
     )

@@ -7,6 +7,7 @@ maximum found, is the same for the rewritten network up to rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,6 +15,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from flatness.curvature.parameter_space import ParameterSpace
+from flatness.errors import UndefinedMeasureError
 
 Norm = Literal["l2", "linf"]
 NORMS = get_args(Norm)
@@ -58,7 +60,12 @@ def ascend(
         The best point: a lower bound of the maximum.
     """
     found = [_climb(space, root, radius, name, start, norm, steps) for name, start in starts.items()]
-    best = max(found, key=lambda ascent: ascent.risk)
+    best = max(found, key=lambda ascent: ascent.risk if math.isfinite(ascent.risk) else -math.inf)
+    if not math.isfinite(best.risk):
+        raise UndefinedMeasureError(
+            f"Expected a finite risk within a distance of {radius:g} from the parameters but got {best.risk}. "
+            "Pass a smaller radius (epsilon, rho) in options=, or dtype=torch.float64."
+        )
     return Ascent(best.risk, best.alignment, best.start, sum(ascent.passes for ascent in found))
 
 
@@ -81,7 +88,7 @@ def _climb(
         candidate = _inside(u + step * radius * steepest(slope, norm), radius, norm)
         higher, its_slope = space.gradient(root * candidate)
         passes += 1
-        if higher > risk:
+        if math.isfinite(higher) and higher > risk:
             u, risk, slope = candidate, higher, root * its_slope
             step = min(2 * step, _LONGEST_STEP)
         else:

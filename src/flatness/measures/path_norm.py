@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from flatness import batches
-from flatness.errors import NotFiniteError, UndefinedMeasureError, listed
+from flatness.errors import UndefinedMeasureError, listed
 from flatness.graph import curved_operators, linear_operators
 from flatness.measures.catalogue import register_measure
 from flatness.measures.measure import Measure, Surroundings, Valued
@@ -71,7 +71,7 @@ def _path_norm(around: Surroundings) -> dict[str | None, Valued]:
     _refuse_curved(output)
     value = float(output.detach().sum()) / len(output)
     if not math.isfinite(value):
-        raise NotFiniteError(
+        raise UndefinedMeasureError(
             f"Expected a finite path norm but got {value}: products of squared weights overflow even in "
             "float64. Leave path_norm out."
         )
