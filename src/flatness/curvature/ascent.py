@@ -63,8 +63,8 @@ def ascend(
     best = max(found, key=lambda ascent: ascent.risk if math.isfinite(ascent.risk) else -math.inf)
     if not math.isfinite(best.risk):
         raise UndefinedMeasureError(
-            f"Expected a finite risk within a distance of {radius:g} from the parameters but got {best.risk}. "
-            "Pass a smaller radius (epsilon, rho) in options=, or dtype=torch.float64."
+            f"Expected a finite risk within a distance of {radius:g} from the parameters but got "
+            f"{best.risk}. Pass a smaller radius (epsilon, rho) in options=, or dtype=torch.float64."
         )
     return Ascent(best.risk, best.alignment, best.start, sum(ascent.passes for ascent in found))
 

@@ -109,6 +109,11 @@ adaptive_sharpness = register_measure(
         ),
         source="Kwon et al. 2021; Andriushchenko et al. 2023",
         summary="The rise of the risk when every parameter moves in proportion to its size.",
+        when="To compare with recent studies of sharpness that no rescaling of neurons can change.",
+        misleads=(
+            "Values depend on ρ, the norm and the case, and the worst case is a lower bound: compare "
+            "only numbers with the same options."
+        ),
         levels=("network",),
         invariances=frozenset({"layerwise", "neuronwise"}),
         explore=_adaptive,

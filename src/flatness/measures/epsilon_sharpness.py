@@ -114,6 +114,13 @@ epsilon_sharpness = register_measure(
             "The largest rise of the risk within a small ball. With metric='layerwise' or 'nodewise' the "
             "ball scales with the parameters, and rescaling leaves the value."
         ),
+        when=(
+            "For the worst case at a stated distance, where the quadratic picture of eigenvalues may fail."
+        ),
+        misleads=(
+            "The ascent gives a lower bound. In the Euclidean metric, rescaling gives an equal "
+            "network any value: use metric='layerwise' or 'nodewise' to compare networks."
+        ),
         levels=("network",),
         explore=_epsilon_sharpness,
         cost="gradients of all the data: restarts × steps at most, and one eigenvalue for several starts",

@@ -92,6 +92,14 @@ fisher_rao = register_measure(
         formula="E⟨θ, ∇_θ ℓ⟩²; without biases L² E⟨f, ∂_f ℓ⟩², L the number of weight layers",
         source="Liang et al. 2019; petzka2021, §6",
         summary="How fast each sample's loss changes when all parameters grow in proportion.",
+        when=(
+            "To compare with the capacity measures of the literature, or where a value must not "
+            "notice any rescaling and one pass is all there is."
+        ),
+        misleads=(
+            "It fades as predictions become certain, since it is made of gradients: a network trained "
+            "longer has a smaller one whatever its minimum looks like."
+        ),
         levels=("network",),
         invariances=frozenset({"layerwise", "neuronwise"}),
         explore=_fisher_rao,
@@ -108,6 +116,11 @@ fisher_rao_diagonal = register_measure(
         formula="Σ_i θ_i² E(∂_i ℓ)²",
         source="tsuzuku2020, eq. 25",
         summary="The Fisher-Rao norm without the terms between different parameters.",
+        when="As the parameter-wise form that tsuzuku2020 compares with.",
+        misleads=(
+            "It drops all terms between parameters, which cancel or add up in the norm itself; the "
+            "two need not rank networks alike."
+        ),
         levels=("network",),
         invariances=frozenset({"layerwise", "neuronwise"}),
         explore=lambda around: {

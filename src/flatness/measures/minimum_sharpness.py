@@ -31,6 +31,11 @@ minimum_sharpness = register_measure(
             "The trace of the network's Hessian after the best rescaling of its layers. Where branches meet, "
             "factors need not multiply to 1, and rescaling changes it."
         ),
+        when="For the trace of a plain chain of layers, freed of the scale of its layers.",
+        misleads=(
+            "Where branches or norm layers take up factors its minimum is over the wrong rescalings; "
+            "neurons scaled one by one change it anywhere."
+        ),
         levels=("network",),
         invariances=frozenset({"layerwise in chains"}),
         network=_minimum,

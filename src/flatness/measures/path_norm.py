@@ -119,6 +119,11 @@ path_norm = register_measure(
         formula="Σ_k f_{θ²}(1)_k: the outputs of the network with squared parameters on an input of ones",
         source="Neyshabur et al. 2015; Jiang et al. 2020",
         summary="The sum over all paths from inputs to outputs of the product of squared weights on them.",
+        when="As a norm of the function rather than of its parameters: no rescaling changes it.",
+        misleads=(
+            "It knows nothing about the data, overflows in deep networks, and pooling layers stay as "
+            "they are in it."
+        ),
         levels=("network",),
         invariances=frozenset({"layerwise", "neuronwise"}),
         explore=_path_norm,

@@ -31,10 +31,15 @@ def _check_option(name: str, value: Any) -> None:
 sam_sharpness = register_measure(
     Measure(
         name="sam_sharpness",
-        symbol="E(θ + ρ∇E/‖∇E‖) − E",
+        symbol="SAM",
         formula="E(θ + ρ ∇E/‖∇E‖) − E(θ), ρ = 0.05",
         source="Foret et al. 2021",
         summary="How much the risk rises in the ascent step that sharpness-aware minimisation takes.",
+        when="To see what sharpness-aware training minimises, on all the data instead of a batch.",
+        misleads=(
+            "One step along the gradient finds the steepest direction, not the sharpest; near a "
+            "minimum it says little, and rescaling changes it."
+        ),
         levels=("network",),
         explore=_sam,
         cost="one gradient and one forward pass",

@@ -40,6 +40,11 @@ spectral_norm = register_measure(
         formula="σ_max(W_l); a convolution as its d×m matrix, groups: the largest",
         source="Bartlett et al. 2017; Jiang et al. 2020",
         summary="How much a layer can stretch one patch of its input: no curvature, a baseline.",
+        when="To see which layer can stretch its input most.",
+        misleads=(
+            "It knows nothing about the data, and a convolution stretches more than its matrix says "
+            "where patches overlap."
+        ),
         levels=("layer",),
         explore=_of_layers,
         cost="one eigenvalue decomposition per layer; no data",
@@ -56,6 +61,11 @@ spectral_norm_product = register_measure(
         summary=(
             "A bound on how much a chain of layers stretches its input, up to the overlap of a convolution's "
             "patches. Where branches meet, rescaling layers changes it."
+        ),
+        when="As the baseline of margin bounds.",
+        misleads=(
+            "It grows exponentially with depth, compares only networks of one architecture, and is "
+            "unchanged by rescaling in chains of layers only."
         ),
         levels=("network",),
         invariances=frozenset({"layerwise in chains"}),

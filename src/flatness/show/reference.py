@@ -7,6 +7,7 @@ from typing import Any
 
 _UNCHANGED = {
     "layerwise": "whole layers are rescaled",
+    "layerwise in chains": "whole layers are rescaled, in networks that are a chain of layers",
     "neuronwise": "single neurons are rescaled",
     "neuronwise except own features": "single neurons are rescaled, except those that feed the layer itself",
     "output": "the logits are scaled and shifted",
@@ -48,7 +49,12 @@ def reference_index(measures: Sequence[Any]) -> str:
         "`make reference`. *L*: unchanged when whole layers are rescaled; *N*: single neurons; *S*: scale "
         "and shift of the logits.\n\n| measure | what it is | source | unchanged by |\n|---|---|---|---|\n"
     )
-    short = {"layerwise": "L", "neuronwise": "N", "neuronwise except own features": "N, but own features"}
+    short = {
+        "layerwise": "L",
+        "layerwise in chains": "L in chains",
+        "neuronwise": "N",
+        "neuronwise except own features": "N, but own features",
+    }
     lines = []
     for measure in measures:
         marks = ", ".join(
