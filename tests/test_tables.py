@@ -169,3 +169,10 @@ def _balanced(html: str) -> bool:
         == sum(name == found and slash == "/" for slash, found in tags)
         for name in names
     )
+
+
+def test_what_an_ascent_did_not_reach_is_marked_as_such():
+    row = Result("epsilon_sharpness", "network", 2.0, method="ascent", converged=False)
+    text = format_report(Report((row,)), 80)
+    assert "2.000*" in text
+    assert "* a search or an iteration did not arrive: see report.result(...).notes" in text

@@ -118,7 +118,7 @@ def format_report(report: Any, width: int) -> str:
     """The table of layers as text, with a title above and the notes below."""
     parts = [textwrap.fill(title(report), width), format_grid(report_grid(report), width)]
     if any(not row.converged for row in report.results):
-        eigenvalues = all(row.residual is not None for row in report.results if not row.converged)
+        eigenvalues = all(row.method == "exact" for row in report.results if not row.converged)
         parts.append(
             "* an eigenvalue iteration did not meet its tolerance: see report.result(...).residual"
             if eigenvalues
