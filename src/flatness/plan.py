@@ -140,7 +140,7 @@ def make_plan(
         )
     chosen = select_measures(measures)
     resolved = resolve_options(chosen, options)
-    network = any(measure.network_needs for measure in chosen)
+    network = any(measure.network_needs or measure.explore for measure in chosen)
     by_name = any(name == "last" for name, _ in problem.model.named_modules())
     examined = examine(
         problem, last_only=isinstance(layers, str) and layers == "last" and not by_name and not network
@@ -166,6 +166,7 @@ def make_plan(
     graph = graph_bytes_per_sample(examined.records, examined.items, problem.dtype.itemsize)
     walks = bool(spectra) or any(measure.explore is not None for measure in chosen)
     problem.fit_memory(max(each, graph if walks else 0), backward=routes.backward or walks)
+    beyond_layers = walks or any(measure.network is not None for measure in chosen)
     parts = [_SPECTRUM_PART[need] for need in sorted(needs & SPECTRA)]
     rank = problem.loss.rank(examined.items) * examined.items.logits.shape[1]
     return Plan(
@@ -181,7 +182,7 @@ def make_plan(
         kept_bytes=kept_bytes_per_sample(routes, rank, problem.dtype.itemsize),
         loss=problem.loss.name,
         network_spectra=spectra,
-        gradient_routes=_gradient_routes(problem, examined),
+        gradient_routes=_gradient_routes(problem, examined) if beyond_layers else Routes([]),
         graph_bytes=graph,
         called={name: examined.layers[name] for name in examined.called},
     )

@@ -59,9 +59,14 @@ class Statistics:
 
     def count(self, samples: int, normaliser: Tensor, risk: Tensor) -> None:
         """Count one batch."""
-        self.samples += samples
-        self.normaliser = self.normaliser.to(normaliser.device) + normaliser.detach().double()
-        self.risk = self.risk.to(risk.device) + risk.detach().double()
+        normaliser, risk = normaliser.detach().double(), risk.detach().double()
+        if self.samples:
+            normaliser, risk = (
+                self.normaliser.to(normaliser.device) + normaliser,
+                self.risk.to(risk.device) + risk,
+            )
+        # The first is taken as it is: zeros brought to a GPU are waited for.
+        self.samples, self.normaliser, self.risk = self.samples + samples, normaliser, risk
 
     def merge(self, other: Statistics) -> Statistics:
         """Add another part of the data to this one, in place, and return it."""

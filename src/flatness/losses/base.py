@@ -143,4 +143,4 @@ def promote(logits: Tensor) -> Tensor:
 
 def count(items: Items) -> Tensor:
     """Return the number of samples as a normaliser."""
-    return torch.tensor(float(items.shape[0]), dtype=torch.float64, device=items.logits.device)
+    return torch.full((), float(items.shape[0]), dtype=torch.float64, device=items.logits.device)
