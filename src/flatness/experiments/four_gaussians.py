@@ -17,10 +17,10 @@ _CLUSTERS, _INFORMATIVE, _REDUNDANT = 4, 6, 2
 class FourGaussians:
     """Four Gaussian clusters in R⁶, two for each class, and two redundant features.
 
-    The paper says "sample 4 cluster centroids from a hypercube and scale them so that their distance is c"; its
-    code does what scikit-learn's `make_classification` does, and so does this: centroids are distinct vertices
-    of the cube [−c, c]⁶, covariances AᵀA with entries of A uniform in [−1, 1], redundant features random linear
-    combinations of the six. No label is flipped.
+    The paper says "sample 4 cluster centroids from a hypercube and scale them so that their distance is c";
+    its code does what scikit-learn's `make_classification` does, and so does this: centroids are distinct
+    vertices of the cube [−c, c]⁶, covariances AᵀA with entries of A uniform in [−1, 1], redundant features
+    random linear combinations of the six. No label is flipped.
 
     Attributes:
         means: (4, 6).
@@ -36,7 +36,7 @@ class FourGaussians:
 
     @property
     def features(self) -> int:
-        """m = 8."""
+        """The dimension m = 8."""
         return _INFORMATIVE + _REDUNDANT
 
     @classmethod

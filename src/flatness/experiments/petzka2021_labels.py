@@ -1,7 +1,8 @@
 """petzka2021, Fig. 3: does flatness follow the generalisation gap more closely where labels are constant?
 
-For each class separation, many data sets of 500 training and 4,500 test points: the correlation of relative flatness
-and generalisation gap over the data sets. See `FourGaussians` and `reversed_network` for what the paper leaves open.
+For each class separation, many data sets of 500 training and 4,500 test points: the correlation of relative
+flatness and generalisation gap over the data sets. See `FourGaussians` and `reversed_network` for what the
+paper leaves open.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class LabelsExperiment:
     """What the experiment found.
 
     Attributes:
-        rows: One per data set: separation, dataset, relative_flatness, gap, training_risk, test_risk, flips (share
-            of moves by up to δ = 0.1 that change the true label), error (of the reverse propagation).
+        rows: One per data set: separation, dataset, relative_flatness, gap, training_risk, test_risk, flips
+            (share of moves by up to δ = 0.1 that change the true label), error (of the reverse propagation).
     """
 
     rows: tuple[dict[str, float], ...]

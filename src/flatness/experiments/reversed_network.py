@@ -1,9 +1,9 @@
 """A random feature extractor with given features: inputs by reverse propagation (petzka2021, App. C.1).
 
-Features z in feature space are given, φ = tanh∘W₄∘…∘tanh∘W₁ is random, and inputs x with φ(x) = z are wanted. From
-the last layer back: z′ = artanh(z), then the shortest x with W x + b = z′. What leaves (−1, 1) on the way has no
-artanh and is clipped, "a small error"; features are therefore scaled down first (`SCALE`), and the weights of ψ
-up by the same factor, which changes neither ψ∘φ nor its relative flatness.
+Features z in feature space are given, φ = tanh∘W₄∘…∘tanh∘W₁ is random, and inputs x with φ(x) = z are
+wanted. From the last layer back: z′ = artanh(z), then the shortest x with W x + b = z′. What leaves (−1, 1)
+on the way has no artanh and is clipped, "a small error"; features are therefore scaled down first (`SCALE`),
+and the weights of ψ up by the same factor, which changes neither ψ∘φ nor its relative flatness.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ReversedNetwork:
 def reversed_network(z: Tensor, predictor: LinearPredictor, seed: int) -> ReversedNetwork:
     """Build f = ψ∘φ with a random φ, and inputs with φ(x) = z up to scaling.
 
-    The layer 8 → 2 has the rows ±w of ψ, so that torch's mean squared error of its two outputs against (y, −y) is
-    the squared error of ψ against y = ±1.
+    The layer 8 → 2 has the rows ±w of ψ, so that torch's mean squared error of its two outputs against (y,
+    −y) is the squared error of ψ against y = ±1.
     """
     factor = SCALE / float(z.abs().max())
     model = petzka2021_synthetic(classes=2)

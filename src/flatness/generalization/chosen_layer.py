@@ -78,15 +78,15 @@ def _selected(problem: Problem, examined: Examined, layer: str) -> str:
     kinds = {name: type(module).__name__ for name, module in problem.model.named_modules()}
     if not examined.called:
         raise LayerError(
-            "Expected at least one Linear or convolution layer that the forward pass calls but there is none. "
-            "Call layers as modules, not through their weights."
+            "Expected at least one Linear or convolution layer that the forward pass calls but there is "
+            "none. Call layers as modules, not through their weights."
         )
     (name,) = select_layers(examined.layers, examined.called, layer, last=examined.last, modules=kinds)
     following = [other for other in examined.called if other not in examined.idle]
     if name in examined.idle:
         raise LayerError(
-            f"Expected a layer that the output follows from but nothing follows {name!r}: the output does not "
-            f"depend on it. Layers that it depends on: {listed(following) or 'none'}."
+            f"Expected a layer that the output follows from but nothing follows {name!r}: the output does "
+            f"not depend on it. Layers that it depends on: {listed(following) or 'none'}."
         )
     if name in examined.refused:
         raise LayerError(
@@ -103,6 +103,15 @@ def require_vectors(chosen: ChosenLayer) -> None:
             f"Expected a layer with one feature vector per sample but {chosen.name!r} is a "
             f"{type(chosen.layer.module).__name__} that meets {chosen.positions} positions. Choose a Linear "
             "layer after pooling or flattening."
+        )
+
+
+def require_all_through(chosen: ChosenLayer) -> None:
+    """Refuse layers that something goes around: ψ would not be a function of their features alone."""
+    if not chosen.perturbed.grows:
+        raise LayerError(
+            "Expected a layer that everything passes through, so that ψ is a function of its features, but "
+            f"something goes around {chosen.name!r}. Choose another layer, such as 'last'."
         )
 
 

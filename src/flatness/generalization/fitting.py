@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ def fitter_of(fitter: object, loss: Loss, outputs: int, penalty: float) -> Fitte
     if fitter == "head":
         return Head(loss, outputs, penalty)
     if callable(fitter):
-        return fitter
+        return cast(Fitter, fitter)
     raise OptionError(
         "Expected fitter to be 'auto', 'ridge', 'head' or a function (z, y) -> ψ but got "
         f"{fitter!r}.{nearest(fitter, ('auto', 'ridge', 'head'))}"

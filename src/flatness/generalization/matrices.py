@@ -30,7 +30,7 @@ def orthonormal_frames(count: int, m: int, columns: int, generator: Generator) -
 def random_matrices(kernel: Kernel, count: int, groups: int, m: int, generator: Generator) -> Tensor:
     """A = r·O of norm ≤ 1, independent in every group: (count, groups, m, m)."""
     radii = kernel.radii((count, 1, 1, 1), m, generator)
-    O = orthonormal_frames(count * groups, m, m, generator)  # noqa: E741 (its name in the paper)
+    O = orthonormal_frames(count * groups, m, m, generator)
     return radii * O.reshape(count, groups, m, m)
 
 
@@ -70,8 +70,8 @@ def given_matrices(matrices: Any, layer: Layer) -> Tensor:
     shape = tuple(matrices.shape)
     if not 2 <= len(shape) <= 4 or shape[-1] != shape[-2] or shape[-1] not in sizes or 0 in shape:
         raise OptionError(
-            f"Expected matrices of {wanted}, as {layer.name!r} has {m} features, but got shape {list(shape)}. "
-            "Pass one matrix, or several with their number first."
+            f"Expected matrices of {wanted}, as {layer.name!r} has {m} features, but got shape "
+            f"{list(shape)}. Pass one matrix, or several with their number first."
         )
     if not bool(matrices.isfinite().all()):
         raise OptionError("Expected finite matrices but got NaN or infinity. Check how they were made.")
@@ -87,7 +87,7 @@ def given_matrices(matrices: Any, layer: Layer) -> Tensor:
 
 
 def on_patches(A: Tensor, layer: Layer) -> Tensor:
-    """Channel mixing B as the patch-space matrix B ⊗ I over kernel positions; patch-space ones as they are."""
+    """Channel mixing B as the patch-space matrix B ⊗ I_taps; patch-space matrices as they are."""
     m = layer.matrix().shape[2]
     if A.shape[-1] == m:
         return A

@@ -72,7 +72,7 @@ class PerturbedLayer:
         return self._run(batch, len(V), change, at_input=False)
 
     def feature_losses(self, batch: Any, A: Tensor) -> Tensor:
-        """ℓ_i with φ + Aφ in place of φ: (C, n) for A (C, G, size, size), which mixes features or channels."""
+        """ℓ_i with φ + Aφ in place of φ: (C, n) for A (C, G, size, size) on features or channels."""
         A = A.to(self.W)
 
         def change(x: Tensor, n: int) -> Tensor:
@@ -142,9 +142,7 @@ class PerturbedLayer:
             return (first_copy(output) + change(first_copy(args[0]), n)).flatten(0, 1)
 
         module = self.layer.module
-        handle = (
-            module.register_forward_pre_hook(before) if at_input else module.register_forward_hook(after)
-        )
+        handle = module.register_forward_pre_hook(before) if at_input else module.register_forward_hook(after)
         try:
             yield
         finally:
@@ -197,7 +195,7 @@ class PerturbedLayer:
 
 
 def repeated(batch: Any, copies: int, n: int) -> Any:
-    """A batch of n samples repeated as a whole; tensors that do not have one row per sample stay as they are."""
+    """A batch of n samples repeated as a whole; tensors without a row per sample stay as they are."""
 
     def repeat(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != n:

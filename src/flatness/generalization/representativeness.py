@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatness import batches
 from flatness.errors import DataError, OptionError
+from flatness.examine import examine
 from flatness.forward import Forward
 from flatness.generalization.chosen_layer import ChosenLayer, choose_layer, collect_features
 from flatness.generalization.fitting import Fitter, fitter_of, sample_losses
@@ -108,7 +109,8 @@ def representativeness(
         loss: As for `flatness.measure`.
         layer: Name of a Linear layer, "last", or "input" for the inputs themselves (φ = id).
         delta: Bandwidth relative to the features' length; the rule n^(−1/(4+m)) when None.
-        kernel: "uniform", "truncated_normal", "epanechnikov", "orthogonal" (on the sphere), or "point" (nothing
+        kernel: "uniform", "truncated_normal", "epanechnikov", "orthogonal" (on the sphere), or "point"
+            (nothing
             moves: the estimate is the generalisation gap).
         sigma: Of the truncated normal, in units of the bandwidth; 1/(2√m) when None.
         fitter: What refits ψ: "ridge" (as the paper), "head" (a linear layer that minimises the loss), "auto"
@@ -145,7 +147,9 @@ def representativeness(
     )
     fitter_of(fitter, problem.loss, 1, penalty)
     with problem.guarded():
-        z, y, outputs, notes = features_and_targets(problem, layer)
+        z, y, name, notes = _features_and_targets(problem, layer)
+        with torch.no_grad():
+            outputs = problem.items(problem.example(1)).logits.shape[-1]
     return cross_validated(
         z,
         y,
@@ -156,23 +160,20 @@ def representativeness(
         folds=folds,
         draws=draws,
         seed=seed,
-        layer=layer,
+        layer=name,
         notes=(*notes, *problem.notes),
     )
 
 
-def features_and_targets(problem: Problem, layer: str) -> tuple[Tensor, Tensor, int, list[str]]:
-    """Features, targets, number of outputs and notes; the problem must be guarded."""
-    chosen = None if _is_input(problem, layer) else choose_layer(problem, layer)
-    if chosen is not None:
-        z, y = collect_features(problem, chosen)
-        notes = _notes(chosen)
-    else:
+def _features_and_targets(problem: Problem, layer: str) -> tuple[Tensor, Tensor, str, list[str]]:
+    """Features, targets, the layer's name and notes; the problem must be guarded."""
+    if layer == INPUT and layer not in dict(problem.model.named_modules()):
+        examine(problem)
         z, y = _inputs(problem)
-        notes = ["in input space: φ is the identity and ψ a linear predictor on the inputs"]
-    with torch.no_grad():
-        items = problem.items(problem.example(1))
-    return z, y, items.logits.shape[-1], notes
+        return z, y, INPUT, ["in input space: φ is the identity and ψ a linear predictor on the inputs"]
+    chosen = choose_layer(problem, layer)
+    z, y = collect_features(problem, chosen)
+    return z, y, chosen.name, layer_notes(chosen)
 
 
 def cross_validated(
@@ -247,8 +248,8 @@ def check_folds(folds: object, samples: int) -> None:
         raise OptionError(f"Expected at least 2 folds but got {folds!r}. For example folds=3.")
     if samples < 2 * folds:
         raise DataError(
-            f"Expected at least two samples for each of the {folds} folds but got {samples} samples in all. Use "
-            "more data or fewer folds."
+            f"Expected at least two samples for each of the {folds} folds but got {samples} samples in all. "
+            "Use more data or fewer folds."
         )
 
 
@@ -265,11 +266,8 @@ def check_features(z: Tensor) -> None:
         )
 
 
-def _is_input(problem: Problem, layer: str) -> bool:
-    return layer == INPUT and layer not in dict(problem.model.named_modules())
-
-
-def _notes(chosen: ChosenLayer) -> list[str]:
+def layer_notes(chosen: ChosenLayer) -> list[str]:
+    """What the reader should know about a refit on the features of a layer."""
     notes = ["φ was trained on all samples: only ψ is refitted in every fold"]
     if not chosen.last:
         notes.append(

@@ -8,19 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness import batches
-from flatness.errors import LayerError, NotExactError, OptionError
+from flatness.errors import NotExactError, OptionError
 from flatness.forward import Forward
-from flatness.generalization.chosen_layer import ChosenLayer, choose_layer, require_vectors
-from flatness.generalization.kernels import Kernel, check_delta, directions, kernel_of
-from flatness.generalization.loss_changes import Evaluate, LossChanges, loss_changes
-from flatness.generalization.matrices import (
-    given_matrices,
-    on_patches,
-    operator_norms,
-    random_directions,
-    random_matrices,
-)
+from flatness.generalization.chosen_layer import ChosenLayer, choose_layer
+from flatness.generalization.kernels import Kernel, check_delta, kernel_of
+from flatness.generalization.loss_changes import LossChanges, loss_changes
+from flatness.generalization.matrices import given_matrices, operator_norms
+from flatness.generalization.perturbations import given_perturbations, random_perturbations
 from flatness.generalization.robustness_result import Robustness
 from flatness.generalization.worst import first_order_bound, worst_matrices
 from flatness.measuring import measure
@@ -63,14 +57,14 @@ def feature_robustness(
         layer: Name of the layer whose features are perturbed, or "last".
         delta: δ, the size of the perturbation relative to the features; or several, for a curve.
         matrices: How many random matrices to draw, each with its negative; or the matrices themselves, one or
-            several of m×m (for a convolution m is channels × kernel positions; matrices of channels × channels
-            mix whole channels).
-        distribution: "orthogonal" (Haar, Theorem 5); a kernel of Proposition 2: "uniform", "truncated_normal",
-            "epanechnikov"; or "worst", the worst A with ‖A‖ ≤ 1, found by ascent from `matrices` random starts
-            (a lower bound).
+            several of m×m (for a convolution m is channels × kernel positions; matrices of channels ×
+            channels mix whole channels).
+        distribution: "orthogonal" (Haar, Theorem 5); a kernel of Proposition 2: "uniform",
+            "truncated_normal", "epanechnikov"; or "worst", the worst A with ‖A‖ ≤ 1, found by ascent from
+            `matrices` random starts (a lower bound).
         sigma: Of the truncated normal, in units of the bandwidth; 1/(2√m) when None.
-        through: What to perturb: "weights", "features", or "noise" (every sample its own draw from the induced
-            distribution, petzka2019 App. D.1).
+        through: What to perturb: "weights", "features", or "noise" (every sample its own draw from the
+            induced distribution, petzka2019 App. D.1).
         steps: Number of steps α ≤ δ at which Definition 1's maximum is taken, when `delta` is one number.
         iterations: Most ascent steps for "worst".
         compare: Whether to measure the flatness that theory compares the value with.
@@ -87,7 +81,9 @@ def feature_robustness(
     Example:
         >>> import torch, flatness
         >>> _ = torch.manual_seed(0)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+        ... ).double()
         >>> data = torch.randn(50, 4).double(), torch.randint(3, (50,))
         >>> robustness = flatness.feature_robustness(model, data, delta=0.01, matrices=200)
         >>> abs(robustness.ratio - 1) < 0.1  # Theorem 5
@@ -145,7 +141,7 @@ def _family_run(
     """Given matrices, or random ones with their negatives."""
     if isinstance(matrices, bool) or not isinstance(matrices, int):
         A = given_matrices(matrices, chosen.layer)
-        evaluate = _given(chosen, A, alphas, through)
+        evaluate = given_perturbations(chosen, A, alphas, through)
         changes = loss_changes(
             chosen.perturbed, evaluate, len(alphas), len(A), [len(alphas) - 1], "feature robustness"
         )
@@ -161,7 +157,9 @@ def _family_run(
         )
     kernel = kernel_of(distribution, sigma)
     signed = [*alphas, *(-alpha for alpha in alphas)]
-    evaluate = _random(chosen, kernel, matrices, signed, through, torch.Generator().manual_seed(seed))
+    evaluate = random_perturbations(
+        chosen, kernel, matrices, signed, through, torch.Generator().manual_seed(seed)
+    )
     K = len(alphas)
     changes = loss_changes(
         chosen.perturbed, evaluate, 2 * K, matrices, [K - 1, 2 * K - 1], "feature robustness"
@@ -169,61 +167,6 @@ def _family_run(
     run = _Run(changes, alphas, True, repr(kernel), through)
     run.second_moment = kernel.second_moment(chosen.features)
     return run
-
-
-def _given(chosen: ChosenLayer, A: Tensor, alphas: list[float], through: str) -> Evaluate:
-    """Perturbations by given matrices."""
-    perturbed, layer = chosen.perturbed, chosen.layer
-    if through == "noise":
-        raise OptionError(
-            "Expected through='weights' or 'features' with given matrices but got 'noise', which draws its "
-            "own. Leave through out, or pass a number as matrices."
-        )
-    if through == "features" and A.shape[-1] != layer.matrix().shape[2] // layer.taps:
-        raise OptionError(
-            f"Expected matrices that mix the channels of {layer.name!r} to perturb its features but got "
-            "patch-space ones: no change of a feature map does the same. Use through='weights'."
-        )
-    steps = torch.tensor(alphas, dtype=torch.float64).reshape(-1, 1, 1, 1, 1)
-    if through == "features":
-        return lambda batch, which: _split(perturbed.feature_losses(batch, _flat(steps * A[which])), steps)
-    V = perturbed.W.cpu().double() @ on_patches(A, layer)
-    return lambda batch, which: _split(perturbed.weight_losses(batch, _flat(steps * V[which])), steps)
-
-
-def _random(
-    chosen: ChosenLayer,
-    kernel: Kernel,
-    count: int,
-    signed: list[float],
-    through: str,
-    generator: torch.Generator,
-) -> Evaluate:
-    """Perturbations by random matrices, or by the noise they induce."""
-    perturbed, layer = chosen.perturbed, chosen.layer
-    steps = torch.tensor(signed, dtype=torch.float64).reshape(-1, 1, 1, 1, 1)
-    if through == "weights":
-        V = random_directions(perturbed.W, kernel, count, generator)
-        return lambda batch, which: _split(perturbed.weight_losses(batch, _flat(steps * V[which])), steps)
-    if through == "features":
-        if layer.taps > 1:
-            raise LayerError(
-                f"Expected a layer without kernel positions to perturb its features at random but {layer.name!r} "
-                f"has {layer.taps}: random A act on patches. Use through='weights', or pass matrices that mix "
-                "its channels."
-            )
-        A = random_matrices(kernel, count, layer.groups, chosen.features, generator)
-        return lambda batch, which: _split(perturbed.feature_losses(batch, _flat(steps * A[which])), steps)
-    require_vectors(chosen)
-
-    def noise(batch: Any, which: list[int]) -> Tensor:
-        shape = (len(which), batches.size_of(batch))
-        radii = kernel.radii((*shape, 1), chosen.features, generator)
-        xi = radii * directions(shape, chosen.features, generator)
-        scaled = (steps[:, :, 0] * xi).flatten(0, 1)
-        return _split(perturbed.noise_losses(batch, scaled), steps)
-
-    return noise
 
 
 def _worst_run(
@@ -244,7 +187,7 @@ def _worst_run(
         )
     restarts = min(max(1, matrices), 4) if matrices == _PAIRS else max(1, matrices)
     A, ended = worst_matrices(chosen.perturbed, alphas[-1], restarts, iterations, seed)
-    evaluate = _given(chosen, A[:1], alphas, "weights")
+    evaluate = given_perturbations(chosen, A[:1], alphas, "weights")
     changes = loss_changes(
         chosen.perturbed, evaluate, len(alphas), 1, [len(alphas) - 1], "feature robustness"
     )
@@ -349,16 +292,6 @@ def _steps(delta: float | Sequence[float], steps: int) -> list[float]:
 def _check_route(through: str) -> None:
     if through not in _ROUTES:
         raise OptionError(
-            f"Expected through to be one of {', '.join(_ROUTES)} but got {through!r}. Leave it out to perturb "
-            "the weights."
+            f"Expected through to be one of {', '.join(_ROUTES)} but got {through!r}. Leave it out to "
+            "perturb the weights."
         )
-
-
-def _flat(stacked: Tensor) -> Tensor:
-    """(steps, chosen, …) as (steps · chosen, …)."""
-    return stacked.flatten(0, 1)
-
-
-def _split(losses: Tensor, steps: Tensor) -> Tensor:
-    """(steps · chosen, n) as (steps, chosen, n)."""
-    return losses.reshape(len(steps), -1, losses.shape[-1])

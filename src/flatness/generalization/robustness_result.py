@@ -85,7 +85,8 @@ class Robustness(Result):
         ]
         if self.predicted is not None and self.ratio is not None:
             lines.append(
-                f"Theorem 5, δ²τ₂κ_Tr/(2m): {format_value(self.predicted)}; the value is {self.ratio:.3f} of it"
+                f"Theorem 5, δ²τ₂κ_Tr/(2m): {format_value(self.predicted)}; the value is {self.ratio:.3f} of "
+                "it"
             )
         if self.kink_share is not None:
             lines.append(

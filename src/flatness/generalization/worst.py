@@ -1,9 +1,9 @@
 """The worst feature matrix: max of E_F(δA) over ‖A‖ ≤ 1, by ascent.
 
-The largest linear function ⟨G, A⟩ on the ball ‖A‖ ≤ 1 is at the polar factor of G. Steps go towards it, halved
-until the risk grows (conditional gradient); where the risk is convex in W, as in a last layer, the whole step
-always ascends. Starts are random orthogonal matrices, since the gradient at A = 0 vanishes at a minimum. What is
-found is a lower bound on the maximum.
+The largest linear function ⟨G, A⟩ on the ball ‖A‖ ≤ 1 is at the polar factor of G. Steps go towards it,
+halved until the risk grows (conditional gradient); where the risk is convex in W, as in a last layer, the
+whole step always ascends. Starts are random orthogonal matrices, since the gradient at A = 0 vanishes at a
+minimum. What is found is a lower bound on the maximum.
 """
 
 from __future__ import annotations
@@ -33,15 +33,7 @@ def worst_matrices(
     active = torch.ones(restarts, dtype=torch.bool)
     with ProgressBar("worst matrix", iterations, problem.progress) as bar:
         for _ in range(iterations):
-            target = _polar(gradients)
-            step = torch.ones(restarts, dtype=torch.float64)
-            for _ in range(_HALVINGS):
-                moved = A + (step * active).to(A)[:, None, None, None] * (target - A)
-                new_risks, new_gradients = _ascent(perturbed, moved, delta)
-                worse = active & (new_risks < risks)
-                if not bool(worse.any()):
-                    break
-                step = torch.where(worse, step / 2, step)
+            moved, new_risks, new_gradients = _line_search(perturbed, A, risks, gradients, active, delta)
             better = active & (new_risks >= risks)
             gain = new_risks - risks
             pick = better.to(A.device)[:, None, None, None]
@@ -53,6 +45,22 @@ def worst_matrices(
                 break
     order = risks.argsort(descending=True)
     return A[order.to(A.device)].cpu(), not bool(active.any())
+
+
+def _line_search(
+    perturbed: PerturbedLayer, A: Tensor, risks: Tensor, gradients: Tensor, active: Tensor, delta: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps towards the polar factors, halved until no risk falls; with their risks and gradients."""
+    target = _polar(gradients)
+    step = active.double()
+    for _ in range(_HALVINGS):
+        moved = A + step.to(A)[:, None, None, None] * (target - A)
+        new_risks, new_gradients = _ascent(perturbed, moved, delta)
+        worse = active & (new_risks < risks)
+        if not bool(worse.any()):
+            return moved, new_risks, new_gradients
+        step = torch.where(worse, step / 2, step)
+    return moved, new_risks, new_gradients  # type: ignore[possibly-unbound]
 
 
 def _ascent(perturbed: PerturbedLayer, A: Tensor, delta: float) -> tuple[Tensor, Tensor]:
