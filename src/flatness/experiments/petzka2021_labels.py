@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 SEPARATIONS = (0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
 _KINDS = {"pearson": stats.pearsonr, "spearman": stats.spearmanr, "kendall": stats.kendalltau}
-_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,16 @@ class LabelsExperiment:
         """Write the rows as CSV."""
         write_text(path, self.to_frame().to_csv(index=False))
 
-    def correlations(self, kind: str = "pearson", level: float = 0.95) -> list[dict[str, float]]:
-        """Correlation of flatness and gap at each separation, with a bootstrap interval over data sets."""
+    def correlations(
+        self, kind: str = "pearson", level: float = 0.95, resamples: int = 1000
+    ) -> list[dict[str, float]]:
+        """Correlation of flatness and gap at each separation, with a bootstrap interval over data sets.
+
+        Args:
+            kind: "pearson", "spearman" or "kendall".
+            level: Of the interval.
+            resamples: Bootstrap samples.
+        """
         if kind not in _KINDS:
             raise OptionError(f"Expected one of {', '.join(_KINDS)} but got {kind!r}. Use kind='pearson'.")
         found = []
@@ -65,7 +72,7 @@ class LabelsExperiment:
             rows = [row for row in self.rows if row["separation"] == separation]
             flat = np.array([row["relative_flatness"] for row in rows])
             gap = np.array([row["gap"] for row in rows])
-            draws = np.random.default_rng(0).integers(len(rows), size=(_RESAMPLES, len(rows)))
+            draws = np.random.default_rng(0).integers(len(rows), size=(resamples, len(rows)))
             resampled = [float(_KINDS[kind](flat[draw], gap[draw])[0]) for draw in draws]
             low, high = np.nanquantile(resampled, [(1 - level) / 2, (1 + level) / 2])
             found.append(

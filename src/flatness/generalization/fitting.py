@@ -71,7 +71,11 @@ class Head:
         W = torch.zeros(self.classes, z.shape[1], dtype=z.dtype, requires_grad=True)
         b = torch.zeros(self.classes, dtype=z.dtype, requires_grad=True)
         optimiser = torch.optim.LBFGS(
-            [W, b], max_iter=self.iterations, line_search_fn="strong_wolfe", tolerance_grad=1e-9
+            [W, b],
+            max_iter=self.iterations,
+            line_search_fn="strong_wolfe",
+            tolerance_grad=1e-9,
+            tolerance_change=1e-14,
         )
 
         def closure() -> Tensor:

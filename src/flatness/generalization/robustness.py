@@ -37,7 +37,7 @@ def feature_robustness(
     sigma: float | None = None,
     through: str = "weights",
     steps: int = 4,
-    iterations: int = 30,
+    iterations: int = 50,
     compare: bool = True,
     forward: Forward | None = None,
     batch_size: int | None = None,

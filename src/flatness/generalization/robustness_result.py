@@ -90,7 +90,7 @@ class Robustness(Result):
             )
         if self.kink_share is not None:
             lines.append(
-                f"kinks of what follows the layer, which no Hessian sees: {100 * self.kink_share:.1f} %"
+                f"share of the kinks after the layer, which no Hessian sees: {100 * self.kink_share:.1f} %"
             )
         median, high, top = (self.quantiles[level] for level in ("0.5", "0.95", "1"))
         lines.append(

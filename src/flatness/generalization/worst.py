@@ -17,7 +17,7 @@ from flatness.generalization.matrices import orthonormal_frames
 from flatness.generalization.perturbing import PerturbedLayer
 from flatness.progress import ProgressBar
 
-_TOLERANCE = 1e-6
+_TOLERANCE = 1e-5
 _HALVINGS = 6
 
 
