@@ -27,7 +27,7 @@ def test_wrong_words_are_answered_in_one_line(tmp_path):
     for wrong, said in (
         (("--kernel", "unifrom"), "Did you mean 'uniform'?"),
         (("--delta", "-1"), "Expected delta to be a positive number"),
-        (("--layer", "fc9"), "Did you mean 'fc1'?"),
+        (("--layer", "fc9"), "Did you mean 'fc2'?"),
     ):
         outcome = run(*ARGUMENTS, *wrong, cwd=tmp_path)
         assert outcome.status == 2

@@ -39,13 +39,15 @@ def test_moments_are_those_of_the_profile(name, m):
     assert kernel.squared_integral(m) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [*PROFILES, "orthogonal", "point"])
-def test_draws_have_the_second_moment_that_is_declared_and_stay_inside(name):
+@pytest.mark.parametrize(
+    "kernel", [*map(kernel_of, (*PROFILES, "orthogonal", "point")), TruncatedNormal(0.6)], ids=repr
+)
+def test_draws_have_the_second_moment_that_is_declared_and_stay_inside(kernel):
     m, n = 6, 20_000
-    radii = kernel_of(name).radii((n,), m, torch.Generator().manual_seed(0))
+    radii = kernel.radii((n,), m, torch.Generator().manual_seed(0))
     assert float(radii.max()) <= 1
     error = float(radii.square().std()) / math.sqrt(n)
-    assert abs(float(radii.square().mean()) - kernel_of(name).second_moment(m)) <= 4 * error
+    assert abs(float(radii.square().mean()) - kernel.second_moment(m)) <= 4 * error
 
 
 def test_a_truncated_normal_is_the_normal_it_is_cut_from():

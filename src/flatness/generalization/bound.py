@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -222,4 +223,5 @@ def _label_assumption(labels: LabelConstancy) -> Assumption:
         f"Definition 9's left side is {labels.value:.3g} at δ = {largest:g}, fitted order {labels.order:.2f} "
         "(wanted 3), with the nearest sample's label for y(·) [heuristic]"
     )
-    return Assumption("locally constant labels", labels.order, labels.holds, detail)
+    holds = None if math.isnan(labels.order) else labels.holds
+    return Assumption("locally constant labels", labels.order, holds, detail)

@@ -106,11 +106,14 @@ class TruncatedNormal(Kernel):
         return self.given if self.given is not None else 0.5 / math.sqrt(m)
 
     def radii(self, shape: tuple[int, ...], m: int, generator: Generator) -> Tensor:
-        """By the inverse of the distribution function of r²/(2σ²), an incomplete gamma function."""
+        """Draws of r²/(2σ²), a Γ(m/2); those beyond the cut are drawn again by the inverse of what is inside."""
         sigma = self.sigma(m)
-        inside = float(gammainc(m / 2, 1 / (2 * sigma**2)))
-        halves = gammaincinv(m / 2, inside * _uniform(shape, generator).numpy())
-        return (sigma * torch.as_tensor(2 * halves).sqrt()).clamp(max=1.0)
+        cut = 1 / (2 * sigma**2)
+        halves = torch._standard_gamma(torch.full(shape, m / 2, dtype=torch.float64), generator)
+        beyond = halves > cut
+        again = float(gammainc(m / 2, cut)) * _uniform((int(beyond.sum()),), generator).numpy()
+        halves[beyond] = torch.as_tensor(gammaincinv(m / 2, again), dtype=torch.float64)
+        return (sigma * (2 * halves).sqrt()).clamp(max=1.0)
 
     def second_moment(self, m: int) -> float:
         """σ² m P(m/2 + 1, 1/2σ²) / P(m/2, 1/2σ²), P the regularised incomplete gamma function."""

@@ -71,6 +71,14 @@ class Robustness(Result):
         return None if not self.predicted else self.value / self.predicted
 
     @property
+    def ratio_stderr(self) -> float | None:
+        """Standard error of the ratio, of both its parts."""
+        if self.ratio is None or not self.relative_flatness:
+            return None
+        parts = self.stderr / self.value, self.relative_flatness_stderr / self.relative_flatness
+        return abs(self.ratio) * (parts[0] ** 2 + parts[1] ** 2) ** 0.5
+
+    @property
     def largest_change(self) -> float:
         """The largest change of a single sample's loss."""
         return self.quantiles["1"]
@@ -84,10 +92,8 @@ class Robustness(Result):
             f"ε(δ) = max over α ≤ δ: {format_value(self.epsilon[-1])}",
         ]
         if self.predicted is not None and self.ratio is not None:
-            lines.append(
-                f"Theorem 5, δ²τ₂κ_Tr/(2m): {format_value(self.predicted)}; the value is {self.ratio:.3f} of "
-                "it"
-            )
+            ratio = format_value(self.ratio, self.ratio_stderr or 0.0)
+            lines.append(f"Theorem 5, δ²τ₂κ_Tr/(2m): {format_value(self.predicted)}; ratio {ratio}")
         if self.kink_share is not None:
             lines.append(
                 f"share of the kinks after the layer, which no Hessian sees: {100 * self.kink_share:.1f} %"

@@ -37,7 +37,7 @@ def save_labels(path: str | os.PathLike[str], found: LabelConstancy) -> None:
 def save_correlations(
     path: str | os.PathLike[str], kinds: Mapping[str, Sequence[Mapping[str, float]]]
 ) -> None:
-    """Save Fig. 3: the correlation of relative flatness and gap over class separation, with 95 % intervals."""
+    """Save Fig. 3: correlation of relative flatness and gap over class separation, with 95 % intervals."""
     lines = [
         Line(
             kind,

@@ -1,4 +1,4 @@
-"""Points and lines of pictures and how their groups look: colours for the colour-blind, shapes for grey print."""
+"""Points and lines of pictures, and how their groups look: in colour and in grey print."""
 
 from __future__ import annotations
 
