@@ -153,8 +153,8 @@ def test_bad_input_is_refused_in_words(found):
     with pytest.raises(OptionError) as error:
         found.term("nothing")
     assert str(error.value) == (
-        "Expected the name of a term but got 'nothing'. There are: 'representativeness', 'flatness term', 'bound', "
-        "\"with the kernel's radius\", 'uniform flatness term', 'uniform bound'."
+        "Expected the name of a term but got 'nothing'. There are: 'representativeness', 'flatness term', "
+        "'bound', \"with the kernel's radius\", 'uniform flatness term', 'uniform bound'."
     )
 
 

@@ -55,6 +55,7 @@ def test_no_refitting_is_refused_with_the_reason(fitter):
     with pytest.raises(OptionError) as error:
         fitter_of(fitter, resolve_loss("cross_entropy"), 3, 1.0)
     assert str(error.value) == (
-        f"Expected a fitter that refits ψ in every fold but got {fitter}. With one ψ for all folds the estimate is "
-        "exactly −E_F and the bound empty: use fitter='auto', 'ridge', 'head' or your own function (z, y) -> ψ."
+        f"Expected a fitter that refits ψ in every fold but got {fitter}. With one ψ for all folds the "
+        "estimate is exactly −E_F and the bound empty: use fitter='auto', 'ridge', 'head' or your own "
+        "function (z, y) -> ψ."
     )

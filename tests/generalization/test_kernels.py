@@ -94,5 +94,6 @@ def test_unknown_kernels_and_needless_sigmas_are_refused():
     with pytest.raises(OptionError) as error:
         kernel_of("truncated_normal", -1.0)
     assert str(error.value) == (
-        "Expected sigma to be a positive number, in units of the bandwidth, but got -1.0. For example sigma=0.25."
+        "Expected sigma to be a positive number, in units of the bandwidth, but got -1.0. For example "
+        "sigma=0.25."
     )

@@ -70,7 +70,7 @@ def test_a_half_space_changes_labels_for_the_share_of_points_beyond_it():
         draws=40,
     )
     assert found.value == pytest.approx(4 * found.flips[0])
-    # A point at height h leaves with the share of the disc beyond: mean over h of that share is 2/(3π) · r / 1.
+    # A point at height h leaves with the share of its disc beyond the line: on average 2r/(3π), r = 0.5.
     assert found.flips[0] == pytest.approx(2 / (3 * math.pi) * 0.5, rel=0.1)
 
 
@@ -101,8 +101,8 @@ def test_layers_that_something_goes_around_are_refused():
     with pytest.raises(flatness.FlatnessError) as error:
         flatness.locally_constant_labels(model, small.data(), layer="fc2", progress=False)
     assert str(error.value) == (
-        "Expected a layer that everything passes through, so that ψ is a function of its features, but something "
-        "goes around 'fc2'. Choose another layer, such as 'last'."
+        "Expected a layer that everything passes through, so that ψ is a function of its features, but "
+        "something goes around 'fc2'. Choose another layer, such as 'last'."
     )
 
 

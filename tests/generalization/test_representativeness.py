@@ -151,21 +151,21 @@ def test_bad_input_is_refused_in_words():
         "delta=0.01."
     )
     assert refusal(DataError, folds=12) == (
-        "Expected at least two samples for each of the 12 folds but got 23 samples in all. Use more data or fewer "
-        "folds."
+        "Expected at least two samples for each of the 12 folds but got 23 samples in all. Use more data or "
+        "fewer folds."
     )
     assert refusal(OptionError, folds=1) == "Expected at least 2 folds but got 1. For example folds=3."
     x, y = small.data()
     assert refusal(DataError, (x[:1].expand(23, 4).clone(), y)) == (
-        "Expected features that vary but all 23 feature vectors are equal. Nothing can be learned from them: choose "
-        "another layer, or check the data."
+        "Expected features that vary but all 23 feature vectors are equal. Nothing can be learned from them: "
+        "choose another layer, or check the data."
     )
     assert refusal(OptionError, draws=1) == (
         "Expected at least 2 draws per point but got 1. For example draws=100."
     )
     assert refusal(OptionError, fitter="rigde") == (
-        "Expected fitter to be 'auto', 'ridge', 'head' or a function (z, y) -> ψ but got 'rigde'. Did you mean "
-        "'ridge'?"
+        "Expected fitter to be 'auto', 'ridge', 'head' or a function (z, y) -> ψ but got 'rigde'. Did you "
+        "mean 'ridge'?"
     )
 
 

@@ -269,19 +269,19 @@ def test_bad_input_is_refused_in_words():
         "Expected at least one delta but got an empty list. For example delta=0.01."
     )
     assert refusal(OptionError, matrices=torch.eye(3)) == (
-        "Expected matrices of 6 × 6, as 'head' has 6 features, but got shape [3, 3]. Pass one matrix, or several "
-        "with their number first."
+        "Expected matrices of 6 × 6, as 'head' has 6 features, but got shape [3, 3]. Pass one matrix, or "
+        "several with their number first."
     )
     assert refusal(OptionError, matrices=1) == (
         "Expected at least 2 random matrices, for a standard error, but got 1. For example matrices=32."
     )
     assert refusal(OptionError, through="neurons") == (
-        "Expected through to be one of weights, features, noise but got 'neurons'. Leave it out to perturb the "
-        "weights."
+        "Expected through to be one of weights, features, noise but got 'neurons'. Leave it out to perturb "
+        "the weights."
     )
     assert refusal(LayerError, layer="fc9") == (
-        "Expected the name of a supported layer but got 'fc9'. Did you mean 'fc1'? Supported layers of this model: "
-        "fc1, head."
+        "Expected the name of a supported layer but got 'fc9'. Did you mean 'fc1'? Supported layers of this "
+        "model: fc1, head."
     )
 
 
@@ -291,13 +291,13 @@ def test_a_layer_that_nothing_follows_from_is_refused():
         return net.head(net.fc1(x).relu()) if False else net.head(x @ torch.ones(4, 6).double())
 
     assert refusal(LayerError, small.Net(compute), layer="fc2") == (
-        "Expected a layer that the output follows from but nothing follows 'fc2': the output does not depend on "
-        "it. Layers that it depends on: head."
+        "Expected a layer that the output follows from but nothing follows 'fc2': the output does not depend "
+        "on it. Layers that it depends on: head."
     )
     twice = small.Net(lambda net, x: net.head(net.fc2(net.fc2(net.fc1(x).relu()).relu())))
     assert refusal(LayerError, twice, layer="fc2") == (
-        "Expected a layer that a sample meets in one place but 'fc2' cannot be changed alone: its weight is used 2 "
-        "times. Choose another of: fc1, fc2, head."
+        "Expected a layer that a sample meets in one place but 'fc2' cannot be changed alone: its weight is "
+        "used 2 times. Choose another of: fc1, fc2, head."
     )
 
 
@@ -309,6 +309,6 @@ def test_patch_space_matrices_cannot_go_through_features():
             model, (case.x, case.y), layer="conv2", matrices=torch.eye(16).double(), through="features"
         )
     assert str(error.value) == (
-        "Expected matrices that mix the channels of 'conv2' to perturb its features but got patch-space ones: no "
-        "change of a feature map does the same. Use through='weights'."
+        "Expected matrices that mix the channels of 'conv2' to perturb its features but got patch-space "
+        "ones: no change of a feature map does the same. Use through='weights'."
     )

@@ -106,7 +106,7 @@ class TruncatedNormal(Kernel):
         return self.given if self.given is not None else 0.5 / math.sqrt(m)
 
     def radii(self, shape: tuple[int, ...], m: int, generator: Generator) -> Tensor:
-        """Draws of r²/(2σ²), a Γ(m/2); those beyond the cut are drawn again by the inverse of what is inside."""
+        """Draws of r²/(2σ²), a Γ(m/2); those beyond the cut are drawn again from what is inside."""
         sigma = self.sigma(m)
         cut = 1 / (2 * sigma**2)
         halves = torch._standard_gamma(torch.full(shape, m / 2, dtype=torch.float64), generator)
