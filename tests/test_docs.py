@@ -12,12 +12,15 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     "getting-started",
     "concepts/symmetries",
+    "concepts/generalization",
+    "concepts/worked-examples",
     "how-to/own-model",
     "how-to/own-loss",
     "how-to/dict-batches",
     "how-to/checkpoints",
     "how-to/several-processes",
 )
+GALLERY = ("gallery/petzka2021-labels", "gallery/petzka2021-bound")
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(page, tmp_path, monkeypa
 def test_links_between_pages_lead_somewhere():
     missing = [
         f"{page.name}: {target}"
-        for page in (DOCS / f"{name}.md" for name in (*PAGES, "which-measure"))
+        for page in (DOCS / f"{name}.md" for name in (*PAGES, *GALLERY, "which-measure"))
         for target in re.findall(r"\]\(([^)#:]+\.md)[^)]*\)", page.read_text(encoding="utf-8"))
         if not (page.parent / target).exists()
     ]

@@ -9,6 +9,12 @@ if TYPE_CHECKING:
     from flatness.comparing import Comparison, compare
     from flatness.curvature.statistics import Statistics
     from flatness.errors import FlatnessError
+    from flatness.generalization.bound import generalization_bound
+    from flatness.generalization.bound_result import GeneralizationBound
+    from flatness.generalization.locally_constant import LabelConstancy, locally_constant_labels
+    from flatness.generalization.representativeness import Representativeness, representativeness
+    from flatness.generalization.robustness import feature_robustness
+    from flatness.generalization.robustness_result import Robustness
     from flatness.layers import ConvolutionLayer, Layer, LinearLayer, register_layer
     from flatness.measures.catalogue import measures, register_measure
     from flatness.measures.measure import LayerView, Measure, NetworkView, Surroundings, Valued
@@ -28,7 +34,9 @@ __all__ = [
     "Comparison",
     "ConvolutionLayer",
     "FlatnessError",
+    "GeneralizationBound",
     "InvarianceReport",
+    "LabelConstancy",
     "Layer",
     "LayerView",
     "LinearLayer",
@@ -39,17 +47,23 @@ __all__ = [
     "Plan",
     "Problem",
     "Report",
+    "Representativeness",
     "Result",
+    "Robustness",
     "Statistics",
     "Symmetries",
     "check_invariance",
     "compare",
+    "feature_robustness",
+    "generalization_bound",
+    "locally_constant_labels",
     "measure",
     "measures",
     "network_spectrum",
     "plan",
     "register_layer",
     "register_measure",
+    "representativeness",
     "rescale",
     "separately",
     "symmetries",
@@ -62,7 +76,9 @@ _HOME = {
     "Comparison": "comparing",
     "ConvolutionLayer": "layers",
     "FlatnessError": "errors",
+    "GeneralizationBound": "generalization.bound_result",
     "InvarianceReport": "symmetry.verdicts",
+    "LabelConstancy": "generalization.locally_constant",
     "Layer": "layers",
     "LayerView": "measures.measure",
     "LinearLayer": "layers",
@@ -73,17 +89,23 @@ _HOME = {
     "Plan": "plan",
     "Problem": "problem",
     "Report": "result",
+    "Representativeness": "generalization.representativeness",
     "Result": "result",
+    "Robustness": "generalization.robustness_result",
     "Statistics": "curvature.statistics",
     "Symmetries": "symmetry.groups",
     "check_invariance": "symmetry.invariance",
     "compare": "comparing",
+    "feature_robustness": "generalization.robustness",
+    "generalization_bound": "generalization.bound",
+    "locally_constant_labels": "generalization.locally_constant",
     "measure": "measuring",
     "measures": "measures.catalogue",
     "network_spectrum": "spectra",
     "plan": "measuring",
     "register_layer": "layers",
     "register_measure": "measures.catalogue",
+    "representativeness": "generalization.representativeness",
     "rescale": "symmetry.rescaling",
     "separately": "ranks",
     "symmetries": "symmetry.groups",

@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from flatness.files import replacing
 from flatness.result import Report
-from flatness.show.points import Point, looks
+from flatness.show.points import Line, Point, looks
 from flatness.show.scales import scale_of
 
 _MARKERS = {
@@ -181,6 +181,56 @@ def save_drift(
     axes.set_xticks(range(max((row["trial"] for row in whole), default=0) + 1))
     _scale(axes, "y", [min(shown, default=1) / 1.5, *shown, max(shown, default=1) * 1.5])
     _label(axes, "rewritten network (0 is the original)", "÷ original", title)
+    _save(figure, path)
+
+
+def save_lines(
+    path: str | os.PathLike[str],
+    lines: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    title: str,
+    *,
+    logarithmic: bool = False,
+    zero: bool = False,
+) -> None:
+    """Save curves over a common axis, with error bars where they have a range.
+
+    Args:
+        path: Where to.
+        lines: The curves.
+        x_label: What the horizontal axis is.
+        y_label: What the vertical axis is.
+        title: The title.
+        logarithmic: Whether both axes are; points that are not positive are then left out.
+        zero: Whether to draw a line at 0.
+    """
+    figure, axes = _figure()
+    if zero:
+        axes.axhline(0.0, color="#777777", linewidth=0.8)
+    for number, (label, (colour, shape)) in enumerate(looks(line.label for line in lines).items()):
+        line = lines[number]
+        kept = [i for i, y in enumerate(line.y) if not logarithmic or y > 0]
+        style = _DASHES[number % len(_DASHES)]
+        error = None
+        if line.low is not None and line.high is not None:
+            below = [line.y[i] - line.low[i] for i in kept]
+            above = [line.high[i] - line.y[i] for i in kept]
+            error = [below, above]
+        axes.errorbar(
+            [line.x[i] for i in kept],
+            [line.y[i] for i in kept],
+            yerr=error,
+            color=colour,
+            marker=_MARKERS[shape],
+            linestyle=style,
+            capsize=2.5,
+            label=label,
+        )
+    if logarithmic:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+    _label(axes, x_label, y_label, title)
     _save(figure, path)
 
 

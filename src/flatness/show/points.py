@@ -1,8 +1,8 @@
-"""Points of a scatter and how their groups look: colours for the colour-blind, shapes for grey print."""
+"""Points and lines of pictures, and how their groups look: in colour and in grey print."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flatness.result import Report
@@ -20,6 +20,17 @@ class Point:
     y: float
     group: str
     label: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a picture, with the range of each of its points where it has one."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
 
 
 def points_of(

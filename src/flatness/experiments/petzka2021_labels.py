@@ -1,0 +1,159 @@
+"""petzka2021, Fig. 3: does flatness follow the generalisation gap more closely where labels are constant?
+
+For each class separation, many data sets of 500 training and 4,500 test points: the correlation of relative
+flatness and generalisation gap over the data sets. See `FourGaussians` and `reversed_network` for what the
+paper leaves open.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import joblib
+import numpy as np
+import torch
+from scipy import stats
+
+from flatness.errors import OptionError
+from flatness.experiments.four_gaussians import FourGaussians
+from flatness.experiments.reversed_network import reversed_network
+from flatness.files import write_text
+from flatness.generalization.fitting import Ridge
+from flatness.generalization.kernels import UniformBall
+from flatness.generalization.local_losses import moves
+from flatness.measuring import measure
+from flatness.progress import ProgressBar
+
+if TYPE_CHECKING:
+    import pandas
+
+SEPARATIONS = (0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
+_KINDS = {"pearson": stats.pearsonr, "spearman": stats.spearmanr, "kendall": stats.kendalltau}
+
+
+@dataclass(frozen=True)
+class LabelsExperiment:
+    """What the experiment found.
+
+    Attributes:
+        rows: One per data set: separation, dataset, relative_flatness, gap, training_risk, test_risk, flips
+            (share of moves by up to δ = 0.1 that change the true label), error (of the reverse propagation).
+    """
+
+    rows: tuple[dict[str, float], ...]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The rows as a table."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self.rows))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as CSV."""
+        write_text(path, self.to_frame().to_csv(index=False))
+
+    def correlations(
+        self, kind: str = "pearson", level: float = 0.95, resamples: int = 1000
+    ) -> list[dict[str, float]]:
+        """Correlation of flatness and gap at each separation, with a bootstrap interval over data sets.
+
+        Args:
+            kind: "pearson", "spearman" or "kendall".
+            level: Of the interval.
+            resamples: Bootstrap samples.
+        """
+        if kind not in _KINDS:
+            raise OptionError(f"Expected one of {', '.join(_KINDS)} but got {kind!r}. Use kind='pearson'.")
+        found = []
+        for separation in sorted({row["separation"] for row in self.rows}):
+            rows = [row for row in self.rows if row["separation"] == separation]
+            flat = np.array([row["relative_flatness"] for row in rows])
+            gap = np.array([row["gap"] for row in rows])
+            draws = np.random.default_rng(0).integers(len(rows), size=(resamples, len(rows)))
+            resampled = [float(_KINDS[kind](flat[draw], gap[draw])[0]) for draw in draws]
+            low, high = np.nanquantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+            found.append(
+                {
+                    "separation": separation,
+                    "correlation": float(_KINDS[kind](flat, gap)[0]),
+                    "low": float(low),
+                    "high": float(high),
+                    "gap": float(gap.mean()),
+                    "relative_flatness": float(flat.mean()),
+                    "flips": float(np.mean([row["flips"] for row in rows])),
+                }
+            )
+        return found
+
+
+def petzka2021_labels(
+    separations: Sequence[float] = SEPARATIONS,
+    datasets: int = 100,
+    *,
+    training: int = 500,
+    test: int = 4500,
+    penalty: float = 1.0,
+    seed: int = 0,
+    jobs: int = 1,
+    progress: bool = True,
+) -> LabelsExperiment:
+    """Run the experiment.
+
+    Args:
+        separations: Class separations c.
+        datasets: Data sets, each with its own distribution and network, per separation.
+        training: Training samples of each.
+        test: Test samples of each.
+        penalty: Of the ridge regression (scikit-learn's default is 1).
+        seed: Seed of everything random.
+        jobs: Processes, of one thread each.
+        progress: Whether to show a bar.
+    """
+    calls = [
+        joblib.delayed(_one)(separation, number, training, test, penalty, seed)
+        for separation in separations
+        for number in range(datasets)
+    ]
+    rows: list[dict[str, float]] = []
+    with ProgressBar("data sets", len(calls), progress) as bar:
+        for row in joblib.Parallel(n_jobs=jobs, return_as="generator")(calls):
+            rows.append(row)  # type: ignore[arg-type]
+            bar.advance()
+    return LabelsExperiment(tuple(rows))
+
+
+def _one(
+    separation: float, number: int, training: int, test: int, penalty: float, seed: int
+) -> dict[str, Any]:
+    """One data set and its network; everything but the training and test sets is then forgotten."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        place = int(np.random.SeedSequence([seed, round(1000 * separation), number]).generate_state(1)[0])
+        distribution = FourGaussians.draw(separation, place)
+        z, y = distribution.sample(training + test, place)
+        network = reversed_network(z, Ridge(penalty)(z[:training], y[:training]), place)
+        pair = torch.cat([y, -y], dim=1).float()
+        data = network.inputs[:training], pair[:training]
+        report = measure(
+            network.model, data, "mse", measures="relative_flatness", layers="fc5", progress=False
+        )
+        losses = (network.outputs - pair).square().mean(1).double()
+        generator = torch.Generator().manual_seed(place)
+        moved = (z[:training] + moves(z[:training], UniformBall(), 0.1, 10, generator)).flatten(0, 1)
+        own = distribution.label(z[:training]).repeat(10, 1)
+        return {
+            "separation": separation,
+            "dataset": number,
+            "relative_flatness": report.value("relative_flatness", layer="fc5"),
+            "gap": float(losses[training:].mean() - losses[:training].mean()),
+            "training_risk": float(losses[:training].mean()),
+            "test_risk": float(losses[training:].mean()),
+            "flips": float((distribution.label(moved) != own).double().mean()),
+            "error": network.error,
+        }
+    finally:
+        torch.set_num_threads(threads)

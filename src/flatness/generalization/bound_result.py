@@ -1,0 +1,118 @@
+"""What the bound is made of: terms with their kind and source, the rate of Theorem 6, and assumptions."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flatness.errors import OptionError
+from flatness.files import write_text
+from flatness.generalization.assumptions import Assumption
+from flatness.generalization.locally_constant import LabelConstancy
+from flatness.generalization.rate_constants import RateConstants
+from flatness.generalization.representativeness import Representativeness
+from flatness.tables import format_value
+
+
+@dataclass(frozen=True)
+class BoundTerm:
+    """A number of the bound.
+
+    Attributes:
+        name: What it is.
+        value: The number; None where it could not be computed.
+        stderr: Its standard error.
+        kind: "bound", "approximation" or "heuristic", in the sense of the paper.
+        source: Where it is from.
+    """
+
+    name: str
+    value: float | None
+    stderr: float
+    kind: str
+    source: str
+
+    def __str__(self) -> str:
+        """One line."""
+        value = "not available" if self.value is None else format_value(self.value, self.stderr)
+        return f"{self.name}: {value} [{self.kind}; {self.source}]"
+
+
+@dataclass(frozen=True)
+class GeneralizationBound:
+    """The bound of petzka2021 and its terms. Print it.
+
+    Attributes:
+        layer: Name of the layer.
+        samples: |S|.
+        features: m.
+        delta: δ.
+        terms: All numbers.
+        rate: Theorem 6 for a Gaussian density, and with plug-in values.
+        assumptions: What is assumed, measured.
+        representativeness: The cross-validated estimate.
+        labels: Definition 9 over δ.
+        notes: What else to know.
+    """
+
+    layer: str
+    samples: int
+    features: int
+    delta: float
+    terms: tuple[BoundTerm, ...]
+    rate: tuple[RateConstants, ...]
+    assumptions: tuple[Assumption, ...]
+    representativeness: Representativeness
+    labels: LabelConstancy
+    notes: tuple[str, ...] = ()
+
+    def term(self, name: str) -> BoundTerm:
+        """A term by name."""
+        for term in self.terms:
+            if term.name == name:
+                return term
+        names = ", ".join(repr(term.name) for term in self.terms)
+        raise OptionError(f"Expected the name of a term but got {name!r}. There are: {names}.")
+
+    @property
+    def value(self) -> float | None:
+        """The sum of representativeness and δ²/(2m) κ_Tr, which E_gen is at most, approximately."""
+        return self.term("bound").value
+
+    def __str__(self) -> str:
+        """Terms, rate and assumptions."""
+        lines = [
+            f"generalisation bound at {self.layer}: n = {self.samples:,}, m = {self.features}, δ = "
+            f"{self.delta:.4g}"
+        ]
+        lines += [f"  {term}" for term in self.terms]
+        if self.rate:
+            lines.append("  Theorem 6, |S|^(−2/(4+m)) (κ_Tr/(2m) + C₁ + C₂/√Δ):")
+        lines += [f"    {constants}" for constants in self.rate]
+        lines.append("assumed")
+        lines += [f"  {assumption}" for assumption in self.assumptions]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def to_json(self) -> str:
+        """Everything, as JSON; infinite numbers as null."""
+        content = {"format": "flatness bound", "version": 1, **asdict(self)}
+        return json.dumps(_finite(content), indent=1, ensure_ascii=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file, at once or not at all."""
+        write_text(path, self.to_json())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and value - value != 0:
+        return None
+    return value

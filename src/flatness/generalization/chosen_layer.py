@@ -1,0 +1,149 @@
+"""Which layer is meant, and whether the theory speaks about it: f = ψ∘φ with ψ(φ) = g(Wφ)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatness import batches
+from flatness.errors import LayerError, listed
+from flatness.examine import Examined, examine
+from flatness.generalization.perturbing import PerturbedLayer
+from flatness.graph import only_layout_between
+from flatness.layers import Layer, select_layers
+from flatness.problem import Problem
+
+
+@dataclass(frozen=True)
+class ChosenLayer:
+    """A layer of a network and what a few samples told about it.
+
+    Attributes:
+        name: Its name in the model.
+        layer: The layer as W and Φ.
+        perturbed: The same, ready to be changed.
+        features: m, the columns of W in each group.
+        positions: P, how often a sample meets W.
+        last: Whether the output is W φ + b itself, so that only the loss follows.
+        curved: Operators that follow and are not piecewise linear.
+    """
+
+    name: str
+    layer: Layer
+    perturbed: PerturbedLayer
+    features: int
+    positions: int
+    last: bool
+    curved: tuple[str, ...]
+
+    @property
+    def kinks(self) -> bool:
+        """Whether what follows is piecewise linear with pieces: a Hessian does not see where they meet."""
+        return not self.last and not self.curved
+
+
+def choose_layer(problem: Problem, layer: str) -> ChosenLayer:
+    """Look at a few samples and find the layer. The problem must be guarded.
+
+    Raises:
+        LayerError: If it does not exist, did not run, is used twice, or nothing follows from it.
+    """
+    if not isinstance(layer, str):
+        raise LayerError(
+            f"Expected layer to be the name of one layer, or 'last', but got {type(layer).__name__}. For "
+            "example layer='fc2'."
+        )
+    examined = examine(problem)
+    name = _selected(problem, examined, layer)
+    record = examined.records[name]
+    n = examined.items.logits.shape[0]
+    view = examined.layers[name]
+    sizes = [(entry.x.numel() + entry.z_shape.numel()) // n for entry in examined.records.values()]
+    each = problem.dtype.itemsize * 2 * (sum(sizes) + examined.items.logits.numel() // n)
+    problem.fit_memory(each, backward=False)
+    return ChosenLayer(
+        name=name,
+        layer=view,
+        perturbed=PerturbedLayer(problem, view, each),
+        features=view.matrix().shape[2],
+        positions=max(1, record.z_shape.numel() // (n * view.output_units)),
+        last=record.z_edge is not None and only_layout_between(examined.items.logits, record.z_edge),
+        curved=tuple(examined.graph.curved.get(name, ())),
+    )
+
+
+def _selected(problem: Problem, examined: Examined, layer: str) -> str:
+    kinds = {name: type(module).__name__ for name, module in problem.model.named_modules()}
+    if not examined.called:
+        raise LayerError(
+            "Expected at least one Linear or convolution layer that the forward pass calls but there is "
+            "none. Call layers as modules, not through their weights."
+        )
+    (name,) = select_layers(examined.layers, examined.called, layer, last=examined.last, modules=kinds)
+    following = [other for other in examined.called if other not in examined.idle]
+    if name in examined.idle:
+        raise LayerError(
+            f"Expected a layer that the output follows from but nothing follows {name!r}: the output does "
+            f"not depend on it. Layers that it depends on: {listed(following) or 'none'}."
+        )
+    if name in examined.refused:
+        raise LayerError(
+            f"Expected a layer that a sample meets in one place but {name!r} cannot be changed alone: "
+            f"{examined.refused[name]}. Choose another of: {listed(following)}."
+        )
+    return name
+
+
+def require_vectors(chosen: ChosenLayer) -> None:
+    """Refuse layers that do not have one feature vector per sample."""
+    if chosen.positions > 1 or chosen.layer.groups > 1 or not chosen.layer.plain:
+        raise LayerError(
+            f"Expected a layer with one feature vector per sample but {chosen.name!r} is a "
+            f"{type(chosen.layer.module).__name__} that meets {chosen.positions} positions. Choose a Linear "
+            "layer after pooling or flattening."
+        )
+
+
+def require_all_through(chosen: ChosenLayer) -> None:
+    """Refuse layers that something goes around: ψ would not be a function of their features alone."""
+    if not chosen.perturbed.grows:
+        raise LayerError(
+            "Expected a layer that everything passes through, so that ψ is a function of its features, but "
+            f"something goes around {chosen.name!r}. Choose another layer, such as 'last'."
+        )
+
+
+def collect_features(problem: Problem, chosen: ChosenLayer) -> tuple[Tensor, Tensor]:
+    """φ(x_i) and y_i of all samples: (n, m) in float64 and the targets, both on the CPU."""
+    require_vectors(chosen)
+    features: list[Tensor] = []
+    targets: list[Tensor] = []
+
+    def step(batch: object) -> None:
+        seen: list[Tensor] = []
+        handle = chosen.layer.module.register_forward_pre_hook(
+            lambda module, args: seen.append(args[0].detach().double().cpu())
+        )
+        try:
+            output, target = problem.outputs(batch)
+        finally:
+            handle.remove()
+        problem.laid_out(output, target)
+        n = batches.size_of(batch)
+        features.append(seen[0].reshape(n, -1))
+        targets.append(_as_tensor(target))
+
+    with torch.no_grad():
+        problem.stream(step, "features")
+    return torch.cat(features), torch.cat(targets)
+
+
+def _as_tensor(target: object) -> Tensor:
+    if not isinstance(target, Tensor):
+        raise LayerError(
+            f"Expected targets as tensors but got {type(target).__name__}. Pass forward= that returns "
+            "(output, target) with a tensor of targets."
+        )
+    return target.detach().cpu()

@@ -1,0 +1,114 @@
+"""The worst feature matrix: max of E_F(δA) over ‖A‖ ≤ 1, by ascent.
+
+The largest linear function ⟨G, A⟩ on the ball ‖A‖ ≤ 1 is at the polar factor of G. Steps go towards it,
+halved until the risk grows (conditional gradient); where the risk is convex in W, as in a last layer, the
+whole step always ascends. Starts are random orthogonal matrices, since the gradient at A = 0 vanishes at a
+minimum. What is found is a lower bound on the maximum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.generalization.matrices import orthonormal_frames
+from flatness.generalization.perturbing import PerturbedLayer
+from flatness.progress import ProgressBar
+
+_TOLERANCE = 1e-5
+_HALVINGS = 6
+
+
+def worst_matrices(
+    perturbed: PerturbedLayer, delta: float, restarts: int, iterations: int, seed: int
+) -> tuple[Tensor, bool]:
+    """Matrices A (restarts, G, m, m) that each ascended to, best first; and whether all ascents ended."""
+    problem = perturbed.problem
+    G, _, m = perturbed.W.shape
+    generator = torch.Generator().manual_seed(seed)
+    A = orthonormal_frames(restarts * G, m, m, generator).reshape(restarts, G, m, m).to(problem.device)
+    risks, gradients = _ascent(perturbed, A, delta)
+    active = torch.ones(restarts, dtype=torch.bool)
+    with ProgressBar("worst matrix", iterations, problem.progress) as bar:
+        for _ in range(iterations):
+            moved, new_risks, new_gradients = _line_search(perturbed, A, risks, gradients, active, delta)
+            better = active & (new_risks >= risks)
+            gain = new_risks - risks
+            pick = better.to(A.device)[:, None, None, None]
+            A, gradients = torch.where(pick, moved, A), torch.where(pick, new_gradients, gradients)
+            risks = torch.where(better, new_risks, risks)
+            active = better & (gain > _TOLERANCE * new_risks.abs())
+            bar.advance()
+            if not bool(active.any()):
+                break
+    order = risks.argsort(descending=True)
+    return A[order.to(A.device)].cpu(), not bool(active.any())
+
+
+def _line_search(
+    perturbed: PerturbedLayer, A: Tensor, risks: Tensor, gradients: Tensor, active: Tensor, delta: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps towards the polar factors, halved until no risk falls; with their risks and gradients."""
+    target = _polar(gradients)
+    step = active.double()
+    for _ in range(_HALVINGS):
+        moved = A + step.to(A)[:, None, None, None] * (target - A)
+        new_risks, new_gradients = _ascent(perturbed, moved, delta)
+        worse = active & (new_risks < risks)
+        if not bool(worse.any()):
+            return moved, new_risks, new_gradients
+        step = torch.where(worse, step / 2, step)
+    return moved, new_risks, new_gradients  # type: ignore[possibly-unbound]
+
+
+def _ascent(perturbed: PerturbedLayer, A: Tensor, delta: float) -> tuple[Tensor, Tensor]:
+    """E(W + δWA) of each A, (R,), and its derivative with respect to A, (R, G, m, m)."""
+    problem = perturbed.problem
+    W = perturbed.W
+    gradients = torch.zeros(A.shape, dtype=torch.float64, device=A.device)
+    totals = [torch.zeros(len(A), dtype=torch.float64), 0.0]
+
+    def step(batch: Any) -> None:
+        V = (delta * (W.double() @ A)).to(W).requires_grad_()
+        losses = perturbed.weight_losses(batch, V).sum(1)
+        (dV,) = torch.autograd.grad(losses.sum(), V)
+        share = perturbed.normaliser(batch)
+        gradients.add_(delta * (W.double().transpose(1, 2) @ dV.double()))
+        totals[0] = totals[0] + losses.detach().cpu()
+        totals[1] += share
+
+    quiet, problem.progress = problem.progress, False
+    try:
+        problem.stream(step, "worst matrix")
+    finally:
+        problem.progress = quiet
+    return totals[0] / totals[1], gradients / totals[1]
+
+
+def _polar(G: Tensor) -> Tensor:
+    U, _, Vh = torch.linalg.svd(G)
+    return U @ Vh
+
+
+def weight_gradient(perturbed: PerturbedLayer) -> Tensor:
+    """∇_W E, (G, d, m) in float64."""
+    total = torch.zeros(perturbed.W.shape, dtype=torch.float64, device=perturbed.W.device)
+    normaliser = [0.0]
+
+    def step(batch: Any) -> None:
+        V = torch.zeros_like(perturbed.W).unsqueeze(0).requires_grad_()
+        (dV,) = torch.autograd.grad(perturbed.weight_losses(batch, V).sum(), V)
+        share = perturbed.normaliser(batch)
+        total.add_(dV[0].double())
+        normaliser[0] += share
+
+    perturbed.problem.stream(step, "gradient")
+    return total / normaliser[0]
+
+
+def first_order_bound(perturbed: PerturbedLayer, delta: float) -> float:
+    """δ ‖Wᵀ∇E‖_*, the largest first-order change over ‖A‖ ≤ 1: 0 at a minimum (nuclear norm)."""
+    product = perturbed.W.double().transpose(1, 2) @ weight_gradient(perturbed)
+    return delta * float(torch.linalg.matrix_norm(product, ord="nuc").sum())
