@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def _square_batch_norm(module: _BatchNorm) -> None:
     shift = -scale * module.running_mean
     if module.bias is not None:
         shift = shift + module.bias
-    module.eps = 0.0
+    module.eps = sys.float_info.min  # some versions of torch refuse 0, and 1 + this is 1
     module.running_mean = torch.zeros_like(module.running_mean)
     module.running_var = torch.ones_like(module.running_var)
     module.weight = nn.Parameter(scale.square())
