@@ -31,7 +31,7 @@ def test_the_story(demo):
     assert re.fullmatch(r"unchanged +× \S+ … \S+", lines["relative_flatness"])
     assert re.fullmatch(r"unchanged +unchanged", lines["relative_flatness_normalized"])
     assert re.fullmatch(r"unchanged +unchanged", lines["neuron_flatness"])
-    assert re.search(r"Invariances that the measures declare, layer by layer: all \d+ hold here\.", outcome.out)
+    assert re.search(r"that the measures declare, layer by layer: all \d+ hold here\.", outcome.out)
     assert "Open shown/index.html" in outcome.out
 
 
