@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from command import run
+from command import run, run_several
 
 ARGUMENTS = ("bound", "-m", "mlp", "--model-arg", "sizes=[64,12,10]", "-d", "digits", "--limit", "120")
 
@@ -24,12 +24,13 @@ def test_the_bound_is_printed_with_what_it_assumes_and_written(tmp_path):
 
 
 def test_wrong_words_are_answered_in_one_line(tmp_path):
-    for wrong, said in (
-        (("--kernel", "unifrom"), "Did you mean 'uniform'?"),
-        (("--delta", "-1"), "Expected delta to be a positive number"),
-        (("--layer", "fc9"), "Did you mean 'fc2'?"),
-    ):
-        outcome = run(*ARGUMENTS, *wrong, cwd=tmp_path)
+    wrong = {
+        ("--kernel", "unifrom"): "Did you mean 'uniform'?",
+        ("--delta", "-1"): "Expected delta to be a positive number",
+        ("--layer", "fc9"): "Did you mean 'fc2'?",
+    }
+    outcomes = run_several(*([*ARGUMENTS, *words] for words in wrong), cwd=tmp_path)
+    for outcome, said in zip(outcomes, wrong.values(), strict=True):
         assert outcome.status == 2
         assert said in outcome.err
         assert outcome.err.count("\n") == 1

@@ -51,8 +51,8 @@ def test_over_random_matrices_the_flatness_term_is_relative_flatness():
     w, x = draw(1, 4), draw(30, 4, seed=1)
     values = [
         label_terms(w, x, A, lambda x: x[:, :1] * 0, lambda f, y: (f - y).square().sum(1)).flatness
-        for A in orthonormal_frames(400, 4, 4, torch.Generator().manual_seed(0))
+        for A in orthonormal_frames(144, 4, 4, torch.Generator().manual_seed(0))
     ]
     values = torch.tensor(values)
     kappa = 2 * float(x.square().sum(1).mean() * w.square().sum())
-    assert abs(float(values.mean()) - kappa / 4) < 4 * float(values.std()) / 20
+    assert abs(float(values.mean()) - kappa / 4) < 4 * float(values.std()) / 12

@@ -301,6 +301,14 @@ def test_a_layer_that_nothing_follows_from_is_refused():
     )
 
 
+def test_a_layer_that_is_called_with_keywords_is_refused():
+    model = small.Net(lambda net, x: net.head(net.fc2(input=net.fc1(x).relu())))
+    assert refusal(LayerError, model, layer="fc2", matrices=torch.eye(6)) == (
+        "Expected 'fc2' to be called with its input as first argument but it is called with keywords only. "
+        "Call it as layer(x) in the model's forward."
+    )
+
+
 def test_patch_space_matrices_cannot_go_through_features():
     case = CASES["cnn_max_pool"]
     model = case.build()

@@ -31,11 +31,13 @@ from flatness.generalization.representativeness import (
 )
 from flatness.measuring import measure
 from flatness.problem import Problem
+from flatness.ranks import separately
 from flatness.result import Report
 
 _LABEL_SAMPLES = 1000
 
 
+@separately()
 def generalization_bound(
     model: nn.Module,
     data: Any,

@@ -19,6 +19,7 @@ from flatness.generalization.local_losses import Labels, moves
 from flatness.generalization.representativeness import check_features
 from flatness.losses import Loss
 from flatness.problem import Problem
+from flatness.ranks import separately
 from flatness.result import Result
 from flatness.tables import format_value
 
@@ -72,6 +73,7 @@ class LabelConstancy(Result):
     __repr__ = __str__
 
 
+@separately()
 def locally_constant_labels(
     model: nn.Module,
     data: Any,

@@ -97,7 +97,7 @@ class PerturbedLayer:
         n = batches.size_of(batch)
 
         def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (features.to(args[0]), *args[1:])
+            return (features.to(self._input(args)), *args[1:])
 
         handle = self.layer.module.register_forward_pre_hook(replace)
         try:
@@ -124,6 +124,14 @@ class PerturbedLayer:
                 items = self.problem.loss.items(output, repeated(target, copies, n))
         return self.problem.loss.values(items).double().reshape(copies, n)
 
+    def _input(self, args: tuple[Any, ...]) -> Tensor:
+        if not args:
+            raise LayerError(
+                f"Expected {self.layer.name!r} to be called with its input as first argument but it is "
+                "called with keywords only. Call it as layer(x) in the model's forward."
+            )
+        return args[0]
+
     def _given(self, batch: Any) -> Any:
         return batches.copied(batch) if self.problem.copy_batches else batch
 
@@ -135,11 +143,11 @@ class PerturbedLayer:
             return value if self.grows else value[: value.shape[0] // copies]
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = first_copy(args[0])
+            x = first_copy(self._input(args))
             return ((x + change(x, n)).flatten(0, 1), *args[1:])
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            return (first_copy(output) + change(first_copy(args[0]), n)).flatten(0, 1)
+            return (first_copy(output) + change(first_copy(self._input(args)), n)).flatten(0, 1)
 
         module = self.layer.module
         handle = module.register_forward_pre_hook(before) if at_input else module.register_forward_hook(after)

@@ -19,6 +19,7 @@ from flatness.generalization.kernels import Kernel, bandwidth, check_delta, kern
 from flatness.generalization.local_losses import Labels, local_losses
 from flatness.losses import Loss
 from flatness.problem import Problem
+from flatness.ranks import separately
 from flatness.result import Result
 from flatness.tables import format_value
 
@@ -28,6 +29,9 @@ INPUT = "input"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Representativeness(Result):
     """E_Rep, cross-validated (petzka2021, eq. 3, §6 and App. C).
+
+    `stderr` is that of an estimate of the average E_Rep over samples of this size. The E_Rep of the sample at
+    hand scatters around that average by more, which no data but fresh ones can tell.
 
     Attributes:
         delta: δ, the bandwidth relative to the features' length.
@@ -78,6 +82,7 @@ class Representativeness(Result):
     __repr__ = __str__
 
 
+@separately()
 def representativeness(
     model: nn.Module,
     data: Any,

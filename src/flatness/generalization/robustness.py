@@ -19,12 +19,14 @@ from flatness.generalization.robustness_result import Robustness
 from flatness.generalization.worst import first_order_bound, worst_matrices
 from flatness.measuring import measure
 from flatness.problem import Problem
+from flatness.ranks import separately
 from flatness.result import Result
 
 _ROUTES = ("weights", "features", "noise")
 _PAIRS = 32
 
 
+@separately()
 def feature_robustness(
     model: nn.Module,
     data: Any,
