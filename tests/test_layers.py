@@ -199,7 +199,7 @@ class ScaledLayer(LinearLayer):
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr("flatness.layers._VIEWS", dict(flatness.layers._VIEWS))
+    monkeypatch.setattr("flatness.layers.registry._VIEWS", dict(flatness.layers.registry._VIEWS))
     flatness.register_layer(Scaled, ScaledLayer)
 
 
@@ -225,7 +225,6 @@ def test_registration_covers_subclasses_and_nothing_else():
     assert view_of(Kind(2, 2)) is LinearLayer
     assert view_of(nn.Conv1d(1, 1, 1)) is ConvolutionLayer
     assert view_of(nn.ReLU()) is None
-    assert view_of(nn.ConvTranspose2d(1, 1, 1)) is None
     assert view_of(nn.Bilinear(1, 1, 1)) is None
 
 

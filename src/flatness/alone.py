@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from flatness import batches
 from flatness.affine import AffineModule
@@ -64,7 +65,9 @@ def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | Affine
 def _is_torchs_own(module: nn.Module) -> bool:
     """Whether torch wrote what the module computes: no subclass, no hook on its output, no replaced forward.
 
-    Such modules are taken at their word. Their features can be large: patches of a video, for one.
+    Such modules are taken at their word. Their features can be large: patches of a video, for one. Transposed
+    convolutions are not: the size of their output is an argument of the call.
     """
     stock = type(module).__module__.startswith("torch.nn.modules")
+    stock = stock and not isinstance(module, _ConvTransposeNd)
     return stock and not module._forward_hooks and "forward" not in vars(module)
