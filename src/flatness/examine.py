@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatness import batches
 from flatness.affine import AffineModule, find_affine
 from flatness.alone import run_alone
+from flatness.attention import FusedAttention
 from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import marker
 from flatness.errors import ModelError, OutOfMemoryError, listed
@@ -29,6 +30,7 @@ from flatness.reuse import find_reuse, reparametrisation, tied_embeddings
 
 _SAMPLES = (8, 4, 2, 1)
 _CUT_OFF = "no gradient reaches it (torch.no_grad, detach or reentrant checkpointing in the forward pass)"
+_MATH_ATTENTION = "attention runs as its math kernel, which has second derivatives; fused kernels have none"
 
 
 @dataclass
@@ -146,7 +148,10 @@ def _recorded(
     """
     modules = {name: view.module for name, view in views.items()}
     with differentiable(problem.model), Recording(modules, copy_inputs=copy_inputs) as recording:
-        with InPlaceOperators() if note_writes else nullcontext() as in_place:
+        with (
+            InPlaceOperators() if note_writes else nullcontext() as in_place,
+            FusedAttention() as attention,
+        ):
             items = problem.items(batches.copied(example), look=False)
         check(items.logits.detach())
         records = {name: calls[-1] for name, calls in recording.calls.items()}
@@ -168,6 +173,8 @@ def _recorded(
         if examined.settled:
             _find_reused(views, examined, recording)
             _refuse_undifferentiable(examined, recording, last_only)
+    if attention.seen:
+        examined.notes.append(_MATH_ATTENTION)
     for name, view in views.items():
         if name not in records and not any(graph.uses.get(id(own), 0) for own in own_parameters(view.module)):
             examined.silent.append(name)
