@@ -195,11 +195,12 @@ def test_an_output_size_given_to_a_transposed_convolution_is_seen():
         lambda self, x: self.head(self.up(x[:, None], output_size=(8,)).flatten(1)),
         up=nn.ConvTranspose1d(1, 2, 2, stride=2, padding=1),
         head=nn.Linear(16, 3),
-    ).double()
+    )
+    model.double().eval()
     report = measure(model, (torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])))
     assert report.layers() == ["up", "head"]
     model.compute = [lambda self, x: self.head(self.up(x[:, None], output_size=(9,)).flatten(1))]
-    model.head = nn.Linear(18, 3).double()
+    model.head = nn.Linear(18, 3).double().eval()
     report = measure(model, (torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])))
     assert report.layers() == ["head"]
     assert report.notes[0] == (
