@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _SEQUENCES = ("src", "tgt", "memory")
@@ -60,24 +59,6 @@ class Projection(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Input (…, m) to (…, d)."""
         return F.linear(input, self.weight, self.bias)
-
-
-class FusedAttention(TorchFunctionMode):
-    """Notes whether a network asks for attention as one operator, which torch would run as a fused kernel.
-
-    Attributes:
-        seen: Whether it did.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function, and look at its name."""
-        name = getattr(func, "__name__", "")
-        self.seen |= name in ("scaled_dot_product_attention", "multi_head_attention_forward")
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from flatness import batches
 from flatness.affine import AffineModule, find_affine
 from flatness.alone import run_alone
-from flatness.attention import FusedAttention
 from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import marker
 from flatness.errors import ModelError, OutOfMemoryError, listed
@@ -26,10 +25,12 @@ from flatness.losses import Items
 from flatness.memory import fits, ran_out
 from flatness.probe import check_runs, first_run
 from flatness.problem import Problem
-from flatness.reuse import find_reuse, reparametrisation, tied_embeddings
+from flatness.reuse import find_reuse, reparametrised, tied_embeddings
 
 _SAMPLES = (8, 4, 2, 1)
 _CUT_OFF = "no gradient reaches it (torch.no_grad, detach or reentrant checkpointing in the forward pass)"
+# Only the math kernel of fused attention has this operator.
+_FUSED = "SafeSoftmax"
 _MATH_ATTENTION = "attention runs as its math kernel, which has second derivatives; fused kernels have none"
 
 
@@ -148,10 +149,7 @@ def _recorded(
     """
     modules = {name: view.module for name, view in views.items()}
     with differentiable(problem.model), Recording(modules, copy_inputs=copy_inputs) as recording:
-        with (
-            InPlaceOperators() if note_writes else nullcontext() as in_place,
-            FusedAttention() as attention,
-        ):
+        with InPlaceOperators() if note_writes else nullcontext() as in_place:
             items = problem.items(batches.copied(example), look=False)
         check(items.logits.detach())
         records = {name: calls[-1] for name, calls in recording.calls.items()}
@@ -173,7 +171,7 @@ def _recorded(
         if examined.settled:
             _find_reused(views, examined, recording)
             _refuse_undifferentiable(examined, recording, last_only)
-    if attention.seen:
+    if _FUSED in graph.operators:
         examined.notes.append(_MATH_ATTENTION)
     for name, view in views.items():
         if name not in records and not any(graph.uses.get(id(own), 0) for own in own_parameters(view.module)):
@@ -321,19 +319,9 @@ def _add_notes(model: nn.Module, examined: Examined, misread: list[str]) -> None
     ]
     notes += [
         f"{listed(names)}: W is the effective weight, made from other parameters ({kind})"
-        for kind, names in _reparametrised(examined).items()
+        for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items()
     ]
     if unknown:
         notes.append(
             f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it"
         )
-
-
-def _reparametrised(examined: Examined) -> dict[str, list[str]]:
-    """Measured layers whose weight is computed from parameters, by how it is."""
-    found: dict[str, list[str]] = {}
-    for name in examined.called:
-        kind = reparametrisation(examined.layers[name].module)
-        if kind is not None:
-            found.setdefault(kind, []).append(name)
-    return found

@@ -300,12 +300,13 @@ def _cover_network(problem: Problem, examined: Examined, routes: Routes, curvatu
     reasons = {name: _why_not(examined, name, curvature) for name in covered}
     reasons |= {name: f"its weight is used {count} times" for name, count in examined.reused.items()}
     missing = [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
+    shared = {use.name for layer in examined.shared.values() for use in layer.uses}
     parts = {examined.layers[name].weight_name for name in examined.called}
     parts |= {examined.layers[name].bias_name for name in examined.called}
     for name, _ in problem.model.named_parameters():
         owner = name.rpartition(".")[0]
         known = name in parts or owner in examined.affine or owner in examined.silent
-        if not known and owner not in examined.reused:
+        if not known and owner not in shared:
             missing.append(name)
     if missing:
         examined.notes.append(f"no trace over the whole network: not exact for {listed(missing, 6)}")

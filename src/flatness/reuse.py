@@ -47,6 +47,16 @@ def reparametrisation(module: nn.Module) -> str | None:
     return None if made else ", ".join(hooks) or "computed before every call"
 
 
+def reparametrised(layers: Mapping[str, Layer]) -> dict[str, list[str]]:
+    """Names of layers whose weight is computed from other parameters, by how it is."""
+    found: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        kind = reparametrisation(layer.module)
+        if kind is not None:
+            found.setdefault(kind, []).append(name)
+    return found
+
+
 def find_reuse(
     views: Mapping[str, Layer | AffineModule], calls: Mapping[str, int], uses: Mapping[int, int]
 ) -> Reuse:

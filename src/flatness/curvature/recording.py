@@ -116,7 +116,7 @@ class Recording:
             if replaced:
                 # In-place operations on a view rewire its base's graph and would bypass the edge.
                 output = output.clone()
-            elif self._edges and not output.requires_grad:
+            elif self._edges and torch.is_grad_enabled() and not output.requires_grad:
                 # An embedding whose table is frozen: nothing before it has a derivative.
                 output, replaced = output.detach().requires_grad_(), True
             self.calls.setdefault(name, []).append(
