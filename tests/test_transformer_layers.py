@@ -147,6 +147,21 @@ def test_a_tied_embedding_is_summed_over_its_uses():
     assert abs(alone / report.value("hessian_trace", layer="head") - 1) > 0.05
 
 
+def test_a_shared_layer_must_see_samples_first_in_every_call():
+    """Once along a sequence (n, L, …), once (L, n, …): derivatives of samples would be mixed."""
+    model = nets.Compute(
+        lambda self, x: self.head(
+            self.hidden(self.hidden(x.transpose(0, 1)).tanh().transpose(0, 1)).relu().mean(1)
+        ),
+        hidden=nn.Linear(4, 4),
+        head=nn.Linear(4, 3),
+    )
+    message = refusal(
+        NotExactError, built(lambda: model), inputs(SEQUENCE), layers="hidden", curvature="gauss_newton"
+    )
+    assert "hidden: its input, of shape [5, 6, 4] for 6 samples, is not laid out sample by sample" in message
+
+
 def test_padding_tokens_have_no_derivative():
     model = built(nets.tied_language_model)
     padded = nn.Embedding(5, 4, padding_idx=2).double()

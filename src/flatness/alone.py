@@ -22,18 +22,18 @@ class Alone:
 
     Attributes:
         logits: Its output, laid out as predictions.
-        inputs: The inputs that modules saw, by name.
+        inputs: The inputs that modules saw, by name, call by call.
         misread: Modules whose output is not what their view says.
     """
 
     logits: Tensor
-    inputs: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     misread: list[str] = field(default_factory=list)
 
 
 def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule]) -> Alone:
     """Run the first sample of the example, and hold every module's output against its view."""
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[str, list[Tensor]] = {}
     misread: list[str] = []
 
     def hook(name: str, view: Layer | AffineModule) -> Any:
@@ -42,7 +42,7 @@ def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | Affine
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and isinstance(output, Tensor):
-                inputs[name] = x.detach().clone()
+                inputs.setdefault(name, []).append(x.detach().clone())
                 if not known and name not in misread and not view.explains(x, output, 1):
                     misread.append(name)
 

@@ -48,6 +48,7 @@ class Examined:
         refused: Why a layer, or a norm layer, cannot be measured exactly whatever follows it.
         shared: Layers whose weight is used more than once, all uses seen: exact for Gauss-Newton only.
         reused: How often their weight is used.
+        inputs: What the modules that use their weight were given, call by call.
         idle: Layers that ran but do not influence the output.
         silent: Layers and norm layers that did not run and whose parameters nothing else used.
         overwrites: Whether the network overwrites what layers were given.
@@ -65,6 +66,7 @@ class Examined:
     refused: dict[str, str] = field(default_factory=dict)
     shared: dict[str, SharedLayer] = field(default_factory=dict)
     reused: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     idle: set[str] = field(default_factory=set)
     silent: list[str] = field(default_factory=list)
     overwrites: bool = False
@@ -192,6 +194,7 @@ def _find_reused(views: Mapping[str, Layer | AffineModule], examined: Examined, 
         examined.refused[name] = f"its weight is used {count} times"
     for name, shared in found.shared.items():
         examined.shared[name] = shared
+        examined.inputs |= {use.name: [call.x for call in recording.calls[use.name]] for use in shared.uses}
         examined.reused[name] = sum(calls[use.name] for use in shared.uses)
 
 
@@ -239,25 +242,29 @@ def _backward_error(examined: Examined, names: list[str]) -> str | None:
     return None
 
 
-def _refuse_rows(examined: Examined, alone: Mapping[str, Tensor]) -> None:
-    """Refuse inputs not laid out sample by sample: the first rows must be those of the first sample alone."""
+def _refuse_rows(examined: Examined, alone: Mapping[str, list[Tensor]]) -> None:
+    """Refuse inputs not laid out sample by sample: the first rows must be those of the first sample alone.
+
+    Of what runs once that is its one input; of a shared weight, the inputs of all calls.
+    """
     n = examined.items.logits.shape[0]
     pairs = {
-        name: (record.x, alone[name])
+        (name, call): pair
         for name, record in examined.records.items()
         if n > 1 and name in alone and name not in examined.refused
+        for call, pair in enumerate(zip(examined.inputs.get(name, [record.x]), alone[name], strict=False))
     }
     fitting = {
-        name: (x[: len(own)], own)
-        for name, (x, own) in pairs.items()
+        (name, call): (x[: len(own)], own)
+        for (name, call), (x, own) in pairs.items()
         if x.shape == (n * len(own), *own.shape[1:]) and (len(own) == 1 or name in examined.layers)
     }
     sizes = [torch.stack([(x - own).abs().max(), own.abs().max()]) for x, own in fitting.values()]
     # One question to the device for all modules.
     found = torch.stack(sizes).tolist() if sizes else []
-    same = {name for name, (change, size) in zip(fitting, found, strict=True) if not change > 1e-2 * size}
-    for name, (x, _) in pairs.items():
-        if name not in same:
+    same = {key for key, (change, size) in zip(fitting, found, strict=True) if not change > 1e-2 * size}
+    for (name, call), (x, _) in pairs.items():
+        if (name, call) not in same:
             examined.refused[name] = (
                 f"its input, of shape {list(x.shape)} for {n} samples, is not laid out sample by sample"
             )

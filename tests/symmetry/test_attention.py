@@ -175,6 +175,22 @@ def test_inverses_of_joined_classes_are_joined_and_fixed_together():
 # Measures on a transformer
 
 
+def test_the_check_of_invariance_reaches_the_projections_of_attention():
+    build, shape = MODELS["encoder"]
+    report = flatness.check_invariance(
+        built(build), inputs(shape), trials=1, curvature="gauss_newton", progress=False
+    )
+    assert report.ok
+    rows = {(row.measure, row.kind, row.layer, row.reduction): row for row in report.rows}
+    for part in ("q", "k", "v", "out_proj"):
+        layer = f"encoder.layers.0.self_attn.{part}"
+        assert rows["hessian_trace", "neuronwise", layer, None].verdict == "moves"
+        assert rows["layer_flatness_trace", "layerwise", layer, None].verdict == "invariant"
+        assert rows["layer_flatness_trace", "neuronwise", layer, None].verdict == "moves"
+        assert rows["neuron_flatness", "neuronwise", layer, "max"].verdict == "invariant"
+        assert rows["relative_flatness", "neuronwise", layer, None].declared == (part != "out_proj")
+
+
 @pytest.mark.parametrize("kind", ["layerwise", "neuronwise"])
 def test_measures_of_a_transformer_are_as_invariant_as_they_say(kind):
     build, shape = MODELS["encoder"]
