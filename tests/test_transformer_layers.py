@@ -8,7 +8,11 @@ from torch import nn
 import flatness
 import oracle
 import transformer_models as nets
+from flatness.curvature.parameter_space import ParameterSpace
+from flatness.curvature.squared_gradients import squared_gradients
 from flatness.errors import NotExactError
+from flatness.plan import make_plan
+from flatness.problem import Problem
 from networks import token_cross_entropy
 from small import measure
 from untouched import refusal
@@ -222,6 +226,31 @@ def test_fused_attention_runs_in_plain_operators_and_the_user_is_told():
     assert report.value("hessian_top_eigenvalue") == pytest.approx(oracle.top_eigenvalue(H), rel=1e-5)
     plain = flatness.measure(built(nets.low_rank), (x, y), measures=["hessian_trace"], progress=False)
     assert note not in plain.notes
+
+
+@pytest.mark.parametrize("name", ["attention", "gpt", "transposed 2d", "called twice", "tied layers"])
+def test_squared_gradients_are_those_of_a_loop_over_samples(name):
+    """Packed, transposed and shared weights are not laid out as the engine sees them."""
+    build, shape = MODELS[name]
+    model, (x, y) = built(build), inputs(shape)
+    problem = Problem(model, (x, y), progress=False)
+    with problem.guarded():
+        plan = make_plan(
+            problem,
+            measures=["hessian_trace"],
+            layers=None,
+            method="auto",
+            curvature="gauss_newton",
+            options=None,
+        )
+        found = squared_gradients(ParameterSpace(problem), plan.gradient_routes)
+    expected = torch.zeros_like(found)
+    for i in range(len(x)):
+        gradients = torch.autograd.grad(
+            F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), model.parameters()
+        )
+        expected += torch.cat([gradient.flatten() for gradient in gradients]).square() / len(x)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
 # Weights made from other parameters

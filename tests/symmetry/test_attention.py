@@ -164,6 +164,10 @@ def test_inverses_of_joined_classes_are_joined_and_fixed_together():
     assert classes.root(int(b)) == classes.root(int(d))
     classes.pin(d, "held")
     assert [classes.reasons(int(label)) for label in (a, b, c)] == [("held",)] * 3
+    held, late = classes.fresh(2)
+    classes.pin(held, "early")
+    classes.invert(held, late)
+    assert classes.reasons(int(late)) == ("early",)
     e, f, g = classes.fresh(3)
     classes.invert(e, f)
     classes.invert(e, g)
