@@ -12,6 +12,7 @@ each (a plain layer has G = 1; a feature of a convolution is an input channel ×
 * `hessian(...)`: (N, N), the Hessian of whole parameter tensors, cross-group terms included.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 
@@ -135,26 +136,88 @@ def _parameters(model: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
 
 def weight_matrix(module: nn.Module) -> Tensor:
     """The weight as G parallel matrices, (G, d, m); columns of a convolution: channel × kernel position."""
+    entries = matrix_entries(module)
+    return module.get_parameter("weight").detach().flatten()[entries]
+
+
+def matrix_entries(module: nn.Module) -> Tensor:
+    """Which entry of the weight, counted flat, stands where in the G matrices: (G, d, m)."""
     if isinstance(module, nn.Linear):
-        return module.weight.detach().clone().unsqueeze(0)
+        return torch.arange(module.weight.numel()).reshape(1, *module.weight.shape)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         rows = module.out_channels // module.groups
-        return module.weight.detach().clone().reshape(module.groups, rows, -1)
+        return torch.arange(module.weight.numel()).reshape(module.groups, rows, -1)
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        return _transposed_entries(module)
+    if type(module).__name__ == "Conv1D":  # GPT-2's: stored as (inputs, outputs)
+        weight = module.get_parameter("weight")
+        inputs, outputs = weight.shape
+        return torch.tensor([[[t * outputs + s for t in range(inputs)] for s in range(outputs)]])
     raise TypeError(f"Expected Linear, Conv1d, Conv2d or Conv3d but got {type(module).__name__}.")
+
+
+def _transposed_entries(module: nn.Module) -> Tensor:
+    """A transposed convolution's weight is (inputs, outputs of a group, *kernel): one entry after another."""
+    weight, groups = module.get_parameter("weight"), int(module.groups)  # type: ignore[arg-type]
+    inputs, rows = weight.shape[0] // groups, weight.shape[1]
+    taps = math.prod(weight.shape[2:])
+    entries = torch.zeros(groups, rows, inputs * taps, dtype=torch.int64)
+    for group in range(groups):
+        for s in range(rows):
+            for c in range(inputs):
+                for tap in range(taps):
+                    place = ((group * inputs + c) * rows + s) * taps + tap
+                    entries[group, s, c * taps + tap] = place
+    return entries
+
+
+def layer_entries(model: nn.Module, name: str) -> tuple[str, Tensor]:
+    """The parameter that a layer's weight is in, and which of its entries stands where: (G, d, m).
+
+    ``attn.q``, ``attn.k`` and ``attn.v`` are the projections of an `nn.MultiheadAttention` called ``attn``.
+    """
+    owner, _, last = name.rpartition(".")
+    attention = model.get_submodule(owner)
+    if isinstance(attention, nn.MultiheadAttention) and last in ("q", "k", "v"):
+        if attention.in_proj_weight is None:
+            weight = attention.get_parameter(f"{last}_proj_weight")
+            return f"{owner}.{last}_proj_weight", torch.arange(weight.numel()).reshape(1, *weight.shape)
+        E = attention.embed_dim
+        first = ("q", "k", "v").index(last) * E * E
+        return f"{owner}.in_proj_weight", torch.arange(first, first + E * E).reshape(1, E, E)
+    return f"{name}.weight", matrix_entries(model.get_submodule(name))
+
+
+def layer_weight(model: nn.Module, name: str) -> Tensor:
+    """The weight of a layer, as `layer_entries` lays it out."""
+    parameter, entries = layer_entries(model, name)
+    return model.get_parameter(parameter).detach().flatten()[entries]
+
+
+def layer_gauss_newton(model: nn.Module, x: Tensor, name: str, loss_hessian: OutputHessian) -> Tensor:
+    """The Gauss-Newton matrix of a layer's weight, entries in the order of the flattened matrices: (N, N)."""
+    parameter, entries = layer_entries(model, name)
+    flat = entries.flatten()
+    return gauss_newton(model, x, [parameter], loss_hessian)[flat][:, flat]
+
+
+def within_groups(full: Tensor, W: Tensor) -> Tensor:
+    """The blocks of a layer's Hessian (N, N) that stay within a group: (G, d, m, d, m)."""
+    full = full.reshape(*W.shape, *W.shape)
+    return torch.stack([full[group, :, :, group] for group in range(len(W))])
 
 
 def kernel_taps(module: nn.Module) -> int:
     """Kernel positions per input channel: 1 for Linear, k₁·k₂·… for a convolution."""
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return math.prod(module.kernel_size)
-    return 1
+    kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+    return math.prod(module.kernel_size) if isinstance(module, kinds) else 1
 
 
 def layer_hessian(model: nn.Module, risk: Risk, name: str) -> Tensor:
     """The Hessian with respect to the weight of the module `name`, within each group: (G, d, m, d, m)."""
-    groups, d, m = weight_matrix(model.get_submodule(name)).shape
-    full = hessian(model, risk, [f"{name}.weight"]).reshape(groups, d, m, groups, d, m)
-    return torch.stack([full[group, :, :, group] for group in range(groups)])
+    parameter, entries = layer_entries(model, name)
+    flat = entries.flatten()
+    return within_groups(hessian(model, risk, [parameter])[flat][:, flat], layer_weight(model, name))
 
 
 def channel_inputs(model: nn.Module, x: Tensor, name: str) -> Tensor:
@@ -163,17 +226,48 @@ def channel_inputs(model: nn.Module, x: Tensor, name: str) -> Tensor:
     Unpadded feature maps: every sample and pixel (or token) is one observation of all channels. A module that
     is called several times contributes the observations of all its calls.
     """
+    owner, _, last = name.rpartition(".")
+    if isinstance(model.get_submodule(owner), nn.MultiheadAttention):
+        return _attention_inputs(model, x, owner, last)
     module = model.get_submodule(name)
-    recorded: list[Tensor] = []
-    handle = module.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0].detach()))
+    recorded = [args[0] for args, _ in _recorded_calls(model, x, module)]
+    if any(
+        kind.__name__.startswith(("Conv1d", "Conv2d", "Conv3d", "ConvT")) for kind in type(module).__mro__
+    ):
+        recorded = [entry.movedim(1, -1) for entry in recorded]
+    return torch.cat([entry.reshape(-1, entry.shape[-1]) for entry in recorded])
+
+
+def _recorded_calls(model: nn.Module, x: Tensor, module: nn.Module) -> list[tuple[tuple, dict]]:
+    """The arguments of all calls of a module in a forward pass."""
+    recorded: list[tuple[tuple, dict]] = []
+    handle = module.register_forward_pre_hook(
+        lambda _, args, kwargs: recorded.append((args, kwargs)), with_kwargs=True
+    )
     try:
         with torch.no_grad():
             model(x)
     finally:
         handle.remove()
-    if not isinstance(module, nn.Linear):
-        recorded = [entry.movedim(1, -1) for entry in recorded]
-    return torch.cat([entry.reshape(-1, entry.shape[-1]) for entry in recorded])
+    return recorded
+
+
+def _attention_inputs(model: nn.Module, x: Tensor, owner: str, last: str) -> Tensor:
+    """What enters a projection of attention: an argument; before ``out_proj`` what comes out without it."""
+    attention = model.get_submodule(owner)
+    found = []
+    for args, kwargs in _recorded_calls(model, x, attention):
+        if last == "out_proj":
+            bare = copy.deepcopy(attention)
+            E = bare.embed_dim
+            with torch.no_grad():
+                bare.out_proj.weight.copy_(torch.eye(E))  # type: ignore[operator]
+                if bare.out_proj.bias is not None:
+                    bare.out_proj.bias.zero_()  # type: ignore[operator]
+                found.append(bare(*args, **kwargs)[0])
+        else:
+            found.append(args[("q", "k", "v").index(last)])
+    return torch.cat([entry.reshape(-1, entry.shape[-1]) for entry in found])
 
 
 # Measures

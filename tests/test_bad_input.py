@@ -174,16 +174,15 @@ BAD = {
         errors.NotExactError,
         EXACT
         + "hidden: its weight is used 2 times. Estimates for such layers are not part of this version: pass "
-        "layers=['fc1', 'head'].",
+        "layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian.",
         model=lambda: CASES["shared_module"].build(),
         data=lambda: (CASES["shared_module"].x, CASES["shared_module"].y),
     ),
     "tied weights": Bad(
         errors.NotExactError,
         EXACT
-        + "encoder: its weight is used 2 times; decoder: its weight is used 2 times. Estimates for such "
-        "layers are not "
-        "part of this version: pass layers=['fc1', 'head'].",
+        + "encoder: its weight is used 2 times. Estimates for such layers are not part of this version: pass "
+        "layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian.",
         model=lambda: CASES["tied_parameters"].build(),
         data=lambda: (CASES["tied_parameters"].x, CASES["tied_parameters"].y),
     ),

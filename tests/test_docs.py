@@ -17,6 +17,7 @@ PAGES = (
     "how-to/own-model",
     "how-to/own-loss",
     "how-to/dict-batches",
+    "how-to/transformers",
     "how-to/checkpoints",
     "how-to/several-processes",
 )

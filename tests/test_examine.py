@@ -238,14 +238,13 @@ def test_many_smooth_layers_are_listed_up_to_twelve():
 @pytest.mark.parametrize(
     "compute",
     [
-        lambda self, x: self.head(self.fc2(self.fc2(self.fc1(x)).relu())),
         lambda self, x: self.head(F.linear(self.fc2(self.fc1(x)).relu(), self.fc2.weight.T)),
         lambda self, x: self.head(self.fc2(self.fc1(x)).relu() * self.fc2.weight.norm()),
     ],
-    ids=["called twice", "used by a function too", "its norm used too"],
+    ids=["used by a function too", "its norm used too"],
 )
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_weight_that_is_used_twice_is_refused(compute, frozen):
+def test_a_weight_that_is_used_again_where_no_module_runs_is_refused(compute, frozen):
     model = Net(compute).requires_grad_(not frozen)
     assert refusal(NotExactError, model, data()) == NOT_EXACT.format(
         "fc2: its weight is used 2 times", ": pass layers=['fc1', 'head']"
@@ -255,13 +254,23 @@ def test_a_weight_that_is_used_twice_is_refused(compute, frozen):
     )
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_that_runs_twice_has_an_exact_gauss_newton_part_only(frozen):
+    model = Net(lambda self, x: self.head(self.fc2(self.fc2(self.fc1(x)).relu()))).requires_grad_(not frozen)
+    assert refusal(NotExactError, model, data()) == NOT_EXACT.format(
+        "fc2: its weight is used 2 times",
+        ": pass layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian",
+    )
+
+
 def test_tied_weights_are_refused():
     model = Net(
         lambda self, x: self.head(self.tied(self.fc2(self.fc1(x)).relu()).relu()), tied=nn.Linear(6, 6)
     )
     model.tied.weight = model.fc2.weight
     assert refusal(NotExactError, model, data()) == NOT_EXACT.format(
-        "fc2: its weight is used 2 times; tied: its weight is used 2 times", ": pass layers=['fc1', 'head']"
+        "fc2: its weight is used 2 times",
+        ": pass layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian",
     )
     report = assert_exact(model, layers=["fc1", "head"], network=False)
     assert report.notes == (
@@ -567,7 +576,8 @@ def test_a_model_without_supported_layers_is_refused():
             return x @ self.weight
 
     assert refusal(LayerError, Bilinear(), data()) == (
-        "Expected at least one supported layer (Linear, Conv1d, Conv2d, Conv3d) but Bilinear has none. "
+        "Expected at least one supported layer (Linear, Conv1d to Conv3d, ConvTranspose1d to 3d, "
+        "MultiheadAttention, GPT-2's Conv1D) but Bilinear has none. "
         "Teach the library yours with flatness.register_layer."
     )
 

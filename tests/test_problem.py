@@ -1,6 +1,7 @@
 """Problem: how batches meet the model and the loss, in pieces that fit into memory."""
 
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -250,18 +251,57 @@ def test_batches_without_tensors_are_refused():
 
 
 @pytest.mark.parametrize(
-    "compute, arrived",
+    "compute, arrived, choice",
     [
-        (lambda self, x: (plain(self, x), x), "tuple(float64[8, 3], float64[8, 4])"),
-        (lambda self, x: {"out": plain(self, x)}, "dict(out: float64[8, 3])"),
-        (lambda self, x: None, "NoneType"),
+        (lambda self, x: (plain(self, x), x), "tuple(float64[8, 3], float64[8, 4])", "[0]"),
+        (lambda self, x: (None, plain(self, x)), "tuple(NoneType, float64[8, 3])", "[1]"),
+        (lambda self, x: {"out": plain(self, x)}, "dict(out: float64[8, 3])", "['out']"),
+        (lambda self, x: SimpleNamespace(n=3, out=plain(self, x)), "SimpleNamespace", ".out"),
+        (lambda self, x: None, "NoneType", "[0]"),
     ],
 )
-def test_outputs_that_are_no_tensor_are_refused(compute, arrived):
-    assert refusal(ModelError, Net(compute), data()) == (
+def test_outputs_that_are_no_tensor_are_refused_with_the_line_to_write(compute, arrived, choice):
+    model = Net(compute)
+    assert refusal(ModelError, model, data()) == (
         f"Expected the model to return one tensor but got {arrived}. Say which part is the output, for "
-        "example forward=lambda model, batch: (model(batch[0])[0], batch[1])."
+        f"example forward=lambda model, batch: (model(batch[0]){choice}, batch[1])."
     )
+    if arrived != "NoneType":
+        forward = eval(f"lambda model, batch: (model(batch[0]){choice}, batch[1])")
+        assert measure(model, data(), forward=forward).layers() == ["fc1", "head"]
+
+
+def test_the_line_to_write_for_dict_batches():
+    x, y = data()
+    model = Net(lambda self, x: (plain(self, x), x))
+    call = "model(**{key: batch[key] for key in batch if key != 'labels'})"
+    line = f"lambda model, batch: ({call}[0], batch['labels'])"
+    assert refusal(ModelError, model, [{"x": x, "labels": y}]) == (
+        "Expected the model to return one tensor but got tuple(float64[8, 3], float64[8, 4]). Say which part "
+        f"is the output, for example forward={line}."
+    )
+    assert measure(model, [{"x": x, "labels": y}], forward=eval(line)).layers() == ["fc1", "head"]
+
+
+def test_labels_of_causal_language_models_of_transformers_are_shifted():
+    """Their labels are the tokens themselves: the prediction at a place is of the token after it."""
+    kind = type("TinyLMHeadModel", (nn.Module,), {"__module__": "transformers.models.tiny"})
+    kind.forward = lambda self, tokens: {"logits": self.head(self.table(tokens))}
+    model = kind()
+    model.table, model.head = nn.Embedding(5, 4).double(), nn.Linear(4, 5).double()
+    tokens = torch.randint(5, (6, 7), generator=torch.Generator().manual_seed(0))
+    report = measure(model, [{"tokens": tokens, "labels": tokens}])
+
+    def by_hand(model, batch):
+        return model(batch["tokens"])["logits"][:, :-1], batch["labels"][:, 1:]
+
+    expected = measure(model, [{"tokens": tokens, "labels": tokens}], forward=by_hand)
+    assert report.value("hessian_trace", layer="head") == expected.value("hessian_trace", layer="head")
+    plain_kind = type("Tagger", (nn.Module,), {"forward": kind.forward})
+    tagger = plain_kind()
+    tagger.table, tagger.head = model.table, model.head
+    aligned = measure(tagger, [{"tokens": tokens, "labels": tokens}])
+    assert aligned.value("hessian_trace", layer="head") != report.value("hessian_trace", layer="head")
 
 
 def test_a_forward_that_forgets_the_target_is_refused():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import flatness
 import oracle
-from flatness.layers import _VIEWS
+from flatness.layers.registry import _VIEWS
 
 
 class Doubling(torch.nn.Linear):

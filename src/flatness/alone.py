@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from flatness import batches
 from flatness.affine import AffineModule
@@ -21,18 +22,18 @@ class Alone:
 
     Attributes:
         logits: Its output, laid out as predictions.
-        inputs: The inputs that modules saw, by name.
+        inputs: The inputs that modules saw, by name, call by call.
         misread: Modules whose output is not what their view says.
     """
 
     logits: Tensor
-    inputs: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     misread: list[str] = field(default_factory=list)
 
 
 def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule]) -> Alone:
     """Run the first sample of the example, and hold every module's output against its view."""
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[str, list[Tensor]] = {}
     misread: list[str] = []
 
     def hook(name: str, view: Layer | AffineModule) -> Any:
@@ -41,7 +42,7 @@ def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | Affine
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and isinstance(output, Tensor):
-                inputs[name] = x.detach().clone()
+                inputs.setdefault(name, []).append(x.detach().clone())
                 if not known and name not in misread and not view.explains(x, output, 1):
                     misread.append(name)
 
@@ -64,7 +65,9 @@ def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | Affine
 def _is_torchs_own(module: nn.Module) -> bool:
     """Whether torch wrote what the module computes: no subclass, no hook on its output, no replaced forward.
 
-    Such modules are taken at their word. Their features can be large: patches of a video, for one.
+    Such modules are taken at their word. Their features can be large: patches of a video, for one. Transposed
+    convolutions are not: the size of their output is an argument of the call.
     """
     stock = type(module).__module__.startswith("torch.nn.modules")
+    stock = stock and not isinstance(module, _ConvTransposeNd)
     return stock and not module._forward_hooks and "forward" not in vars(module)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,18 @@ from flatness.errors import ModelError, OutOfMemoryError, listed
 from flatness.graph import WRITTEN, InPlaceOperators, NetworkGraph, read_graph
 from flatness.guard import differentiable
 from flatness.layers import Layer, find_layers, own_parameters
+from flatness.layers.shared import EmbeddingLayer, SharedLayer
 from flatness.losses import Items
 from flatness.memory import fits, ran_out
 from flatness.probe import check_runs, first_run
 from flatness.problem import Problem
+from flatness.reuse import find_reuse, reparametrised, tied_embeddings
 
 _SAMPLES = (8, 4, 2, 1)
 _CUT_OFF = "no gradient reaches it (torch.no_grad, detach or reentrant checkpointing in the forward pass)"
+# Only the math kernel of fused attention has this operator.
+_FUSED = "SafeSoftmax"
+_MATH_ATTENTION = "attention runs as its math kernel, which has second derivatives; fused kernels have none"
 
 
 @dataclass
@@ -41,6 +46,9 @@ class Examined:
         records: What was recorded, by name; the last call of each.
         graph: What the autograd graph says.
         refused: Why a layer, or a norm layer, cannot be measured exactly whatever follows it.
+        shared: Layers whose weight is used more than once, all uses seen: exact for Gauss-Newton only.
+        reused: How often their weight is used.
+        inputs: What the modules that use their weight were given, call by call.
         idle: Layers that ran but do not influence the output.
         silent: Layers and norm layers that did not run and whose parameters nothing else used.
         overwrites: Whether the network overwrites what layers were given.
@@ -56,6 +64,9 @@ class Examined:
     records: dict[str, Record]
     graph: NetworkGraph
     refused: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, SharedLayer] = field(default_factory=dict)
+    reused: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     idle: set[str] = field(default_factory=set)
     silent: list[str] = field(default_factory=list)
     overwrites: bool = False
@@ -94,7 +105,12 @@ def _examine_into(found: list[Examined], problem: Problem, size: int, last_only:
 def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     """Three runs: as it is, one sample alone, and recorded with gradients; more only if they show a need."""
     first = first_run(problem, example)
-    views: dict[str, Layer | AffineModule] = {**find_layers(problem.model), **find_affine(problem.model)}
+    layers = find_layers(problem.model)
+    views: dict[str, Layer | AffineModule] = {
+        **layers,
+        **tied_embeddings(problem.model, layers),
+        **find_affine(problem.model),
+    }
     alone = run_alone(problem, example, views)
     views = {name: view for name, view in views.items() if name not in alone.misread}
     record = partial(_recorded, problem, example, views, last_only)
@@ -102,6 +118,11 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     if not examined.settled:
         examined = record(copy_inputs=examined.overwrites, note_writes=True)
     _refuse_rows(examined, alone.inputs)
+    for name, shared in list(examined.shared.items()):
+        reasons = [examined.refused[use.name] for use in shared.uses if use.name in examined.refused]
+        if reasons:
+            examined.refused[name] = reasons[0]
+            del examined.shared[name]
     _refuse_unreached(problem, example, examined)
     _add_notes(problem.model, examined, alone.misread)
     return examined
@@ -141,35 +162,40 @@ def _recorded(
         overwrites = copy_inputs or bool(recording.overwritten())
         examined = Examined(
             items=items,
-            layers={name: view for name, view in views.items() if isinstance(view, Layer)},
+            layers={name: view for name, view in views.items() if _is_layer(view)},
             affine={name: view for name in records if isinstance(view := views[name], AffineModule)},
-            called=[name for name in records if isinstance(views[name], Layer)],
+            called=[name for name in records if _is_layer(views[name])],
             records=records,
             graph=graph,
             overwrites=overwrites,
             settled=overwrites == copy_inputs and (note_writes or WRITTEN not in graph.operators),
         )
         if examined.settled:
-            _refuse_reused(problem.model, examined, recording)
+            _find_reused(views, examined, recording)
             _refuse_undifferentiable(examined, recording, last_only)
+    if _FUSED in graph.operators:
+        examined.notes.append(_MATH_ATTENTION)
     for name, view in views.items():
         if name not in records and not any(graph.uses.get(id(own), 0) for own in own_parameters(view.module)):
             examined.silent.append(name)
     return examined
 
 
-def _refuse_reused(model: nn.Module, examined: Examined, recording: Recording) -> None:
-    """Refuse what runs twice, shares a parameter with another module, or has one read by another operator."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for parameter in own_parameters(module):
-            owners.setdefault(id(parameter), []).append(name)
-    for name in examined.records:
-        counts = [len(recording.calls[name])]
-        for parameter in own_parameters(model.get_submodule(name)):
-            counts += [len(owners[id(parameter)]), examined.graph.uses.get(id(parameter), 0)]
-        if max(counts) > 1:
-            examined.refused[name] = f"its weight is used {max(counts)} times"
+def _is_layer(view: Layer | AffineModule) -> TypeGuard[Layer]:
+    """Embeddings are looked at only because their table is another layer's weight."""
+    return isinstance(view, Layer) and not isinstance(view, EmbeddingLayer)
+
+
+def _find_reused(views: Mapping[str, Layer | AffineModule], examined: Examined, recording: Recording) -> None:
+    """Refuse weights some of whose uses are not seen; others that are used twice are summed over uses."""
+    calls = {name: len(recorded) for name, recorded in recording.calls.items()}
+    found = find_reuse(views, calls, examined.graph.uses)
+    for name, count in found.refused.items():
+        examined.refused[name] = f"its weight is used {count} times"
+    for name, shared in found.shared.items():
+        examined.shared[name] = shared
+        examined.inputs |= {use.name: [call.x for call in recording.calls[use.name]] for use in shared.uses}
+        examined.reused[name] = sum(calls[use.name] for use in shared.uses)
 
 
 def _refuse_undifferentiable(examined: Examined, recording: Recording, last_only: bool) -> None:
@@ -216,25 +242,29 @@ def _backward_error(examined: Examined, names: list[str]) -> str | None:
     return None
 
 
-def _refuse_rows(examined: Examined, alone: Mapping[str, Tensor]) -> None:
-    """Refuse inputs not laid out sample by sample: the first rows must be those of the first sample alone."""
+def _refuse_rows(examined: Examined, alone: Mapping[str, list[Tensor]]) -> None:
+    """Refuse inputs not laid out sample by sample: the first rows must be those of the first sample alone.
+
+    Of what runs once that is its one input; of a shared weight, the inputs of all calls.
+    """
     n = examined.items.logits.shape[0]
     pairs = {
-        name: (record.x, alone[name])
+        (name, call): pair
         for name, record in examined.records.items()
         if n > 1 and name in alone and name not in examined.refused
+        for call, pair in enumerate(zip(examined.inputs.get(name, [record.x]), alone[name], strict=False))
     }
     fitting = {
-        name: (x[: len(own)], own)
-        for name, (x, own) in pairs.items()
+        (name, call): (x[: len(own)], own)
+        for (name, call), (x, own) in pairs.items()
         if x.shape == (n * len(own), *own.shape[1:]) and (len(own) == 1 or name in examined.layers)
     }
     sizes = [torch.stack([(x - own).abs().max(), own.abs().max()]) for x, own in fitting.values()]
     # One question to the device for all modules.
     found = torch.stack(sizes).tolist() if sizes else []
-    same = {name for name, (change, size) in zip(fitting, found, strict=True) if not change > 1e-2 * size}
-    for name, (x, _) in pairs.items():
-        if name not in same:
+    same = {key for key, (change, size) in zip(fitting, found, strict=True) if not change > 1e-2 * size}
+    for (name, call), (x, _) in pairs.items():
+        if (name, call) not in same:
             examined.refused[name] = (
                 f"its input, of shape {list(x.shape)} for {n} samples, is not laid out sample by sample"
             )
@@ -242,7 +272,8 @@ def _refuse_rows(examined: Examined, alone: Mapping[str, Tensor]) -> None:
 
 def _refuse_unreached(problem: Problem, example: Any, examined: Examined) -> None:
     """Tell modules that do not influence the output from those that no gradient reaches though they do."""
-    unreached = [name for name in examined.records if name not in examined.graph.reached]
+    seen = [name for name in examined.records if name in examined.layers or name in examined.affine]
+    unreached = [name for name in seen if name not in examined.graph.reached]
     for name in unreached if unreached and _influence(problem, example, examined, unreached) else ():
         if _influence(problem, example, examined, [name]):
             examined.refused.setdefault(name, _CUT_OFF)
@@ -286,10 +317,16 @@ def _add_notes(model: nn.Module, examined: Examined, misread: list[str]) -> None
     if idle:
         notes.append(f"the output does not depend on: {listed(idle)}")
     known = {*examined.layers, *examined.affine, *examined.silent, *misread}
+    covered = {name for layer in examined.layers.values() for name in (layer.weight_name, layer.bias_name)}
+    covered = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in covered}
     unknown = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if name not in known and own_parameters(module)
+        if name not in known and any(id(value) not in covered for value in own_parameters(module))
+    ]
+    notes += [
+        f"{listed(names)}: W is the effective weight, made from other parameters ({kind})"
+        for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items()
     ]
     if unknown:
         notes.append(

@@ -161,9 +161,7 @@ def read_graph(
     for node in _operands_first(output.grad_fn):
         operator, inputs = operator_name(node), node.next_functions
         operators.add(operator)
-        for operand, _ in inputs:
-            if operand is not None and hasattr(operand, "variable"):
-                uses[id(operand.variable)] = uses.get(id(operand.variable), 0) + 1
+        _count_reads(node, uses)
         operands = [reach.get(operand, 0) for operand, _ in inputs]
         written = operator == WRITTEN
         blocked = 0 if node is exempt or (written and not curved_in_place) else _curved_in(node, operands)
@@ -175,6 +173,20 @@ def read_graph(
     at_output = reach.get(output.grad_fn, 0)
     reached = frozenset(name for bit, name in enumerate(layers) if at_output >> bit & 1)
     return NetworkGraph(curved, reached, uses, _not_linear(operators))
+
+
+def reads(value: Tensor) -> dict[int, int]:
+    """How many operators read each parameter that a value is computed from, by the parameter's `id`."""
+    uses: dict[int, int] = {}
+    for node in _operands_first(value.grad_fn):
+        _count_reads(node, uses)
+    return uses
+
+
+def _count_reads(node: Any, uses: dict[int, int]) -> None:
+    for operand, _ in node.next_functions:
+        if operand is not None and hasattr(operand, "variable"):
+            uses[id(operand.variable)] = uses.get(id(operand.variable), 0) + 1
 
 
 def curved_operators(output: Tensor) -> frozenset[str]:

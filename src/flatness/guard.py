@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
+from flatness.attention import math_attention, open_attention
 from flatness.errors import ModelError, NotFiniteError, listed
 
 
@@ -151,13 +152,15 @@ def measuring(model: nn.Module, seed: int) -> Iterator[None]:
 
     Attributes and modes of all modules, buffers, hooks, random states and precision switches are restored,
     also after an exception. Parameters and their gradients are never written to. Backward hooks of the user
-    do not run.
+    do not run. Attention runs in plain operators, and `nn.MultiheadAttention` through its projections.
     """
     device = next(model.parameters()).device.type
     with ExitStack() as stack:
         # Inference mode first: buffers are copied and restored outside of it.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_restored_modules(model))
+        stack.enter_context(math_attention())
+        open_attention(model)
         stack.enter_context(_full_precision())
         stack.enter_context(_own_randomness(model, seed))
         for kind in dict.fromkeys(("cpu", device)):

@@ -22,7 +22,7 @@ from flatness.curvature.routes import (
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
 from flatness.examine import Examined, examine
 from flatness.graph import curved_operators
-from flatness.layers import Layer, select_layers
+from flatness.layers import SUPPORTED, Layer, select_layers
 from flatness.measures.catalogue import resolve_options, select_measures
 from flatness.measures.measure import SPECTRA, Measure
 from flatness.notebook import outline_html
@@ -195,7 +195,8 @@ def _spectrum_request(options: Mapping[str, Any]) -> SpectrumRequest:
 
 def _gradient_routes(problem: Problem, examined: Examined) -> Routes:
     """All modules that run once and whose rows are samples: their per-sample gradients are cheap."""
-    fine = [name for name in examined.called if name not in examined.refused and name not in examined.idle]
+    odd = {*examined.refused, *examined.idle, *examined.shared}
+    fine = [name for name in examined.called if name not in odd]
     affine = [module for name, module in examined.affine.items() if name not in examined.refused]
     return Routes(
         [_route(problem, examined, name, frozenset()) for name in fine],
@@ -207,22 +208,38 @@ def _gradient_routes(problem: Problem, examined: Examined) -> Routes:
 def _selected(problem: Problem, examined: Examined, layers: str | Iterable[str] | None) -> list[str]:
     kinds = {name: type(module).__name__ for name, module in problem.model.named_modules()}
     if examined.called:
-        return select_layers(examined.layers, examined.called, layers, last=examined.last, modules=kinds)
+        names = select_layers(examined.layers, examined.called, layers, last=examined.last, modules=kinds)
+        return _one_per_weight(examined, names)
     if examined.layers:
         raise LayerError(
             "Expected at least one layer to measure but the forward pass calls none of "
             f"{listed(examined.layers)}. Call them as modules, not through their weights."
         )
     raise LayerError(
-        "Expected at least one supported layer (Linear, Conv1d, Conv2d, Conv3d) but "
+        f"Expected at least one supported layer ({SUPPORTED}) but "
         f"{type(problem.model).__name__} has none. Teach the library yours with flatness.register_layer."
     )
+
+
+def _one_per_weight(examined: Examined, names: list[str]) -> list[str]:
+    """The names without those whose weight comes under another name already."""
+    kept: list[str] = []
+    for name in names:
+        shared = examined.shared.get(name)
+        same = next((other for other in kept if shared and examined.shared.get(other) is shared), None)
+        if same is None:
+            kept.append(name)
+        else:
+            examined.notes.append(f"{name} has the weight of {same} and is measured under that name")
+    return kept
 
 
 def _why_not(examined: Examined, name: str, curvature: str) -> str | None:
     """Why a layer's curvature is not exact; None when it is."""
     if name in examined.refused:
         return examined.refused[name]
+    if name in examined.shared and curvature == "hessian":
+        return f"its weight is used {examined.reused[name]} times"
     operators = examined.graph.curved.get(name, [])
     return f"{listed(operators, 4)} after it" if operators and curvature == "hessian" else None
 
@@ -267,8 +284,12 @@ def _refuse(examined: Examined, names: list[str], curvature: str) -> None:
 
 
 def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str]) -> LayerRoute:
-    layer, record = examined.layers[name], examined.records[name]
-    n = examined.items.logits.shape[0]
+    record, n = examined.records[name], examined.items.logits.shape[0]
+    shared = examined.shared.get(name)
+    if shared is not None:
+        size = record.x.numel() // n
+        return LayerRoute(name, shared, "passes", needs, shared.matrix().shape[2], size)
+    layer = examined.layers[name]
     kind = route_kind(layer, record, examined.items, problem.loss, examined.marked.get(name))
     return LayerRoute(name, layer, kind, needs, positions_of(layer, record, n), record.x.numel() // n)
 
@@ -277,10 +298,15 @@ def _cover_network(problem: Problem, examined: Examined, routes: Routes, curvatu
     """Add what the trace over all parameters needs, or say why there is none."""
     covered = [*examined.called, *examined.affine]
     reasons = {name: _why_not(examined, name, curvature) for name in covered}
+    reasons |= {name: f"its weight is used {count} times" for name, count in examined.reused.items()}
     missing = [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
+    shared = {use.name for layer in examined.shared.values() for use in layer.uses}
+    parts = {examined.layers[name].weight_name for name in examined.called}
+    parts |= {examined.layers[name].bias_name for name in examined.called}
     for name, _ in problem.model.named_parameters():
         owner = name.rpartition(".")[0]
-        if owner not in covered and owner not in examined.silent:
+        known = name in parts or owner in examined.affine or owner in examined.silent
+        if not known and owner not in shared:
             missing.append(name)
     if missing:
         examined.notes.append(f"no trace over the whole network: not exact for {listed(missing, 6)}")

@@ -18,7 +18,7 @@ from flatness.errors import (
     NotFiniteError,
     OutOfMemoryError,
 )
-from flatness.forward import Forward, default_forward
+from flatness.forward import Forward, default_forward, line_for
 from flatness.guard import check_model, converted, measuring, unwrap
 from flatness.losses import Items, resolve_loss
 from flatness.memory import batch_budget, fits
@@ -135,7 +135,7 @@ class Problem:
         if not isinstance(output, Tensor):
             raise ModelError(
                 f"Expected the model to return one tensor but got {batches.describe(output)}. Say which part "
-                "is the output, for example forward=lambda model, batch: (model(batch[0])[0], batch[1])."
+                f"is the output, for example {line_for(batch, output)}."
             )
         n = batches.size_of(batch)
         if output.shape[:1] != (n,):

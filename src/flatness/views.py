@@ -49,21 +49,25 @@ def network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> Netw
         return NetworkView({}, {})
     parameters = dict(problem.model.named_parameters())
     norms = {name: squared_norm(value) for name, value in parameters.items()}
-    owners = {id(value): name for name, value in parameters.items()}
-    weights = [route.layer.weight for route in chosen.gradient_routes.layers]
-    layer_weights = tuple(owners[id(weight)] for weight in weights if id(weight) in owners)
+    weights = [route.layer.weight_name for route in chosen.gradient_routes.layers]
+    layer_weights = tuple(name for name in dict.fromkeys(weights) if name in parameters)
     if not chosen.routes.network:
         return NetworkView({}, norms, layer_weights)
-    traces = {}
+    traces = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in parameters}
+    for route in chosen.routes.layers:
+        # Several layers can be parts of one parameter: the packed projections of attention.
+        for name, owner, key in (
+            (route.layer.weight_name, route.name, "row_traces"),
+            (route.layer.bias_name, f"{route.name}.bias", "diagonal"),
+        ):
+            if name in traces and key in statistics.sums.get(owner, {}):
+                traces[name] = traces[name] + statistics.mean(owner, key).sum()
+    for module in chosen.routes.affine:
+        for key in ("weight", "bias"):
+            # A model that is one module has the empty name, and its bias is kept as ".bias".
+            owner = f"{module.name}.{key}"
+            if "diagonal" in statistics.sums.get(owner, {}):
+                traces[owner.lstrip(".")] = statistics.mean(owner, "diagonal").sum()
     for name, value in parameters.items():
-        owner, _, key = name.rpartition(".")
-        # A model that is one layer has the empty name, and its bias is kept as ".bias".
-        own = f"{owner}.{key}"
-        if key == "weight" and "row_traces" in statistics.sums.get(owner, {}):
-            trace = statistics.mean(owner, "row_traces").sum()
-        elif "diagonal" in statistics.sums.get(own, {}):
-            trace = statistics.mean(own, "diagonal").sum()
-        else:
-            trace = torch.zeros((), dtype=torch.float64, device="cpu")
-        traces[name] = trace + problem.weight_decay * value.numel()
+        traces[name] = traces[name] + problem.weight_decay * value.numel()
     return NetworkView(traces, norms, layer_weights)

@@ -346,7 +346,7 @@ def test_an_embedding_scales_all_its_rows_whichever_are_looked_up():
     assert not torch.equal(changed.table.weight[7], model.table.weight[7])
 
 
-def test_attention_keeps_the_channels_of_its_values():
+def test_attention_frees_queries_against_keys_and_values_against_what_follows():
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -359,10 +359,10 @@ def test_attention_keeps_the_channels_of_its_values():
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(2, 5, 4)
     found = symmetries(model, x)
-    assert [str(group) for group in found.groups] == ["4 channels: v (rows, bias) → out (columns)"]
-    assert of(found, "q").reasons == (
-        "scaled_dot_product_attention is not positively homogeneous in its query",
-    )
+    assert [str(group) for group in found.groups] == [
+        "4 channels: q (rows, bias) → k (rows, bias)",
+        "4 channels: v (rows, bias) → out (columns)",
+    ]
     rescale(model, x, "neuronwise")
 
 
@@ -382,12 +382,17 @@ def test_symmetries_print_as_a_tree():
 
 
 def test_parameters_of_unknown_operators_are_listed():
-    case = CASES["attention"]
-    found = symmetries(case.build(), case.x)
-    assert found.held["attention.in_proj_weight"] == (
-        "multi_head_attention_forward in attention is not known to keep channels apart"
-    )
-    assert "   ├─ attention.in_proj_weight; multi_head" in str(found)
+    class Fading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rates = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            return x @ torch.linalg.matrix_exp(self.rates)
+
+    found = symmetries(sequential(fade=Fading(), head=nn.Linear(4, 3)), torch.randn(2, 4))
+    assert found.held["fade.rates"] == "linalg_matrix_exp in fade is not known to keep channels apart"
+    assert "   ├─ fade.rates; linalg_matrix_exp" in str(found) or "   └─ fade.rates; linalg" in str(found)
 
 
 def test_every_case_of_the_zoo_accounts_for_every_parameter():
@@ -401,5 +406,6 @@ def test_every_case_of_the_zoo_accounts_for_every_parameter():
         }
         slopes = {action.use.name for action in found.actions if action.use.up_part == "slopes"}
         assert {key for key, _ in model.named_parameters()} <= seen | slopes | set(found.held), name
-        assert sum(group.channels for group in found.groups) == found.classes, name
+        paired = sum(other >= 0 for other in found.inverse) // 2
+        assert sum(group.channels for group in found.groups) == found.classes - paired, name
         assert all(math.prod(slot.units.shape) for group in found.groups for slot in group.producers), name

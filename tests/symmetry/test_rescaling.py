@@ -46,8 +46,6 @@ def test_what_is_fixed_in_the_zoo():
         "mlp_tanh",
         "mlp_gelu",
         "cnn_tanh",
-        "attention",
-        "attention_fused",
     ]
 
 

@@ -26,6 +26,7 @@ from flatness.cli.sources import (
     load_model,
 )
 from flatness.errors import CheckpointError, LayerError, MeasureError, OptionError
+from flatness.guard import measuring
 from flatness.layers import find_layers, select_layers
 from flatness.measures.catalogue import resolve_options, select_measures
 
@@ -120,7 +121,8 @@ def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
         chosen = select_measures(_one_or_many(request.measures, "default", _underscored))
         resolve_options(chosen, request.settings["options"])
         layers = _one_or_many(request.layers, None)
-        available = find_layers(model)
+        with measuring(model, 0):
+            available = find_layers(model)
         select_layers(available, list(available), layers)
     except (MeasureError, OptionError, LayerError) as error:
         raise usage_of(error) from error

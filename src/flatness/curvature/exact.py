@@ -16,10 +16,11 @@ from torch import Tensor
 
 from flatness.affine import AffineModule
 from flatness.curvature.layer_sums import LayerSums, PlainSums, PositionSums
-from flatness.curvature.recording import Recording
+from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import LayerRoute, Routes
 from flatness.curvature.softmax_head import SoftmaxHead
 from flatness.curvature.statistics import Statistics
+from flatness.layers.shared import SharedLayer, Use
 from flatness.losses import Items
 from flatness.problem import Problem
 
@@ -108,6 +109,40 @@ def separable_signals(problem: Problem, items: Items, edge: Any) -> Iterator[tup
         yield arrived, None if c is None else c.flatten().to(s.dtype)
 
 
+def input_of(route: LayerRoute, recording: Recording) -> Tensor:
+    """What a layer was given; of a shared one, by its first call."""
+    if isinstance(route.layer, SharedLayer):
+        return recording.calls[route.name][0].x
+    return recording.one(route.name).x
+
+
+def layer_edges(routes: list[LayerRoute], recording: Recording) -> list[Any]:
+    """Where signals come back, route by route; a shared layer has an edge per call."""
+    return [call.z_edge for route in routes for _, call in _calls(route, recording)]
+
+
+def at_layers(
+    routes: list[LayerRoute], recording: Recording, arrived: list[Tensor | None], n: int
+) -> list[Tensor | None]:
+    """One tensor per route from what arrived at `layer_edges`: for a shared layer its derivative g."""
+    found, pending = [], list(arrived)
+    for route in routes:
+        calls = _calls(route, recording)
+        own, pending = pending[: len(calls)], pending[len(calls) :]
+        if isinstance(route.layer, SharedLayer):
+            used = [(use, call.x, dz) for (use, call), dz in zip(calls, own, strict=True) if use is not None]
+            found.append(route.layer.gradient(used, n))
+        else:
+            found.append(own[0])
+    return found
+
+
+def _calls(route: LayerRoute, recording: Recording) -> list[tuple[Use | None, Record]]:
+    if not isinstance(route.layer, SharedLayer):
+        return [(None, recording.one(route.name))]
+    return [(use, call) for use in route.layer.uses for call in recording.calls.get(use.name, [])]
+
+
 def layer_signals(route: LayerRoute, stacked: Tensor, n: int) -> Tensor:
     """δ (n, G, R, d, P) from derivatives (R, *shape of the layer's output)."""
     R = stacked.shape[0]
@@ -169,13 +204,15 @@ def _add_passes(
     if not layers and not affine:
         return
     n = items.logits.shape[0]
-    sums = [sums_of(route, recording.one(route.name).x, n, spreads.get(route.name)) for route in layers]
-    edges: list[Any] = [recording.one(route.name).z_edge for route in layers]
+    sums = [sums_of(route, input_of(route, recording), n, spreads.get(route.name)) for route in layers]
+    edges: list[Any] = layer_edges(layers, recording)
+    of_layers = len(edges)
     edges += [recording.one(module.name).z_edge for module in affine]
     asking = [index for index, route in enumerate(layers) if route.needs_input_signal]
     edges += [recording.one(layers[index].name).x_edge for index in asking]
     traces: dict[str, Tensor] = {}
-    for arrived, c in signals(problem, items, edges):
+    for block, c in signals(problem, items, edges):
+        arrived = [*at_layers(layers, recording, block[:of_layers], n), *block[of_layers:]]
         at_inputs = dict(zip(asking, arrived[len(layers) + len(affine) :], strict=True))
         for index, (route, layer_sums) in enumerate(zip(layers, sums, strict=True)):
             dz = arrived[index]

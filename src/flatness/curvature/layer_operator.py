@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.curvature.exact import layer_signals, rows_of_features, separable_signals, signals
+from flatness.curvature.exact import (
+    at_layers,
+    input_of,
+    layer_edges,
+    layer_signals,
+    rows_of_features,
+    separable_signals,
+    signals,
+)
 from flatness.curvature.layer_slices import FactorSlice, GradientSlice, HessianSlice, SoftmaxSlice
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import LayerRoute, Routes
@@ -112,12 +120,15 @@ class LayerOperators:
             yield route.name, self._separable_slice(route, recording, items)
         passing = self._routes.kind("passes")
         if passing:
-            edges = [recording.one(route.name).z_edge for route in passing]
-            blocks = list(signals(self._problem, items, edges))
+            n, edges = items.logits.shape[0], layer_edges(passing, recording)
+            blocks = [
+                (at_layers(passing, recording, block, n), c)
+                for block, c in signals(self._problem, items, edges)
+            ]
             for index, route in enumerate(passing):
                 arrived = [block[index] for block, _ in blocks]
                 weights = [c for _, c in blocks if c is not None]
-                yield route.name, _pass_slice(route, recording.one(route.name).x, items, arrived, weights)
+                yield route.name, _pass_slice(route, input_of(route, recording), items, arrived, weights)
 
     def _softmax_slice(self, route: LayerRoute, recording: Recording, items: Items) -> HessianSlice:
         a = self._problem.loss.softmax_weight(items)

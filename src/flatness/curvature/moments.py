@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flatness.curvature.recording import Recording
 from flatness.layers import Layer
+from flatness.layers.shared import SharedLayer
 from flatness.problem import Problem
 from flatness.ranks import Ranks
 
@@ -65,6 +66,9 @@ def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: boo
     """
     moments: dict[str, _Moments] = {}
     modules = {name: layer.module for name, layer in layers.items()}
+    for layer in layers.values():
+        if isinstance(layer, SharedLayer):
+            modules |= layer.modules
     with Recording(modules, edges=False, copy_inputs=copy_inputs) as recording:
 
         def step(batch: Any) -> None:
@@ -74,7 +78,7 @@ def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: boo
             n = items.logits.shape[0]
             parts = {}
             for name, layer in layers.items():
-                values = layer.per_input_unit(recording.one(name).x, n)
+                values = _values(layer, recording, n)
                 if name not in moments:
                     moments[name] = _Moments(values.mean((0, 2)))
                 parts[name] = moments[name].part(values)
@@ -89,3 +93,16 @@ def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: boo
         for name in references:
             moments[name].sum_over(problem.ranks, references[name])
     return {name: moment.spread() for name, moment in moments.items()}
+
+
+def _values(layer: Layer, recording: Recording, n: int) -> Tensor:
+    """What enters a layer, (n, units, positions); all calls side by side where the weight is shared."""
+    if not isinstance(layer, SharedLayer):
+        return layer.per_input_unit(recording.one(layer.name).x, n)
+    inputs = [
+        use.view.per_input_unit(call.x, n)
+        for use in layer.uses
+        if not use.transposed
+        for call in recording.calls.get(use.name, [])
+    ]
+    return torch.cat(inputs, dim=2)

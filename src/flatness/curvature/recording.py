@@ -101,7 +101,7 @@ class Recording:
             x, rebuild = _input_of(name, args, kwargs)
             if self._copy_inputs:
                 x = x.clone()
-            if self._edges:
+            if self._edges and x.is_floating_point():
                 # A view of its own: the derivative at this edge is what flows through this module alone.
                 x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             self._entered[name] = x
@@ -116,6 +116,9 @@ class Recording:
             if replaced:
                 # In-place operations on a view rewire its base's graph and would bypass the edge.
                 output = output.clone()
+            elif self._edges and torch.is_grad_enabled() and not output.requires_grad:
+                # An embedding whose table is frozen: nothing before it has a derivative.
+                output, replaced = output.detach().requires_grad_(), True
             self.calls.setdefault(name, []).append(
                 Record(
                     x.detach(),

@@ -15,6 +15,7 @@ from flatness.curvature.recording import Record
 from flatness.curvature.softmax_head import holds_one_block
 from flatness.graph import only_layout_between
 from flatness.layers import Layer
+from flatness.layers.shared import SharedLayer
 from flatness.losses import Items, Loss
 
 Kind = Literal["softmax head", "separable", "passes"]
@@ -99,6 +100,9 @@ class Routes:
     def modules(self) -> dict[str, nn.Module]:
         """The modules to record."""
         modules = {route.name: route.layer.module for route in self.layers}
+        for route in self.layers:
+            if isinstance(route.layer, SharedLayer):
+                modules |= route.layer.modules
         return modules | {module.name: module.module for module in self.affine}
 
 

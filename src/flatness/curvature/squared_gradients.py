@@ -65,7 +65,9 @@ def _directly_readable(space: ParameterSpace, routes: Routes) -> Routes:
     layers = []
     for route in routes.layers:
         weight, W = space.parameters.get(_own(route.name, "weight")), route.layer.matrix()
-        if weight is not None and W.numel() == weight.numel() and W.data_ptr() == weight.data_ptr():
+        if weight is None or W.numel() != weight.numel():
+            continue
+        if W.is_contiguous() and W.data_ptr() == weight.data_ptr():
             layers.append(
                 LayerRoute(route.name, route.layer, "passes", _NEEDS, route.positions, route.input_size)
             )

@@ -16,12 +16,14 @@ class Slot:
 
     Attributes:
         parameter: Name of the parameter or buffer.
+        layer: What users call the layer it belongs to.
         part: "rows", "bias", "scale", "shift", "columns", "running mean", …
         units: (channels, k): for every channel the rows, columns or entries of the parameter that belong to
             it. After a flatten k columns belong to one channel.
     """
 
     parameter: str
+    layer: str
     part: str
     units: Tensor
 
@@ -37,7 +39,8 @@ class Group:
     Attributes:
         channels: Number of channels.
         producers: What is multiplied by a channel's factor: rows, biases, scales and shifts.
-        consumers: What makes up for it: columns, and the running statistics of a batch norm.
+        consumers: What makes up for it: columns, the running statistics of a batch norm, and the rows and
+            biases of keys for those of queries.
         reasons: Why the channels may not be rescaled; empty for those that may.
     """
 
@@ -49,7 +52,7 @@ class Group:
     @property
     def name(self) -> str:
         """The layers that produce it."""
-        return ", ".join(dict.fromkeys(layer_name(slot.parameter) for slot in self.producers)) or "input"
+        return ", ".join(dict.fromkeys(slot.layer for slot in self.producers)) or "input"
 
     def __str__(self) -> str:
         """One line: producers → consumers, or the reason."""
@@ -84,7 +87,7 @@ class Action:
     @property
     def layer(self) -> str:
         """What users call it."""
-        return layer_name(self.use.name)
+        return layer_of(self.use)
 
 
 def layer_name(parameter: str) -> str:
@@ -101,6 +104,18 @@ def layer_name(parameter: str) -> str:
     )
 
 
+def layer_of(use: Use) -> str:
+    """The layer of a use of a parameter; of packed projections of attention the one it is: ``attn.q``."""
+    owner, _, last = use.name.rpartition(".")
+    part = ""
+    if last in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+        part = last[0]
+    elif last in ("in_proj_weight", "in_proj_bias") and use.index is not None and use.index.numel():
+        third = int(use.index.flatten()[0]) // use.index.numel()
+        part = "qkv"[third] if third < 3 else ""
+    return layer_name(use.name) if not part else f"{owner}.{part}" if owner else part
+
+
 def counted(number: int, word: str) -> str:
     """A number and its noun.
 
@@ -113,7 +128,7 @@ def counted(number: int, word: str) -> str:
 def _by_layer(slots: tuple[Slot, ...]) -> str:
     parts: dict[str, list[str]] = {}
     for slot in slots:
-        parts.setdefault(layer_name(slot.parameter), []).append(str(slot))
+        parts.setdefault(slot.layer, []).append(str(slot))
     named = [
         f"{layer} ({', '.join(dict.fromkeys(parts))})" if parts != ["entries"] else layer
         for layer, parts in parts.items()

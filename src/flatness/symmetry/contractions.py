@@ -30,7 +30,11 @@ def matmul(flow: Flow, call: Call) -> Any:
     """Follow x @ W, W @ x, and b + x @ W; between two values one must be fixed."""
     if call.name == "addmm":
         given = call.bound("input mat1 mat2")
-        return _add_bias(flow, _matmul(flow, call, given["mat1"], given["mat2"]), given["input"])
+        labels, bias = _matmul(flow, call, given["mat1"], given["mat2"]), flow.entry(given["input"])
+        if isinstance(labels, Tensor) and isinstance(bias, ParameterView) and len(bias.shape) == 1:
+            _bias(flow, given["input"], flow.per_channel(labels, -1))
+            return labels
+        return _add_bias(flow, labels, given["input"])
     first, second = call.args[:2]
     return _matmul(flow, call, *((second, first) if call.name == "rmatmul" else (first, second)))
 
@@ -123,24 +127,33 @@ def embedding(flow: Flow, call: Call) -> Any:
 
 
 def scaled_attention(flow: Flow, call: Call) -> Any:
-    """softmax(QKᵀ) V: what is averaged keeps its labels, what is compared is fixed."""
+    """softmax(QKᵀ) V: what is averaged keeps its labels; what a query gains in a channel, the key loses."""
     given = call.bound("query key value attn_mask")
     values = flow.labels(given["value"])
-    for name in ("query", "key", "attn_mask"):
+    compared = ("query", "key", "attn_mask") if flow.permuting else ("attn_mask",)
+    for name in compared:
         if given.get(name) is not None and not flow.is_constant(given[name]):
             flow.classes.pin(flow.labels(given[name]), f"{call} is not positively homogeneous in its {name}")
+    if not flow.permuting:
+        query, key = flow.labels(given["query"]), flow.labels(given["key"])
+        flow.classes.invert(flow.classes.unite_along(query, [-2]), flow.classes.unite_along(key, [-2]))
     return flow.classes.unite_along(values, [-2]).expand(flow.shape(call))
 
 
 def _product(flow: Flow, call: Call, a: Tensor, b: Tensor) -> Any:
-    """A product of two values keeps the labels of one where the other is fixed."""
+    """A product of two values keeps the labels of one where the other is fixed; else their factors cancel."""
     if min(a.dim(), b.dim()) < 2:
         return None
     if flow.classes.are_fixed(a):
         return flow.classes.unite_along(b, [-2]).expand(flow.shape(call))
     if flow.classes.are_fixed(b):
         return flow.classes.unite_along(a, [-1]).expand(flow.shape(call))
-    return flow.stop(call, f"{call} multiplies two values that would both scale")[0]
+    if flow.permuting:
+        return flow.stop(call, f"{call} multiplies two values that would both move")[0]
+    # Queries and keys: the sum over channels stays as it is when each channel's factors cancel.
+    rows, columns = flow.classes.unite_along(a, [-2]), flow.classes.unite_along(b, [-1])
+    flow.classes.invert(rows, columns.transpose(-1, -2))
+    return flow.fixed_output(call)[0]
 
 
 def _weight(

@@ -29,6 +29,7 @@ class LayerClasses:
             for units in (action.rows, action.columns):
                 if units is not None:
                     self._join(units.unique().tolist())
+        self._keep_inverses(symmetries.inverse)
         anchor = self._root(FIXED)
         roots = [self._root(number) for number in range(symmetries.classes)]
         self.of = torch.tensor([FIXED if root == anchor else root for root in roots], dtype=torch.int64)
@@ -37,6 +38,20 @@ class LayerClasses:
         """The layer-wise class of rows or columns; −1 for fixed ones and for none."""
         first = int(units.flatten()[0]) if units is not None and units.numel() else FIXED
         return FIXED if first == FIXED else int(self.of[first])
+
+    def _keep_inverses(self, inverse: tuple[int, ...]) -> None:
+        """Join the inverses of joined classes; a class that holds its own inverse is fixed, and so is its."""
+        changed = True
+        while changed:
+            changed, first = False, {}
+            for number, other in enumerate(inverse):
+                if other != FIXED:
+                    root = self._root(number)
+                    fixed = root in (self._root(FIXED), self._root(other))
+                    target = FIXED if fixed else first.setdefault(root, other)
+                    if self._root(target) != self._root(other):
+                        self._join([target, other])
+                        changed = True
 
     def _root(self, number: int) -> int:
         number %= len(self._parent)
@@ -72,8 +87,18 @@ def drawn(
     if kind == "layerwise":
         of = LayerClasses(symmetries).of
         factors = torch.where(of == FIXED, 1.0, factors[of.clamp(min=0)])
+    frozen = frozen | {symmetries.inverse[number] for number in frozen} - {FIXED}
     if frozen:
         factors[torch.tensor(sorted(frozen))] = 1.0
+    return with_inverses(symmetries, factors)
+
+
+def with_inverses(symmetries: Symmetries, factors: Tensor) -> Tensor:
+    """The factors, those of keys the inverse of those of queries: the class that comes first has its way."""
+    factors = factors.clone()
+    for number, other in enumerate(symmetries.inverse):
+        if other > number:
+            factors[other] = 1 / factors[number]
     return factors
 
 
@@ -107,29 +132,41 @@ def from_layers(symmetries: Symmetries, given: Mapping[str, Any]) -> Tensor:
     choice, the scale that comes first in the network stays 1, so that later layers make up for earlier ones.
     """
     merged = LayerClasses(symmetries)
-    scale: dict[int, tuple[int, float]] = {}  # class → (its anchor, log of its scale relative to it)
+    # class → (anchor, sign, step): the log of its scale is sign · that of the anchor + step
+    scale: dict[int, tuple[int, int, float]] = {}
+    for number, other in enumerate(symmetries.inverse):
+        if (
+            other != FIXED
+            and (one := int(merged.of[number])) < (two := int(merged.of[other]))
+            and one != FIXED
+        ):
+            scale[two] = (one, -1, 0.0)
 
-    def position(number: int) -> tuple[int, float]:
-        offset = 0.0
+    def position(number: int) -> tuple[int, int, float]:
+        sign, offset = 1, 0.0
         while number in scale:
-            number, step = scale[number]
-            offset += step
-        return number, offset
+            number, turn, step = scale[number]
+            offset += sign * step
+            sign *= turn
+        return number, sign, offset
 
     for name, action in _known_layers(symmetries, given).items():
         value = _positive(name, given[name], 1)
         out, into = position(merged.one(action.rows)), position(merged.one(action.columns))
-        change = math.log(float(value)) + into[1] - out[1]
-        if out[0] == into[0]:
+        change = math.log(float(value)) + into[2] - out[2]
+        turn = out[1] * into[1]
+        if out[0] == into[0] and (turn > 0 or out[0] == FIXED):
             if abs(change) > 1e-9:
                 raise OptionError(
-                    _contradiction(symmetries, name, action, float(value), math.exp(out[1] - into[1]))
+                    _contradiction(symmetries, name, action, float(value), math.exp(out[2] - into[2]))
                 )
+        elif out[0] == into[0]:
+            scale[out[0]] = (FIXED, 1, out[1] * change / 2)
         elif out[0] != FIXED and (into[0] == FIXED or out[0] > into[0]):
-            scale[out[0]] = (into[0], change)
+            scale[out[0]] = (into[0], turn, out[1] * change)
         else:
-            scale[into[0]] = (out[0], -change)
-    logs = [position(number)[1] if number != FIXED else 0.0 for number in merged.of.tolist()]
+            scale[into[0]] = (out[0], turn, -into[1] * change)
+    logs = [position(number)[2] if number != FIXED else 0.0 for number in merged.of.tolist()]
     return torch.tensor(logs, dtype=torch.float64).exp()
 
 
@@ -145,6 +182,8 @@ def from_units(symmetries: Symmetries, given: Mapping[str, Any]) -> Tensor:
             known = 1.0 if number == FIXED else float(factors[number])
             if number != FIXED and math.isnan(known):
                 factors[number] = value
+                if symmetries.inverse[number] != FIXED:
+                    factors[symmetries.inverse[number]] = 1 / value
             elif abs(value - known) > 1e-9 * known:
                 raise OptionError(_contradiction(symmetries, name, action, value, known, unit))
     return factors.nan_to_num(1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatness import batches
 from flatness.guard import check_model, measuring, unwrap
-from flatness.symmetry.channels import Action, Group, Slot, counted
+from flatness.symmetry.channels import Action, Group, Slot, counted, layer_of
 from flatness.symmetry.flow import Flow, NormCorrection
 from flatness.symmetry.operators import OPERATORS
 from flatness.symmetry.tracing import Forward, Trace, default_forward, trace
@@ -33,6 +33,7 @@ class Symmetries:
         classes: Number of classes: every channel of every group is one.
         trace: The recorded forward pass behind it.
         output: The class of the output, where one factor may scale all of it; else −1.
+        inverse: For every class the one whose factor is its inverse (keys for queries); −1 without one.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Symmetries:
     classes: int
     trace: Trace
     output: int = -1
+    inverse: tuple[int, ...] = ()
 
     @cached_property
     def layers(self) -> dict[str, Action]:
@@ -56,7 +58,7 @@ class Symmetries:
             if action.rows is None or action.use.up_part in (*_STATISTICS, "bias", "shift"):
                 continue
             parts = sum(other.use.name == action.use.name for other in found.values())
-            if not parts:
+            if not parts or action.layer not in found:
                 found[action.layer] = action
             elif action.use.index is not None:
                 found[f"{action.layer}[{parts}]"] = action
@@ -176,14 +178,21 @@ def find_groups(flow: Flow) -> Symmetries:
         classes=int((roots >= 0).sum()),
         trace=flow.trace,
         output=int(table[flow.output.flatten()[:1].long()]) if flow.output.numel() else -1,
+        inverse=tuple(_inverses(flow, roots[roots >= 0].tolist(), number)),
     )
+
+
+def _inverses(flow: Flow, roots: list[int], number: Tensor) -> list[int]:
+    """The number of the class with inverse factors, for every root of a class."""
+    partners = [flow.classes.inverse(root) for root in roots]
+    return [-1 if partner is None else int(number[partner]) for partner in partners]
 
 
 def _families(flow: Flow, roots: Tensor) -> tuple[Group, ...]:
     """Classes that meet the same parameters in the same way, side by side."""
-    touched: dict[int, list[tuple[int, bool, list[int]]]] = {}
+    touched: dict[int, list[_Touch]] = {}
     for number, use in enumerate(flow.uses):
-        for labels, producing in ((use.rows, True), (use.columns, False)):
+        for labels, up in ((use.rows, True), (use.columns, False)):
             places: dict[int, list[int]] = {}
             for unit, root in enumerate(
                 roots[labels.flatten().long()].tolist() if labels is not None else ()
@@ -191,22 +200,44 @@ def _families(flow: Flow, roots: Tensor) -> tuple[Group, ...]:
                 places.setdefault(root, []).append(unit)
             places.pop(-1, None)
             for root, units in places.items():
-                touched.setdefault(root, []).append((number, producing, units))
+                touched.setdefault(root, []).append(_Touch(number, up, up, units))
+    for root in sorted(touched):
+        # Classes with inverse factors are one group: what multiplies the one divides the other.
+        partner = flow.classes.inverse(root)
+        if partner in touched and root in touched and partner > root and not flow.classes.reasons(root):
+            touched[root] += [replace(touch, producing=not touch.up) for touch in touched.pop(partner)]
     families: dict[Any, list[int]] = {}
     for root, slots in sorted(touched.items()):
         key = (
-            tuple((number, producing, len(units)) for number, producing, units in slots),
+            tuple((touch.number, touch.producing, len(touch.units)) for touch in slots),
             flow.classes.reasons(root),
         )
         families.setdefault(key, []).append(root)
     return tuple(_group(flow, members, [touched[root] for root in members]) for members in families.values())
 
 
-def _group(flow: Flow, roots: list[int], touched: list[list[tuple[int, bool, list[int]]]]) -> Group:
+@dataclass(frozen=True)
+class _Touch:
+    """Where a class meets a use of a parameter.
+
+    Attributes:
+        number: Which use.
+        up: Whether its factor multiplies rows (or columns divide by it).
+        producing: Whether the group's factor multiplies there.
+        units: The rows, columns or entries.
+    """
+
+    number: int
+    up: bool
+    producing: bool
+    units: list[int]
+
+
+def _group(flow: Flow, roots: list[int], touched: list[list[_Touch]]) -> Group:
     producers, consumers = [], []
-    for position, (number, producing, _) in enumerate(touched[0]):
-        use = flow.uses[number]
-        part = use.up_part if producing else use.down_part
-        slot = Slot(use.name, part, torch.tensor([slots[position][2] for slots in touched]))
-        (producers if producing and part not in _STATISTICS else consumers).append(slot)
+    for position, touch in enumerate(touched[0]):
+        use = flow.uses[touch.number]
+        part = use.up_part if touch.up else use.down_part
+        slot = Slot(use.name, layer_of(use), part, torch.tensor([slots[position].units for slots in touched]))
+        (producers if touch.producing and part not in _STATISTICS else consumers).append(slot)
     return Group(len(roots), tuple(producers), tuple(consumers), flow.classes.reasons(roots[0]))

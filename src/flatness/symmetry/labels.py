@@ -28,6 +28,8 @@ class Classes:
     def __init__(self) -> None:
         self._parent: list[int] = []
         self._reasons: dict[int, tuple[str, ...]] = {}
+        # Roots of classes whose factors multiply to 1, both ways.
+        self._inverse: dict[int, int] = {}
 
     def fresh(self, count: int) -> Tensor:
         """(count,) new labels, each a class of its own."""
@@ -67,11 +69,25 @@ class Classes:
         ]
         return one.expand(keep)
 
+    def invert(self, a: Tensor, b: Tensor) -> None:
+        """Let labels at the same position have inverse factors: what multiplies the one divides the other."""
+        a, b = compact(*torch.broadcast_tensors(a, b))
+        pairs = torch.stack([a.flatten(), b.flatten()], 1).numpy()
+        pairs = np.unique(pairs[(pairs != ANY).all(1)].astype(np.int64), axis=0)
+        for one, other in pairs.tolist():
+            self._pair(one, other)
+
+    def inverse(self, label: int) -> int | None:
+        """The root of the class with inverse factors; None where there is none."""
+        return self._inverse.get(self.root(label))
+
     def pin(self, labels: Tensor, reason: str) -> None:
         """Fix the classes of these labels; a class that is fixed already keeps its own reason."""
         for label in distinct(labels):
             root = self.root(label)
             self._reasons.setdefault(root, (reason,))
+            if root in self._inverse:
+                self._reasons.setdefault(self._inverse[root], (reason,))
 
     def are_fixed(self, labels: Tensor) -> bool:
         """Whether no entry can scale."""
@@ -111,11 +127,35 @@ class Classes:
         one, other = self.root(one), self.root(other)
         if one == other:
             return
+        partners = [self._inverse[root] for root in (one, other) if root in self._inverse]
+        for root in (one, other, *partners):
+            self._inverse.pop(root, None)
         keep, drop = min(one, other), max(one, other)
         self._parent[drop] = keep
         reasons = self._reasons.get(keep, ()) + self._reasons.pop(drop, ())
         if reasons:
             self._reasons[keep] = tuple(dict.fromkeys(reasons))
+        for partner in partners[1:]:
+            self._join(partners[0], partner)
+        if partners:
+            self._pair(keep, partners[0])
+
+    def _pair(self, one: int, other: int) -> None:
+        """Make two classes inverse to each other; what was inverse to one of them joins the other."""
+        one, other = self.root(one), self.root(other)
+        if one == other:
+            self._reasons.setdefault(one, ("it meets itself in a product",))
+            return
+        for root, counterpart in ((one, other), (other, one)):
+            known = self._inverse.get(root)
+            if known is not None and known != counterpart:
+                self._join(known, counterpart)
+                return
+        self._inverse[one], self._inverse[other] = other, one
+        reasons = self._reasons.get(one) or self._reasons.get(other)
+        if reasons:
+            self._reasons.setdefault(one, reasons)
+            self._reasons.setdefault(other, reasons)
 
 
 def compact(*tensors: Tensor) -> list[Tensor]:

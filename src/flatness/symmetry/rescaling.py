@@ -230,6 +230,8 @@ def _output_rescaling(
         scale, shift = logits.given_output(factors, biases)
     scales = torch.ones(freed.classes, dtype=torch.float64)
     scales[freed.output] = scale
+    if freed.inverse[freed.output] >= 0:
+        scales[freed.inverse[freed.output]] = 1 / scale
     return Rescaling("output", {"scale": scale, "shift": shift}, freed, scales)
 
 
