@@ -98,7 +98,7 @@ def test_a_trace_that_is_not_positive_leaves_no_minimum():
     assert row.value == 0
     assert not row.converged
     assert row.notes[-1] == (
-        "traces that are not positive count as 0: fc1.weight, fc2.weight, fc3.weight; no minimum is attained"
+        "traces that are not positive count as 0: fc1, fc2, fc3; no minimum is attained"
     )
 
 

@@ -49,10 +49,8 @@ def network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> Netw
         return NetworkView({}, {})
     parameters = dict(problem.model.named_parameters())
     norms = {name: squared_norm(value) for name, value in parameters.items()}
-    weights = [route.layer.weight_name for route in chosen.gradient_routes.layers]
-    layer_weights = tuple(name for name in dict.fromkeys(weights) if name in parameters)
     if not chosen.routes.network:
-        return NetworkView({}, norms, layer_weights)
+        return NetworkView({}, norms)
     traces = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in parameters}
     for route in chosen.routes.layers:
         # Several layers can be parts of one parameter: the packed projections of attention.
@@ -70,4 +68,10 @@ def network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> Netw
                 traces[owner.lstrip(".")] = statistics.mean(owner, "diagonal").sum()
     for name, value in parameters.items():
         traces[name] = traces[name] + problem.weight_decay * value.numel()
-    return NetworkView(traces, norms, layer_weights)
+    layer_traces = {
+        route.name: statistics.mean(route.name, "row_traces").sum()
+        + problem.weight_decay * route.layer.matrix().numel()
+        for route in chosen.routes.layers
+        if "row_traces" in statistics.sums.get(route.name, {})
+    }
+    return NetworkView(traces, norms, layer_traces)

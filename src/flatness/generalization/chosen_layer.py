@@ -88,10 +88,13 @@ def _selected(problem: Problem, examined: Examined, layer: str) -> str:
             f"Expected a layer that the output follows from but nothing follows {name!r}: the output does "
             f"not depend on it. Layers that it depends on: {listed(following) or 'none'}."
         )
-    if name in examined.refused:
+    reason = examined.refused.get(name)
+    if name in examined.reused:
+        reason = f"its weight is used {examined.reused[name]} times"
+    if reason is not None:
         raise LayerError(
             f"Expected a layer that a sample meets in one place but {name!r} cannot be changed alone: "
-            f"{examined.refused[name]}. Choose another of: {listed(following)}."
+            f"{reason}. Choose another of: {listed(following)}."
         )
     return name
 

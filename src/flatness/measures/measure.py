@@ -93,14 +93,14 @@ class NetworkView:
     Attributes:
         traces: Tr H of every parameter tensor, by name, penalty included.
         squared_norms: ‖·‖² of every parameter tensor, by name.
-        layer_weights: Names of the parameters that are weights of layers, in network order.
+        layer_traces: Tr H of every layer's weight, by layer, in network order, penalty included.
         spectrum: Extreme eigenvalues in the metric that the measure's options name, for "spectrum".
         options: The measure's own options.
     """
 
     traces: Mapping[str, Tensor]
     squared_norms: Mapping[str, Tensor]
-    layer_weights: tuple[str, ...] = ()
+    layer_traces: Mapping[str, Tensor] = field(default_factory=dict)
     spectrum: NetworkSpectrum | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 

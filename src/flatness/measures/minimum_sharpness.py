@@ -10,9 +10,9 @@ from flatness.measures.measure import Measure, NetworkView, Valued
 
 def _minimum(view: NetworkView) -> Valued:
     """The minimum of Σ_l α_l⁻² Tr H_l over Π α_l = 1, where all terms are the traces' geometric mean."""
-    traces = {name: float(view.traces[name]) for name in view.layer_weights}
+    traces = {name or "the model itself": float(trace) for name, trace in view.layer_traces.items()}
     L = len(traces)
-    notes = [f"over the weights {', '.join(traces)}; biases and norm layers are no part of it"]
+    notes = [f"over the weights of {', '.join(traces)}; biases and norm layers are no part of it"]
     low = [name for name, trace in traces.items() if trace <= 0]
     if low:
         # A trace of 0 makes the infimum 0; below 0 there is none, and the value says no more than that.

@@ -258,7 +258,9 @@ def is_declared(measure: Measure, kind: str, layer: str | None, rescaling: Resca
     if kind == "permutation" or kind in measure.invariances:
         return True
     if kind == "layerwise" and CHAINS in measure.invariances:
-        return abs(math.prod(rescaling.factors.values()) - 1.0) < _ONE
+        # A scale of a norm layer takes no columns in: it is no layer of the chain.
+        chain = [name for name, action in rescaling.symmetries.layers.items() if action.columns is not None]
+        return abs(math.prod(rescaling.factors.get(name, 1.0) for name in chain) - 1.0) < _ONE
     if kind == "neuronwise" and OWN_FEATURES in measure.invariances and layer is not None:
         return layer in rescaling.symmetries.layers and not rescaling.symmetries.features_of(layer)
     return False
