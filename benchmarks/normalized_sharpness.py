@@ -37,7 +37,7 @@ PATIENCE = 200
 TURNS = 5
 
 
-class Arrived(Exception):
+class ArrivedError(Exception):
     """A contender is close enough."""
 
 
@@ -56,7 +56,7 @@ def trained(name: str, x: torch.Tensor, y: torch.Tensor, epochs: int = 2) -> nn.
 def matrices(
     label: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor
 ) -> dict[str, tuple[Array, Array]]:
-    """The clipped diagonal of the Hessian and the squared weights of every layer, kernels summed over taps."""
+    """The clipped diagonal of the Hessian and the squared weights of every layer, summed over kernels."""
     found: dict[str, tuple[Array, Array]] = {}
 
     def keep(view: flatness.LayerView) -> float:
@@ -126,14 +126,14 @@ def by_scipy(a: Array, b: Array, target: float) -> float:
     def watched(z: Array) -> tuple[float, Array]:
         value, gradient = objective(z, a, b)
         if value <= target:
-            raise Arrived
+            raise ArrivedError
         return value, gradient
 
     started = time.perf_counter()
     options = {"maxiter": 100_000, "maxfun": 100_000, "ftol": 0.0, "gtol": 0.0, "maxcor": 20}
     try:
         minimize(watched, np.zeros(sum(a.shape)), jac=True, method="L-BFGS-B", options=options)
-    except Arrived:
+    except ArrivedError:
         return time.perf_counter() - started
     return float("inf")
 
@@ -158,13 +158,13 @@ def by_torch(a: Array, b: Array, target: float) -> float:
             value = float((up + down).sum())
             z.grad = torch.cat([flow.sum(1), flow.sum(0)])
         if value <= target:
-            raise Arrived
+            raise ArrivedError
         return value
 
     started = time.perf_counter()
     try:
         optimizer.step(closure)
-    except Arrived:
+    except ArrivedError:
         return time.perf_counter() - started
     return float("inf")
 
