@@ -87,8 +87,8 @@ def objective(z: Array, a: Array, b: Array) -> tuple[float, Array]:
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # line searches may step far
         e = np.exp(z[: len(a), None] + z[len(a) :])
         up, down = a * e, b / e
-    flow = up - down
-    return float((up + down).sum()), np.concatenate([flow.sum(1), flow.sum(0)])
+        flow = up - down
+        return float((up + down).sum()), np.concatenate([flow.sum(1), flow.sum(0)])
 
 
 def by_sgd(a: Array, b: Array, target: float, step: float, limit: float) -> float | None:

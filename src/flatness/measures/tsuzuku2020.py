@@ -143,7 +143,10 @@ matrix_normalized_sharpness = register_measure(
         source="tsuzuku2020, eq. 13",
         summary="Sharpness at the best scale of the noise for each weight matrix.",
         when="As a fast stand-in for `normalized_sharpness` when only whole layers may be rescaled.",
-        misleads="Rescaling neurons changes it. Negative traces, away from a minimum, count as 0.",
+        misleads=(
+            "Rescaling neurons changes it. Negative traces, away from a minimum, count as 0. Biases are left "
+            "out unless the option biases=True asks for the sum over all parameters (footnote 1)."
+        ),
         levels=("layer", "network"),
         invariances=frozenset({"layerwise"}),
         needs=frozenset({"row_traces"}),
@@ -169,7 +172,8 @@ normalized_sharpness = register_measure(
         misleads=(
             "It uses the diagonal of the Hessian with negative entries clipped, and a loss of its own "
             "on logits of unit spread; the share that was clipped is in the notes, and near 1 the "
-            "number says little."
+            "number says little. The option diagonal='finite_differences' is the paper's own estimate (eq. "
+            "61), a cross-check for smooth networks: clipping its noise raises the value."
         ),
         levels=("layer", "network"),
         invariances=frozenset({"layerwise", "neuronwise", "output"}),

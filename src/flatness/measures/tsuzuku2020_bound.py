@@ -240,6 +240,15 @@ pac_bayes_bound = register_measure(
             "An upper bound of the test error of the network with noise on its weights, every term counted; "
             "above 1 for most networks. `flatness.pac_bayes_bound` prints the terms."
         ),
+        when=(
+            "To see which part of a PAC-Bayes argument is large: the distance of the weights, the number of "
+            "scales, the samples, or the error under noise."
+        ),
+        misleads=(
+            "Above 1 it says nothing, and then a smaller value is no better. Below 1 it speaks about the "
+            "network with noise: the term (A) that leads back to the network itself cannot be computed. "
+            "Measure all layers, on all training data: every parameter outside them costs 22 nats (float32)."
+        ),
         levels=("network",),
         invariances=frozenset({"layerwise", "neuronwise", "output"}),
         needs=frozenset({"diagonal"}),

@@ -174,6 +174,12 @@ normalized_sharpness_direct = register_measure(
             "Not convex, so that a local minimum is found, and networks may change places with λ: prefer "
             "normalized_sharpness to compare."
         ),
+        when="To check whether the second-order expansion behind `normalized_sharpness` holds.",
+        misleads=(
+            "Networks may change places with λ, and a local minimum is all that is found. With a small λ "
+            "noise without limit is best: the risk saturates, and the value says only how bad chance is; the "
+            "notes say so."
+        ),
         levels=("network",),
         invariances=frozenset({"layerwise", "neuronwise", "output"}),
         needs=frozenset({"diagonal"}),
