@@ -117,7 +117,7 @@ def _direct(around: Surroundings) -> Mapping[str | None, Valued]:
     )
     deviations = [scale.deviations() for scale in objective.unpack(solved.x)]
     # Fresh draws: the minimum over noise that was optimised against is too low.
-    rises = objective.rises(deviations, objective.draws(4 * count, generator))
+    rises = objective.rises(deviations, objective.draws(8 * count, generator))
     distance = float(sum(part.sum() for part in objective.penalty(deviations)))
     stderr = float(rises.std()) / math.sqrt(len(rises))
     settled = bool(solved.success) or (len(course) > 1 and course[-2] - course[-1] <= stderr)
@@ -184,8 +184,8 @@ normalized_sharpness_direct = register_measure(
         invariances=frozenset({"layerwise", "neuronwise", "output"}),
         needs=frozenset({"diagonal"}),
         explore=_direct,
-        cost="about 8 gradients for each of at most 15 evaluations, and 32 forward passes",
-        options={"lambda": None, "loss": "normalized_cross_entropy", "draws": 4, "evaluations": 15},
+        cost="4 gradients for each of at most 15 evaluations, and 32 forward passes",
+        options={"lambda": None, "loss": "normalized_cross_entropy", "draws": 2, "evaluations": 15},
         check_option=_check_option,
         loss="normalized_cross_entropy",
     )
