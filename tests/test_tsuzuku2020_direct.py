@@ -11,7 +11,7 @@ from torch.func import functional_call
 import flatness
 import oracle
 from flatness.curvature.parameter_space import ParameterSpace
-from flatness.measures.measure import LayerView, Surroundings
+from flatness.measures.measure import LayerView
 from flatness.measures.tsuzuku2020_direct import DirectObjective
 from flatness.problem import Problem
 from networks import CASES
@@ -19,8 +19,8 @@ from small import data, network
 from test_balancing import by_descent
 
 
-def surroundings(case, model, problem):
-    views = [
+def views_of(case, model):
+    return [
         LayerView(
             name,
             oracle.weight_matrix(model.get_submodule(name)),
@@ -29,8 +29,6 @@ def surroundings(case, model, problem):
         )
         for name in case.layers
     ]
-    space = ParameterSpace(problem)
-    return Surroundings(space, views, lambda: torch.zeros(0), None, {}, 0)
 
 
 @pytest.mark.parametrize("name", ["mlp_tanh", "cnn_tanh"])
@@ -40,7 +38,7 @@ def test_value_and_gradient_for_fixed_noise(name):
     model = case.build()
     problem = Problem(model, (case.x, case.y), progress=False)
     with problem.guarded():
-        objective = DirectObjective(surroundings(case, model, problem), strength)
+        objective = DirectObjective(ParameterSpace(problem), views_of(case, model), strength)
         noise = objective.draws(2, torch.Generator().manual_seed(3))
         rng = np.random.default_rng(4)
         size = sum(G * (d + m // v.taps) for v in objective.layers for G, d, m in [v.W.shape])

@@ -11,10 +11,11 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
+from flatness.curvature.parameter_space import ParameterSpace
 from flatness.errors import OptionError
 from flatness.measures.balancing import Array
 from flatness.measures.catalogue import register_measure
-from flatness.measures.measure import Measure, Surroundings, Valued
+from flatness.measures.measure import LayerView, Measure, Surroundings, Valued
 from flatness.measures.noise_scales import NoiseScales, row_column_scales
 from flatness.measures.weight_matrices import WeightMatrices
 
@@ -23,14 +24,15 @@ class DirectObjective:
     """(E_ε E(θ + s∘ε) − E(θ)) + Σ W²/(2λ s²) over the logarithms of σ² and σ′², for fixed draws ±ε.
 
     Args:
-        around: The parameters and the risk around them.
+        space: The parameters and the risk around them.
+        layers: The layers whose weights get noise.
         strength: λ.
     """
 
-    def __init__(self, around: Surroundings, strength: float) -> None:
-        self.space, self.layers, self.strength = around.space, around.layers, strength
-        self.weights = WeightMatrices(around.space, around.layers)
-        self.risk = around.space.risk()
+    def __init__(self, space: ParameterSpace, layers: Sequence[LayerView], strength: float) -> None:
+        self.space, self.layers, self.strength = space, layers, strength
+        self.weights = WeightMatrices(space, layers)
+        self.risk = space.risk()
         self.evaluations = 0
 
     def draws(self, count: int, generator: torch.Generator) -> list[list[Tensor]]:
@@ -100,7 +102,7 @@ def _direct(around: Surroundings) -> Mapping[str | None, Valued]:
     samples = around.space.problem.samples
     given = around.options["lambda"]
     strength = float(given) if given is not None else float(samples or 1)
-    objective = DirectObjective(around, strength)
+    objective = DirectObjective(around.space, around.layers, strength)
     generator = torch.Generator().manual_seed(around.seed)
     count = int(around.options["draws"])
     start = objective.pack([row_column_scales(view) for view in around.layers])
