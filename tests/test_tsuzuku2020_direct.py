@@ -48,7 +48,7 @@ def test_value_and_gradient_for_fixed_noise(name):
         up, down = (objective.value_and_gradient(z + h * direction, noise)[0] for h in (1e-5, -1e-5))
         scales = objective.unpack(z)
     assert gradient @ direction == pytest.approx((up - down) / 2e-5, rel=1e-6)
-    expected = -float(case.risk(model))
+    expected = -float(case.risk(model).detach())
     for scale, view in zip(scales, objective.layers, strict=True):
         for g, s, t in np.ndindex(*view.W.shape):
             variance = math.exp(float(scale.x[g, s] + scale.y[g, t // view.taps]))
@@ -60,7 +60,7 @@ def test_value_and_gradient_for_fixed_noise(name):
                 u = scale.x[:, :, None] + scale.y.repeat_interleave(scale.taps, 1)[:, None]
                 W = model.get_parameter(f"{layer}.weight")
                 moved[f"{layer}.weight"] = W + sign * ((u / 2).exp() * e).reshape(W.shape)
-            expected += float(case.loss(functional_call(model, moved, (case.x,)), case.y)) / 4
+            expected += float(case.loss(functional_call(model, moved, (case.x,)), case.y).detach()) / 4
     assert value == pytest.approx(expected, rel=1e-10)
 
 
