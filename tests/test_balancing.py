@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from flatness.measures.balancing import balance
+from flatness.measures.balancing import _bounds, balance
 
 
 def objective(z, a, b):
@@ -83,3 +83,28 @@ def test_certified_and_unchanged_by_rescaling(seed, d, m, share):
     assert solved.gap < 1e-8
     factors = np.exp(rng.normal(size=(d, 1)) + rng.normal(size=(1, m)))
     assert balance(a * factors, b / factors).value == pytest.approx(solved.value, rel=1e-7, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_away_from_the_minimum_the_certificate_still_brackets_it(seed):
+    """What it would say if the sweeps were stopped anywhere: the lower bound lies below the true minimum."""
+    a, b = random_pair(seed, 6, 9)
+    rng = np.random.default_rng(seed)
+    smallest = balance(a, b, tolerance=1e-13)
+    for distance in (1.0, 0.1, 0.01):
+        r = np.exp(smallest.x + distance * rng.normal(size=6))
+        c = np.exp(smallest.y + distance * rng.normal(size=9))
+        value, lower = _bounds(a, b, r, c)
+        assert value > smallest.value * (1 + 1e-6)
+        assert lower < smallest.value
+    # and close by it is tight: both distances are of second order
+    assert smallest.value - lower < 10 * (value - smallest.value)
+
+
+def test_numbers_hundreds_of_orders_apart():
+    """e^x and e^y would overflow; the minimum is that of the same matrices without the factors."""
+    a, b = random_pair(3, 4, 5)
+    factors = np.array([1e150, 1e-150, 1.0, 1e100])[:, None] * np.array([1e140, 1.0, 1e-140, 1e-100, 1e50])
+    scaled = balance(a * factors, b / factors)
+    assert scaled.value == pytest.approx(balance(a, b).value, rel=1e-9)
+    assert scaled.gap < 1e-8

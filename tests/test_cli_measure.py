@@ -401,3 +401,18 @@ def test_names_cannot_take_over_the_terminal_or_the_page(folder):
     assert "<img" not in page
     assert page.count("<script>") == 1
     assert "&lt;img src=x onerror=alert(1)&gt;" in page
+
+
+def test_the_bound_is_a_measure_like_any_other(folder):
+    draws = ("--option", "pac_bayes_bound.draws=4")
+    outcome = run("measure", "net0.pt", *USE, "--measures", "pac_bayes_bound", *draws, "--json", cwd=folder)
+    assert (outcome.status, outcome.err) == (0, "")
+    (row,) = json.loads(outcome.out)["results"]
+    options = {"pac_bayes_bound": {"draws": 4}}
+    direct = expected(folder, measures="pac_bayes_bound", options=options).result("pac_bayes_bound")
+    assert row["value"] == pytest.approx(direct.value, rel=1e-6)
+    assert [entry["term"] for entry in row["terms"]["terms"]][:2] == [
+        "training error of the network",
+        "(C) its rise under the noise",
+    ]
+    assert row["notes"][-1].startswith("terms: training error of the network ")

@@ -101,6 +101,118 @@ def test_matrix_normalized_sharpness_is_the_root_of_the_layer_measure():
     )
 
 
+@pytest.mark.parametrize("name", ["mlp", "residual_batch_norm"])
+def test_matrix_normalized_sharpness_with_biases_adds_a_term_for_every_other_parameter(name):
+    case = CASES[name]
+    model = case.build()
+    options = {"matrix_normalized_sharpness": {"biases": True}}
+    report = flatness.measure(
+        model, (case.x, case.y), measures="matrix_normalized_sharpness", options=options, progress=False
+    )
+    expected = {}
+    for parameter, value in model.named_parameters():
+        trace = float(oracle.hessian(model, case.risk, [parameter]).trace())
+        expected[parameter] = math.sqrt(float(value.detach().square().sum()) * max(trace, 0.0))
+    assert report.value("matrix_normalized_sharpness") == pytest.approx(sum(expected.values()), rel=1e-8)
+    weights = sum(expected[f"{layer}.weight"] for layer in case.layers)
+    assert report.value("matrix_normalized_sharpness", reduction="sum") == pytest.approx(weights, rel=1e-8)
+    assert weights < 0.99 * sum(expected.values())
+
+
+def test_negative_curvature_everywhere_gives_zero_and_a_note():
+    case = CASES["mlp"]
+
+    def concave(output, target):
+        return -(output**2).sum(1)
+
+    options = {"normalized_sharpness": {"loss": "same"}}
+    report = flatness.measure(
+        case.build(),
+        (case.x, case.y),
+        concave,
+        measures="normalized_sharpness",
+        options=options,
+        progress=False,
+    )
+    for layer in case.layers:
+        row = report.result("normalized_sharpness", layer=layer)
+        assert row.value == 0.0
+        assert row.notes[-2:] == (
+            "λ = 0.5; negative diagonal clipped: 100.0% of its mass; within 0.0e+00 of the minimum",
+            "no positive curvature anywhere: 0 says that this is no minimum, not that it is flat",
+        )
+
+
+def test_the_result_names_loss_lambda_and_the_share_of_negative_curvature():
+    case = CASES["mlp"]
+    model = case.build()
+    report = flatness.measure(model, (case.x, case.y), measures="normalized_sharpness", progress=False)
+    risk = oracle.mean_risk(case.x, case.y, normalized)
+    for layer in case.layers:
+        diagonal = oracle.diagonal(oracle.layer_hessian(model, risk, layer))
+        share = float(diagonal.clamp(max=0).abs().sum() / diagonal.abs().sum())
+        row = report.result("normalized_sharpness", layer=layer)
+        assert row.loss == "normalized_cross_entropy"
+        assert row.notes[-1].startswith(f"λ = 0.5; negative diagonal clipped: {share:.1%} of its mass;")
+
+
+@pytest.mark.parametrize(
+    ("measure", "option", "value", "message"),
+    [
+        ("matrix_normalized_sharpness", "biases", 1, "Expected biases to be True or False but got 1."),
+        (
+            "normalized_sharpness",
+            "diagonal",
+            "dense",
+            "Expected diagonal to be 'auto' or 'finite_differences' but got 'dense'.",
+        ),
+        (
+            "normalized_sharpness",
+            "draws",
+            1,
+            "Expected draws to be an integer of at least 2 but got 1. For example 100.",
+        ),
+        (
+            "normalized_sharpness",
+            "radius",
+            2.0,
+            "Expected radius to be a share of the weights' norm, between 0 and 1, but got 2.0. For example "
+            "0.001.",
+        ),
+        (
+            "normalized_sharpness",
+            "lambda",
+            0,
+            "Expected lambda to be a positive number but got 0. For example 0.5.",
+        ),
+    ],
+)
+def test_bad_options(measure, option, value, message):
+    case = CASES["mlp"]
+    with pytest.raises(FlatnessError) as caught:
+        flatness.measure(
+            case.build(),
+            (case.x, case.y),
+            measures=measure,
+            options={measure: {option: value}},
+            progress=False,
+        )
+    assert str(caught.value) == message
+
+
+def test_targets_that_are_no_classes_are_refused():
+    case = CASES["mlp"]
+    with pytest.raises(FlatnessError) as caught:
+        flatness.measure(
+            case.build(),
+            (case.x, torch.randn(len(case.x), dtype=torch.float64)),
+            "mse",
+            measures="normalized_sharpness",
+            progress=False,
+        )
+    assert "class" in str(caught.value)
+
+
 def test_a_negative_trace_is_clipped_and_said():
     case = CASES["mlp"]
     model = copy.deepcopy(case.build())
@@ -122,5 +234,8 @@ def test_two_classes_are_refused_by_name_and_left_out_of_all():
     with pytest.raises(FlatnessError, match="normalized"):
         flatness.measure(model, data, measures="normalized_sharpness", progress=False)
     report = flatness.measure(model, data, measures="all", progress=False)
-    assert any(note.startswith("left out: normalized_sharpness.") for note in report.notes)
+    assert any(
+        note.startswith("left out: normalized_sharpness, pac_bayes_bound, normalized_sharpness_direct.")
+        for note in report.notes
+    )
     assert report.value("relative_flatness", layer="") > 0

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flatness.measures.catalogue import measures, register_measure
     from flatness.measures.measure import LayerView, Measure, NetworkView, Surroundings, Valued
     from flatness.measuring import measure, plan
+    from flatness.pac_bayes import PacBayesBound, pac_bayes_bound
     from flatness.plan import Plan
     from flatness.problem import Problem
     from flatness.ranks import separately
@@ -44,6 +45,7 @@ __all__ = [
     "NetworkView",
     "Surroundings",
     "Valued",
+    "PacBayesBound",
     "Plan",
     "Problem",
     "Report",
@@ -60,6 +62,7 @@ __all__ = [
     "measure",
     "measures",
     "network_spectrum",
+    "pac_bayes_bound",
     "plan",
     "register_layer",
     "register_measure",
@@ -86,6 +89,7 @@ _HOME = {
     "NetworkView": "measures.measure",
     "Surroundings": "measures.measure",
     "Valued": "measures.measure",
+    "PacBayesBound": "pac_bayes",
     "Plan": "plan",
     "Problem": "problem",
     "Report": "result",
@@ -102,6 +106,7 @@ _HOME = {
     "measure": "measuring",
     "measures": "measures.catalogue",
     "network_spectrum": "spectra",
+    "pac_bayes_bound": "pac_bayes",
     "plan": "measuring",
     "register_layer": "layers",
     "register_measure": "measures.catalogue",

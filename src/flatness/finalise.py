@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -46,6 +47,7 @@ def _with(row: Result, valued: Valued) -> Result:
         converged=row.converged and valued.converged,
         residual=row.residual if valued.residual is None else valued.residual,
         notes=(*row.notes, *valued.notes),
+        terms=None if valued.terms is None else dict(valued.terms),
     )
 
 
@@ -102,11 +104,20 @@ def _network_rows(
             template,
             value=float(reduce_values(reduction, values)),
             reduction=reduction,
+            stderr=_reduced_error(reduction, parts),
+            method=next((row.method for row in parts if row.method != "exact"), "exact"),
             converged=all(row.converged for row in parts),
             notes=(f"over the measured layers {', '.join(str(row.layer) for row in parts)}",),
         )
         results.append(aggregate)
     return results
+
+
+def _reduced_error(reduction: str, parts: list[Result]) -> float:
+    """Standard error of an aggregate over layers whose errors are independent."""
+    if reduction == "max":
+        return max(parts, key=lambda row: row.value).stderr
+    return math.hypot(*(row.stderr for row in parts))
 
 
 def _available(measure: Measure, plan: Plan, walked: Walked) -> bool:

@@ -43,6 +43,18 @@ def result_html(result: Any) -> str:
     return f"<div>{head}{_list(facts)}</div>"
 
 
+def terms_html(caption: str, rows: list[tuple[str, str]], notes: tuple[str, ...]) -> str:
+    """Names and numbers in two columns, a caption above and notes below."""
+    body = "".join(
+        f'<tr><th scope="row" style="{_LABEL}">{escape(name)}</th>'
+        f'<td style="{_NUMBER}">{escape(cell)}</td></tr>'
+        for name, cell in rows
+    )
+    head = f'<caption style="text-align:left;padding-bottom:.4em">{escape(caption)}</caption>'
+    remarks = _list([f"note: {note}" for note in notes])
+    return f'<div><table style="{_TABLE}">{head}<tbody>{body}</tbody></table>{remarks}</div>'
+
+
 def outline_html(text: str) -> str:
     """Lines of text as paragraphs, indented lines as lists: the words of a plan, in a notebook."""
     parts: list[str] = []

@@ -140,6 +140,7 @@ def make_plan(
         )
     chosen = select_measures(measures)
     resolved = resolve_options(chosen, options)
+    chosen = [item.adapted(resolved[item.name]) if item.adapted else item for item in chosen]
     network = any(measure.network_needs or measure.explore for measure in chosen)
     by_name = any(name == "last" for name, _ in problem.model.named_modules())
     examined = examine(

@@ -53,6 +53,7 @@ class Result:
         converged: Whether the iteration behind it, if any, met its tolerance.
         residual: ‖Hv − λv‖ of the eigenvalue behind it, if any: an eigenvalue lies within this distance.
         notes: How it was computed and what to beware of.
+        terms: What the value is made of, where a measure says it; None elsewhere.
     """
 
     measure: str
@@ -68,6 +69,7 @@ class Result:
     converged: bool = True
     residual: float | None = None
     notes: tuple[str, ...] = ()
+    terms: dict[str, Any] | None = field(default=None, hash=False)
 
     def __float__(self) -> float:
         """The value."""

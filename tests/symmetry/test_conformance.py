@@ -38,6 +38,12 @@ BRANCHED_NETWORKS = {"residual_batch_norm", "two_heads"}
 # Noise is drawn entry by entry and does not change places with the units: a sampled value is the same up to
 # its standard error.
 STANDARD_ERRORS = 5
+# Scales rounded to float32, and a descent that amplifies rounding.
+ROUNDED = {"pac_bayes_bound": 1e-6, "normalized_sharpness_direct": 1e-5}
+FEW_DRAWS = {
+    "pac_bayes_bound": {"draws": 5},
+    "normalized_sharpness_direct": {"draws": 1, "evaluations": 3},
+}
 
 
 def rows_of(report, attribute="value"):
@@ -50,7 +56,8 @@ def rows_of(report, attribute="value"):
 
 
 def reported(model, case, **arguments):
-    return flatness.measure(model, (case.x, case.y), progress=False, **{"measures": "all", **arguments})
+    chosen = arguments or {"measures": "all", "options": FEW_DRAWS}
+    return flatness.measure(model, (case.x, case.y), progress=False, **chosen)
 
 
 def measured(model, case, **arguments):
@@ -116,7 +123,7 @@ def assert_rows(name, kind, changed, touched):
         change = drift(values, after[key])
         if declared:
             by_eps = measure in COUNTS_NORM_SCALES and "batch_norm" in name
-            assert change < (BY_EPS if by_eps else UNCHANGED), (key, change)
+            assert change < (BY_EPS if by_eps else ROUNDED.get(measure, UNCHANGED)), (key, change)
         elif layer is None or touched[layer]:
             assert change > MOVED, (key, change)
         else:
@@ -192,7 +199,7 @@ def test_scaled_and_shifted_logits_move_what_does_not_declare_it(name):
     moved = {key[0] for key, values in before.items() if drift(values, after[key]) > MOVED}
     for key, values in before.items():
         if "output" in flatness.measures(key[0]).invariances:
-            assert drift(values, after[key]) < UNCHANGED, key
+            assert drift(values, after[key]) < ROUNDED.get(key[0], UNCHANGED), key
             assert key[0] not in moved
     silent = {measure.name for measure in flatness.measures() if "output" not in measure.invariances}
     assert silent <= moved

@@ -42,7 +42,9 @@ def test_declared_invariances_hold_and_the_rest_moves():
     assert report.ok
     assert report.failures == ()
     assert list(frame.columns[:6]) == ["measure", "kind", "layer", "declared", "drift", "holds"]
-    assert frame[frame.declared].drift.max() < 1e-9  # float32 weights, checked in float64
+    # Values that rest on noise are judged in standard errors; float32 weights, checked in float64.
+    noisy = {measure.name for measure in flatness.measures() if measure.explore}
+    assert frame[frame.declared & ~frame.measure.isin(noisy)].drift.max() < 1e-9
     assert report.meta["dtype"] == "float64"
     assert set(frame[frame.declared].verdict) == {"invariant"}
     assert set(frame[~frame.declared].verdict) == {"moves"}

@@ -1,7 +1,15 @@
 """The measures of the papers, small functions of shared statistics; importing this fills the catalogue."""
 
 # In the order in which tables show them: the papers' own, then what they are compared with.
-from flatness.measures import baselines, petzka2019, petzka2021, rangamani2019, tsuzuku2020  # noqa: F401
+from flatness.measures import (  # noqa: F401
+    baselines,
+    petzka2019,
+    petzka2021,
+    rangamani2019,
+    tsuzuku2020,
+    tsuzuku2020_bound,
+    tsuzuku2020_direct,
+)
 
 # isort: split
 from flatness.measures import (  # noqa: F401

@@ -5,8 +5,9 @@ For non-negative matrices a and b, normalized sharpness asks for the infimum ove
     S(x, y) = Σ_ij a_ij e^{x_i + y_j} + b_ij e^{−x_i − y_j},
 
 which is jointly convex. For fixed y the best x_i = ½ log(Σ_j b_ij e^{−y_j} / Σ_j a_ij e^{y_j}) is known, so
-rows and columns are minimised in turn; Newton steps finish. Any p with vanishing row and column sums gives a
-lower bound (the dual), so the result comes with a certificate, not with a count of iterations.
+rows and columns are minimised in turn: with r = e^x and c = e^y a sweep is four products of a matrix and a
+vector. Newton steps help where sweeps are slow. Any p with vanishing row and column sums gives a lower bound
+(the dual), so the result comes with a certificate, not with a count of iterations.
 
 Zeros can make the infimum unattained. Draw an edge row i → column j where a_ij > 0 and column j → row i where
 b_ij > 0: entries whose row and column lie in different strongly connected components can be scaled away and
@@ -15,6 +16,7 @@ contribute 0; inside a component the minimum is attained.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +26,8 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 Array = NDArray[np.float64]
+# Turns of rows and columns after which a linear system is solved directly.
+_TURNS = 40
 
 
 @dataclass(frozen=True)
@@ -69,50 +73,99 @@ def balance(a: Array, b: Array, *, tolerance: float = 1e-9, max_iterations: int 
     x, y = np.zeros(d), np.zeros(m)
     value = lower = 0.0
     iterations = 0
-    labels = _components(a, b)
-    for label in np.unique(labels):
-        rows, columns = np.flatnonzero(labels[:d] == label), np.flatnonzero(labels[d:] == label)
-        if not len(rows) or not len(columns):
-            continue
+    for rows, columns in _components(a, b):
+        whole = len(rows) == d and len(columns) == m
         part = np.ix_(rows, columns)
-        solved = _solve(a[part], b[part], tolerance, max_iterations)
+        solved = _solve(*((a, b) if whole else (a[part], b[part])), tolerance, max_iterations)
         x[rows], y[columns] = solved.x, solved.y
         value, lower = value + solved.value, lower + solved.lower
         iterations = max(iterations, solved.iterations)
     return Balance(value, lower, x, y, iterations)
 
 
-def _components(a: Array, b: Array) -> NDArray[np.int32]:
-    """Strongly connected component of every row and column, rows first."""
+def _components(a: Array, b: Array) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
+    """Rows and columns of every strongly connected component that has both."""
     d, m = a.shape
+    rows, columns = _living(a, b)
+    if not len(rows) or not len(columns):
+        return
+    part = np.ix_(rows, columns)
+    inner = (a, b) if len(rows) == d and len(columns) == m else (a[part], b[part])
+    if _connected(*inner):
+        yield rows, columns
+        return
     out_i, out_j = np.nonzero(a)
     in_i, in_j = np.nonzero(b)
     source, target = np.concatenate([out_i, d + in_j]), np.concatenate([d + out_j, in_i])
     graph = coo_array((np.ones(len(source), dtype=np.int8), (source, target)), shape=(d + m, d + m)).tocsr()
-    return connected_components(graph, directed=True, connection="strong")[1]
+    labels = connected_components(graph, directed=True, connection="strong")[1]
+    for label in np.unique(labels):
+        rows, columns = np.flatnonzero(labels[:d] == label), np.flatnonzero(labels[d:] == label)
+        if len(rows) and len(columns):
+            yield rows, columns
+
+
+def _living(a: Array, b: Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Rows and columns with edges in both directions; the others are components of their own."""
+    return np.flatnonzero(a.any(1) & b.any(1)), np.flatnonzero(a.any(0) & b.any(0))
+
+
+def _connected(a: Array, b: Array) -> bool:
+    """Whether all rows and columns are one component: all reach row 0, and row 0 reaches all."""
+    for out, back in ((a, b.T), (b, a.T)):
+        rows = np.zeros(len(a))
+        rows[0] = 1
+        columns = np.zeros(a.shape[1])
+        count = 0
+        while (found := int(rows.sum() + columns.sum())) > count:
+            count = found
+            columns = ((rows @ out > 0) | (columns > 0)).astype(float)
+            rows = ((columns @ back > 0) | (rows > 0)).astype(float)
+        if count < sum(a.shape):
+            return False
+    return True
 
 
 def _solve(a: Array, b: Array, tolerance: float, max_iterations: int) -> Balance:
-    """One strongly connected component: sweeps until the gradient is small, then Newton steps."""
-    with np.errstate(divide="ignore"):
-        log_a, log_b = np.log(a), np.log(b)
+    """One strongly connected component."""
     x, y = np.zeros(len(a)), np.zeros(a.shape[1])
-    iterations = 0
-    while iterations < max_iterations:
-        iterations += 1
-        x = 0.5 * (_log_sum(log_b - y, 1) - _log_sum(log_a + y, 1))
+    try:
+        return _descend(a, b, x, y, tolerance, max_iterations)
+    except FloatingPointError:
+        # Numbers too far apart for e^x and e^y: one sweep in logarithms brings them together.
+        with np.errstate(divide="ignore"):
+            log_a, log_b = np.log(a), np.log(b)
+        x = 0.5 * (_log_sum(log_b, 1) - _log_sum(log_a, 1))
         y = 0.5 * (_log_sum(log_b - x[:, None], 0) - _log_sum(log_a + x[:, None], 0))
-        up, down = _terms(log_a, log_b, x, y)
-        imbalance = np.abs((up - down).sum(1)).max() / (up + down).sum(1).max()
-        if imbalance < 1e-4 or iterations % 25 == 0:
-            x, y, steps = _newton(log_a, log_b, x, y)
-            iterations += steps
-            up, down = _terms(log_a, log_b, x, y)
-            value, lower = float((up + down).sum()), _dual(a, b, up, down)
-            if value - lower <= tolerance * value:
-                return Balance(value, lower, x, y, iterations)
-    up, down = _terms(log_a, log_b, x, y)
-    return Balance(float((up + down).sum()), _dual(a, b, up, down), x, y, iterations)
+        u = x[:, None] + y
+        return _descend(np.exp(log_a + u), np.exp(log_b - u), x, y, tolerance, max_iterations)
+
+
+def _descend(a: Array, b: Array, x: Array, y: Array, tolerance: float, max_iterations: int) -> Balance:
+    """Sweeps until the gradient is small, Newton steps where the gap is not; a and b are those at (x, y)."""
+    r, c = np.ones(len(a)), np.ones(a.shape[1])
+    # The gap is of the order of the squared imbalance.
+    small = min(1e-4, 0.3 * tolerance**0.5)
+    iterations = 0
+    value, lower, done = np.inf, -np.inf, False
+    with np.errstate(over="raise", divide="raise", invalid="raise"):
+        up, down = a.sum(1), b.sum(1)
+        while not done and iterations < max_iterations:
+            iterations += 1
+            r = np.sqrt(down / up)
+            c = np.sqrt(((1 / r) @ b) / (r @ a))
+            up, down = a @ c, b @ (1 / c)
+            imbalance = np.abs(r * up - down / r).max() / (r * up + down / r).max()
+            if imbalance < small or iterations % 25 == 0 or iterations == max_iterations:
+                value, lower = _bounds(a, b, r, c)
+                done = value - lower <= tolerance * value
+                if not done:
+                    r, c, steps = _newton(a, b, r, c)
+                    iterations += steps
+                    value, lower = _bounds(a, b, r, c)
+                    done = value - lower <= tolerance * value
+                    up, down = a @ c, b @ (1 / c)
+    return Balance(value, lower, x + np.log(r), y + np.log(c), iterations)
 
 
 def _log_sum(values: Array, axis: int) -> Array:
@@ -121,42 +174,60 @@ def _log_sum(values: Array, axis: int) -> Array:
     return (np.log(np.exp(values - largest).sum(axis, keepdims=True)) + largest).squeeze(axis)
 
 
-def _terms(log_a: Array, log_b: Array, x: Array, y: Array) -> tuple[Array, Array]:
+def _terms(a: Array, b: Array, r: Array, c: Array) -> tuple[Array, Array]:
     """The two summands of S: a e^{x+y} and b e^{−x−y}."""
-    u = x[:, None] + y
-    return np.exp(log_a + u), np.exp(log_b - u)
+    scale = r[:, None] * c
+    return a * scale, b / scale
 
 
-def _newton(log_a: Array, log_b: Array, x: Array, y: Array, steps: int = 4) -> tuple[Array, Array, int]:
+def _newton(a: Array, b: Array, r: Array, c: Array, steps: int = 4) -> tuple[Array, Array, int]:
     """Newton steps with halving; each solves the (d + m) system of row and column sums."""
-    up, down = _terms(log_a, log_b, x, y)
+    up, down = _terms(a, b, r, c)
     taken = 0
     for _ in range(steps):
-        alpha, beta = _potentials(up + down, (up - down).sum(1), (up - down).sum(0))
+        flow, weights = up - down, up + down
+        alpha, beta = _potentials(weights, flow.sum(1), flow.sum(0))
         size = 1.0
         while size > 1e-4:
-            trial = x - size * alpha, y - size * beta
-            new_up, new_down = _terms(log_a, log_b, *trial)
-            if (new_up + new_down).sum() < (up + down).sum():
+            trial = r * np.exp(-size * alpha), c * np.exp(-size * beta)
+            new_up, new_down = _terms(a, b, *trial)
+            if (new_up + new_down).sum() < weights.sum():
                 break
             size /= 2
         else:
             break
-        (x, y), (up, down) = trial, (new_up, new_down)
+        (r, c), (up, down) = trial, (new_up, new_down)
         taken += 1
         if np.abs((up - down).sum(1)).max() < 1e-10 * (up + down).sum(1).max():
             break
-    return x, y, taken
+    return r, c, taken
 
 
 def _potentials(w: Array, r: Array, c: Array) -> tuple[Array, Array]:
     """α, β with Σ_j w_ij (α_i + β_j) = r_i and Σ_i w_ij (α_i + β_j) = c_j (unique up to a constant).
 
+    Rows and columns in turn; a direct solution where that is slow.
+    """
+    row_sums, column_sums = w.sum(1), w.sum(0)
+    beta = np.zeros(len(c))
+    for _ in range(_TURNS):
+        alpha = (r - w @ beta) / row_sums
+        change = (c - alpha @ w) / column_sums - beta
+        beta = beta + change
+        # 1e-16: corrections of x and y below rounding, when only noise is left to correct
+        if np.abs(change).max() <= 1e-9 * (np.abs(alpha).max() + np.abs(beta).max()) + 1e-16:
+            return alpha, beta
+    return _solved_potentials(w, r, c)
+
+
+def _solved_potentials(w: Array, r: Array, c: Array) -> tuple[Array, Array]:
+    """The same by elimination.
+
     The longer side is eliminated first: the Schur complement on the other is a Laplacian, one of whose
     potentials is 0.
     """
     if w.shape[0] < w.shape[1]:
-        beta, alpha = _potentials(w.T, c, r)
+        beta, alpha = _solved_potentials(w.T, c, r)
         return alpha, beta
     row_sums = w.sum(1)
     scaled = w / row_sums[:, None]
@@ -167,18 +238,27 @@ def _potentials(w: Array, r: Array, c: Array) -> tuple[Array, Array]:
     return (r - w @ beta) / row_sums, beta
 
 
-def _dual(a: Array, b: Array, up: Array, down: Array) -> float:
-    """A lower bound of the infimum: the dual at up − down, corrected to vanishing row and column sums."""
-    flow = up - down
+def _bounds(a: Array, b: Array, r: Array, c: Array) -> tuple[float, float]:
+    """S at (r, c), and a lower bound: the dual at up − down, corrected to vanishing row and column sums."""
+    up, down = _terms(a, b, r, c)
+    weights, flow = up + down, up - down
+    value = float(weights.sum())
     for _ in range(2):
-        alpha, beta = _potentials(up + down, flow.sum(1), flow.sum(0))
-        flow = flow - (up + down) * (alpha[:, None] + beta)
-    root = np.sqrt(flow**2 + 4 * a * b)
-    with np.errstate(divide="ignore", invalid="ignore"):
+        alpha, beta = _potentials(weights, flow.sum(1), flow.sum(0))
+        flow = flow - weights * (alpha[:, None] + beta)
+    return value, _dual(up, down, flow)
+
+
+def _dual(a: Array, b: Array, flow: Array) -> float:
+    """Σ_ij min_u (a e^u + b e^{−u} − flow·u): a lower bound where the flow's row and column sums vanish."""
+    root = np.sqrt(flow * flow + 4 * a * b)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         # e^u = (p + √(p² + 4ab)) / 2a, written so that neither sign of p cancels
-        u = np.where(flow > 0, np.log((root + flow) / (2 * a)), np.log(2 * b / (root - flow)))
-        terms = np.where((a == 0) & (b == 0), 0.0, root - flow * u)
-    terms = np.where(flow == 0, root, terms)
+        positive = flow > 0
+        u = np.log((root + np.abs(flow)) / (2 * np.where(positive, a, b)))
+        terms = root - np.abs(flow) * u
+    terms[flow == 0] = root[flow == 0]
     # A one-sided entry whose flow has the wrong sign makes the bound empty.
     wrong = ((b == 0) & (flow < 0) & (a > 0)) | ((a == 0) & (flow > 0) & (b > 0))
+    terms[(a == 0) & (b == 0)] = 0.0
     return float("-inf") if wrong.any() else float(terms.sum())

@@ -76,6 +76,7 @@ class Valued:
         stderr: Standard error of the estimator; 0 when there is none.
         method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for.
         residual: ‖Hv − λv‖ of the eigenvalue behind it, if any.
+        terms: What the value is made of, by name: numbers, texts, lists and dictionaries of them.
     """
 
     value: float
@@ -84,6 +85,7 @@ class Valued:
     stderr: float = 0.0
     method: str = "exact"
     residual: float | None = None
+    terms: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ class Measure:
             with a loss of its own gets a pass of its own; its option ``loss="same"`` takes the user's.
         loss_of: The same where it depends on the options: called with them.
         check_option: Called with an option's name and value; raises `OptionError` when the value is no good.
+        adapted: Called with all options; the measure as these options make it, where they change what it
+            needs.
     """
 
     name: str
@@ -189,6 +193,7 @@ class Measure:
     check_option: Callable[[str, Any], None] | None = None
     loss: str | None = None
     loss_of: Callable[[Mapping[str, Any]], str | None] | None = None
+    adapted: Callable[[Mapping[str, Any]], Measure] | None = None
 
     def own_loss(self, options: Mapping[str, Any]) -> str | None:
         """Name of the loss it is defined with under these options; None for the user's own."""

@@ -27,7 +27,7 @@ def reference_page(measure: Any) -> str:
         if measure.symbol != measure.formula
         else f"**Definition.** {measure.formula}",
         f"**Source.** {measure.source}. **Reading.** "
-        + ("Smaller is flatter." if measure.flatness else "No flatness: a baseline."),
+        + ("Smaller is flatter." if measure.flatness else "It is no flatness itself."),
         f"**Values for** {', '.join(measure.levels)}" + (f"; over layers with {rows}." if rows else "."),
         f"**Unchanged when** {kept}. The plot shows its value on ten rewritings of one small network, "
         "divided by the value of the original; a flat line at 1 is an invariance.",
