@@ -164,11 +164,13 @@ BAD = {
     "smooth layers": Bad(
         errors.NotExactError,
         EXACT
-        + "fc1: Tanh after it; fc2: Tanh after it. Estimates for such layers are not part of this version: "
-        "pass "
-        "layers=['fc3'], or curvature='gauss_newton' for that part of the Hessian.",
-        model=lambda: CASES["mlp_tanh"].build(),
-        data=lambda: (CASES["mlp_tanh"].x, CASES["mlp_tanh"].y),
+        + "0: Tanh after it; 2: Tanh after it. All directions would take 1026 products per batch, more than "
+        "1024: pass method='auto' for an estimate with its standard error, or layers=['4'], or "
+        "curvature='gauss_newton' for that part of the Hessian.",
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 1020), nn.Tanh(), nn.Linear(1020, 6), nn.Tanh(), nn.Linear(6, 3)
+        ).double(),
+        options={"method": "exact"},
     ),
     "a layer used twice": Bad(
         errors.NotExactError,

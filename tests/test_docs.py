@@ -11,6 +11,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     "getting-started",
+    "concepts/sampling",
     "concepts/symmetries",
     "concepts/generalization",
     "concepts/worked-examples",

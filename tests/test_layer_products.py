@@ -97,9 +97,7 @@ def test_a_trace_that_is_not_positive_leaves_no_minimum():
     ).result("minimum_sharpness")
     assert row.value == 0
     assert not row.converged
-    assert row.notes[-1] == (
-        "traces that are not positive count as 0: fc1, fc2, fc3; no minimum is attained"
-    )
+    assert row.notes[-1] == ("traces that are not positive count as 0: fc1, fc2, fc3; no minimum is attained")
 
 
 @pytest.mark.parametrize("name, expected", [("mlp", "invariant"), ("residual_batch_norm", "moves")])

@@ -103,6 +103,8 @@ def test_measuring_and_planning_take_the_same_arguments():
         "method",
         "curvature",
         "precision",
+        "max_passes",
+        "data_stderr",
         "options",
         "forward",
         "weight_decay",
@@ -137,14 +139,16 @@ def test_measuring_and_planning_take_the_same_arguments():
 
 
 def test_planning_refuses_what_measuring_refuses():
-    message = refusal(NotExactError, CASES["mlp_tanh"].build(), (CASES["mlp_tanh"].x, CASES["mlp_tanh"].y))
+    case = CASES["shared_module"]
+    message = refusal(NotExactError, case.build(), (case.x, case.y))
     with pytest.raises(NotExactError) as error:
-        plan(CASES["mlp_tanh"].build(), (CASES["mlp_tanh"].x, CASES["mlp_tanh"].y))
+        plan(case.build(), (case.x, case.y))
     assert str(error.value) == message
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_the_zoo_is_exact_where_it_is_and_refused_where_not(name):
+def test_the_zoo_is_exact_where_it_is_and_refused_where_not(name, monkeypatch):
+    monkeypatch.setattr("flatness.deciding.LARGEST_BRUTE_FORCE", 0)
     case = CASES[name]
     model = case.build()
     layers = [layer for layer in case.exact if layer not in case.reused]
@@ -153,10 +157,12 @@ def test_the_zoo_is_exact_where_it_is_and_refused_where_not(name):
     refused = [layer for layer in case.layers if layer not in layers]
     with untouched(model, case.x, case.y):
         if layers:
-            assert plan(model, (case.x, case.y), layers=layers).layers == layers
+            made = plan(model, (case.x, case.y), layers=layers, method="exact")
+            assert made.layers == layers
+            assert {made.methods[layer] for layer in layers} == {"exact"}
         for layer in refused:
             with pytest.raises(NotExactError):
-                plan(model, (case.x, case.y), layers=layer)
+                plan(model, (case.x, case.y), layers=layer, method="exact")
 
 
 # Methods
@@ -175,9 +181,9 @@ def test_the_zoo_is_exact_where_it_is_and_refused_where_not(name):
             "Expected method to be one of auto, exact, sampled but got None. The default is 'auto'.",
         ),
         (
-            {"method": "sampled"},
-            "Expected method='exact' or 'auto' but got 'sampled'. The sampled engine is not part of this "
-            "version: leave method out.",
+            {"max_passes": 1},
+            "Expected max_passes to be an integer of at least 2 but got 1. Two probes of each sample are the "
+            "fewest that have a standard error.",
         ),
         (
             {"curvature": "gauss-newton"},
@@ -190,14 +196,12 @@ def test_unknown_methods_are_refused(options, message):
     assert refusal(OptionError, network(), data(), **options) == message
 
 
-def test_too_many_backward_passes_are_refused_unless_asked_for():
+def test_too_many_backward_passes_are_sampled_unless_asked_for():
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 300)).double()
     x, y = data()
-    assert refusal(NotExactError, model, (x, y)) == (
-        "Expected at most 256 backward passes per batch but exact curvature of hidden layers takes 299 "
-        "(299, one per output direction). Pass method='exact' to do it anyway, or layers='last' with "
-        "layer-level measures, which need none."
-    )
+    made = plan(model, (x, y))
+    assert made.methods == {"0": "sampled", "2": "exact"}
+    assert made.reasons["0"] == "exact would take 299 backward passes per batch"
     assert plan(model, (x, y), method="exact").routes.passes == 299
     assert plan(model, (x, y), layers="last", measures="relative_flatness").routes.passes == 0
 
@@ -217,12 +221,16 @@ def test_gauss_newton_is_offered_and_marked():
     assert "Gauss-Newton part only" in str(report)
 
 
-def test_a_network_trace_that_is_not_exact_is_left_out_with_the_reason():
+def test_a_network_trace_that_is_not_exact_is_left_out_with_the_reason(monkeypatch):
+    monkeypatch.setattr("flatness.deciding.LARGEST_BRUTE_FORCE", 0)
     model = Net(lambda self, x: self.head(self.fc1(x).tanh()))
-    report = measure(model, data(), layers="head")
+    report = measure(model, data(), layers="head", method="exact")
     assert report.notes == (
         "never called in the forward pass and left out: fc2",
-        "no trace over the whole network: not exact for fc1 (Tanh after it)",
+        "no trace over the whole network. Expected layers whose Hessian is exact, which needs a network that "
+        "is piecewise linear after the layer and uses its weight once, but got fc1: Tanh after it. All "
+        "directions would take 6 products per batch, more than 0: pass method='auto' for an estimate with "
+        "its standard error, or layers=['head'], or curvature='gauss_newton' for that part of the Hessian.",
     )
     assert not [row for row in report.results if row.measure == "hessian_trace" and row.level == "network"]
     norm = sum(parameter.square().sum().item() for parameter in model.parameters())

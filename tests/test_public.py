@@ -49,6 +49,8 @@ def test_measure_takes_the_keywords_of_the_contract_with_their_defaults():
         "method": "auto",
         "curvature": "hessian",
         "precision": 0.01,
+        "max_passes": 100,
+        "data_stderr": False,
         "options": None,
         "forward": None,
         "weight_decay": 0.0,

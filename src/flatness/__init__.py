@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flatness.generalization.representativeness import Representativeness, representativeness
     from flatness.generalization.robustness import feature_robustness
     from flatness.generalization.robustness_result import Robustness
+    from flatness.kinks import kink_share
     from flatness.layers import ConvolutionLayer, Layer, LinearLayer, register_layer
     from flatness.measures.catalogue import measures, register_measure
     from flatness.measures.measure import LayerView, Measure, NetworkView, Surroundings, Valued
@@ -59,6 +60,7 @@ __all__ = [
     "feature_robustness",
     "generalization_bound",
     "locally_constant_labels",
+    "kink_share",
     "measure",
     "measures",
     "network_spectrum",
@@ -103,6 +105,7 @@ _HOME = {
     "feature_robustness": "generalization.robustness",
     "generalization_bound": "generalization.bound",
     "locally_constant_labels": "generalization.locally_constant",
+    "kink_share": "kinks",
     "measure": "measuring",
     "measures": "measures.catalogue",
     "network_spectrum": "spectra",

@@ -62,6 +62,16 @@ def rows(batch: Any, start: int, stop: int) -> Any:
     return map_tensors(batch, cut)
 
 
+def picked(batch: Any, index: Tensor) -> Any:
+    """The samples of a batch with these places; tensors without one row per sample stay whole."""
+    n = size_of(batch)
+
+    def pick(tensor: Tensor) -> Tensor:
+        return tensor[index.to(tensor.device)] if tensor.dim() > 0 and tensor.shape[0] == n else tensor
+
+    return map_tensors(batch, pick)
+
+
 def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Move a batch to a device, and its floating-point tensors to a dtype."""
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatness.curvature.exact import exact_statistics
+from flatness.curvature.groups import SampleGroups
 from flatness.curvature.moments import feature_spreads
 from flatness.curvature.routes import Routes
+from flatness.curvature.sampled import SampledSums
 from flatness.curvature.spectrum import Spectrum, top_eigenvalues
 from flatness.curvature.statistics import Statistics
+from flatness.data_errors import with_data_errors
 from flatness.errors import DataError, LossError, NotFiniteError, OptionError, ProcessError, listed
 from flatness.finalise import finalise
 from flatness.forward import Forward
@@ -24,7 +28,9 @@ from flatness.plan import Plan, make_plan
 from flatness.problem import Problem
 from flatness.provenance import facts, provenance, shares
 from flatness.ranks import Ranks
-from flatness.result import Report, joined
+from flatness.result import Report, Result, joined
+from flatness.sampling import sample
+from flatness.scatter import Scatter
 from flatness.views import layer_views, network_view
 from flatness.walking import walk
 
@@ -39,6 +45,8 @@ def measure(
     method: str = "auto",
     curvature: str = "hessian",
     precision: float = 0.01,
+    max_passes: int = 100,
+    data_stderr: bool = False,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     forward: Forward | None = None,
     weight_decay: float = 0.0,
@@ -62,9 +70,14 @@ def measure(
             module, or a callable ``(output, target) -> one loss per sample``.
         measures: A name, a list of names, "default" (all that one shared pass gives) or "all".
         layers: None for every supported layer, "last", a name, or a list of names.
-        method: "exact", or "auto", which is exact wherever that is possible and affordable.
+        method: "exact", "sampled", or "auto", which is exact wherever that is possible and affordable.
         curvature: "hessian", or "gauss_newton" for that part of it.
-        precision: Relative standard error that each sampled value aims at (exact values have none).
+        precision: Relative standard error that each sampled value of a layer aims at; exact values have none.
+        max_passes: The most random probes per sample; when they do not reach the precision, a note says what
+            they reached.
+        data_stderr: Whether every result also gets the standard error of its value as an estimate for the
+            distribution that the samples were drawn from. It does not shrink with more probes, only with
+            more data.
         options: Options of single measures, ``{"layer_flatness": {"tolerance": 1e-9}}``.
         forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
         weight_decay: Coefficient of torch's weight decay; adds its Hessian, weight_decay·I.
@@ -88,7 +101,7 @@ def measure(
         'exact'
     """
     started = time.perf_counter()
-    _check_precision(precision)
+    _check_precision(precision, max_passes)
     setting = {
         "forward": forward,
         "weight_decay": weight_decay,
@@ -98,7 +111,13 @@ def measure(
         "seed": seed,
         "progress": progress,
     }
-    planning = {"layers": layers, "method": method, "curvature": curvature}
+    planning = {
+        "layers": layers,
+        "method": method,
+        "curvature": curvature,
+        "precision": precision,
+        "max_passes": max_passes,
+    }
     reports: list[Report] = []
     ranks = Ranks.current()
     setting["progress"] = progress and ranks.rank == 0
@@ -107,7 +126,8 @@ def measure(
             with ranks.stage():
                 problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
             problem.ranks = ranks
-            reports.append(_report(problem, group, planning, started, everything=measures == "all"))
+            everything = measures == "all"
+            reports.append(_report(problem, group, planning, started, data_stderr, everything=everything))
         except (LossError, DataError, ProcessError) as error:
             # "all" means all that exist here: a measure defined with another loss may not fit the data.
             fitting = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
@@ -118,7 +138,13 @@ def measure(
 
 
 def _report(
-    problem: Problem, group: LossGroup, planning: dict[str, Any], started: float, *, everything: bool
+    problem: Problem,
+    group: LossGroup,
+    planning: dict[str, Any],
+    started: float,
+    data_stderr: bool,
+    *,
+    everything: bool,
 ) -> Report:
     """Measure one group of measures that share a loss."""
     with problem.guarded():
@@ -126,11 +152,27 @@ def _report(
             chosen = make_plan(problem, measures=group.names, options=group.options, **planning)
         if problem.ranks.count > 1:
             problem.ranks.check_same(facts(problem, chosen))
-        statistics, spectra, spreads = _run(problem, chosen)
+        run = _run(problem, chosen, SampleGroups() if data_stderr else None)
+        statistics, spectra, spreads = run.statistics, run.spectra, run.spreads
         views = layer_views(problem, chosen, statistics, spectra, spreads)
         found = walk(problem, chosen, views, everything=everything)
     network = network_view(problem, chosen, statistics)
-    results = finalise(chosen, views, network, found, problem.loss.name)
+    results = finalise(chosen, views, network, found, problem.loss.name, run.scatter, run.remarks)
+    _note_precision(chosen, results)
+    if run.groups is not None:
+        for part in run.groups.parts:
+            part.all_reduce(problem.ranks)
+        left = [
+            finalise(
+                chosen,
+                layer_views(problem, chosen, part, spectra, spreads),
+                network_view(problem, chosen, part),
+                found,
+                problem.loss.name,
+            )
+            for part in run.groups.without_each(statistics)
+        ]
+        results = with_data_errors(results, left, chosen.measures, statistics.samples)
     meta = provenance(problem, chosen, statistics, time.perf_counter() - started)
     if problem.ranks.count > 1:
         meta |= shares(problem)
@@ -154,9 +196,10 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
     bound = inspect.signature(measure).bind(model, data, loss, **arguments)
     bound.apply_defaults()
     given = bound.arguments
-    _check_precision(given.pop("precision"))
+    given.pop("data_stderr")
+    _check_precision(given["precision"], given["max_passes"])
     groups = by_loss(given.pop("measures"), given.pop("options"))
-    planning = {key: given.pop(key) for key in ("layers", "method", "curvature")}
+    planning = {key: given.pop(key) for key in ("layers", "method", "curvature", "precision", "max_passes")}
     plans = []
     for group in groups:
         problem = Problem(**{**given, "loss": given["loss"] if group.loss is None else group.loss})
@@ -166,43 +209,118 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
     return plans[0]
 
 
-def _check_precision(precision: Any) -> None:
+def _check_precision(precision: Any, max_passes: Any) -> None:
     if not isinstance(precision, (int, float)) or not 0 < precision < 1:
         raise OptionError(
             f"Expected precision to be a relative standard error between 0 and 1 but got {precision!r}. "
             "For example precision=0.01."
         )
+    if not hasattr(max_passes, "__index__") or max_passes < 2:
+        raise OptionError(
+            f"Expected max_passes to be an integer of at least 2 but got {max_passes!r}. Two probes of each "
+            "sample are the fewest that have a standard error."
+        )
 
 
-def _run(
-    problem: Problem, chosen: Plan
-) -> tuple[Statistics, dict[tuple[str, str], Spectrum], dict[str, Tensor]]:
+@dataclass
+class _Run:
+    """What the engines found."""
+
+    statistics: Statistics
+    spreads: dict[str, Tensor]
+    scatter: Scatter = field(default_factory=Scatter)
+    remarks: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    spectra: dict[tuple[str, str], Spectrum] = field(default_factory=dict)
+    groups: SampleGroups | None = None
+
+
+def _run(problem: Problem, chosen: Plan, groups: SampleGroups | None) -> _Run:
     routes = chosen.routes
-    available = {route.name: route.layer for route in routes.layers}
+    available = {name: route.layer for name, route in chosen.layer_routes.items()}
     spreads: dict[str, Tensor] = {}
     if chosen.needs_spread:
         spreads = feature_spreads(
             problem, {name: available[name] for name in chosen.needs_spread}, routes.copy_inputs
         )
-    statistics = exact_statistics(problem, routes if chosen.streams else Routes([]), spreads)
-    _check_totals(problem, statistics)
-    if not chosen.spectra:
-        return statistics, {}, spreads
-    measured = [route for route in routes.layers if route.name in chosen.spectra]
-    keep = chosen.kept_bytes * (problem.samples or 0) <= kept_budget(problem.device)
-    settings = _spectrum_settings(chosen)
+    run = _Run(Statistics(), spreads, groups=groups)
+    if chosen.streams or not chosen.samples:
+        run.statistics = exact_statistics(problem, routes if chosen.streams else Routes([]), spreads, groups)
+    if chosen.samples:
+        _add_sampled(problem, chosen, run)
+    _check_totals(problem, run.statistics)
+    if chosen.spectra:
+        run.spectra = _spectra(problem, chosen, run.statistics)
+    return run
+
+
+def _add_sampled(problem: Problem, chosen: Plan, run: _Run) -> None:
+    own = SampleGroups() if run.groups is not None else None
+    sums, run.scatter, how = sample(problem, chosen, run.spreads, own)
+    run.statistics = _joined(run.statistics, sums.statistics)
+    if run.groups is not None and own is not None:
+        pairs = zip(run.groups.parts, own.parts, strict=True)
+        run.groups.parts = [_joined(mine, theirs) for mine, theirs in pairs]
+    for route in chosen.sampling.layers:
+        remarks = [how] if how else []
+        if route.name in chosen.sampling.curved:
+            remarks.append(_residual_share(sums, route.name))
+        run.remarks[route.name] = tuple(remarks)
+
+
+def _joined(mine: Statistics, theirs: Statistics) -> Statistics:
+    """Sums of different layers over the same samples, which count once."""
+    if not mine.samples:
+        return theirs
+    for owner, statistics in theirs.sums.items():
+        for name, value in statistics.items():
+            mine.add(owner, name, value)
+    return mine
+
+
+def _residual_share(sums: SampledSums, name: str) -> str:
+    """How much of the trace is not in the Gauss-Newton part, as a note."""
+    normaliser = float(sums.statistics.normaliser)
+    parts = [part.sums.get(name, {}).get("row_traces") for part in sums.parts.values()]
+    gauss_newton, residual = (0.0 if part is None else float(part.sum()) / normaliser for part in parts)
+    total = gauss_newton + residual
+    share = residual / total if total else 0.0
     return (
-        statistics,
-        top_eigenvalues(
-            problem,
-            Routes(measured, copy_inputs=routes.copy_inputs),
-            chosen.spectra,
-            normaliser=float(statistics.normaliser),
-            keep=keep,
-            **settings,
-        ),
-        spreads,
+        f"residual_share {share:.3g}: of the trace, {gauss_newton:.4g} is the Gauss-Newton part and "
+        f"{residual:.4g} what it leaves out"
     )
+
+
+def _note_precision(chosen: Plan, results: list[Result]) -> None:
+    """Say so when sampled values of layers did not reach the precision asked for."""
+    layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
+    missed = [row for row in layers if row.stderr > 1.25 * chosen.precision * abs(row.value)]
+    if missed:
+        worst = max(missed, key=lambda row: row.stderr / max(abs(row.value), 1e-300))
+        chosen.notes.append(
+            f"aimed at a standard error of {chosen.precision:.2g} of each layer's value but {len(missed)} of "
+            f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
+            f"{worst.stderr / max(abs(worst.value), 1e-300):.2g}: raise max_passes, now {chosen.max_passes}"
+        )
+
+
+def _spectra(problem: Problem, chosen: Plan, statistics: Statistics) -> dict[tuple[str, str], Spectrum]:
+    routes = chosen.layer_routes
+    settings = {**_spectrum_settings(chosen), "problem": problem, "normaliser": float(statistics.normaliser)}
+    copy_inputs = chosen.routes.copy_inputs
+    found: dict[tuple[str, str], Spectrum] = {}
+    by_signals = {name: parts for name, parts in chosen.spectra.items() if name not in chosen.by_products}
+    if by_signals:
+        keep = chosen.kept_bytes * (problem.samples or 0) <= kept_budget(problem.device)
+        measured = Routes([routes[name] for name in by_signals], copy_inputs=copy_inputs)
+        found |= top_eigenvalues(routes=measured, wanted=by_signals, keep=keep, **settings)
+    by_products = {name: parts for name, parts in chosen.spectra.items() if name in chosen.by_products}
+    if by_products:
+        keep = chosen.graph_bytes * (problem.samples or 0) <= kept_budget(problem.device)
+        measured = Routes([routes[name] for name in by_products], copy_inputs=copy_inputs)
+        found |= top_eigenvalues(
+            routes=measured, wanted=by_products, keep=keep, curvature=chosen.curvature, **settings
+        )
+    return found
 
 
 def _check_totals(problem: Problem, statistics: Statistics) -> None:

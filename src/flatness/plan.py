@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from flatness.curvature.routes import (
     positions_of,
     route_kind,
 )
+from flatness.deciding import AFFORDABLE_PASSES, Decision, decide, output_directions, refuse
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
 from flatness.examine import Examined, examine
 from flatness.graph import curved_operators
@@ -28,8 +30,6 @@ from flatness.measures.measure import SPECTRA, Measure
 from flatness.notebook import outline_html
 from flatness.problem import Problem
 
-# Backward passes per batch up to which "auto" stays exact.
-_AFFORDABLE_PASSES = 256
 _SPECTRUM_PART = {"layer_eigenvalue": "whole", "row_eigenvalues": "rows"}
 
 
@@ -53,6 +53,13 @@ class Plan:
         gradient_routes: Layers and norm layers whose per-sample gradients come from one backward pass.
         graph_bytes: Rough size of one sample's graph of first derivatives.
         called: Every layer that the forward pass calls, measured or not, by name.
+        sampling: Layers and norm layers that go through the sampled engine.
+        complete: Whether it takes all directions instead of random ones, and is exact.
+        methods: "exact" or "sampled", for every layer.
+        precision: The relative standard error that sampled values of layers aim at.
+        max_passes: The most probes per sample.
+        rank: Output directions per sample.
+        by_products: Layers whose eigenvalues take Hessian products by two backward passes each.
     """
 
     measures: list[Measure]
@@ -71,11 +78,28 @@ class Plan:
     gradient_routes: Routes = field(default_factory=lambda: Routes([]))
     graph_bytes: int = 0
     called: dict[str, Layer] = field(default_factory=dict)
+    sampling: Routes = field(default_factory=lambda: Routes([]))
+    complete: bool = False
+    methods: dict[str, str] = field(default_factory=dict)
+    precision: float = 0.01
+    max_passes: int = 100
+    rank: int = 1
+    by_products: frozenset[str] = frozenset()
+
+    @property
+    def layer_routes(self) -> dict[str, LayerRoute]:
+        """The routes of both engines, by layer."""
+        return {route.name: route for route in [*self.routes.layers, *self.sampling.layers]}
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sampled engine has anything to compute."""
+        return bool(self.sampling.affine) or any(route.needs for route in self.sampling.layers)
 
     @property
     def needs_spread(self) -> list[str]:
         """Layers whose feature spreads are needed: one more forward pass."""
-        return [route.name for route in self.routes.layers if "relative_normalized" in route.needs]
+        return [name for name, route in self.layer_routes.items() if "relative_normalized" in route.needs]
 
     @property
     def streams(self) -> bool:
@@ -90,14 +114,20 @@ class Plan:
         spread = " after 1 forward pass for the features' spread" if self.needs_spread else ""
         lines = [f"measures: {', '.join(measure.name for measure in self.measures)}"]
         lines.append(f"shared pass: {passes} per micro-batch of {self.micro_batch}{spread}")
-        routes = {route.name: route for route in self.routes.layers}
+        if self.samples and not self.complete:
+            lines.append(
+                f"probes: aiming at a standard error of {self.precision:.2g} of each layer's value, at most "
+                f"{self.max_passes} per sample; how many says a pilot"
+            )
+        routes = self.layer_routes
         for name in self.layers:
             route = routes[name]
             W = route.layer.matrix()
             shape = " × ".join(str(size) for size in (W.shape if W.shape[0] > 1 else W.shape[1:]))
             where = f"{route.positions} position{'s' * (route.positions > 1)}"
             label = name or "the model itself"
-            lines.append(f"  {label}  W {shape}, {where}: exact, {route.kind}; {self.reasons[name]}")
+            how = self._how(route)
+            lines.append(f"  {label}  W {shape}, {where}: {how}; {self.reasons[name]}")
         if self.spectra:
             named = ((name or "the model itself", parts) for name, parts in self.spectra.items())
             solved = ", ".join(f"{name} ({' and '.join(parts)})" for name, parts in named)
@@ -117,6 +147,11 @@ class Plan:
 
     __repr__ = __str__
 
+    def _how(self, route: LayerRoute) -> str:
+        if route.name not in {sampled.name for sampled in self.sampling.layers}:
+            return f"exact, {route.kind}"
+        return "exact, all directions" if self.complete else "sampled"
+
     def _repr_html_(self) -> str:
         return outline_html(str(self))
 
@@ -129,15 +164,12 @@ def make_plan(
     method: str,
     curvature: str,
     options: Mapping[str, Mapping[str, Any]] | None,
+    precision: float = 0.01,
+    max_passes: int = 100,
 ) -> Plan:
     """Decide how to measure. The problem must be guarded."""
     _check_choice("method", method, ("auto", "exact", "sampled"))
     _check_choice("curvature", curvature, ("hessian", "gauss_newton"))
-    if method == "sampled":
-        raise OptionError(
-            "Expected method='exact' or 'auto' but got 'sampled'. The sampled engine is not part of this "
-            "version: leave method out."
-        )
     chosen = select_measures(measures)
     resolved = resolve_options(chosen, options)
     chosen = [item.adapted(resolved[item.name]) if item.adapted else item for item in chosen]
@@ -147,15 +179,31 @@ def make_plan(
         problem, last_only=isinstance(layers, str) and layers == "last" and not by_name and not network
     )
     names = _selected(problem, examined, layers)
-    if any(measure.of_layers for measure in chosen):
-        _refuse(examined, names, curvature)
+    of_layers = any(measure.of_layers for measure in chosen)
+    if of_layers:
+        refuse(examined, names, curvature, method)
+    covered = _covered(problem, examined, chosen, names)
     needs = frozenset().union(*(measure.needs for measure in chosen))
-    routes = Routes(
-        [_route(problem, examined, name, needs - SPECTRA) for name in names], copy_inputs=examined.overwrites
+    wanted = dict.fromkeys(names, needs - SPECTRA)
+    if covered is not None:
+        wanted = {name: wanted.get(name, frozenset()) for name in examined.called}
+    made = {name: _route(problem, examined, name, asked) for name, asked in wanted.items()}
+    closed = {name for name, route in made.items() if route.kind != "passes"}
+    decided = partial(
+        decide, problem, examined, closed=closed, method=method, curvature=curvature, precision=precision
     )
-    if any("traces" in measure.network_needs for measure in chosen):
-        _cover_network(problem, examined, routes, curvature)
-    _count_passes(problem, examined, routes, method)
+    decision = decided(names if of_layers else [])
+    if covered is not None:
+        try:
+            decision = decided(covered)
+        except NotExactError as error:
+            examined.notes.append(f"no trace over the whole network. {error}")
+            covered = None
+            made = {name: made[name] for name in names}
+    routes, sampling = _split(examined, made, decision, covered)
+    rank = output_directions(problem, examined, method)
+    if routes.kind("passes") or routes.affine:
+        routes.passes = rank
     _watch(problem, examined, unused=layers is None or routes.network)
     block = min(BLOCK, max(1, routes.passes))
     each = bytes_per_sample(routes, examined.records, examined.items, block, problem.dtype.itemsize)
@@ -165,22 +213,36 @@ def make_plan(
         if "spectrum" in measure.network_needs
     }
     graph = graph_bytes_per_sample(examined.records, examined.items, problem.dtype.itemsize)
-    walks = bool(spectra) or any(measure.explore is not None for measure in chosen)
-    problem.fit_memory(max(each, graph if walks else 0), backward=routes.backward or walks)
-    beyond_layers = walks or any(measure.network is not None for measure in chosen)
     parts = [_SPECTRUM_PART[need] for need in sorted(needs & SPECTRA)]
-    rank = problem.loss.rank(examined.items) * examined.items.logits.shape[1]
+    walks = bool(spectra) or any(measure.explore is not None for measure in chosen)
+    beyond_layers = walks or any(measure.network is not None for measure in chosen)
+    heavy = walks or bool(sampling.layers or sampling.affine)
+    by_products = {
+        name
+        for name in names
+        if parts and (name in decision.curved or (rank > AFFORDABLE_PASSES and made[name].kind == "passes"))
+    }
+    heavy = heavy or bool(by_products)
+    problem.fit_memory(max(each, graph if heavy else 0), backward=routes.backward or heavy)
+    measured = Routes([made[name] for name in names if name not in by_products])
     return Plan(
         measures=chosen,
         layers=names,
         routes=routes,
-        reasons={name: _reason(examined, name, curvature) for name in names},
+        sampling=sampling,
+        complete=decision.complete,
+        methods={name: decision.method(name) for name in decision.reasons},
+        reasons=decision.reasons or dict.fromkeys(names, "of the weights alone"),
+        precision=precision,
+        max_passes=max_passes,
+        rank=rank,
         spectra={name: list(parts) for name in names} if parts else {},
+        by_products=frozenset(by_products),
         options=resolved,
         curvature=curvature,
         micro_batch=problem.micro_batch,
         notes=list(examined.notes),
-        kept_bytes=kept_bytes_per_sample(routes, rank, problem.dtype.itemsize),
+        kept_bytes=kept_bytes_per_sample(measured, rank, problem.dtype.itemsize),
         loss=problem.loss.name,
         network_spectra=spectra,
         gradient_routes=_gradient_routes(problem, examined) if beyond_layers else Routes([]),
@@ -235,55 +297,6 @@ def _one_per_weight(examined: Examined, names: list[str]) -> list[str]:
     return kept
 
 
-def _why_not(examined: Examined, name: str, curvature: str) -> str | None:
-    """Why a layer's curvature is not exact; None when it is."""
-    if name in examined.refused:
-        return examined.refused[name]
-    if name in examined.shared and curvature == "hessian":
-        return f"its weight is used {examined.reused[name]} times"
-    operators = examined.graph.curved.get(name, [])
-    return f"{listed(operators, 4)} after it" if operators and curvature == "hessian" else None
-
-
-def _reason(examined: Examined, name: str, curvature: str) -> str:
-    if name in examined.idle:
-        return "the output does not depend on it: no curvature"
-    if curvature == "gauss_newton":
-        return "Gauss-Newton part, as asked"
-    if name == examined.last:
-        return "last layer: the output is linear in its weight"
-    return "the network is piecewise linear after it"
-
-
-def _refuse(examined: Examined, names: list[str], curvature: str) -> None:
-    why_not = {name: _why_not(examined, name, curvature) for name in names}
-    refused = {name: reason for name, reason in why_not.items() if reason is not None}
-    if not refused:
-        return
-    reasons = "; ".join(
-        f"{name or 'the model itself'}: {reason}" for name, reason in list(refused.items())[:12]
-    )
-    more = f" and {len(refused) - 12} more" if len(refused) > 12 else ""
-    fine = [name for name in examined.called if _why_not(examined, name, curvature) is None]
-    advice = []
-    if fine:
-        advice.append(
-            f"layers={fine!r}"
-            if len(fine) <= 4
-            else "layers='last'"
-            if examined.last in fine
-            else "other layers"
-        )
-    if curvature == "hessian" and not set(refused) & set(examined.refused):
-        advice.append("curvature='gauss_newton' for that part of the Hessian")
-    instead = f": pass {', or '.join(advice)}." if advice else "."
-    raise NotExactError(
-        "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the "
-        f"layer and uses its weight once, but got {reasons}{more}. Estimates for such layers are not part of "
-        f"this version{instead}"
-    )
-
-
 def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str]) -> LayerRoute:
     record, n = examined.records[name], examined.items.logits.shape[0]
     shared = examined.shared.get(name)
@@ -295,12 +308,15 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
     return LayerRoute(name, layer, kind, needs, positions_of(layer, record, n), record.x.numel() // n)
 
 
-def _cover_network(problem: Problem, examined: Examined, routes: Routes, curvature: str) -> None:
-    """Add what the trace over all parameters needs, or say why there is none."""
+def _covered(
+    problem: Problem, examined: Examined, chosen: list[Measure], names: list[str]
+) -> list[str] | None:
+    """What the trace over all parameters needs; None, with a note, where it has gaps."""
+    if not any("traces" in measure.network_needs for measure in chosen):
+        return None
     covered = [*examined.called, *examined.affine]
-    reasons = {name: _why_not(examined, name, curvature) for name in covered}
-    reasons |= {name: f"its weight is used {count} times" for name, count in examined.reused.items()}
-    missing = [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
+    missing = [f"{name} ({examined.refused[name]})" for name in covered if name in examined.refused]
+    missing += [f"{name} (its weight is used {count} times)" for name, count in examined.reused.items()]
     shared = {use.name for layer in examined.shared.values() for use in layer.uses}
     parts = {examined.layers[name].weight_name for name in examined.called}
     parts |= {examined.layers[name].bias_name for name in examined.called}
@@ -311,33 +327,32 @@ def _cover_network(problem: Problem, examined: Examined, routes: Routes, curvatu
             missing.append(name)
     if missing:
         examined.notes.append(f"no trace over the whole network: not exact for {listed(missing, 6)}")
-        return
-    routes.network = True
-    routes.affine = list(examined.affine.values())
-    selected = {route.name: route for route in routes.layers}
-    for route in routes.layers:
-        route.needs = route.needs | {"row_traces"}
-    routes.layers = [
-        selected.get(name) or _route(problem, examined, name, frozenset({"row_traces"}))
-        for name in examined.called
-    ]
+        return None
+    return covered
 
 
-def _count_passes(problem: Problem, examined: Examined, routes: Routes, method: str) -> None:
-    rank, T = problem.loss.rank(examined.items), examined.items.logits.shape[1]
-    if routes.kind("passes") or routes.affine:
-        routes.passes = rank * T
-        what = (
-            f"{rank} per prediction × {T} predictions per sample"
-            if T > 1
-            else f"{rank}, one per output direction"
-        )
-        if method == "auto" and routes.passes > _AFFORDABLE_PASSES:
-            raise NotExactError(
-                f"Expected at most {_AFFORDABLE_PASSES} backward passes per batch but exact curvature of "
-                f"hidden layers takes {routes.passes} ({what}). Pass method='exact' to do it anyway, or "
-                "layers='last' with layer-level measures, which need none."
+def _split(
+    examined: Examined, routes: dict[str, LayerRoute], decision: Decision, covered: list[str] | None
+) -> tuple[Routes, Routes]:
+    """The routes of the exact and of the sampled engine."""
+    network = covered is not None
+    for route in routes.values():
+        # What Gauss-Newton leaves out is said as a share of the trace.
+        if network or route.name in decision.curved:
+            route.needs = route.needs | {"row_traces"}
+    affine = [examined.affine[name] for name in covered or () if name in examined.affine]
+    both = []
+    for sampled in (False, True):
+        both.append(
+            Routes(
+                [route for name, route in routes.items() if (name in decision.sampled) == sampled],
+                affine=[module for module in affine if (module.name in decision.sampled) == sampled],
+                network=network,
+                copy_inputs=examined.overwrites,
+                curved=decision.curved if sampled else frozenset(),
             )
+        )
+    return both[0], both[1]
 
 
 def _watch(problem: Problem, examined: Examined, *, unused: bool) -> None:

@@ -199,14 +199,15 @@ class Problem:
             longest = 65536 if self.device.type == "cuda" else 1024
             self.micro_batch = max(1, min(longest, max(few, batch_budget(self.device, backward) // each)))
 
-    def stream(self, step: Callable[[Any], None], label: str) -> None:
-        """One pass over the data.
+    def stream(self, step: Callable[[Any], None], label: str, first: int | None = None) -> None:
+        """One pass over the data, or over its first samples only.
 
         Args:
             step: Called with each placed micro-batch. It must add to its totals only at its very end: when
             memory runs
                 out it is called again with half as many samples.
             label: What the progress bar says.
+            first: How many samples to stop after.
         """
         seen, before = 0, self.micro_batch
         length = before if self._fixed_batch is not None else self.source.evenly(before)
@@ -215,11 +216,13 @@ class Problem:
             with ProgressBar(label, self.source.expected_batches(length), self.progress) as bar:
                 for number, batch in enumerate(self.source.batches(length)):
                     size = batches.size_of(batch)
-                    self._steps(step, batch, size, number, seen)
+                    self._steps(step, batch, size if first is None else min(size, first - seen), number, seen)
                     seen += size
                     bar.advance()
                     if screen is not None and screen.due:
                         self._ask(screen)
+                    if first is not None and seen >= first:
+                        break
             self._ask(screen)
         except LossError:
             # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.

@@ -54,6 +54,8 @@ class Result:
         residual: ‖Hv − λv‖ of the eigenvalue behind it, if any: an eigenvalue lies within this distance.
         notes: How it was computed and what to beware of.
         terms: What the value is made of, where a measure says it; None elsewhere.
+        data_stderr: Standard error of the value as an estimate for the distribution that the samples come
+            from; None unless it was asked for.
     """
 
     measure: str
@@ -70,6 +72,7 @@ class Result:
     residual: float | None = None
     notes: tuple[str, ...] = ()
     terms: dict[str, Any] | None = field(default=None, hash=False)
+    data_stderr: float | None = None
 
     def __float__(self) -> float:
         """The value."""
@@ -117,11 +120,15 @@ class Report:
     def to_frame(self) -> pandas.DataFrame:
         """Tidy table, one row per number.
 
-        Columns: measure, level, layer, unit, reduction, value, stderr, method, loss, curvature.
+        Columns: measure, level, layer, unit, reduction, value, stderr, method, loss, curvature; after stderr
+        also data_stderr where that was asked for.
         """
         import pandas as pd
 
-        columns = {name: [getattr(row, name) for row in self.results] for name in _COLUMNS}
+        names: list[str] = list(_COLUMNS)
+        if any(row.data_stderr is not None for row in self.results):
+            names.insert(names.index("stderr") + 1, "data_stderr")
+        columns = {name: [getattr(row, name) for row in self.results] for name in names}
         frame = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
         return frame.astype({"value": float, "stderr": float, "unit": "Int64"})
 

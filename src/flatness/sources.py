@@ -85,6 +85,15 @@ class Source:
         except TypeError:
             return None
 
+    def expected_samples(self) -> int | None:
+        """How many samples a pass has, where that is known without one."""
+        if self.samples is not None:
+            return self.samples
+        try:
+            return len(self.data if self.is_pair else self.data.dataset)
+        except (TypeError, AttributeError, NotImplementedError):
+            return None
+
     def _batches(self, size: int) -> Iterator[Any]:
         return self.data.batches(size) if isinstance(self.data, _TensorPair) else iter(self.data)
 

@@ -26,7 +26,7 @@ def layer_views(
 ) -> list[LayerView]:
     """One view per measured layer, in network order."""
     views = []
-    routes = {route.name: route for route in chosen.routes.layers}
+    routes = chosen.layer_routes
     for name in chosen.layers:
         layer = routes[name].layer
         W = layer.matrix()
@@ -52,26 +52,32 @@ def network_view(problem: Problem, chosen: Plan, statistics: Statistics) -> Netw
     if not chosen.routes.network:
         return NetworkView({}, norms)
     traces = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in parameters}
-    for route in chosen.routes.layers:
-        # Several layers can be parts of one parameter: the packed projections of attention.
-        for name, owner, key in (
-            (route.layer.weight_name, route.name, "row_traces"),
-            (route.layer.bias_name, f"{route.name}.bias", "diagonal"),
-        ):
+    for name, sources in trace_sources(chosen).items():
+        for owner, key in sources:
             if name in traces and key in statistics.sums.get(owner, {}):
                 traces[name] = traces[name] + statistics.mean(owner, key).sum()
-    for module in chosen.routes.affine:
-        for key in ("weight", "bias"):
-            # A model that is one module has the empty name, and its bias is kept as ".bias".
-            owner = f"{module.name}.{key}"
-            if "diagonal" in statistics.sums.get(owner, {}):
-                traces[owner.lstrip(".")] = statistics.mean(owner, "diagonal").sum()
     for name, value in parameters.items():
         traces[name] = traces[name] + problem.weight_decay * value.numel()
     layer_traces = {
         route.name: statistics.mean(route.name, "row_traces").sum()
         + problem.weight_decay * route.layer.matrix().numel()
-        for route in chosen.routes.layers
+        for route in chosen.layer_routes.values()
         if "row_traces" in statistics.sums.get(route.name, {})
     }
     return NetworkView(traces, norms, layer_traces)
+
+
+def trace_sources(chosen: Plan) -> dict[str, list[tuple[str, str]]]:
+    """The statistics, by owner and name, whose sum is the trace of each parameter."""
+    sources: dict[str, list[tuple[str, str]]] = {}
+    for route in chosen.layer_routes.values():
+        # Several layers can be parts of one parameter: the packed projections of attention.
+        sources.setdefault(route.layer.weight_name, []).append((route.name, "row_traces"))
+        if route.layer.bias_name is not None:
+            sources.setdefault(route.layer.bias_name, []).append((f"{route.name}.bias", "diagonal"))
+    for module in [*chosen.routes.affine, *chosen.sampling.affine]:
+        for key in ("weight", "bias"):
+            # A model that is one module has the empty name, and its bias is kept as ".bias".
+            owner = f"{module.name}.{key}"
+            sources.setdefault(owner.lstrip("."), []).append((owner, "diagonal"))
+    return sources

@@ -121,6 +121,17 @@ Precision = Annotated[
         help="Relative standard error that sampled values aim at.", metavar="X", rich_help_panel=_HOW
     ),
 ]
+MaxPasses = Annotated[
+    int, typer.Option(help="The most random probes per sample.", metavar="N", rich_help_panel=_HOW)
+]
+DataStderr = Annotated[
+    bool,
+    typer.Option(
+        "--data-stderr",
+        help="Also the standard error with respect to the data's distribution.",
+        rich_help_panel=_HOW,
+    ),
+]
 MeasureOptions = Annotated[
     list[str] | None,
     typer.Option(

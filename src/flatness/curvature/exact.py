@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flatness.affine import AffineModule
+from flatness.curvature.groups import SampleGroups, stepwise
 from flatness.curvature.layer_sums import LayerSums, PlainSums, PositionSums
 from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import LayerRoute, Routes
@@ -25,13 +26,16 @@ from flatness.losses import Items
 from flatness.problem import Problem
 
 
-def exact_statistics(problem: Problem, routes: Routes, spreads: dict[str, Tensor]) -> Statistics:
+def exact_statistics(
+    problem: Problem, routes: Routes, spreads: dict[str, Tensor], groups: SampleGroups | None = None
+) -> Statistics:
     """All statistics that the routes ask for, summed over the data.
 
     Args:
         problem: The model, data and loss, already guarded.
         routes: How each layer is to be measured.
         spreads: V per input unit of the layers that need `relative_normalized`.
+        groups: Filled with the statistics of groups of samples, where that is asked for.
     """
     total = Statistics()
     traced = frozenset({"bias"}) if routes.network else frozenset()
@@ -41,16 +45,16 @@ def exact_statistics(problem: Problem, routes: Routes, spreads: dict[str, Tensor
     }
     with Recording(routes.modules(), edges=routes.backward, copy_inputs=routes.copy_inputs) as recording:
 
-        def step(batch: Any) -> None:
+        def found(batch: Any) -> Statistics:
             recording.clear()
             with torch.set_grad_enabled(routes.backward):
                 items = problem.items(batch)
             part = _batch_statistics(problem, routes, recording, items, heads, spreads)
             recording.clear()
-            total.merge(part)
+            return part
 
         with problem.ranks.stage():
-            problem.stream(step, "curvature")
+            problem.stream(stepwise(groups, found, total.merge), "curvature")
             if not bool(total.to_host().risk.isfinite()):
                 problem.locate_bad_loss()
     return total.all_reduce(problem.ranks)

@@ -187,14 +187,24 @@ class ParameterSpace:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Say what torch's complaint about a derivative means for the user."""
+def explained(*, second: bool = False) -> Iterator[None]:
+    """Say what torch's complaint about a derivative means for the user.
+
+    Args:
+        second: Whether a second derivative is being taken that the Gauss-Newton part does without.
+    """
     try:
         yield
     except RuntimeError as error:
         if ran_out(error):
             raise
         reason = str(error).splitlines()[0].split(":")[0]
+        if second:
+            raise DifferentiabilityError(
+                f"Expected operators that torch can differentiate twice but it says: {reason}. Write the "
+                "operator's backward with differentiable operations, or pass curvature='gauss_newton', which "
+                "needs first derivatives only."
+            ) from error
         raise DifferentiabilityError(
             f"Expected operators whose derivatives in the parameters torch can take but it says: {reason}. "
             "Replace the operator, or leave out what walks in parameter space (eigenvalues of the network, "

@@ -80,6 +80,8 @@ class Routes:
         network: Whether all parameters of the network are being traced.
         passes: Backward passes per micro-batch.
         copy_inputs: Whether inputs must be copied because the network overwrites them.
+        curved: Names of layers and norm layers after which the network is not piecewise linear, where the
+            Hessian is more than its Gauss-Newton part. For the sampled engine.
     """
 
     layers: list[LayerRoute]
@@ -87,6 +89,7 @@ class Routes:
     network: bool = False
     passes: int = 0
     copy_inputs: bool = False
+    curved: frozenset[str] = frozenset()
 
     @property
     def backward(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flatness.curvature.lanczos import TopEigenvalues
 from flatness.curvature.layer_operator import LayerOperators
+from flatness.curvature.product_operator import ProductOperators
 from flatness.curvature.routes import Routes
 from flatness.problem import Problem
 
@@ -48,6 +49,7 @@ def top_eigenvalues(
     keep: bool,
     tolerance: float | None = None,
     max_products: int = 300,
+    curvature: str | None = None,
 ) -> dict[tuple[str, str], Spectrum]:
     """Largest eigenvalues by (layer, part).
 
@@ -59,8 +61,14 @@ def top_eigenvalues(
         keep: Whether signals are kept in memory; otherwise every product streams the data anew.
         tolerance: Relative residual to stop at; depends on the dtype by default.
         max_products: Upper limit of passes.
+        curvature: "hessian" or "gauss_newton" takes products by two backward passes each, in any network;
+            None works with signals of all output directions, where those are the Hessian.
     """
-    operators = LayerOperators(problem, routes, normaliser, keep)
+    operators: LayerOperators | ProductOperators
+    if curvature is None:
+        operators = LayerOperators(problem, routes, normaliser, keep)
+    else:
+        operators = ProductOperators(problem, routes, normaliser, keep, curvature)
     matrices = {route.name: route.layer.matrix() for route in routes.layers}
     solvers: dict[tuple[str, str], TopEigenvalues] = {}
     for name, parts in wanted.items():
@@ -88,7 +96,9 @@ def top_eigenvalues(
 
 
 def _products(
-    operators: LayerOperators, vectors: dict[tuple[str, str], Tensor], shapes: dict[str, torch.Size]
+    operators: LayerOperators | ProductOperators,
+    vectors: dict[tuple[str, str], Tensor],
+    shapes: dict[str, torch.Size],
 ) -> dict[tuple[str, str], Tensor]:
     """Products of each (layer, part) with its vectors, in one pass over the data."""
     queries: dict[str, list[tuple[str, Tensor]]] = {}

@@ -93,6 +93,21 @@ class Loss(ABC):
         No graph is attached.
         """
 
+    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+        """Draw vectors s, shape (n, T, K), with E Σ ±s sᵀ = ∂²ℓ/∂f², all predictions of a sample together.
+
+        Every factor gets an independent random sign, and those with c = +1 and with c = −1 are added up
+        apart. Where no weight is negative there is one vector.
+        """
+        up, down = torch.zeros_like(items.logits), None
+        for s, c in self.factors(items):
+            s = s * random_signs(s[..., :1], generator)
+            up = up + (s if c is None else s * (c > 0)[..., None])
+            if c is not None:
+                negative = s * (c < 0)[..., None]
+                down = negative if down is None else down + negative
+        return [(up.detach(), 1.0)] if down is None else [(up.detach(), 1.0), (down.detach(), -1.0)]
+
     def softmax_weight(self, items: Items) -> Tensor | None:
         """Return a, shape (n, T), with ∂²ℓ/∂f² = a·(diag p − p pᵀ), p = softmax f; None for other losses."""
         return None
@@ -113,6 +128,12 @@ class Loss(ABC):
         """Show the name with the options that matter, e.g. ``cross_entropy(label_smoothing=0.1)``."""
         options = ", ".join(f"{key}={value}" for key, value in self.options().items())
         return f"{self.name}({options})" if options else self.name
+
+
+def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Independent signs ±1 in the shape and type of a tensor."""
+    bits = torch.randint(0, 2, like.shape, generator=generator, device=like.device, dtype=torch.int8)
+    return bits.to(like.dtype).mul_(2).sub_(1)
 
 
 def refuse(checks: list[Check]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import LossError
-from flatness.losses.base import Items, Loss, count, promote, refuse
+from flatness.losses.base import Items, Loss, count, promote, random_signs, refuse
 from flatness.losses.layout import lay_out_values, place, shape, validate_output
 
 LARGEST_OUTPUT = 512
@@ -64,6 +64,23 @@ class CustomLoss(Loss):
         for r in range(columns.shape[2]):
             yield columns[:, None, :, r], signs[:, None, r]
 
+    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+        """Draw from the eigenvectors, or for very many outputs without forming a Hessian.
+
+        With random signs ε and w = Hε, E of ½(εwᵀ + wεᵀ) is H, and it is the difference of the squares of
+        (γε ± w/γ)/2; γ gives both the same length.
+        """
+        if items.logits.shape[2] <= LARGEST_OUTPUT:
+            return super().probes(items, generator)
+        signs = random_signs(items.logits.detach(), generator)
+        gradient = self._loss_gradient(items.logits, items, keep=(held := []))
+        if gradient is None or not gradient.requires_grad:
+            return []
+        (w,) = torch.autograd.grad(gradient, held, signs)
+        size = (w.norm(dim=2, keepdim=True) / signs.norm(dim=2, keepdim=True)).sqrt()
+        size = torch.where(size > 0, size, 1.0)
+        return [((size * signs + w / size) / 2, 1.0), ((size * signs - w / size) / 2, -1.0)]
+
     def check(self, output: Tensor, target: Any) -> None:
         """Check that samples do not mix and that autograd sees the curvature.
 
@@ -110,9 +127,14 @@ class CustomLoss(Loss):
                 "derivative. Write it with operations that have second derivatives."
             )
 
-    def _loss_gradient(self, logits: Tensor, items: Items) -> Tensor | None:
-        """Return ∂Σℓ/∂f at these logits, with its graph, or None where there is no dependence."""
+    def _loss_gradient(self, logits: Tensor, items: Items, keep: list[Tensor] | None = None) -> Tensor | None:
+        """Return ∂Σℓ/∂f at these logits, with its graph, or None where there is no dependence.
+
+        The logits that it is a function of are added to `keep`.
+        """
         logits = logits.detach().requires_grad_()
+        if keep is not None:
+            keep.append(logits)
         with torch.enable_grad():
             return _gradient(self._call(logits.reshape(items.shape), items.target).sum(), logits, True)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, count, promote
+from flatness.losses.base import Check, Items, Loss, count, promote, random_signs
 from flatness.losses.layout import finite, lay_out_values, place, shape
 
 
@@ -54,6 +54,11 @@ class Elementwise(Loss):
             s = torch.zeros_like(roots)
             s[..., k] = roots[..., k]
             yield s, None
+
+    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+        """Draw ±√H_kk for every output."""
+        roots = self.curvature_roots(items).to(items.logits.dtype)
+        return [(roots * random_signs(roots, generator), 1.0)]
 
 
 class SquaredError(Elementwise):

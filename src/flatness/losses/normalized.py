@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError
-from flatness.losses.base import Check, Items, promote
+from flatness.losses.base import Check, Items, Loss, promote, random_signs
 from flatness.losses.layout import place
-from flatness.losses.softmax import CrossEntropy, softmax_factors
+from flatness.losses.softmax import CrossEntropy, softmax_factors, softmax_probe
 
 
 class NormalizedCrossEntropy(CrossEntropy):
@@ -65,6 +65,13 @@ class NormalizedCrossEntropy(CrossEntropy):
     def harmless(self, items: Items, wrong: list[Tensor]) -> Items | None:
         """Return None: eigenvectors of what is not finite do not exist, and stop the pass."""
         return None
+
+    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+        """Draw two vectors, for the positive and the negative part; beyond `dense_limit` classes in O(K)."""
+        if items.logits.shape[2] <= self.dense_limit:
+            return Loss.probes(self, items, generator)
+        dtype = items.logits.dtype
+        return [(s.to(dtype), sign) for s, sign in _signed_probes(self._terms(items), generator)]
 
     def softmax_weight(self, items: Items) -> Tensor | None:
         """Return None: the Hessian is not that of a softmax."""
@@ -153,6 +160,24 @@ def _signed(terms: _Terms) -> Iterator[tuple[Tensor, Tensor]]:
     shift = terms.e * alpha
     for s in softmax_factors(torch.zeros_like(c), (c.shape[2] * shift.abs()).sqrt().squeeze(2)):
         yield s, -shift.squeeze(2).sign()
+
+
+def _signed_probes(terms: _Terms, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+    """The vectors of `_signed` with random signs, those of positive and of negative weight added up apart."""
+    c, sigma, alpha = terms.c, terms.sigma, terms.alpha
+    s = softmax_probe(c / sigma, terms.a.squeeze(2).sqrt(), generator)
+    up = s / sigma - alpha * c * (c * s).sum(2, keepdim=True)
+    down = torch.zeros_like(c)
+    size_r, size_c = terms.r.norm(dim=2, keepdim=True), c.norm(dim=2, keepdim=True)
+    unit_r, unit_c = (v / torch.where(size > 0, size, 1.0) for v, size in ((terms.r, size_r), (c, size_c)))
+    root = (alpha * size_r * size_c / 2).sqrt()
+    down = down + root * (unit_r + unit_c) * random_signs(root, generator)
+    up = up + root * (unit_r - unit_c) * random_signs(root, generator)
+    # I − 11ᵀ/K takes signs without their mean
+    signs = random_signs(c, generator)
+    shift = terms.e * alpha
+    part = shift.abs().sqrt() * (signs - signs.mean(2, keepdim=True))
+    return [(up + part * (shift < 0), 1.0), (down + part * (shift > 0), -1.0)]
 
 
 def _orthogonal_to_ones(K: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, count, promote
+from flatness.losses.base import Check, Items, Loss, count, promote, random_signs
 from flatness.losses.layout import lay_out_classes, place, shape
 
 
@@ -101,6 +101,11 @@ class CrossEntropy(Loss):
         """Yield the columns of `softmax_factors` scaled by √a."""
         for s in softmax_factors(promote(items.logits.detach()), self._weights(items).sqrt()):
             yield s.to(items.logits.dtype), None
+
+    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+        """Draw one vector by `softmax_probe`, in O(K)."""
+        s = softmax_probe(promote(items.logits.detach()), self._weights(items).sqrt(), generator)
+        return [(s.to(items.logits.dtype), 1.0)]
 
     def softmax_weight(self, items: Items) -> Tensor | None:
         """Return a, shape (n, T)."""
@@ -232,6 +237,25 @@ def softmax_factors(logits: Tensor, scale: Tensor) -> Iterator[Tensor]:
         k = r + (top <= r).long()  # skips each prediction's own top class
         root = roots.gather(-1, k) * scale[..., None]
         yield (shared * root).scatter_add_(-1, k, root)
+
+
+def softmax_probe(logits: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw s = Σ_k ±s_k over the columns of `softmax_factors` at once: E s sᵀ = scale²·(diag p − p pᵀ).
+
+    With q = √p∘ε outside the most probable class j, s = q − (p + √p_j e_j)/(1 + √p_j) Σq, whose component j
+    is −√p_j Σq: nothing cancels, however confident the prediction.
+
+    Args:
+        logits: (n, T, K).
+        scale: (n, T).
+        generator: Where the signs come from.
+    """
+    roots = softmax_roots(logits)
+    top = roots.argmax(-1, keepdim=True)
+    root_top = roots.gather(-1, top)
+    q = (roots * random_signs(roots, generator)).scatter(-1, top, 0.0)
+    shared = (-roots.square() / (1 + root_top)).scatter(-1, top, -root_top)
+    return (q + shared * q.sum(-1, keepdim=True)) * scale[..., None]
 
 
 def _hard(items: Items) -> bool:

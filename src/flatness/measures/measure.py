@@ -59,7 +59,7 @@ class LayerView:
         """Tr H_l."""
         return self.statistics["row_traces"].sum()
 
-    @property
+    @cached_property
     def squared_norm(self) -> Tensor:
         """‖W‖²_F."""
         return squared_norm(self.weight)

@@ -1,0 +1,116 @@
+"""Sums over samples and probes, and how far they scatter: the raw material of standard errors.
+
+Every sample is probed an even number of times. Neighbouring probes of a sample get opposite signs, and signed
+values are added up in J folds of samples. With R probes the estimate is S = Σ_ir q_ir / R, and a fold holds
+F_j = Σ_{i∈j} Σ_r ±q_ir / R, from which the value itself has dropped out. For a quantity f that is linear in
+the sums
+
+    se² = Σ_j f(F_j)²,
+
+which for two probes is Σ_i (q_i1 − q_i2)² / 4, summed fold by fold: the folds carry covariances between
+statistics, layers and parameters along, so that any function of all of them has its error from
+f(S + F_j) − f(S), a jackknife that leaves nothing out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.statistics import Statistics
+from flatness.ranks import Ranks
+
+# Degrees of freedom of a standard error; fewer where diagonals or block traces, large as weights, are kept.
+FOLDS, FOLDS_OF_LARGE = 64, 16
+LARGE = frozenset({"diagonal", "block_traces"})
+
+
+class FoldedSums:
+    """Sums by owner and statistic, with their folds.
+
+    Attributes:
+        count: J, or 0 when nothing is random and no folds are kept.
+        sums: ``sums[owner][statistic]``, float64.
+        folds: ``folds[owner][statistic]``, the same with J in front.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sums: dict[str, dict[str, Tensor]] = {}
+        self.folds: dict[str, dict[str, Tensor]] = {}
+
+    def add(self, owner: str, statistic: str, total: Tensor, folds: Tensor | None) -> None:
+        """Add one micro-batch's sum and folds."""
+        _accumulate(self.sums, owner, statistic, total)
+        if folds is not None:
+            _accumulate(self.folds, owner, statistic, folds)
+
+    def merge(self, other: FoldedSums) -> None:
+        """Add another part of the data."""
+        for mine, theirs in ((self.sums, other.sums), (self.folds, other.folds)):
+            for owner, statistics in theirs.items():
+                for name, value in statistics.items():
+                    _accumulate(mine, owner, name, value)
+
+    def all_reduce(self, ranks: Ranks) -> FoldedSums:
+        """Add up the parts of all processes, in place."""
+        if ranks.count > 1:
+            for part in (self.sums, self.folds):
+                whole = Statistics()
+                whole.sums = dict(part)
+                whole.all_reduce(ranks)
+                part.update(whole.sums)
+        return self
+
+    def divided(self, probes: int) -> FoldedSums:
+        """The mean over probes, in place."""
+        for part in (self.sums, self.folds):
+            for statistics in part.values():
+                for value in statistics.values():
+                    value /= probes
+        return self
+
+
+class Collector:
+    """Takes values per sample of one micro-batch and one probe, and adds them to sums and folds.
+
+    Args:
+        into: Where they go.
+        n: Number of samples.
+        device: Where they live.
+        shift: Moves samples to other folds; another number for every pair of probes and micro-batch.
+        sign: +1 or −1, opposite for the two probes of a pair.
+    """
+
+    def __init__(self, into: FoldedSums, n: int, device: torch.device, shift: int, sign: float) -> None:
+        self.into, self.sign = into, sign
+        self.fold: Tensor | None = None
+        if into.count:
+            J = into.count
+            self.fold = (torch.arange(n, device=device) * max(1, J // max(n, 1)) + shift) % J
+
+    def put(self, owner: str, values: Mapping[str, Tensor], start: int = 0) -> None:
+        """Add values (samples, …) by statistic, of the samples from `start` on."""
+        for statistic, value in values.items():
+            self.into.add(owner, statistic, value.sum(0), self._folded(value, start))
+
+    def put_outer(self, owner: str, statistic: str, a: Tensor, b: Tensor) -> None:
+        """Add Σ_i a_i b_iᵀ for a (n, d) and b (n, m), shaped (1, d, m), without forming single terms."""
+        folds = None
+        if self.fold is not None:
+            parts = [(self.fold == j).nonzero()[:, 0] for j in range(self.into.count)]
+            folds = torch.stack([a[i].T @ b[i] for i in parts])[:, None] * self.sign
+        self.into.add(owner, statistic, (a.T @ b)[None], folds)
+
+    def _folded(self, value: Tensor, start: int) -> Tensor | None:
+        if self.fold is None:
+            return None
+        folds = torch.zeros(self.into.count, *value.shape[1:], dtype=value.dtype, device=value.device)
+        return folds.index_add_(0, self.fold[start : start + len(value)], value, alpha=self.sign)
+
+
+def _accumulate(into: dict[str, dict[str, Tensor]], owner: str, statistic: str, value: Tensor) -> None:
+    mine, value = into.setdefault(owner, {}), value.detach().double()
+    mine[statistic] = mine[statistic] + value if statistic in mine else value

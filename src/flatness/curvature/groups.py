@@ -1,0 +1,74 @@
+"""Sums of parts of the data, kept apart: what says how values would differ on other samples.
+
+Every sample goes to a group by lot: taking turns would spread sorted data too evenly over the groups, and
+neighbours together too unevenly. With B groups, leaving out one after the other gives the jackknife's
+standard error of a value as an estimate for the distribution that the samples were drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from flatness import batches
+from flatness.curvature.statistics import Statistics
+
+GROUPS = 20
+
+
+class SampleGroups:
+    """Statistics of B groups of samples.
+
+    Attributes:
+        parts: One `Statistics` per group.
+    """
+
+    def __init__(self) -> None:
+        self.parts = [Statistics() for _ in range(GROUPS)]
+        self._generator = torch.Generator().manual_seed(0)
+
+    def split(self, batch: Any) -> Iterator[tuple[int, Any]]:
+        """The samples of a batch that belong to each group, with its number."""
+        n = batches.size_of(batch)
+        lots = torch.randint(GROUPS, (n,), generator=self._generator, device="cpu")
+        for number in lots.unique().tolist():
+            yield number, batches.picked(batch, (lots == number).nonzero()[:, 0])
+
+    def without_each(self, total: Statistics) -> list[Statistics]:
+        """The statistics of all samples but those of one group, for every group that has any."""
+        left = []
+        for part in self.parts:
+            if part.samples:
+                rest = Statistics()
+                rest.merge(total)
+                for owner, statistics in part.sums.items():
+                    for name, value in statistics.items():
+                        rest.add(owner, name, -value.to(total.sums[owner][name].device))
+                rest.count(-part.samples, -part.normaliser, -part.risk)
+                left.append(rest)
+        return left
+
+
+def stepwise(
+    groups: SampleGroups | None, found: Callable[[Any], Statistics], add: Callable[[Statistics], object]
+) -> Callable[[Any], None]:
+    """A step over micro-batches that adds up what is found, also group by group where groups are asked for.
+
+    Args:
+        groups: The groups, or None.
+        found: Statistics of a micro-batch.
+        add: Adds them to the total.
+    """
+
+    def step(batch: Any) -> None:
+        if groups is None:
+            add(found(batch))
+            return
+        parts = [(number, found(part)) for number, part in groups.split(batch)]
+        for number, part in parts:
+            groups.parts[number].merge(part)
+            add(part)
+
+    return step

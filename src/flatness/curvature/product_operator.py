@@ -1,0 +1,184 @@
+"""Products with layer Hessians of any network, by differentiating twice.
+
+For a direction V in the place of a layer's weight, η = VΦ is what it does to the preactivations of every
+sample, h = (∇²_z ℓ)η comes from a second backward pass, and H V = Σ_i h_i Φ_iᵀ. No other layer moves, so that
+it is the layer's own Hessian that is multiplied. A block of one row is the same with η zero in all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.pair_statistics import LayerPairs, laid_out_like
+from flatness.curvature.parameter_space import explained
+from flatness.curvature.recording import Recording
+from flatness.curvature.routes import Routes
+from flatness.losses import Items
+from flatness.problem import Problem
+
+Product = Callable[[str, Tensor], Tensor]
+
+
+class ProductOperators:
+    """H_l V and H_ss V_s for several layers l and all their rows s.
+
+    Args:
+        problem: The model, data and loss.
+        routes: The layers.
+        normaliser: C of the whole data set, which products are divided by.
+        keep: Whether graphs of first derivatives are kept in memory between products.
+        curvature: "hessian" or "gauss_newton".
+    """
+
+    def __init__(
+        self, problem: Problem, routes: Routes, normaliser: float, keep: bool, curvature: str
+    ) -> None:
+        self._problem, self._routes, self._normaliser = problem, routes, normaliser
+        self._gauss_newton = curvature == "gauss_newton"
+        self._kept: list[dict[str, _LayerBatch]] | None = None
+        if keep:
+            kept: list[dict[str, _LayerBatch]] = []
+            with problem.ranks.stage():
+                self._stream(kept.append)
+            self._kept = kept
+
+    def products(self, queries: dict[str, list[tuple[str, Tensor]]]) -> dict[str, list[Tensor]]:
+        """Multiply, for every layer, a list of ("whole" or "rows", V (G, d, m)); one pass over the data."""
+        results = {name: [torch.zeros_like(V) for _, V in asked] for name, asked in queries.items()}
+
+        def visit(layers: dict[str, _LayerBatch]) -> None:
+            found = [
+                (name, index, layers[name].product(V.to(self._problem.dtype), part == "rows"))
+                for name, asked in queries.items()
+                for index, (part, V) in enumerate(asked)
+            ]
+            for name, index, product in found:
+                results[name][index] += product.double() / self._normaliser
+
+        with self._problem.ranks.stage():
+            if self._kept is not None:
+                for layers in self._kept:
+                    visit(layers)
+            else:
+                self._stream(visit)
+        flat = iter(self._problem.ranks.summed([product for found in results.values() for product in found]))
+        return {name: [next(flat) for _ in found] for name, found in results.items()}
+
+    def _stream(self, visit: Callable[[dict[str, _LayerBatch]], None]) -> None:
+        routes = self._routes
+        with Recording(routes.modules(), copy_inputs=routes.copy_inputs) as recording:
+
+            def step(batch: Any) -> None:
+                recording.clear()
+                with torch.enable_grad():
+                    items = self._problem.items(batch)
+                    layers = dict(self._layers(recording, items))
+                recording.clear()
+                visit(layers)
+
+            self._problem.stream(step, "eigenvalues")
+
+    def _layers(self, recording: Recording, items: Items) -> Iterator[tuple[str, _LayerBatch]]:
+        records = [recording.one(route.name) for route in self._routes.layers]
+        edges = [record.z_edge for record in records]
+        make = self._curved if self._gauss_newton else self._twice
+        multiply = make(items, edges)
+        n = items.logits.shape[0]
+        for index, (route, record) in enumerate(zip(self._routes.layers, records, strict=True)):
+            pairs = LayerPairs(route, record.x, n, None, bias=False)
+            yield route.name, _LayerBatch(pairs, record.z_shape, multiply, index)
+
+    def _twice(self, items: Items, edges: list[Any]) -> Callable[[int, Tensor], Tensor | None]:
+        """Products with ∇²_z ℓ."""
+        total = self._problem.loss.values(items).sum()
+        with explained():
+            slopes = torch.autograd.grad(total, edges, create_graph=True, allow_unused=True)
+
+        def multiply(index: int, eta: Tensor) -> Tensor | None:
+            slope = slopes[index]
+            if slope is None or not slope.requires_grad:
+                return None
+            with explained(second=True):
+                return torch.autograd.grad(slope, edges[index], eta, retain_graph=True, allow_unused=True)[0]
+
+        return multiply
+
+    def _curved(self, items: Items, edges: list[Any]) -> Callable[[int, Tensor], Tensor | None]:
+        """Products with Jᵀ(∇²_f ℓ)J, J the derivative of the outputs in z."""
+        logits = items.logits
+        loose = logits.detach().requires_grad_()
+        value = self._problem.loss.values(replace(items, logits=loose)).sum()
+        (slope,) = torch.autograd.grad(value, loose, create_graph=True)
+        dual = torch.zeros_like(logits, requires_grad=True)
+        with explained():
+            pulled = torch.autograd.grad(logits, edges, dual, create_graph=True, allow_unused=True)
+
+        def multiply(index: int, eta: Tensor) -> Tensor | None:
+            back = pulled[index]
+            if back is None or not slope.requires_grad:
+                return None
+            with explained():
+                (pushed,) = torch.autograd.grad(back, dual, eta, retain_graph=True)
+                (curved,) = torch.autograd.grad(slope, loose, pushed, retain_graph=True)
+                return torch.autograd.grad(logits, edges[index], curved, retain_graph=True)[0]
+
+        return multiply
+
+
+class _LayerBatch:
+    """One layer on one micro-batch."""
+
+    def __init__(
+        self,
+        pairs: LayerPairs,
+        shape: torch.Size,
+        multiply: Callable[[int, Tensor], Tensor | None],
+        index: int,
+    ) -> None:
+        self._pairs, self._shape, self._multiply, self._index = pairs, shape, multiply, index
+
+    def product(self, V: Tensor, rows: bool) -> Tensor:
+        """Σ_i of H_i V, or of the row blocks with their rows of V: (G, d, m)."""
+        if not rows:
+            return self._one(V)
+        if self._pairs.plain:
+            phi = self._pairs.x.reshape(self._pairs.n, -1)
+            return (((phi @ V[0].T) * self._own_curvature).T @ phi)[None]
+        result = torch.zeros_like(V)
+        for group in range(V.shape[0]):
+            for row in range(V.shape[1]):
+                alone = torch.zeros_like(V)
+                alone[group, row] = V[group, row]
+                result[group, row] = self._one(alone)[group, row]
+        return result
+
+    @cached_property
+    def _own_curvature(self) -> Tensor:
+        """∂²ℓ/∂z_s² of every sample and unit, (n, d): at one position H_ss = Σ_i (∂²ℓ_i/∂z_s²) φ_i φ_iᵀ."""
+        n, d = self._pairs.n, self._pairs.W.shape[1]
+        found = self._pairs.x.new_zeros(n, d)
+        for unit in range(d):
+            eta = torch.zeros_like(found)
+            eta[:, unit] = 1.0
+            h = self._multiply(self._index, eta.reshape(self._shape))
+            if h is not None:
+                found[:, unit] = h.reshape(n, d)[:, unit]
+        return found
+
+    def _one(self, V: Tensor) -> Tensor:
+        pairs = self._pairs
+        eta = torch.cat([V @ Phi for _, Phi in pairs.chunks()])
+        h = self._multiply(self._index, laid_out_like(pairs.layer, eta, self._shape))
+        if h is None:
+            return torch.zeros_like(V)
+        signals = pairs.layer.signals(h, pairs.n)
+        result = torch.zeros_like(V)
+        for part, Phi in pairs.chunks():
+            result += (signals[part] @ Phi.mT).sum(0)
+        return result

@@ -1,0 +1,374 @@
+"""The sampled engine: statistics of any network from random probes, with what their standard errors need.
+
+The Hessian of a sample's loss in a layer's preactivations z is
+
+    ∇²_z ℓ = Jᵀ(∇²_f ℓ)J + Σ_k (∂ℓ/∂f_k) ∇²_z f_k,
+
+its Gauss-Newton part and a residual that is 0 where the network is piecewise linear after z. The two are
+probed apart, which has a fraction of the noise of probing their sum:
+
+* Gauss-Newton: s = Σ_k ±s_k over the factors of ∇²_f ℓ, independent signs for every sample and token; one
+  backward pass gives the pair (δ, δ) of all layers. With few outputs all factors in turn cost no more, and
+  nothing is random.
+* Residual: random signs η, and h = ∂/∂z ⟨η, Jᵀg⟩ with g = ∂ℓ/∂f held fixed, which is the residual times η:
+  one second backward pass. All layers at once ("joint"), at the price of noise from cross terms between
+  layers, or layer by layer.
+
+Every sample has probes of its own, so that n of them average out in one pass. The same code, given complete
+sets of directions instead of random ones, is exact: see `Budget`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.affine import AffineModule
+from flatness.curvature.folds import Collector, FoldedSums
+from flatness.curvature.groups import SampleGroups, stepwise
+from flatness.curvature.pair_statistics import LayerPairs, WeightSigns
+from flatness.curvature.parameter_space import explained
+from flatness.curvature.recording import Recording
+from flatness.curvature.routes import Routes
+from flatness.curvature.statistics import Statistics
+from flatness.losses import Items
+from flatness.losses.base import random_signs
+from flatness.problem import Problem
+
+PARTS: tuple[str, ...] = ("gauss_newton", "residual")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many probes each sample gets.
+
+    Attributes:
+        gauss_newton: Number of probes of the Gauss-Newton part, even; None takes all directions.
+        residual: Number of probes of the residual, even; None takes all directions.
+        joint: Whether one probe of the residual serves all layers.
+        folds: Degrees of freedom of standard errors.
+    """
+
+    gauss_newton: int | None
+    residual: int | None
+    joint: bool = True
+    folds: int = 64
+
+
+@dataclass
+class SampledSums:
+    """What was summed.
+
+    Attributes:
+        statistics: Both parts together; with the normaliser and the risk.
+        parts: Each part with its folds.
+        seconds: Time spent on each part.
+    """
+
+    statistics: Statistics
+    parts: dict[str, FoldedSums]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def folds(self, owner: str, statistic: str) -> Tensor | None:
+        """The folds of both parts together; None where nothing is random."""
+        found = [
+            part.folds[owner][statistic]
+            for part in self.parts.values()
+            if statistic in part.folds.get(owner, {})
+        ]
+        return sum(found[1:], found[0]) if found else None
+
+
+def sampled_statistics(
+    problem: Problem,
+    routes: Routes,
+    spreads: dict[str, Tensor],
+    budget: Budget,
+    groups: SampleGroups | None = None,
+) -> SampledSums:
+    """All statistics that the routes ask for, estimated over the data.
+
+    Args:
+        problem: The model, data and loss, already guarded.
+        routes: The layers; `curved` says where there is a residual.
+        spreads: V per input unit of the layers that need `relative_normalized`.
+        budget: How many probes.
+        groups: Filled with the statistics of groups of samples, where that is asked for.
+    """
+    engine = SampledEngine(problem, routes, spreads, budget)
+    with engine.recording, problem.ranks.stage():
+        problem.stream(stepwise(groups, engine.probed, engine.total.merge), "probes")
+        if not bool(engine.total.to_host().risk.isfinite()):
+            problem.locate_bad_loss()
+    engine.total.all_reduce(problem.ranks)
+    for part in engine.parts.values():
+        part.all_reduce(problem.ranks)
+    return engine.finished()
+
+
+class SampledEngine:
+    """Probes micro-batch by micro-batch; `probed` may be called on any of them."""
+
+    def __init__(self, problem: Problem, routes: Routes, spreads: dict[str, Tensor], budget: Budget) -> None:
+        self.problem, self.routes, self.spreads, self.budget = problem, routes, spreads, budget
+        self.recording = Recording(routes.modules(), copy_inputs=routes.copy_inputs)
+        self.total = Statistics()
+        random = {"gauss_newton": budget.gauss_newton, "residual": budget.residual}
+        self._probes = {name: count or 1 for name, count in random.items()}
+        self.parts = {name: FoldedSums(budget.folds if random[name] else 0) for name in PARTS}
+        # Samples of different processes need probes of their own, too.
+        seed = problem.seed + 1_000_003 * problem.ranks.rank
+        self._generator = torch.Generator(problem.device).manual_seed(seed)
+        self._micro_batches = 0
+        self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+
+    def probed(self, batch: Any) -> Statistics:
+        """Probe one micro-batch: its sums. Folds are added to the parts at once."""
+        recording = self.recording
+        recording.clear()
+        with torch.enable_grad():
+            items = self.problem.items(batch)
+        n = items.logits.shape[0]
+        parts = {name: FoldedSums(part.count) for name, part in self.parts.items()}
+        targets = self._targets(n)
+        started = self._now()
+        self._gauss_newton(items, targets, parts["gauss_newton"])
+        middle = self._now()
+        curved = [target for target in targets if target.name in self.routes.curved]
+        if curved:
+            self._residual(items, curved, parts["residual"])
+        self._spent("gauss_newton", middle - started)
+        self._spent("residual", self._now() - middle)
+        with torch.no_grad():
+            loss = self.problem.loss
+            counted = n, loss.normaliser(items), loss.values(items).sum(dtype=torch.float64)
+        recording.clear()
+        self._micro_batches += 1
+        found = Statistics()
+        found.count(*counted)
+        for name, part in parts.items():
+            self.parts[name].merge(part.divided(self._probes[name]))
+            for owner, sums in part.sums.items():
+                for statistic, value in sums.items():
+                    found.add(owner, statistic, value)
+        return found
+
+    def finished(self) -> SampledSums:
+        """What was summed."""
+        return SampledSums(self.total, self.parts, self._seconds)
+
+    def _now(self) -> float:
+        if self.problem.device.type == "cuda":
+            torch.cuda.synchronize(self.problem.device)
+        return time.perf_counter()
+
+    def _spent(self, part: str, seconds: float) -> None:
+        self._seconds[part] += seconds
+
+    def _targets(self, n: int) -> list[_Target]:
+        targets: list[_Target] = []
+        for route in self.routes.layers:
+            record = self.recording.one(route.name)
+            pairs = LayerPairs(route, record.x, n, self.spreads.get(route.name), self.routes.network)
+            targets.append(_LayerTarget(route.name, record.z_edge, record.z_shape, pairs))
+        for module in self.routes.affine:
+            record = self.recording.one(module.name)
+            targets.append(_AffineTarget(module.name, record.z_edge, record.z_shape, module, record.x))
+        return [target for target in targets if target.edge is not None]
+
+    def _collector(self, into: FoldedSums, n: int, probe: int) -> Collector:
+        # Steps that have no divisor in common with the number of folds: pairs and micro-batches spread out.
+        shift = 7 * (probe // 2) + 13 * self._micro_batches
+        return Collector(into, n, self.problem.device, shift, 1.0 if probe % 2 == 0 else -1.0)
+
+    def _gauss_newton(self, items: Items, targets: list[_Target], into: FoldedSums) -> None:
+        n, edges = items.logits.shape[0], [target.edge for target in targets]
+        for probe, s, weight in self._output_directions(items):
+            with explained():
+                arrived = torch.autograd.grad(items.logits, edges, s, retain_graph=True, allow_unused=True)
+            collector = self._collector(into, n, probe)
+            with torch.no_grad():
+                for target, delta in zip(targets, arrived, strict=True):
+                    if delta is not None:
+                        target.add(collector, delta, _weighted(delta, weight, n))
+
+    def _output_directions(self, items: Items) -> Iterator[tuple[int, Tensor, Tensor | float]]:
+        """Directions (n, T, K) at the output with the probe they belong to and their weight."""
+        loss = self.problem.loss
+        if self.budget.gauss_newton is not None:
+            for probe in range(self.budget.gauss_newton):
+                for s, sign in loss.probes(items, self._generator):
+                    yield probe, s, sign
+            return
+        T = items.logits.shape[1]
+        for s, c in loss.factors(items):
+            for t in range(T):
+                alone = torch.zeros_like(s)
+                alone[:, t] = s[:, t]
+                yield 0, s if T == 1 else alone, 1.0 if c is None else c[:, t].to(s.dtype)
+
+    def _residual(self, items: Items, targets: list[_Target], into: FoldedSums) -> None:
+        n = items.logits.shape[0]
+        slope = output_slope(self.problem, items)
+        edges = [target.edge for target in targets]
+        with explained(second=True):
+            pulled = torch.autograd.grad(items.logits, edges, slope, create_graph=True, allow_unused=True)
+        live = [
+            (target, value)
+            for target, value in zip(targets, pulled, strict=True)
+            if value is not None and value.requires_grad
+        ]
+        for probe, group in self._residual_directions(live, n):
+            collector = self._collector(into, n, probe)
+            with explained(second=True):
+                products = torch.autograd.grad(
+                    [value for _, value, _ in group],
+                    [target.edge for target, _, _ in group],
+                    [direction.signal for _, _, direction in group],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+            with torch.no_grad():
+                for (_, _, direction), h in zip(group, products, strict=True):
+                    if h is not None:
+                        direction.take(collector, h)
+
+    def _residual_directions(
+        self, live: list[tuple[_Target, Tensor]], n: int
+    ) -> Iterator[tuple[int, list[tuple[_Target, Tensor, _Direction]]]]:
+        """Groups of targets that share a product, each with its direction."""
+        if self.budget.residual is None:
+            for target, value in live:
+                for direction in target.every_direction():
+                    yield 0, [(target, value, direction)]
+            return
+        for probe in range(self.budget.residual):
+            drawn = ((target, value, target.random_direction(self._generator)) for target, value in live)
+            if self.budget.joint and live:
+                yield probe, list(drawn)
+            else:
+                for single in drawn:
+                    yield probe, [single]
+
+
+def output_slope(problem: Problem, items: Items) -> Tensor:
+    """∂Σℓ/∂f at the outputs, without a graph."""
+    loose = items.logits.detach().requires_grad_()
+    with torch.enable_grad():
+        value = problem.loss.values(replace(items, logits=loose)).sum()
+        return torch.autograd.grad(value, loose)[0]
+
+
+def _weighted(delta: Tensor, weight: Tensor | float, n: int) -> Tensor:
+    if not isinstance(weight, Tensor):
+        return delta if weight == 1.0 else -delta
+    rows = weight.repeat_interleave(delta.shape[0] // n)
+    return delta * rows.reshape(-1, *[1] * (delta.dim() - 1))
+
+
+class _Direction:
+    """A signal η for one target, and what to do with h."""
+
+    signal: Tensor
+
+    def take(self, collector: Collector, h: Tensor) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class _Given(_Direction):
+    """Any η shaped like z."""
+
+    target: _Target
+    signal: Tensor
+
+    def take(self, collector: Collector, h: Tensor) -> None:
+        self.target.add(collector, self.signal, h)
+
+
+@dataclass
+class _OfWeights(_Direction):
+    """η = VΦ."""
+
+    signs: WeightSigns
+    signal: Tensor
+
+    def take(self, collector: Collector, h: Tensor) -> None:
+        self.signs.add(collector, h)
+
+
+@dataclass
+class _Target:
+    """A module whose preactivations are probed."""
+
+    name: str
+    edge: Any
+    shape: torch.Size
+
+    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
+        raise NotImplementedError
+
+    def random_direction(self, generator: torch.Generator) -> _Direction:
+        raise NotImplementedError
+
+    def every_direction(self) -> Iterator[_Direction]:
+        """e_k for every entry k of one sample's z, in all samples at once."""
+        like = self._like()
+        n = self._samples()
+        flat = like.reshape(n, -1)
+        for k in range(flat.shape[1]):
+            one = torch.zeros_like(flat)
+            one[:, k] = 1.0
+            yield _Given(self, one.reshape(self.shape))
+
+    def _like(self) -> Tensor:
+        raise NotImplementedError
+
+    def _samples(self) -> int:
+        raise NotImplementedError
+
+
+@dataclass
+class _LayerTarget(_Target):
+    pairs: LayerPairs
+
+    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
+        self.pairs.add(collector, eta, h)
+
+    def random_direction(self, generator: torch.Generator) -> _Direction:
+        if self.pairs.plain:
+            return _Given(self, random_signs(self._like(), generator))
+        signs = WeightSigns(self.pairs, generator)
+        return _OfWeights(signs, signs.signal(self.shape))
+
+    def _like(self) -> Tensor:
+        return self.pairs.x.new_empty(self.shape)
+
+    def _samples(self) -> int:
+        return self.pairs.n
+
+
+@dataclass
+class _AffineTarget(_Target):
+    module: AffineModule
+    x: Tensor
+
+    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
+        first = self.module.gradients(self.x, eta)
+        second = first if h is eta else self.module.gradients(self.x, h)
+        for name, a in first.items():
+            collector.put(name, {"diagonal": a * second[name]})
+
+    def random_direction(self, generator: torch.Generator) -> _Direction:
+        return _Given(self, random_signs(self._like(), generator))
+
+    def _like(self) -> Tensor:
+        return self.x.new_empty(self.shape)
+
+    def _samples(self) -> int:
+        return self.shape[0]

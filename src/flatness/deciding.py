@@ -1,0 +1,230 @@
+"""Which layers are exact, which are sampled, and which cannot be measured; with the reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flatness.errors import DifferentiabilityError, LossError, NotExactError, listed
+from flatness.examine import Examined
+from flatness.graph import once_differentiable
+from flatness.memory import ran_out
+from flatness.problem import Problem
+
+# Backward passes per batch up to which "auto" stays exact.
+AFFORDABLE_PASSES = 256
+# Products per batch that method="exact" does at most for layers with smooth operators after them.
+LARGEST_BRUTE_FORCE = 1024
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How each layer and norm layer gets its curvature.
+
+    Attributes:
+        curved: Those after which the network is not piecewise linear, if that matters for the curvature.
+        sampled: Those that go through the sampled engine.
+        complete: Whether that engine is given complete sets of directions, and so is exact.
+        reasons: Why, for every layer.
+        products: How many second backward passes per batch a complete set takes.
+    """
+
+    curved: frozenset[str]
+    sampled: frozenset[str]
+    complete: bool
+    reasons: dict[str, str]
+    products: int
+
+    def method(self, name: str) -> str:
+        """The word in the results."""
+        return "sampled" if name in self.sampled and not self.complete else "exact"
+
+
+def decide(
+    problem: Problem,
+    examined: Examined,
+    names: list[str],
+    closed: set[str],
+    *,
+    method: str,
+    curvature: str,
+    precision: float,
+) -> Decision:
+    """Decide for the named layers and norm layers.
+
+    Args:
+        problem: The model, data and loss.
+        examined: What a few samples showed.
+        names: The layers and norm layers.
+        closed: Those whose exact statistics take no backward pass per output direction.
+        method: "auto", "exact" or "sampled".
+        curvature: "hessian" or "gauss_newton".
+        precision: The relative standard error that samples aim at.
+    """
+    items = examined.items
+    passes = output_directions(problem, examined, method)
+    curved = frozenset(
+        name
+        for name in names
+        if curvature == "hessian" and examined.graph.curved.get(name) and name not in examined.shared
+    )
+    products = sum(examined.records[name].z_shape.numel() for name in curved) // items.logits.shape[0]
+    complete = _by_brute_force(problem, method, passes, products, precision) if curved else False
+    if method == "exact" and curved and not complete:
+        raise _not_exact(examined, names, curved, products)
+    if curved:
+        check_twice(examined, curved)
+    sampled = set(curved)
+    if method == "sampled":
+        sampled = set(names) - examined.idle - set(examined.shared)
+    elif method == "auto" and passes > AFFORDABLE_PASSES:
+        sampled |= set(names) - closed - examined.idle - set(examined.shared)
+    reasons = {}
+    for name in names:
+        reasons[name] = _exact_reason(examined, name, curvature)
+        if name in curved:
+            after = f"{listed(examined.graph.curved[name], 4)} after it"
+            reasons[name] = f"{after}: Hessian in all directions, {products} products" if complete else after
+        elif name in sampled:
+            reasons[name] = _sampled_reason(method, passes, items.logits.shape[1])
+    return Decision(curved, frozenset(sampled), complete, reasons, products)
+
+
+def output_directions(problem: Problem, examined: Examined, method: str) -> int:
+    """Backward passes per sample that take all directions of the output Hessian: rank × predictions."""
+    items = examined.items
+    try:
+        return problem.loss.rank(items) * items.logits.shape[1]
+    except LossError:
+        # A loss of one's own refuses matrices for very many outputs; probes do without.
+        if method != "sampled":
+            raise
+        return items.logits[0].numel()
+
+
+def check_twice(examined: Examined, curved: frozenset[str]) -> None:
+    """Take one second derivative on the example, so that operators without one are known before any data.
+
+    Raises:
+        DifferentiabilityError: With the operator's name.
+    """
+    output = examined.items.logits
+    edges: list[Any] = [examined.records[name].z_edge for name in sorted(curved)]
+    instead = "or pass curvature='gauss_newton', which takes first derivatives only."
+    # These do not always complain, and leave their share out in silence.
+    without = once_differentiable(output)
+    if without:
+        raise DifferentiabilityError(
+            f"Expected operators that can be differentiated twice but {listed(without)} is not one. Write "
+            f"its backward with differentiable operations, {instead}"
+        )
+    try:
+        slopes = torch.autograd.grad(
+            output, edges, torch.ones_like(output), create_graph=True, allow_unused=True
+        )
+        live = [slope for slope in slopes if slope is not None and slope.requires_grad]
+        if live:
+            ones = [torch.ones_like(slope) for slope in live]
+            torch.autograd.grad(live, edges, ones, retain_graph=True, allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        if ran_out(error):
+            raise
+        reason = (str(error).splitlines() or [""])[0].split(". ")[0].rstrip(".")
+        raise DifferentiabilityError(
+            f"Expected operators that can be differentiated twice but torch says: {reason}. Replace the "
+            f"operator, {instead}"
+        ) from error
+
+
+def _by_brute_force(problem: Problem, method: str, passes: int, products: int, precision: float) -> bool:
+    """Whether all directions cost no more than the probes that the precision is likely to take.
+
+    One probe of each of n samples leaves a relative error of about √(2/n).
+    """
+    if method == "sampled" or passes > AFFORDABLE_PASSES:
+        return False
+    if method == "exact":
+        return products <= LARGEST_BRUTE_FORCE
+    samples = problem.source.expected_samples()
+    return products <= (64 if samples is None else max(16, 2 / (precision**2 * max(1, samples))))
+
+
+def _exact_reason(examined: Examined, name: str, curvature: str) -> str:
+    if name in examined.idle:
+        return "the output does not depend on it: no curvature"
+    if curvature == "gauss_newton":
+        return "Gauss-Newton part, as asked"
+    if name == examined.last:
+        return "last layer: the output is linear in its weight"
+    return "the network is piecewise linear after it"
+
+
+def _sampled_reason(method: str, passes: int, predictions: int) -> str:
+    if method == "sampled":
+        return "sampled, as asked"
+    what = f", {predictions} predictions per sample" if predictions > 1 else ""
+    return f"exact would take {passes} backward passes per batch{what}"
+
+
+_EXPECTED = (
+    "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the "
+    "layer and uses its weight once, but got "
+)
+
+
+def _not_exact(examined: Examined, names: list[str], curved: frozenset[str], products: int) -> NotExactError:
+    layers = [name for name in names if name in curved]
+    reasons = [
+        f"{name or 'the model itself'}: {listed(examined.graph.curved[name], 4)} after it" for name in layers
+    ]
+    fine = [
+        name
+        for name in examined.called
+        if not _why_refused(examined, name, "hessian") and not examined.graph.curved.get(name)
+    ]
+    advice = ["method='auto' for an estimate with its standard error", *_other_layers(examined, fine)]
+    advice.append("curvature='gauss_newton' for that part of the Hessian")
+    return NotExactError(
+        f"{_EXPECTED}{listed(reasons, separator='; ')}. All directions would take {products} products per "
+        f"batch, more than {LARGEST_BRUTE_FORCE}: pass {', or '.join(advice)}."
+    )
+
+
+def refuse(examined: Examined, names: list[str], curvature: str, method: str) -> None:
+    """Raise when one of these layers cannot be measured by any method.
+
+    Raises:
+        NotExactError: With all such layers and their reasons.
+    """
+    refused = {name: reason for name in names if (reason := _why_refused(examined, name, curvature))}
+    if not refused:
+        return
+    reasons = [f"{name or 'the model itself'}: {reason}" for name, reason in refused.items()]
+    fine = [name for name in examined.called if not _why_refused(examined, name, curvature)]
+    advice = _other_layers(examined, fine)
+    if curvature == "hessian" and not set(refused) & set(examined.refused):
+        advice.append("curvature='gauss_newton' for that part of the Hessian")
+    instead = f": pass {', or '.join(advice)}." if advice else "."
+    raise NotExactError(
+        f"{_EXPECTED}{listed(reasons, separator='; ')}. Estimates for such layers are not part of this "
+        f"version{instead}"
+    )
+
+
+def _why_refused(examined: Examined, name: str, curvature: str) -> str | None:
+    """Why no method measures a layer; None when one does."""
+    if name in examined.refused:
+        return examined.refused[name]
+    if name in examined.shared and curvature == "hessian":
+        return f"its weight is used {examined.reused[name]} times"
+    return None
+
+
+def _other_layers(examined: Examined, fine: list[str]) -> list[str]:
+    if not fine:
+        return []
+    if len(fine) <= 4:
+        return [f"layers={fine!r}"]
+    return ["layers='last'" if examined.last in fine else "other layers"]
