@@ -6,6 +6,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flatness import study
     from flatness.comparing import Comparison, compare
     from flatness.curvature.statistics import Statistics
     from flatness.errors import FlatnessError
@@ -66,6 +67,7 @@ __all__ = [
     "representativeness",
     "rescale",
     "separately",
+    "study",
     "symmetries",
     "vertical_directions",
 ]
@@ -112,8 +114,13 @@ _HOME = {
     "vertical_directions": "symmetry.vertical",
 }
 
+# Modules that are public as such: `flatness.study.run`.
+_MODULES = ("study",)
+
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
