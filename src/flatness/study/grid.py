@@ -89,7 +89,8 @@ def expanded(part: str, settings: Mapping[str, Any], where: str) -> list[Configu
                     f"Expected {axis} once but {where} has it in [grid] and in [[grid.together]]."
                 )
             continue
-        bundles.append([{axis: value} for value in _axis_values(axis, grid.get(axis, default), where)])
+        values = _axis_values(axis, grid[axis], where) if axis in grid else [default]
+        bundles.append([{axis: value} for value in values])
     train = {key: value for key, value in settings.get("train", {}).items() if key != "at_once"}
     found = []
     for combination in itertools.product(*bundles):
@@ -113,10 +114,11 @@ def _axis_values(axis: str, values: Any, where: str) -> list[Any]:
     """The values of an axis; ``seed = 10`` stands for the ten seeds 0 to 9."""
     if axis == "seed" and isinstance(values, int) and not isinstance(values, bool) and values > 0:
         return list(range(values))
-    found = as_list(values)
+    found = [] if axis == "seed" and values == 0 else as_list(values)
     if not found:
+        told = "an empty list" if isinstance(values, list) else repr(values)
         raise SpecError(
-            f"Expected at least one value for {axis} but {where} has an empty list: a grid of size zero. "
+            f"Expected at least one value for {axis} but {where} has {told}: a grid of size zero. "
             "Give a value or leave the key out."
         )
     return found
@@ -127,6 +129,7 @@ _NOT_NEGATIVE = ("momentum", "weight_decay")
 
 
 def _checked(axis: str, value: Any, where: str) -> Any:
+    hint = ""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if axis in ("batch_size", "seed"):
         right, wanted = (
@@ -141,11 +144,11 @@ def _checked(axis: str, value: Any, where: str) -> Any:
         right, wanted = number and 0 <= value <= 1, "shares from 0 to 1"
     elif axis == "initialization":
         known = ("default", *SCHEMES)
-        right, wanted = value in known, f"out of {', '.join(known)}{nearest(value, known).rstrip('?')}"
+        right, wanted, hint = value in known, f"one of {', '.join(known)}", nearest(value, known)
     else:
         right, wanted = isinstance(value, str), "text"
     if not right:
-        raise SpecError(f"Expected {axis} to be {wanted} but {where} has {value!r}.")
+        raise SpecError(f"Expected {axis} to be {wanted} but {where} has {value!r}.{hint}")
     return float(value) if number and axis not in ("batch_size", "seed") else value
 
 
