@@ -20,6 +20,7 @@ PAGES = (
     "how-to/transformers",
     "how-to/checkpoints",
     "how-to/several-processes",
+    "how-to/studies",
 )
 GALLERY = ("gallery/petzka2021-labels", "gallery/petzka2021-bound")
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flatness.measures.catalogue import measures, register_measure
     from flatness.measures.measure import LayerView, Measure, NetworkView, Surroundings, Valued
     from flatness.measuring import measure, plan
+    from flatness.monitor import Monitor
     from flatness.plan import Plan
     from flatness.problem import Problem
     from flatness.ranks import separately
@@ -42,6 +43,7 @@ __all__ = [
     "LayerView",
     "LinearLayer",
     "Measure",
+    "Monitor",
     "NetworkView",
     "Surroundings",
     "Valued",
@@ -85,6 +87,7 @@ _HOME = {
     "LayerView": "measures.measure",
     "LinearLayer": "layers",
     "Measure": "measures.measure",
+    "Monitor": "monitor",
     "NetworkView": "measures.measure",
     "Surroundings": "measures.measure",
     "Valued": "measures.measure",

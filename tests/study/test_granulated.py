@@ -44,7 +44,7 @@ def test_information_by_hand():
 
 
 def test_a_measure_that_only_knows_one_hyperparameter_is_found_out():
-    # The gap follows both; the measure is the batch size with noise of the seed that has nothing to do with it.
+    # The gap follows both; the measure is the batch size, with noise that has nothing to do with the gap.
     axes = {"batch": [], "rate": [], "seed": []}
     measure, gap = [], []
     noise = iter([0.1, -0.1, -0.1, 0.1] * 4)

@@ -75,8 +75,18 @@ def test_tables_hold_what_they_should(finished):
     found = finished[0]
     table = found.correlations()
     assert set(table["n"]) == {12}
-    for column in ("pearson_low", "spearman_high", "p_value", "p_family", "granulated", "psi_batch_size",
-                   "psi_seed", "worst_sign_error", "information_learning_rate", "least_information"):  # fmt: skip
+    for column in (
+        "pearson_low",
+        "spearman_high",
+        "p_value",
+        "p_family",
+        "granulated",
+        "psi_batch_size",
+        "psi_seed",
+        "worst_sign_error",
+        "information_learning_rate",
+        "least_information",
+    ):
         assert column in table
     assert (table["p_family"] >= table["p_value"]).all()
     groups = found.groups()

@@ -83,8 +83,8 @@ def test_unknown_keys_are_answered_with_the_nearest():
         "together, at_most."
     )
     assert message({**SMALL, "scale": {"huge": {}}}) == (
-        "Expected [scale.smoke] or [scale.small] but the study has [scale.huge]. The file itself is the scale "
-        "'paper'."
+        "Expected [scale.smoke] or [scale.small] but the study has [scale.huge]. The file itself is the "
+        "scale 'paper'."
     )
 
 
@@ -98,7 +98,8 @@ def test_a_grid_of_size_zero_is_refused():
         "Give a value or leave the key out."
     )
     assert message(study(grid={"together": [{"momentum": [0.1], "weight_decay": [0.1, 0.2]}]})) == (
-        "Expected lists of one length in [[grid.together]] but the study has 1 of momentum, 2 of weight_decay."
+        "Expected lists of one length in [[grid.together]] but the study has 1 of momentum, 2 of "
+        "weight_decay."
     )
 
 
@@ -111,8 +112,8 @@ def test_values_that_make_no_sense_are_refused():
         "Did you mean 'adam'?"
     )
     assert message(study(grid={"initialization": "xavier"})) == (
-        "Expected initialization to be one of default, xavier_normal, xavier_uniform, kaiming_uniform, uniform, "
-        "normal but the study has 'xavier'. Did you mean 'xavier_normal'?"
+        "Expected initialization to be one of default, xavier_normal, xavier_uniform, kaiming_uniform, "
+        "uniform, normal but the study has 'xavier'. Did you mean 'xavier_normal'?"
     )
     assert message(study(stop={"epochs": "3"})) == (
         "Expected epochs in [stop] to be a whole number but the study has '3'."

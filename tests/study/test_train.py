@@ -1,4 +1,4 @@
-"""A network of a cohort ends where it would have ended alone; a resumed one where it would have ended anyway."""
+"""A network of a cohort ends where it would have ended alone, resumed or not."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _scatter(
 
 
 def _bars(folder: Path, study: Study, part: str) -> list[str]:
-    table = study.correlations(part)
+    table: Any = study.correlations(part)
     chosen = table[table["quantity"].isin(study.headline())]
     chosen = (chosen if len(chosen) >= 3 else table).head(_BARS)
     rows = []

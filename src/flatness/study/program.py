@@ -111,6 +111,7 @@ class Program:
         static = index.clone()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a graph has memory of its own, and cannot take what the first steps left
         with torch.cuda.graph(graph):
             self._step(static)
         self._graph, self._index = graph, static
