@@ -2,9 +2,10 @@
 
 LeNet-5 on images of CIFAR-10's shape that lie on the device, SGD, cross-entropy, float32. A turn is a number
 of steps of every network; the throughput counts steps of single networks. Contenders: the stack of
-`flatness.study` in each of its ways of running; one network after another as one usually writes it; and, on a
-GPU, one network after another with the whole step recorded as a CUDA graph, and with --compile the stack under
-torch.compile. Before anything is timed, a network of the stack is checked against the same trained alone.
+`flatness.study` in each of its ways of running; one network after another as one usually writes it; and,
+on a GPU, one network after another with the whole step recorded as a CUDA graph, and with --compile the stack
+under torch.compile. Before anything is timed, a network of the stack is checked against the same
+trained alone.
 
     PYTHONPATH=src python benchmarks/study_training.py --device cuda
 """

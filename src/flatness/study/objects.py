@@ -120,7 +120,7 @@ def training_targets(split: Split, configuration: Configuration) -> Tensor:
             "Expected classes, since random_labels is not 0, but the targets are real numbers. "
             "Leave random_labels out."
         )
-    generator = torch.Generator().manual_seed(stream_seed(configuration.axes["seed"], "labels"))
+    generator = torch.Generator().manual_seed(stream_seed(configuration.axes.get("seed", 0), "labels"))
     count = round(share * len(targets))
     chosen = torch.randperm(len(targets), generator=generator)[:count].to(targets.device)
     drawn = torch.randint(split.classes, (count,), generator=generator).to(targets)

@@ -96,7 +96,11 @@ class Stack:
     def weights(self, row: int) -> dict[str, Tensor]:
         """The state dict of one network, on the host."""
         parameters, buffers = self._row(row)
-        return {name: value.detach().cpu().clone() for name, value in {**parameters, **buffers}.items()}
+        values = {**parameters, **buffers}
+        # A state dict has tied parameters under all their names and leaves some buffers out.
+        first = {id(value): name for name, value in self.skeleton.named_parameters()}
+        wanted = self.skeleton.state_dict(keep_vars=True).items()
+        return {name: values[first.get(id(value), name)].detach().cpu().clone() for name, value in wanted}
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint needs."""

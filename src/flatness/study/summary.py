@@ -43,7 +43,7 @@ def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
     lines.append("─" * min(width, len(lines[-1])))
     headline = set(study.headline())
     shown = table[table["quantity"].isin(list(headline))] if headline & set(table["quantity"]) else table
-    shown = shown if len(shown) >= 4 else table
+    shown = shown if len(shown) >= 2 else table
     for _, row in shown.head(_SHOWN).iterrows():
         name = row["quantity"] if len(row["quantity"]) < first else row["quantity"][: first - 1] + "…"
         interval = f"{row['kendall']:+.2f} [{row['kendall_low']:+.2f}, {row['kendall_high']:+.2f}]"

@@ -25,6 +25,7 @@ from flatness.study.measuring import measured, measuring_key
 from flatness.study.objects import Split, load_split, make_model, training_targets
 from flatness.study.records import FAILED, Folder, readable_disk_errors
 from flatness.study.train import CONVERGED, DIVERGED, Cohort, OutOfTimeError, Training
+from flatness.study.watch import Progress
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,13 @@ def _train(pending: list[Configuration], unit: Unit, split: Split, folder: Folde
     at_once = len(waiting)
     while waiting:
         now = waiting[:at_once]
-        file = (
-            folder.training
-            / f"{unit.id if len(now) == len(waiting) else digest([one.key for one in now])}.pt"
-        )
+        part = unit.id if len(now) == len(waiting) else digest([one.key for one in now])
+        file = folder.training / f"{part}.pt"
         done = functools.partial(_trained, split=split, folder=folder, orders=orders)
         deadline = time.monotonic() + orders.until - time.time()
         try:
             with readable_disk_errors(folder.path):
-                Cohort(now, split, file, orders.every).train(done, deadline)
+                Cohort(now, split, file, orders.every).train(done, deadline, Progress(file))
         except torch.OutOfMemoryError:
             if len(now) == 1:
                 raise
@@ -116,6 +115,7 @@ def _train(pending: list[Configuration], unit: Unit, split: Split, folder: Folde
                 if folder.record(one.key) is None:
                     _fail(one, folder, orders, "training", error)
         waiting = [one for one in waiting if folder.record(one.key) is None]
+        file.with_suffix(".json").unlink(missing_ok=True)
 
 
 def _trained(
