@@ -46,7 +46,7 @@ class Monitor:
         >>> held = torch.randn(50, 4), torch.randint(3, (50,))
         >>> monitor = flatness.Monitor(held, every=10, measures="relative_flatness")
         >>> for step in range(10):
-        ...     monitor.step(model)
+        ...     _ = monitor.step(model)
         >>> [step for step, report in monitor.history]
         [10]
     """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from studies import configurations
 
 from flatness.study.objects import load_split
 from flatness.study.records import Folder
 from flatness.study.train import Cohort
 from flatness.study.watch import Progress, Watch
+from studies import configurations
 
 
 def test_networks_in_training_count_by_their_epochs(tmp_path):
