@@ -21,6 +21,8 @@ PAGES = (
     "how-to/transformers",
     "how-to/checkpoints",
     "how-to/several-processes",
+    "how-to/studies",
+    "how-to/during-training",
 )
 GALLERY = ("gallery/petzka2021-labels", "gallery/petzka2021-bound")
 

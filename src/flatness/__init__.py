@@ -6,6 +6,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flatness import study
     from flatness.comparing import Comparison, compare
     from flatness.curvature.statistics import Statistics
     from flatness.errors import FlatnessError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from flatness.measures.catalogue import measures, register_measure
     from flatness.measures.measure import LayerView, Measure, NetworkView, Surroundings, Valued
     from flatness.measuring import measure, plan
+    from flatness.monitor import Monitor
     from flatness.pac_bayes import PacBayesBound, pac_bayes_bound
     from flatness.plan import Plan
     from flatness.problem import Problem
@@ -43,6 +45,7 @@ __all__ = [
     "LayerView",
     "LinearLayer",
     "Measure",
+    "Monitor",
     "NetworkView",
     "Surroundings",
     "Valued",
@@ -71,6 +74,7 @@ __all__ = [
     "representativeness",
     "rescale",
     "separately",
+    "study",
     "symmetries",
     "vertical_directions",
 ]
@@ -88,6 +92,7 @@ _HOME = {
     "LayerView": "measures.measure",
     "LinearLayer": "layers",
     "Measure": "measures.measure",
+    "Monitor": "monitor",
     "NetworkView": "measures.measure",
     "Surroundings": "measures.measure",
     "Valued": "measures.measure",
@@ -120,8 +125,13 @@ _HOME = {
     "vertical_directions": "symmetry.vertical",
 }
 
+# Modules that are public as such: `flatness.study.run`.
+_MODULES = ("study",)
+
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -66,6 +66,14 @@ class ReportError(FlatnessError, LookupError):
     """A report does not hold what was asked of it."""
 
 
+class SpecError(FlatnessError, ValueError):
+    """The file that describes a study asks for something that does not exist or makes no sense."""
+
+
+class StudyError(FlatnessError, RuntimeError):
+    """The folder of a study cannot be used: taken, full, or written by another version."""
+
+
 class OutOfMemoryError(FlatnessError, MemoryError):
     """Not even one sample fits into memory."""
 

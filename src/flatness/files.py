@@ -25,10 +25,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         yield temporary
+        _flush(temporary)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _flush(path: Path) -> None:
+    """Have the content on the disk before the name: after a power cut the file is whole or not there."""
+    if path.is_file():
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -264,3 +264,48 @@ def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
     suffix = os.path.splitext(os.fspath(path))[1].lstrip(".") or "png"
     with replacing(path) as temporary:
         figure.savefig(temporary, format=suffix)
+
+
+def save_intervals(
+    path: str | os.PathLike[str],
+    rows: Sequence[Mapping[str, Any]],
+    x_label: str,
+    title: str,
+    chance: float | None = None,
+) -> None:
+    """Save horizontal bars with intervals, the first row on top.
+
+    Args:
+        path: Where to.
+        rows: Each with ``name``, ``value``, ``low`` and ``high``; perhaps also ``after``, ``after_low`` and
+            ``after_high``, drawn as a second bar.
+        x_label: What the bars show.
+        title: The title.
+        chance: Size that chance stays below, drawn as a grey band.
+    """
+    figure = Figure(figsize=(7.4, 1.2 + 0.32 * max(len(rows), 4)), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    both = any("after" in row for row in rows)
+    for key, shift, colour, label in (
+        ("", -0.2 if both else 0.0, "#0072b2", "as trained"),
+        ("after_", 0.2, "#d55e00", "after rescaling"),
+    ):
+        drawn = [(place, row) for place, row in enumerate(rows) if (key or "value").strip("_") in row]
+        if not drawn:
+            continue
+        values = [row[key.strip("_") or "value"] for _, row in drawn]
+        spread = [
+            [max(value - row[f"{key}low"], 0.0) for value, (_, row) in zip(values, drawn, strict=True)],
+            [max(row[f"{key}high"] - value, 0.0) for value, (_, row) in zip(values, drawn, strict=True)],
+        ]
+        places = [place + shift for place, _ in drawn]
+        axes.barh(places, values, 0.36 if both else 0.6, color=colour, alpha=0.75, label=label)
+        axes.errorbar(values, places, xerr=spread, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+    if chance is not None:
+        axes.axvspan(-chance, chance, color="#888888", alpha=0.18, label="95 % of permutations")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(-1.05, 1.05)
+    _label(axes, x_label, "", title)
+    _save(figure, path)

@@ -1,0 +1,135 @@
+"""``flatness study``: list, run and show studies of many networks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flatness.cli import options as o
+from flatness.cli.answers import FAILED, UsageError, choice, printable, usage_of
+from flatness.cli.help import Command, Group
+
+_SCALES = ("smoke", "small", "paper")
+_EXECUTORS = ("local", "ray")
+_ABOUT = """\
+Train many networks, measure them, and see whether flatness predicts the generalisation gap.
+
+Example:
+    flatness study list
+    flatness study run petzka2021-cifar10 --scale smoke --out study
+    flatness study show study
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(cls=Group, help=_ABOUT, no_args_is_help=True, rich_markup_mode=None)
+    group.command("list", cls=Command, short_help="The studies that come with the package.")(list_studies)
+    group.command("run", cls=Command, short_help="Train, measure and correlate; go on where it stopped.")(run)
+    group.command("show", cls=Command, short_help="The summary, tables and figures of a study.")(show)
+    app.add_typer(group, name="study", short_help="Does flatness predict the gap? Many networks at once.")
+
+
+def list_studies() -> None:
+    """List the studies that come with the package, with their sizes.
+
+    Example:
+        flatness study list
+    """
+    from flatness.study.spec import names, read_spec
+
+    for name in names():
+        spec = read_spec(name)
+        typer.echo(f"{name:28} {len(spec.configurations):>4} networks  {spec.title}")
+
+
+def run(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A name of 'study list', or FILE.toml.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the study.  [default: STUDY-SCALE]")
+    ] = None,
+    scale: Annotated[str, typer.Option(help=f"{', '.join(_SCALES)}.", metavar="NAME")] = "small",
+    executor: Annotated[str, typer.Option(help=f"{' or '.join(_EXECUTORS)}.", metavar="NAME")] = "local",
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes.  [default: one per GPU or core]")
+    ] = None,
+    device: o.Device = None,
+    minutes: Annotated[
+        float | None, typer.Option(metavar="N", help="Save everything and stop after so long.")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try networks that failed once more.")] = False,
+    data_dir: o.DataDir = None,
+    progress: o.Progress = True,
+) -> None:
+    """Train the networks of a study, measure them and correlate; run it again to go on where it stopped.
+
+    Example:
+        flatness study run petzka2019-mnist --scale smoke
+        flatness study run mine.toml --scale paper --out results --minutes 25
+    """
+    scale = choice(scale, "--scale", _SCALES)
+    executor = choice(executor, "--executor", _EXECUTORS)
+    import math
+    import os
+
+    from flatness.errors import SpecError
+    from flatness.study import read_spec
+    from flatness.study import run as run_study
+
+    if data_dir is not None:
+        if not os.path.isdir(data_dir):
+            raise UsageError(f"Expected --data-dir to be a folder but {data_dir} is none.")
+        os.environ["FLATNESS_DATA"] = data_dir  # workers look there too
+    try:
+        spec = read_spec(study, scale)
+    except SpecError as error:
+        raise usage_of(error) from error
+    folder = out or Path(f"{spec.name}-{scale}")
+    done = run_study(
+        spec,
+        folder,
+        executor,
+        jobs=jobs,
+        device=device,
+        minutes=math.inf if minutes is None else minutes,
+        retry=retry,
+        progress=progress,
+    )
+    _present(done)
+    raise typer.Exit(FAILED if "failed" in done.counts() else 0)
+
+
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that 'study run' wrote.")],
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print the table of correlations as CSV instead.")
+    ] = False,
+) -> None:
+    """Show a study: the summary in the terminal; its tables and figures are drawn anew in its folder.
+
+    Example:
+        flatness study show petzka2019-mnist-smoke
+    """
+    from flatness.study import load
+
+    study = load(folder)
+    if as_csv:
+        for part in study.spec.parts:
+            typer.echo(study.correlations(part).to_csv(index=False), nl=False)
+        return
+    study.write_tables()
+    _present(study)
+
+
+def _present(study: Any) -> None:
+    from flatness.cli.output import terminal_width
+    from flatness.show.study import write_figures
+    from flatness.study.summary import summary_text
+
+    typer.echo(printable(summary_text(study, terminal_width())))
+    figures = write_figures(study)
+    pictures = f", figures/ ({len(figures)} files)" if figures else ""
+    tables = ", ".join(sorted(path.name for path in study.path.glob("*.csv")))
+    typer.echo(f"\nwritten to {study.path}: {tables}{pictures}")

@@ -1,0 +1,47 @@
+"""Flatness during training with Lightning: a callback that logs through the trainer's loggers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from flatness.errors import OptionError
+from flatness.monitor import Monitor
+
+
+def flatness_callback(monitor: Monitor, network: str | None = None) -> Any:
+    """A callback for ``Trainer(callbacks=[...])``.
+
+    Args:
+        monitor: What to measure, how often, and within what share of the time. Without a ``log`` of its own,
+            values go to the trainer's logger.
+        network: Attribute of the LightningModule that holds the network; None measures the module itself,
+            whose forward must then return the outputs.
+    """
+    lightning = _lightning()
+
+    class FlatnessCallback(lightning.Callback):
+        """Measures after training batches."""
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+            """Measure if it is due."""
+            model = pl_module if network is None else getattr(pl_module, network)
+            report = monitor.step(model, trainer.global_step)
+            if report is not None and trainer.logger is not None:
+                from flatness.monitor import values_of
+
+                trainer.logger.log_metrics(values_of(report), step=trainer.global_step)
+
+    return FlatnessCallback()
+
+
+def _lightning() -> Any:
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise OptionError(
+        "Expected Lightning for this callback but it is not installed. "
+        "Type: pip install 'flatness[lightning]'."
+    )

@@ -1,0 +1,35 @@
+"""Flatness during training with the HuggingFace Trainer: a callback that logs where the Trainer logs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from flatness.errors import OptionError
+from flatness.monitor import Monitor, values_of
+
+
+def flatness_callback(monitor: Monitor) -> Any:
+    """A callback for ``Trainer(callbacks=[...])``.
+
+    The monitor's data are dictionaries with "labels", as the Trainer's are; `flatness.measure` takes them as
+    they come. Values also go to the Trainer's history (``trainer.state.log_history``).
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise OptionError(
+            "Expected transformers for this callback but it is not installed. "
+            "Type: pip install 'flatness[transformers]'."
+        ) from error
+
+    class FlatnessCallback(transformers.TrainerCallback):
+        """Measures after optimizer steps."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            """Measure if it is due."""
+            report = monitor.step(model, state.global_step)
+            if report is not None:
+                state.log_history.append({**values_of(report), "step": state.global_step})
+
+    return FlatnessCallback()

@@ -1,0 +1,7 @@
+"""Studies: many networks trained, measured and held against their generalisation gap."""
+
+from flatness.study.results import Study
+from flatness.study.run import load, run
+from flatness.study.spec import Spec, names, read_spec
+
+__all__ = ["Spec", "Study", "load", "names", "read_spec", "run"]

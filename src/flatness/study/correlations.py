@@ -1,0 +1,132 @@
+"""The table of correlations: every measured quantity against the gap, before and after rescaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatness.study.correlate import COEFFICIENTS, correlation, family_null
+from flatness.study.granulated import granulated
+from flatness.study.table import measure_columns
+
+if TYPE_CHECKING:
+    import pandas
+
+FEWEST = 3
+"""Networks that a correlation needs at least."""
+
+
+def correlation_table(
+    kept: pandas.DataFrame,
+    axes: Mapping[str, Sequence[str]],
+    *,
+    resamples: int = 2000,
+    permutations: int = 2000,
+    seed: int = 0,
+) -> pandas.DataFrame:
+    """How every measure goes with the gap, over the networks of `kept`.
+
+    Args:
+        kept: Networks, a row each, with a column ``gap``.
+        axes: The hyperparameters that vary and the columns of each.
+        resamples: Bootstrap resamples.
+        permutations: Random orders of the gaps.
+        seed: Of both.
+
+    Returns:
+        A row per quantity, the largest Kendall coefficient first. ``n``; ``pearson``, ``spearman`` and
+        ``kendall``, each with ``_low`` and ``_high``, its 95 % bootstrap interval; ``null_95``, the size of
+        Kendall's τ that 95 % of the permutations stay below; ``p_value``, two-sided; ``p_family``, the same
+        for the best of all these measures by chance; ``granulated`` (Ψ), ``psi_AXIS``,
+        ``sign_error_AXIS``, ``worst_sign_error``, ``information_AXIS`` and ``least_information``;
+        ``X_rescaled`` for each coefficient of the rescaled copies.
+    """
+    import pandas as pd
+
+    columns = [name for name in measure_columns(kept) if _usable(kept, name)]
+    rows = [_row(kept, name, axes, resamples, seed) for name in columns]
+    table = pd.DataFrame(rows)
+    if len(table) == 0:
+        return table
+    _add_null(table, kept, columns, permutations, seed)
+    return table.sort_values("kendall", ascending=False, ignore_index=True, na_position="last")
+
+
+def _usable(kept: pandas.DataFrame, name: str) -> bool:
+    return int(np.isfinite(kept[name].to_numpy(float)).sum()) >= FEWEST
+
+
+def _row(
+    kept: pandas.DataFrame, name: str, axes: Mapping[str, Sequence[str]], resamples: int, seed: int
+) -> dict[str, Any]:
+    measure, place, *reduction = name.split(":")
+    x, gap = kept[name].to_numpy(float), kept["gap"].to_numpy(float)
+    fine = np.isfinite(x) & np.isfinite(gap)
+    row: dict[str, Any] = {
+        "quantity": name,
+        "measure": measure,
+        "layer": None if place == "network" else place,
+        "reduction": reduction[0] if reduction else None,
+        "n": int(fine.sum()),
+    }
+    for kind in COEFFICIENTS:
+        found = correlation(x[fine], gap[fine], kind, resamples=resamples, permutations=0, seed=seed)
+        row |= {kind: found.value, f"{kind}_low": found.low, f"{kind}_high": found.high}
+    twin = f"{name}:rescaled"
+    if twin in kept:
+        moved = kept[twin].to_numpy(float)
+        both = fine & np.isfinite(moved)
+        for kind in COEFFICIENTS:
+            found = correlation(moved[both], gap[both], kind, resamples=resamples, permutations=0, seed=seed)
+            row |= {f"{kind}_rescaled": found.value}
+            row |= {f"{kind}_rescaled_low": found.low, f"{kind}_rescaled_high": found.high}
+    return row | _pairs(x, gap, kept, axes, fine)
+
+
+def _pairs(
+    x: np.ndarray,
+    gap: np.ndarray,
+    kept: pandas.DataFrame,
+    axes: Mapping[str, Sequence[str]],
+    fine: np.ndarray,
+) -> dict[str, Any]:
+    """Columns of the statistics over pairs of networks."""
+    if not axes:
+        return {}
+    values = {
+        axis: list(kept.loc[fine, list(columns)].itertuples(index=False, name=None))
+        for axis, columns in axes.items()
+    }
+    found = granulated(x[fine], gap[fine], values)
+    row: dict[str, Any] = {"granulated": found.coefficient}
+    row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
+    row |= {"worst_sign_error": found.worst_sign_error}
+    row |= {f"sign_error_{axis}": value for axis, value in found.sign_error.items()}
+    row |= {"least_information": found.least_information}
+    return row | {f"information_{axis}": value for axis, value in found.information.items()}
+
+
+def _add_null(
+    table: pandas.DataFrame, kept: pandas.DataFrame, columns: Sequence[str], permutations: int, seed: int
+) -> None:
+    """Columns of the permutation null; over the networks for which every quantity is known."""
+    known = kept[["gap", *columns]].astype(float)
+    whole = known[np.isfinite(known).all(axis=1)]
+    names = ("p_value", "null_95", "p_family", "null_95_family")
+    if len(whole) < FEWEST or permutations < 1:
+        for name in names:
+            table[name] = np.nan
+        return
+    xs, gap = whole[list(columns)].to_numpy().T, whole["gap"].to_numpy()
+    sizes = np.abs(family_null(xs, gap, permutations, np.random.default_rng(seed)))
+    finite = np.where(np.isfinite(sizes), sizes, 0.0)
+    best = finite.max(axis=0)
+    observed = np.abs(table["kendall"].to_numpy(float))
+    reached = (finite >= observed[:, None] - 1e-9).sum(axis=1)
+    table["p_value"] = np.where(np.isfinite(observed), (1 + reached) / (1 + permutations), np.nan)
+    table["null_95"] = np.quantile(finite, 0.95, axis=1)
+    best_reached = (best[None, :] >= observed[:, None] - 1e-9).sum(axis=1)
+    table["p_family"] = np.where(np.isfinite(observed), (1 + best_reached) / (1 + permutations), np.nan)
+    table["null_95_family"] = float(np.quantile(best, 0.95))

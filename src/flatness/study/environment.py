@@ -1,0 +1,48 @@
+"""What produced a record: the versions, the code itself, and the machine."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import flatness
+
+
+def environment(device: torch.device) -> dict[str, str | int]:
+    """Versions, a digest of this package's source, and the device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    return {
+        "flatness": own_version(),
+        "code": code_digest(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "device": str(device),
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count() or 0,
+    }
+
+
+def own_version() -> str:
+    """The installed version; "unknown" when run from its source."""
+    try:
+        return version("flatness")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@functools.cache
+def code_digest() -> str:
+    """Sixteen hexadecimal digits that change when a line of this package changes."""
+    digest = hashlib.sha256()
+    root = Path(flatness.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

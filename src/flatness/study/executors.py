@@ -1,0 +1,71 @@
+"""Where units of work run: in this process, in several on this machine, or on a cluster through Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flatness.errors import OptionError, nearest
+from flatness.study import ray_backend
+from flatness.study.cohorts import Unit
+from flatness.study.work import Orders, do_unit
+
+EXECUTORS = ("local", "ray")
+"""``local``: processes on this machine. ``ray``: the machines of a Ray cluster, or a Ray started here; the
+study's folder must be one that all of them see."""
+
+
+def execute(units: Sequence[Unit], orders: Orders, executor: str, jobs: int) -> Iterator[bool]:
+    """Do all units, several at a time, and yield for each, as they end, whether it is done.
+
+    Args:
+        units: The work.
+        orders: What each is told.
+        executor: One of `EXECUTORS`.
+        jobs: Processes at a time.
+    """
+    check_executor(executor)
+    if executor == "local" and (jobs == 1 or len(units) == 1):
+        return (do_unit(unit, orders) for unit in units)
+    return _parallel(units, orders, executor, jobs)
+
+
+def check_executor(executor: str) -> None:
+    """Refuse an unknown one, or one that is not installed."""
+    if executor not in EXECUTORS:
+        raise OptionError(
+            f"Expected executor to be one of {', '.join(EXECUTORS)} but got {executor!r}."
+            f"{nearest(executor, EXECUTORS)}"
+        )
+    if executor == "ray":
+        ray_backend.check()
+
+
+def _parallel(units: Sequence[Unit], orders: Orders, executor: str, jobs: int) -> Iterator[bool]:
+    from joblib import Parallel, delayed, parallel_config
+
+    if executor == "ray":
+        ray_backend.register()  # joins the cluster of RAY_ADDRESS, or starts Ray here
+        backend = "ray"
+    else:
+        backend, orders = "loky", replace(orders, parent=os.getpid())
+    tasks = [delayed(do_unit)(unit, _on_device(orders, number)) for number, unit in enumerate(units)]
+    with parallel_config(backend, n_jobs=jobs):
+        # Ray's backend cannot hand out results as they come.
+        asked: dict[str, Any] = {} if executor == "ray" else {"return_as": "generator_unordered"}
+        yield from _results(Parallel(pre_dispatch="all", **asked)(tasks))
+
+
+def _results(found: Any) -> Iterator[bool]:
+    return iter(found)
+
+
+def _on_device(orders: Orders, number: int) -> Orders:
+    """Spread units over the GPUs of a machine."""
+    import torch
+
+    if orders.device != "cuda" or torch.cuda.device_count() < 2:
+        return orders
+    return replace(orders, device=f"cuda:{number % torch.cuda.device_count()}")

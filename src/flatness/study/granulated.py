@@ -1,0 +1,140 @@
+"""Does a measure order networks rightly when one hyperparameter changes?
+
+After Jiang et al. 2020 (ψ, Ψ, conditional mutual information) and Dziugaite et al. 2020 (sign error).
+
+A measure can correlate with the gap because both follow one hyperparameter. These statistics look at pairs of
+networks that differ in one hyperparameter, or condition on one, so that a confounder cannot carry the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Granulated:
+    """What pairs of networks say about one measure.
+
+    Attributes:
+        psi: For each axis, Jiang et al.'s ψ: Kendall's τ over the values of that axis, everything else, the
+            seed included, held fixed, averaged over what it is held fixed at. NaN where the axis does not
+            vary. "seed": over seeds at fixed hyperparameters.
+        coefficient: Ψ, the mean of ψ over the axes without the seed.
+        sign_error: For each axis, the share of pairs that differ in it alone and that the measure orders
+            wrongly; ties count one half.
+        information: For each axis, the mutual information of the signs of the differences in measure and
+            gap over pairs that agree in this axis, divided by the entropy of the gap's sign: 0 to 1. "none":
+            over all pairs.
+        least_information: The smallest of it over all sets of at most two axes (Jiang et al.'s 𝒦).
+    """
+
+    psi: dict[str, float]
+    coefficient: float
+    sign_error: dict[str, float]
+    information: dict[str, float]
+    least_information: float
+
+    @property
+    def worst_sign_error(self) -> float:
+        """The largest sign error over the axes without the seed."""
+        return _last([value for axis, value in self.sign_error.items() if axis != SEED], np.nanmax)
+
+
+def granulated(measure: ArrayLike, gap: ArrayLike, axes: Mapping[str, Sequence[object]]) -> Granulated:
+    """All of it for one measure.
+
+    Args:
+        measure: One value per network.
+        gap: Likewise.
+        axes: For each axis, the value that each network has; "seed" is one of them where there are seeds.
+    """
+    x, g = np.asarray(measure, np.float64), np.asarray(gap, np.float64)
+    places = {axis: _codes(values) for axis, values in axes.items()}
+    psi = {axis: _psi(x, g, axis, places) for axis in places}
+    without_seed = [axis for axis in places if axis != SEED]
+    agreement = np.sign(x[:, None] - x[None, :]) * np.sign(g[:, None] - g[None, :])
+    errors = {axis: _sign_error(agreement, axis, places) for axis in places}
+    information = {"none": _information(x, g, [], places)}
+    information |= {axis: _information(x, g, [axis], places) for axis in without_seed}
+    pairs = [_information(x, g, list(two), places) for two in itertools.combinations(without_seed, 2)]
+    return Granulated(
+        psi,
+        _last([psi[axis] for axis in without_seed], np.nanmean),
+        errors,
+        information,
+        _last([*information.values(), *pairs], np.nanmin),
+    )
+
+
+def _last(values: Sequence[float], reduce: object) -> float:
+    finite = [value for value in values if np.isfinite(value)]
+    return float(reduce(finite)) if finite else float("nan")  # type: ignore[operator]
+
+
+def _codes(values: Sequence[object]) -> NDArray[np.int64]:
+    known = {value: code for code, value in enumerate(dict.fromkeys(values))}
+    return np.array([known[value] for value in values], np.int64)
+
+
+def _cells(places: dict[str, NDArray[np.int64]], axes: Sequence[str], n: int) -> list[NDArray[np.int64]]:
+    """Rows that agree in all of `axes`."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in range(n):
+        groups.setdefault(tuple(int(places[axis][row]) for axis in axes), []).append(row)
+    return [np.array(rows) for rows in groups.values()]
+
+
+def _psi(x: Array, g: Array, axis: str, places: dict[str, NDArray[np.int64]]) -> float:
+    """Mean over cells of τ = Σ_{i≠j} sign(x_i − x_j) sign(g_i − g_j) / (k(k − 1))."""
+    others = [other for other in places if other != axis]
+    taus = []
+    for rows in _cells(places, others, len(x)):
+        if len(rows) > 1:
+            signs = np.sign(x[rows][:, None] - x[rows]) * np.sign(g[rows][:, None] - g[rows])
+            taus.append(signs.sum() / (len(rows) * (len(rows) - 1)))
+    return float(np.mean(taus)) if taus else float("nan")
+
+
+def _sign_error(agreement: Array, axis: str, places: dict[str, NDArray[np.int64]]) -> float:
+    """½(1 − mean sign) over pairs that differ in `axis` and in nothing else but the seed."""
+    n = len(agreement)
+    wanted = ~np.eye(n, dtype=bool)
+    for other, codes in places.items():
+        same = codes[:, None] == codes[None, :]
+        if other == axis:
+            wanted &= ~same
+        elif other != SEED:
+            wanted &= same
+    return float(0.5 * (1 - agreement[wanted].mean())) if wanted.any() else float("nan")
+
+
+def _information(x: Array, g: Array, given: Sequence[str], places: dict[str, NDArray[np.int64]]) -> float:
+    """I(V_x; V_g | U) / H(V_g | U) over ordered pairs that agree in `given`, V the sign of a difference.
+
+    U is the values that a pair agrees in, weighted by its number of pairs; pairs with a tie are left out.
+    """
+    information = entropy = total = 0.0
+    for rows in _cells(places, given, len(x)):
+        sx, sg = np.sign(x[rows][:, None] - x[rows]), np.sign(g[rows][:, None] - g[rows])
+        untied = (sx != 0) & (sg != 0)
+        pairs = int(untied.sum())
+        if pairs == 0:
+            continue
+        agree = float((sx == sg)[untied].mean())
+        # With both orders of every pair each sign is a fair coin, so H(V_g) is one bit and I is 1 − h(agree).
+        information += pairs * (1 - _binary_entropy(agree))
+        entropy += pairs
+        total += pairs
+    return float(information / entropy) if total else float("nan")
+
+
+def _binary_entropy(p: float) -> float:
+    return 0.0 if p in (0.0, 1.0) else float(-p * np.log2(p) - (1 - p) * np.log2(1 - p))

@@ -1,0 +1,146 @@
+"""What a study file may say: its tables, their keys, and what each key takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flatness.errors import SpecError, nearest
+
+SCALES = ("smoke", "small", "paper")
+"""How much of a study runs: the whole pipeline on a few networks, an afternoon on a laptop, all of it."""
+
+NUMBER, WHOLE, TEXT, YES_NO, LIST, TABLE, ANY = (
+    "a number",
+    "a whole number",
+    "text",
+    "true or false",
+    "a list",
+    "a table",
+    "anything",
+)
+_TYPES: dict[str, tuple[type, ...]] = {
+    NUMBER: (int, float),
+    WHOLE: (int,),
+    TEXT: (str,),
+    YES_NO: (bool,),
+    LIST: (list,),
+    TABLE: (dict,),
+    ANY: (object,),
+}
+
+AXES: dict[str, Any] = {
+    "initialization": "default",
+    "batch_size": 64,
+    "learning_rate": 0.01,
+    "optimizer": "sgd",
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "random_labels": 0.0,
+    "seed": 0,
+}
+"""The axes of a grid, with the value that an axis has when the file does not mention it."""
+
+TABLES: dict[str, dict[str, str]] = {
+    "": {"title": TEXT, "paper": TEXT, "claim": TEXT, "parts": TABLE, "scale": TABLE},
+    "data": {
+        "name": TEXT,
+        "options": TABLE,
+        "standardize": YES_NO,
+        "limit": WHOLE,
+        "test_limit": WHOLE,
+        "data_dir": TEXT,
+    },
+    "model": {"name": TEXT, "options": TABLE},
+    "grid": {**dict.fromkeys(AXES, ANY), "together": LIST, "at_most": WHOLE},
+    "stop": {"loss": NUMBER, "accuracy": NUMBER, "epochs": WHOLE, "stalled": WHOLE},
+    "train": {
+        "loss": TEXT,
+        "at_once": WHOLE,
+        "beta1": NUMBER,
+        "beta2": NUMBER,
+        "alpha": NUMBER,
+        "eps": NUMBER,
+    },
+    "measure": {
+        "measures": ANY,
+        "layers": ANY,
+        "which": TEXT,
+        "samples": WHOLE,
+        "precision": NUMBER,
+        "method": TEXT,
+        "curvature": TEXT,
+        "options": TABLE,
+        "batch_size": WHOLE,
+    },
+    "gap": {"kind": TEXT},
+    "rescale": {"kind": TEXT, "low": NUMBER, "high": NUMBER, "seed": WHOLE},
+    "analysis": {"keep": LIST, "headline": LIST, "colour": TEXT, "resamples": WHOLE, "permutations": WHOLE},
+    "checkpoints": {"paths": ANY, "pattern": TEXT, "table": TEXT},
+}
+"""Every table of a study file and what its keys take; the nameless one is the top of the file."""
+
+_FREE = {"together"}
+
+
+def check_layout(content: Mapping[str, Any], where: str) -> None:
+    """Refuse unknown tables and keys, naming the nearest, and values of the wrong kind."""
+    known = [*TABLES[""], *(name for name in TABLES if name)]
+    for name, value in content.items():
+        if name in TABLES and name:
+            _expect(value, TABLE, f"[{name}]", where)
+            _check_table(value, TABLES[name], f"[{name}]", where)
+        elif name in TABLES[""]:
+            _expect(value, TABLES[""][name], name, where)
+        else:
+            raise SpecError(
+                f"Expected a key of a study file but {where} has {name!r}.{nearest(name, known)} "
+                f"Known: {', '.join(known)}."
+            )
+    for group in ("scale", "parts"):
+        for name, part in content.get(group, {}).items():
+            if group == "scale" and name not in ("smoke", "small"):
+                raise SpecError(
+                    f"Expected [scale.smoke] or [scale.small] but {where} has [scale.{name}]."
+                    f"{nearest(name, ('smoke', 'small'))} The file itself is the scale 'paper'."
+                )
+            _expect(part, TABLE, f"[{group}.{name}]", where)
+            check_layout(part, f"[{group}.{name}] of {where}")
+
+
+def _check_table(table: Mapping[str, Any], known: Mapping[str, str], name: str, where: str) -> None:
+    for key, value in table.items():
+        if key not in known:
+            raise SpecError(
+                f"Expected a key of {name} but {where} has {key!r}.{nearest(key, known)} "
+                f"Known: {', '.join(known)}."
+            )
+        _expect(value, known[key], f"{key} in {name}", where)
+    for row in table.get("together", ()) if name == "[grid]" else ():
+        _expect(row, TABLE, "[[grid.together]]", where)
+        _check_table(row, dict.fromkeys(AXES, LIST), "[[grid.together]]", where)
+
+
+def _expect(value: Any, kind: str, what: str, where: str) -> None:
+    right = isinstance(value, _TYPES[kind]) and not (isinstance(value, bool) and kind in (NUMBER, WHOLE))
+    if not right:
+        raise SpecError(f"Expected {what} to be {kind} but {where} has {value!r}.")
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the entries of `over` in their place; tables are merged, lists replaced.
+
+    >>> merged({"grid": {"seed": 3, "batch_size": [8]}}, {"grid": {"seed": 1}})
+    {'grid': {'seed': 1, 'batch_size': [8]}}
+    """
+    result = dict(base)
+    for key, value in over.items():
+        inner = result.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping) and key != "options"
+        result[key] = merged(inner, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list as it is, anything else as a list of one."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]

@@ -1,0 +1,146 @@
+"""What a study file names, as objects: models, data sets, and the labels that a network trains on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.data import load
+from flatness.errors import DataError, FlatnessError, ModelError, SpecError, nearest
+from flatness.models import MODELS, build, initialize
+from flatness.models.initial import seeded
+from flatness.study.grid import Configuration
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Training and test data on one device.
+
+    Attributes:
+        train: Inputs and targets.
+        test: Inputs and targets.
+        notes: How the data differ from what their name promises.
+    """
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 for real targets."""
+        targets = self.train[1]
+        return 0 if targets.is_floating_point() else int(max(targets.max(), self.test[1].max())) + 1
+
+    def to(self, device: torch.device) -> Split:
+        """The same on another device."""
+        moved = [tuple(tensor.to(device) for tensor in pair) for pair in (self.train, self.test)]
+        return replace(self, train=moved[0], test=moved[1])
+
+
+def load_split(data: Mapping[str, Any]) -> Split:
+    """The data of a table [data].
+
+    `name` is that of a data set, the path of an ``.npz`` file, or ``package.module:factory``; the factory
+    gets ``split="train"`` or ``"test"`` and the table's options, and returns inputs and targets.
+    """
+    name = data["name"]
+    if ":" in name and not name.lower().endswith(".npz"):
+        factory = import_object(name, "name in [data]")
+        pairs = [_pair(factory, name, split, data) for split in ("train", "test")]
+        return Split(pairs[0], pairs[1])
+    options = {"data_dir": data.get("data_dir"), "standardize": bool(data.get("standardize", False))}
+    train = load(name, split="train", limit=data.get("limit"), **options)
+    test = load(name, split="test", limit=data.get("test_limit"), **options)
+    return Split(train.pair, test.pair, tuple(dict.fromkeys((*train.notes, *test.notes))))
+
+
+def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    limit = data.get("limit" if split == "train" else "test_limit")
+    try:
+        made = factory(split=split, **data.get("options", {}))
+    except FlatnessError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"Expected {name} to give data but it raised {type(error).__name__}: {error}"
+        ) from error
+    tensors = isinstance(made, (tuple, list)) and len(made) == 2 and all(isinstance(t, Tensor) for t in made)
+    if not tensors or len(made[0]) != len(made[1]) or len(made[0]) == 0:
+        raise DataError(
+            f"Expected {name}(split={split!r}) to give inputs and targets, two tensors of one length, "
+            f"but got {type(made).__name__}. Return (inputs, targets)."
+        )
+    return made[0][:limit], made[1][:limit]
+
+
+def make_model(configuration: Configuration) -> nn.Module:
+    """The network as it starts: built from its seed, redrawn by its scheme."""
+    name, options = configuration.model["name"], dict(configuration.model.get("options", {}))
+    seed, scheme = configuration.axes.get("seed", 0), configuration.axes.get("initialization", "default")
+    if ":" in name:
+        factory = import_object(name, "name in [model]")
+        with seeded(seed):
+            model = factory(**options) if not isinstance(factory, nn.Module) else factory
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"Expected {name} to give a torch.nn.Module but got {type(model).__name__}. "
+                "Return the model from the factory."
+            )
+    else:
+        if name.replace("-", "_") not in MODELS:
+            raise SpecError(
+                "Expected name in [model] to be package.module:factory or one of flatness.models but got "
+                f"{name!r}.{nearest(name.lower().replace('-', '_'), MODELS)} Known: {', '.join(MODELS)}."
+            )
+        model = build(name, **options, seed=seed)
+    return model if scheme == "default" else initialize(model, scheme, seed)
+
+
+def training_targets(split: Split, configuration: Configuration) -> Tensor:
+    """The targets a network trains on: the data's, a share of them replaced by uniformly random classes.
+
+    Which ones and by what depends on the seed alone. A random class may be the right one, as in Zhang et al.
+    2017: at share 1 one in ten labels of ten classes is still right.
+    """
+    targets, share = split.train[1], float(configuration.axes.get("random_labels", 0.0))
+    if share == 0:
+        return targets
+    if split.classes == 0:
+        raise DataError(
+            "Expected classes, since random_labels is not 0, but the targets are real numbers. "
+            "Leave random_labels out."
+        )
+    generator = torch.Generator().manual_seed(stream_seed(configuration.axes.get("seed", 0), "labels"))
+    count = round(share * len(targets))
+    chosen = torch.randperm(len(targets), generator=generator)[:count].to(targets.device)
+    drawn = torch.randint(split.classes, (count,), generator=generator).to(targets)
+    return targets.index_copy(0, chosen, drawn)
+
+
+def stream_seed(seed: int, *purpose: object) -> int:
+    """A seed for one purpose of one network: draws for different purposes do not depend on each other."""
+    text = "/".join(map(str, (seed, *purpose)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def import_object(spec: str, what: str) -> Any:
+    """The object ``package.module:name``; modules in the current folder are found too."""
+    module_name, _, path = spec.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return functools.reduce(getattr, path.split("."), importlib.import_module(module_name))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(
+            f"Expected {what} to be package.module:name that can be imported here but got {spec!r}: {error}."
+        ) from error

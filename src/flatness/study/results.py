@@ -1,0 +1,165 @@
+"""A study that ran: its networks, what was filtered out, and whether flatness predicts the gap."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatness.errors import StudyError, nearest
+from flatness.files import write_text
+from flatness.study.conditions import parse_condition
+from flatness.study.correlations import correlation_table
+from flatness.study.granulated import SEED
+from flatness.study.records import readable_disk_errors
+from flatness.study.spec import Spec
+from flatness.study.summary import summary_text
+from flatness.study.table import PENDING, measure_columns, networks_frame
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Study:
+    """What `flatness.study.load` returns.
+
+    Args:
+        spec: The study as it ran.
+        networks: Key, part, axes and label of every network that belongs to it.
+        records: Records by key.
+        path: Its folder.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        networks: Sequence[Mapping[str, Any]],
+        records: Mapping[str, Mapping[str, Any]],
+        path: Path,
+    ) -> None:
+        self.spec, self.networks, self.path = spec, list(networks), path
+        wanted = {network["key"] for network in networks}
+        self.records = {key: record for key, record in records.items() if key in wanted}
+        self.others = len(records) - len(self.records)
+
+    @functools.cached_property
+    def _frame(self) -> pandas.DataFrame:
+        gaps = {
+            part: settings.get("gap", {}).get("kind", "loss") for part, settings in self.spec.parts.items()
+        }
+        return networks_frame(self.networks, self.records, gaps)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per network: hyperparameters, status, losses, gap, and a column per measured quantity."""
+        return self._frame.copy()
+
+    def counts(self) -> dict[str, int]:
+        """How many networks ended how; "pending" ones have not been trained yet."""
+        return dict(Counter(self._frame["status"]))
+
+    def kept(self, part: str | None = None) -> pandas.DataFrame:
+        """The networks that the analysis is about: measured, finite, and within the file's conditions."""
+        frame: Any = self._frame
+        for _, rows in self._filters():
+            frame = frame[rows.reindex(frame.index, fill_value=False)]
+        return frame if part is None or "part" not in frame else frame[frame["part"] == part]
+
+    def filtered_out(self) -> dict[str, int]:
+        """What was left out of the analysis and why: reason to number of networks."""
+        left: dict[str, int] = {}
+        alive = self._frame.index
+        for reason, rows in self._filters():
+            passing = [index for index in alive if rows[index]]
+            if len(passing) < len(alive):
+                left[reason] = len(alive) - len(passing)
+            alive = passing
+        return left
+
+    def _filters(self) -> list[tuple[str, Any]]:
+        frame = self._frame
+        status = frame["status"]
+        columns = measure_columns(frame)
+        measured = frame[columns].notna().any(axis=1) if columns else status == ""
+        found = [
+            ("not trained yet", status != PENDING),
+            ("diverged", status != "diverged"),
+            ("failed", status != "failed"),
+            ("did not converge and was not measured", (status != "not_converged") | measured),
+            ("not measured yet", measured),
+        ]
+        texts = dict.fromkeys(
+            text for part in self.spec.parts.values() for text in part.get("analysis", {}).get("keep", ())
+        )
+        return found + [(f"not {text}", parse_condition(text, "the study").holds(frame)) for text in texts]
+
+    def axes(self) -> dict[str, list[str]]:
+        """The hyperparameters that vary, and the columns of each: several where they only vary together."""
+        frame: Any = self._frame
+        named = [axis.split("+") for axis in self.spec.axes()] if self.spec.configurations else []
+        if not named:
+            known = {axis for network in self.networks for axis in network["axes"]}
+            named = [[axis] for axis in frame.columns if axis in known and axis != SEED]
+        found = {"+".join(columns): columns for columns in named if len(frame[columns].drop_duplicates()) > 1}
+        return {**found, SEED: [SEED]} if SEED in frame and frame[SEED].nunique() > 1 else found
+
+    def correlations(self, part: str | None = None) -> pandas.DataFrame:
+        """A row per measured quantity: how it goes with the gap; see `correlations.correlation_table`."""
+        names = list(self.spec.parts)
+        if part is not None and part not in names:
+            raise StudyError(
+                f"Expected a part of the study, one of {', '.join(names)}, but got {part!r}."
+                f"{nearest(part, names)}"
+            )
+        settings = next(iter(self.spec.parts.values())) if part is None else self.spec.parts[part]
+        analysis = settings.get("analysis", {})
+        return correlation_table(
+            self.kept(part),
+            self.axes(),
+            resamples=analysis.get("resamples", 2000),
+            permutations=analysis.get("permutations", 2000),
+        )
+
+    def groups(self, columns: Sequence[str] | None = None) -> pandas.DataFrame:
+        """Means and standard deviations over seeds, a row per setting; `columns` default to the headline."""
+        frame = self.kept()
+        by = ["part"] if "part" in frame else []
+        by += [column for axis, columns in self.axes().items() if axis != SEED for column in columns]
+        wanted = [*("train_loss", "test_accuracy", "gap"), *(columns or self.headline())]
+        grouped = frame.groupby(by, sort=False, dropna=False) if by else frame.groupby(lambda _: "all")
+        table = grouped[wanted].agg(["mean", "std"])
+        table.insert(0, ("n", ""), grouped.size())
+        return table.reset_index()
+
+    def headline(self) -> list[str]:
+        """The quantities that the study is about: those its file names, else the network's own values."""
+        frame = self._frame
+        asked = dict.fromkeys(
+            name for part in self.spec.parts.values() for name in part.get("analysis", {}).get("headline", ())
+        )
+        found = [name for name in asked if name in frame]
+        return found or [name for name in measure_columns(frame) if ":network" in name][:6]
+
+    def write_tables(self) -> list[str]:
+        """Write ``networks.csv``, ``correlations.csv`` and ``groups.csv`` and return their names."""
+        written = {"networks.csv": self._frame.to_csv(index=False)}
+        if len(self.kept()) >= 3:
+            tables = [(part, self.correlations(part)) for part in self.spec.parts]
+            for part, table in tables:
+                name = f"correlations-{part}.csv" if part else "correlations.csv"
+                written[name] = table.to_csv(index=False)
+        if len(self.kept()):
+            flat = self.groups()
+            flat.columns = [":".join(filter(None, names)) for names in flat.columns]
+            written["groups.csv"] = flat.to_csv(index=False)
+        with readable_disk_errors(self.path):
+            for name, text in written.items():
+                write_text(self.path / name, text)
+        return list(written)
+
+    def __str__(self) -> str:
+        """The summary."""
+        return summary_text(self)
+
+    __repr__ = __str__

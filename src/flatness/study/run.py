@@ -1,0 +1,163 @@
+"""Run a study and load what a run left: the two functions behind ``flatness study``."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flatness.errors import OptionError
+from flatness.study.cohorts import Unit, units, usual_at_once, usual_device, usual_jobs
+from flatness.study.executors import check_executor, execute
+from flatness.study.found import found_checkpoints
+from flatness.study.grid import Configuration
+from flatness.study.objects import load_split, make_model
+from flatness.study.records import FAILED, Folder
+from flatness.study.results import Study
+from flatness.study.spec import Spec, make_spec, read_spec
+from flatness.study.watch import Watch
+from flatness.study.work import Orders
+
+
+def run(
+    spec: str | os.PathLike[str] | Mapping[str, Any] | Spec,
+    out: str | os.PathLike[str],
+    executor: str = "local",
+    *,
+    scale: str = "paper",
+    jobs: int | None = None,
+    device: str | torch.device | None = None,
+    minutes: float = math.inf,
+    checkpoint_every: float = 60.0,
+    retry: bool = False,
+    progress: bool = True,
+) -> Study:
+    """Train many networks, measure them, and relate flatness to the generalisation gap.
+
+    Every network has a record of its own in `out`. A run that is killed is resumed by running it again: what
+    is finished is not done twice, and networks in training lose at most the time since their last checkpoint.
+
+    Args:
+        spec: The name of a study that comes with the package, the path of a ``.toml`` file, or its content.
+        out: The folder of the study; made if need be.
+        executor: "local" for processes on this machine, "ray" for a Ray cluster.
+        scale: "smoke" (a few networks through the whole pipeline), "small" or "paper".
+        jobs: Processes at a time; None for one per GPU, or one per core without a GPU.
+        device: Where to train and measure; None for a GPU where there is one.
+        minutes: Time after which to save everything and return what there is.
+        checkpoint_every: Seconds between two checkpoints of networks in training.
+        retry: Whether networks that failed before are tried again.
+        progress: Whether to show how far it is.
+
+    Returns:
+        The study, as `load` gives it: `print` it, or see its tables.
+
+    Raises:
+        SpecError: The file asks for something that does not exist.
+        DataError: The data are not there; the message says where they were looked for.
+        StudyError: Another run is at work in the folder, the disk is full, or records are of another version.
+
+    Example:
+        >>> import tempfile, flatness
+        >>> spec = {
+        ...     "data": {"name": "digits", "limit": 200},
+        ...     "model": {"name": "mlp", "options": {"sizes": [64, 16, 10]}},
+        ...     "grid": {"learning_rate": [0.1, 0.3], "batch_size": 50, "seed": 3},
+        ...     "stop": {"epochs": 3},
+        ... }
+        >>> study = flatness.study.run(spec, tempfile.mkdtemp(), jobs=1, progress=False)
+        >>> study.counts()
+        {'converged': 6}
+    """
+    chosen = spec if isinstance(spec, Spec) else read_spec(spec, scale)
+    check_executor(executor)
+    place = torch.device(device) if device is not None else usual_device()
+    jobs = usual_jobs(place) if jobs is None else jobs
+    _check_numbers(jobs, minutes, checkpoint_every)
+    folder = Folder(out)
+    work = plan_units(chosen, place)
+    _check_sources(work)
+    with folder.locked():
+        for _ in folder.all_records():  # refuse records of another version before any work
+            pass
+        if retry:
+            _forget_failures(folder)
+        networks = [one for unit in work for one in unit.configurations]
+        folder.write_study(_saved(chosen, networks))
+        until = time.time() + 60 * minutes
+        orders = Orders(str(folder.path), chosen.parts, str(place), until, checkpoint_every)
+        with Watch(folder, [one.key for one in networks], progress):
+            for _ in execute(work, orders, executor, jobs):
+                pass
+    study = load(out)
+    study.write_tables()
+    return study
+
+
+def load(out: str | os.PathLike[str]) -> Study:
+    """The study in a folder that `run` wrote to, finished or not.
+
+    Raises:
+        StudyError: There is no study, or a record is damaged or of another version.
+    """
+    folder = Folder(out)
+    saved = folder.read_study()
+    spec = make_spec(saved["name"], "paper", saved["content"], str(folder.path / "study.json"))
+    spec = Spec(spec.name, saved["scale"], spec.content, spec.parts, spec.configurations)
+    records = {record["key"]: record for record in folder.all_records()}
+    return Study(spec, saved["networks"], records, folder.path)
+
+
+def plan_units(spec: Spec, device: torch.device) -> list[Unit]:
+    """The work of a study: trained from a grid, or found as checkpoints, part by part."""
+    work: list[Unit] = []
+    for part, settings in spec.parts.items():
+        own: list[Configuration] = [one for one in spec.configurations if one.part == part]
+        if "checkpoints" in settings:
+            own = found_checkpoints(part, settings)
+        work += units(own, settings.get("train", {}).get("at_once") or usual_at_once(device))
+    return work
+
+
+def _saved(spec: Spec, networks: list[Configuration]) -> dict[str, Any]:
+    """What `load` needs: the content at its scale, so that it means the same when the file has changed."""
+    listed = [
+        {"key": one.key, "part": one.part, "axes": dict(one.axes), "label": one.label()} for one in networks
+    ]
+    return {"name": spec.name, "scale": spec.scale, "content": dict(spec.content), "networks": listed}
+
+
+def _check_sources(work: list[Unit]) -> None:
+    """Load every data set and build every model once: what is missing is said now, not after an hour."""
+    seen: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+    for unit in work:
+        one = unit.configurations[0]
+        if (one.data, one.model) not in seen:
+            if not any(one.data == data for data, _ in seen):
+                load_split(one.data)
+            make_model(one)
+            seen.append((one.data, one.model))
+
+
+def _forget_failures(folder: Folder) -> None:
+    """Take failures back: a network that was trained goes back to that, others to nothing."""
+    for record in list(folder.all_records()):
+        if record["status"] == FAILED:
+            if "training" in record:
+                status, reason = record["training"]["status"], record["training"]["reason"]
+                kept = {name: value for name, value in record.items() if name != "measuring"}
+                folder.write_record(record["key"], {**kept, "status": status, "reason": reason})
+            else:
+                (folder.records / f"{record['key']}.json").unlink()
+
+
+def _check_numbers(jobs: int, minutes: float, every: float) -> None:
+    if jobs < 1 or minutes <= 0 or every <= 0:
+        raise OptionError(
+            "Expected jobs of at least 1 and positive minutes and checkpoint_every but got "
+            f"jobs={jobs}, minutes={minutes:g}, checkpoint_every={every:g}."
+        )

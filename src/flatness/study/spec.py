@@ -1,0 +1,192 @@
+"""A study file, read and checked: what to train, when to stop, what to measure and hold it against."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from flatness.errors import SpecError, nearest
+from flatness.measures.catalogue import resolve_options, select_measures
+from flatness.study.conditions import parse_condition
+from flatness.study.gaps import GAPS
+from flatness.study.grid import Configuration, expanded, thinned
+from flatness.study.layout import SCALES, check_layout, merged
+from flatness.study.losses import LOSSES
+from flatness.study.optimizers import OPTIMIZERS
+
+_SMOKE_NETWORKS, _SMALL_NETWORKS = 8, 40
+# What a scale changes where the file has no section for it.
+_SMOKE: dict[str, Any] = {"data": {"limit": 512, "test_limit": 512}, "stop": {"epochs": 2}}
+_SMALL: dict[str, Any] = {"data": {"limit": 5000, "test_limit": 2000}, "stop": {"epochs": 20}}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A study at one scale.
+
+    Attributes:
+        name: What the study is called: the stem of its file.
+        scale: "smoke", "small" or "paper".
+        content: The file with the scale's changes in place, as plain dictionaries.
+        parts: The same for every part; a study without parts has one, named "".
+        configurations: Every network to train (or to load), in the order of the grid.
+    """
+
+    name: str
+    scale: str
+    content: Mapping[str, Any]
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    configurations: tuple[Configuration, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """One line about the study."""
+        return str(self.content.get("title", self.name))
+
+    def part(self, name: str) -> Mapping[str, Any]:
+        """What holds for one part."""
+        return self.parts[name]
+
+    def axes(self) -> list[str]:
+        """The hyperparameters that vary, seeds left out; those that only vary together count as one.
+
+        They are joined by ``+``: ``batch_size+learning_rate``.
+        """
+        return list(dict.fromkeys(axis for part in self.parts.values() for axis in _axes(part)))
+
+
+def _axes(part: Mapping[str, Any]) -> list[str]:
+    grid = part.get("grid", {})
+    joint = ["+".join(row) for row in grid.get("together", ()) if len(next(iter(row.values()), [])) > 1]
+    plain = [
+        axis
+        for axis, values in grid.items()
+        if axis not in ("together", "at_most", "seed") and isinstance(values, list) and len(values) > 1
+    ]
+    return [*joint, *plain]
+
+
+def names() -> list[str]:
+    """The studies that come with the package."""
+    folder = resources.files("flatness.study") / "specs"
+    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+
+
+def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "paper") -> Spec:
+    """Read a study: the name of one that comes with the package, the path of a file, or its content.
+
+    Args:
+        source: ``"petzka2021-cifar10"``, ``"mine.toml"`` or a dictionary like such a file.
+        scale: "smoke", "small" or "paper".
+
+    Raises:
+        SpecError: Something in it is unknown or makes no sense; nothing has been trained then.
+    """
+    if scale not in SCALES:
+        raise SpecError(
+            f"Expected scale to be one of {', '.join(SCALES)} but got {scale!r}.{nearest(scale, SCALES)}"
+        )
+    name, where, content = _content(source)
+    check_layout(content, where)
+    return make_spec(name, scale, content, where)
+
+
+def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> Spec:
+    """The study that checked content describes."""
+    at_scale = _scaled(content, scale)
+    parts = {
+        part: {key: value for key, value in merged(at_scale, over).items() if key not in ("parts", "scale")}
+        for part, over in (at_scale.get("parts") or {"": {}}).items()
+    }
+    configurations: list[Configuration] = []
+    for part, settings in parts.items():
+        _check_settings(settings, where)
+        found = expanded(part, settings, where)
+        limit = settings.get("grid", {}).get("at_most")
+        configurations += thinned(found, limit) if limit else found
+    return Spec(name, scale, at_scale, parts, tuple(configurations))
+
+
+def _content(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    if isinstance(source, Mapping):
+        return str(source.get("title", "study")), "the study", dict(source)
+    text = os.fspath(source)
+    if not text.endswith(".toml") and os.path.sep not in text:
+        if text not in names():
+            raise SpecError(
+                f"Expected the name of a study, one of {', '.join(names())}, or the path of a .toml file but "
+                f"got {text!r}.{nearest(text, names())}"
+            )
+        raw, where = (
+            (resources.files("flatness.study") / "specs" / f"{text}.toml").read_bytes(),
+            f"{text}.toml",
+        )
+    else:
+        try:
+            raw, where = Path(text).read_bytes(), text
+        except OSError as error:
+            raise SpecError(
+                f"Expected a study file that can be read but got {text}: {error.strerror or error}."
+            ) from error
+    try:
+        return Path(text).stem if text.endswith(".toml") else text, where, tomllib.loads(raw.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"Expected TOML but {where} is not: {error}.") from error
+
+
+def _scaled(content: Mapping[str, Any], scale: str) -> dict[str, Any]:
+    """The content with the changes of a scale; a file without a section for it gets the package's."""
+    if scale == "paper":
+        return {key: value for key, value in content.items() if key != "scale"}
+    given = content.get("scale", {}).get(scale)
+    smoke = scale == "smoke"
+    networks = _SMOKE_NETWORKS if smoke else _SMALL_NETWORKS
+    usual = {**(_SMOKE if smoke else _SMALL), "measure": {"which": "all"}, "grid": {"at_most": networks}}
+    if "checkpoints" in content:
+        usual = {"grid": {"at_most": networks}}
+    over = usual if given is None else merged({"measure": {"which": "all"}} if smoke else {}, given)
+    base = {key: value for key, value in content.items() if key != "scale"}
+    result = merged(base, {key: value for key, value in over.items() if key != "parts"})
+    if "parts" in base:  # the scale's word counts, also over what a part says
+        general = {key: value for key, value in over.items() if key != "parts"}
+        result["parts"] = {part: merged(own, general) for part, own in base["parts"].items()}
+        result = merged(result, {"parts": over.get("parts", {})})
+    return result
+
+
+def _check_settings(settings: Mapping[str, Any], where: str) -> None:
+    """Check names and values that can be checked before anything runs."""
+    if "checkpoints" not in settings and "epochs" not in settings.get("stop", {}):
+        raise SpecError(f"Expected epochs in [stop] but {where} has none. Say when to give up: epochs = 100.")
+    for table in ("data", "model"):
+        if "name" not in settings.get(table, {}):
+            raise SpecError(f'Expected name in [{table}] but {where} has none. For example name = "digits".')
+    _one_of(settings.get("gap", {}).get("kind", "loss"), GAPS, "kind in [gap]", where)
+    _one_of(settings.get("train", {}).get("loss", "cross_entropy"), LOSSES, "loss in [train]", where)
+    measure = settings.get("measure", {})
+    _one_of(measure.get("which", "converged"), ("converged", "all"), "which in [measure]", where)
+    resolve_options(select_measures(measure.get("measures", "default")), measure.get("options"))
+    for condition in settings.get("analysis", {}).get("keep", ()):
+        parse_condition(condition, where)
+    for optimizer in _values(settings, "optimizer"):
+        _one_of(optimizer, OPTIMIZERS, "optimizer in [grid]", where)
+
+
+def _values(settings: Mapping[str, Any], axis: str) -> list[Any]:
+    grid = settings.get("grid", {})
+    own = grid.get(axis, [])
+    together = [value for row in grid.get("together", ()) for value in row.get(axis, ())]
+    return [*(own if isinstance(own, list) else [own]), *together]
+
+
+def _one_of(value: Any, known: Any, what: str, where: str) -> None:
+    if value not in known:
+        raise SpecError(
+            f"Expected {what} to be one of {', '.join(known)} but {where} has {value!r}."
+            f"{nearest(value, known)}"
+        )

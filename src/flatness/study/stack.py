@@ -1,0 +1,128 @@
+"""Networks of one shape as one: their parameters in one tensor, their forward passes in one program."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from flatness.study.convolutions import Unfolded
+
+ENGINES = ("looped", "grouped", "unfolded")
+"""How a stack runs forward. ``looped``: one network after the other. ``grouped``: all at once through
+`torch.vmap`, which makes a batch of products out of linear layers and a grouped convolution out of
+convolutions. ``unfolded``: the same with convolutions written as products over unfolded images."""
+
+
+class Stack:
+    """Parameters and buffers of networks of one shape.
+
+    All parameters live in `flat`, (networks, parameters); `parameters` are views into it with a leading axis
+    for the network, so that an optimizer needs a handful of operations however many layers there are.
+
+    Args:
+        networks: At least one; they are copied.
+        device: Where to.
+        engine: One of `ENGINES`.
+    """
+
+    def __init__(self, networks: Sequence[nn.Module], device: torch.device, engine: str) -> None:
+        first = networks[0]
+        self.shapes = {name: value.shape for name, value in first.named_parameters()}
+        rows = [
+            torch.cat([value.detach().reshape(-1).float().cpu() for value in network.parameters()])
+            for network in networks
+        ]
+        self.flat = torch.stack(rows).to(device)
+        self.buffers = {
+            name: torch.stack([dict(network.named_buffers())[name] for network in networks]).to(device)
+            for name, _ in first.named_buffers()
+        }
+        self.skeleton = copy.deepcopy(first).to("meta").train()
+        self.engine = engine
+        self.parameters = self._views()
+
+    def __len__(self) -> int:
+        return len(self.flat)
+
+    def _views(self) -> dict[str, Tensor]:
+        """Leaves that share the memory of `flat`."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = self.flat.split(sizes, dim=1)
+        return {
+            name: part.view(len(self), *shape).detach().requires_grad_()
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(networks, samples, …) → (networks, samples, outputs); network i sees x[i]."""
+        if self.engine == "looped":
+            return torch.stack([self._one(*self._row(i), x[i]) for i in range(len(self))])
+        with Unfolded() if self.engine == "unfolded" else nullcontext():
+            return torch.vmap(self._one, randomness="different")(self.parameters, self.buffers, x)
+
+    def _one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(self.skeleton, (parameters, buffers), (x,))
+
+    def _row(self, i: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return (
+            {name: value[i] for name, value in self.parameters.items()},
+            {name: value[i] for name, value in self.buffers.items()},
+        )
+
+    def gradient(self, losses: Tensor) -> Tensor:
+        """The gradient of each network's loss by its own parameters, (networks, parameters).
+
+        A network's loss does not depend on another's parameters, so the gradient of the sum is all of them.
+        """
+        found = torch.autograd.grad(losses.sum(), list(self.parameters.values()), allow_unused=True)
+        rows = [
+            (torch.zeros_like(value) if part is None else part).reshape(len(self), -1)
+            for part, value in zip(found, self.parameters.values(), strict=True)
+        ]
+        return torch.cat(rows, dim=1)
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep the networks in these rows; the others leave."""
+        self.flat = self.flat[rows]
+        self.buffers = {name: value[rows] for name, value in self.buffers.items()}
+        self.parameters = self._views()
+
+    def weights(self, row: int) -> dict[str, Tensor]:
+        """The state dict of one network, on the host."""
+        parameters, buffers = self._row(row)
+        values = {**parameters, **buffers}
+        # A state dict has tied parameters under all their names and leaves some buffers out.
+        first = {id(value): name for name, value in self.skeleton.named_parameters()}
+        wanted = self.skeleton.state_dict(keep_vars=True).items()
+        return {name: values[first.get(id(value), name)].detach().cpu().clone() for name, value in wanted}
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return {
+            "flat": self.flat.cpu(),
+            "buffers": {name: value.cpu() for name, value in self.buffers.items()},
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from what `saved` returned, for the same networks in the same rows."""
+        self.flat.copy_(saved["flat"])
+        for name, value in saved["buffers"].items():
+            self.buffers[name].copy_(value)
+
+
+def usual_engine(model: nn.Module, device: torch.device) -> str:
+    """The engine to start with.
+
+    A CPU works on one convolution with all its cores and gains nothing from several at once (measured: a
+    third of the speed), while small products do profit. A GPU wants everything at once.
+    """
+    if device.type == "cpu":
+        slow = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        return "looped" if any(isinstance(module, slow) for module in model.modules()) else "grouped"
+    return "grouped"

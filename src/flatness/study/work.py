@@ -1,0 +1,235 @@
+"""One unit of work: train what is not trained, measure what is not measured, leave a record of each."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.checkpoints import fit_checkpoint, read_checkpoint
+from flatness.errors import StudyError
+from flatness.study.cohorts import Unit
+from flatness.study.environment import environment
+from flatness.study.evaluate import evaluation
+from flatness.study.grid import Configuration, digest
+from flatness.study.measuring import measured, measuring_key
+from flatness.study.objects import Split, load_split, make_model, training_targets
+from flatness.study.records import FAILED, Folder, readable_disk_errors
+from flatness.study.train import CONVERGED, DIVERGED, Cohort, OutOfTimeError, Training
+from flatness.study.watch import Progress
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What every unit of a run is told.
+
+    Attributes:
+        folder: Path of the study.
+        parts: The settings of each part.
+        device: Where to train and measure.
+        until: Wall-clock time (`time.time`) at which to stop; infinite for never.
+        every: Seconds between two training checkpoints.
+        parent: Process that this work ends with; 0 for none.
+    """
+
+    folder: str
+    parts: Mapping[str, Mapping[str, Any]]
+    device: str
+    until: float = math.inf
+    every: float = 60.0
+    parent: int = 0
+
+
+def do_unit(unit: Unit, orders: Orders) -> bool:
+    """Bring every network of a unit to its final record.
+
+    Returns:
+        Whether all of it is done; False when time ran out.
+    """
+    _end_with(orders.parent)
+    folder, device = Folder(orders.folder), torch.device(orders.device)
+    with _full_precision():
+        try:
+            pending = [one for one in unit.configurations if not _final(folder, one, orders)]
+            if not pending:
+                return True
+            split = _split(unit.configurations[0].data, device)
+            _train(pending, unit, split, folder, orders)
+            for one in pending:
+                if time.time() > orders.until:
+                    return False
+                _finish(one, split, folder, orders)
+        except OutOfTimeError:
+            return False
+    return True
+
+
+def _final(folder: Folder, one: Configuration, orders: Orders) -> bool:
+    """Whether there is nothing left to do for a network."""
+    record = folder.record(one.key)
+    if record is None:
+        return False
+    if record["status"] in (FAILED, DIVERGED):
+        return True
+    if not _wants_measuring(record["status"], orders.parts[one.part]):
+        return "evaluation" in record
+    return record.get("measuring", {}).get("key") == measuring_key(orders.parts[one.part])
+
+
+def _wants_measuring(status: str, settings: Mapping[str, Any]) -> bool:
+    which = settings.get("measure", {}).get("which", "converged")
+    return status == CONVERGED or (which == "all" and status != DIVERGED)
+
+
+def _train(pending: list[Configuration], unit: Unit, split: Split, folder: Folder, orders: Orders) -> None:
+    """Train the networks that have no record; half of them at a time when memory runs out."""
+    waiting = [one for one in pending if not one.checkpoint and folder.record(one.key) is None]
+    at_once = len(waiting)
+    while waiting:
+        now = waiting[:at_once]
+        part = unit.id if len(now) == len(waiting) else digest([one.key for one in now])
+        file = folder.training / f"{part}.pt"
+        done = functools.partial(_trained, split=split, folder=folder, orders=orders)
+        deadline = time.monotonic() + orders.until - time.time()
+        try:
+            with readable_disk_errors(folder.path):
+                Cohort(now, split, file, orders.every).train(done, deadline, Progress(file))
+        except torch.OutOfMemoryError:
+            if len(now) == 1:
+                raise
+            at_once = len(now) // 2
+            torch.cuda.empty_cache()
+        except (OutOfTimeError, StudyError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            for one in now:
+                if folder.record(one.key) is None:
+                    _fail(one, folder, orders, "training", error)
+        waiting = [one for one in waiting if folder.record(one.key) is None]
+        file.with_suffix(".json").unlink(missing_ok=True)
+
+
+def _trained(
+    one: Configuration,
+    weights: dict[str, Tensor],
+    training: Training,
+    *,
+    split: Split,
+    folder: Folder,
+    orders: Orders,
+) -> None:
+    """Keep a network that has just ended: first its weights, then its record."""
+    record: dict[str, Any] = {
+        **_head(one, orders),
+        "status": training.status,
+        "reason": training.reason,
+        "training": {**asdict(training), "epochs": len(training.losses)},
+    }
+    if training.status != DIVERGED:
+        folder.write_weights(one.key, weights)
+    folder.write_record(one.key, record)
+
+
+def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) -> None:
+    """Evaluate and measure a trained network; whatever fails becomes its reason."""
+    settings = orders.parts[one.part]
+    record = folder.record(one.key) or {
+        **_head(one, orders),
+        "status": CONVERGED,
+        "reason": "trained elsewhere",
+    }
+    if record["status"] in (FAILED, DIVERGED):
+        return
+    try:
+        model = _loaded(one, folder).to(split.train[0].device).eval()
+        train = (split.train[0], training_targets(split, one))
+        loss = one.train.get("loss", "cross_entropy")
+        if "evaluation" not in record:
+            record["evaluation"] = evaluation(model, train, split.test, loss)
+        if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
+            record |= {"status": DIVERGED, "reason": "the loss of the trained network is not finite"}
+        elif _wants_measuring(record["status"], settings):
+            record["measuring"] = measured(model, train, loss, one.axes.get("seed", 0), settings)
+    except (StudyError, torch.OutOfMemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        _fail(one, folder, orders, "measuring", error, record)
+        return
+    folder.write_record(one.key, {**record, **_now(orders)})
+
+
+def _loaded(one: Configuration, folder: Folder) -> nn.Module:
+    model = make_model(one)
+    path = one.checkpoint or str(folder.weights_of(one.key))
+    fit_checkpoint(model, read_checkpoint(path), path)
+    return model
+
+
+def _fail(
+    one: Configuration,
+    folder: Folder,
+    orders: Orders,
+    doing: str,
+    error: Exception,
+    record: Mapping[str, Any] | None = None,
+) -> None:
+    first = (str(error).strip().splitlines() or [""])[0]
+    reason = f"{doing}: {type(error).__name__}: {first}"
+    folder.write_record(one.key, {**(record or _head(one, orders)), "status": FAILED, "reason": reason})
+
+
+def _head(one: Configuration, orders: Orders) -> dict[str, Any]:
+    return {"part": one.part, "configuration": one.content(), **_now(orders)}
+
+
+def _now(orders: Orders) -> dict[str, Any]:
+    return {
+        "environment": environment(torch.device(orders.device)),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+_SPLITS: dict[tuple[str, str], Split] = {}
+
+
+def _split(data: Mapping[str, Any], device: torch.device) -> Split:
+    """The data on the device; those of the last unit are kept, since the next one mostly has the same."""
+    asked = (digest(dict(data)), str(device))
+    if asked not in _SPLITS:
+        _SPLITS.clear()
+        _SPLITS[asked] = load_split(data).to(device)
+    return _SPLITS[asked]
+
+
+class _full_precision:  # noqa: N801 (reads as a statement)
+    """Inside, float32 means float32: no TF32 in products and convolutions."""
+
+    def __enter__(self) -> None:
+        self._before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
+
+
+def _end_with(parent: int) -> None:
+    """In a worker process: end when the process that started it is gone, also when that was killed."""
+    if not parent or os.getppid() != parent or getattr(_end_with, "watching", False):
+        return
+    _end_with.watching = True  # type: ignore[attr-defined]
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

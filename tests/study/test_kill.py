@@ -1,0 +1,117 @@
+"""A study that is killed at random moments, ten times, ends as if it had never been."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import flatness
+from command import environment
+from studies import study
+
+CONTENT = study(
+    grid={"learning_rate": [0.05, 0.1], "batch_size": [8, 16], "seed": 2},
+    stop={"epochs": 60},
+    train={"at_once": 4},
+)
+# Imports once; runs the study in a fork for every line that it gets, and says how each ended.
+SERVER = """
+import json, os, sys, torch
+torch.set_num_threads(1)
+import flatness
+content, out = json.loads(sys.argv[1]), sys.argv[2]
+for _ in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        flatness.study.run(content, out, jobs=1, progress=False, checkpoint_every=0.05)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+PARALLEL = """
+import json, sys, flatness
+flatness.study.run(json.loads(sys.argv[1]), sys.argv[2], jobs=2, progress=False, checkpoint_every=0.05)
+"""
+
+
+def start(script, content, out):
+    return subprocess.Popen(
+        [sys.executable, "-c", script, json.dumps(content), str(out)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(80),
+    )
+
+
+def weights(out):
+    return {path.name: path.stat().st_mtime_ns for path in (out / "weights").glob("*.safetensors")}
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing(tmp_path):
+    whole = flatness.study.run(CONTENT, tmp_path / "whole", jobs=1, progress=False)
+    out = tmp_path / "killed"
+    draw = random.Random(5)
+    finished = {}
+    with start(SERVER, CONTENT, out) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for kills in range(11):
+            server.stdin.write("run\n")
+            server.stdin.flush()
+            child = int(server.stdout.readline())
+            if kills < 10:
+                time.sleep(draw.uniform(0.0, 0.6))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            ended = int(server.stdout.readline())
+            # What was finished stays as it was: no network is trained twice.
+            now = weights(out) if out.exists() else {}
+            assert {name: now[name] for name in finished} == finished
+            finished = now
+        assert ended == 0
+        server.stdin.close()
+    resumed = flatness.study.load(out)
+    assert {name: weights(out)[name] for name in finished} == finished
+    columns = ["training_seconds", "measuring_seconds"]
+    mine, theirs = (s.to_frame().drop(columns=columns) for s in (whole, resumed))
+    assert list(theirs["status"]) == ["converged"] * 8
+    for column in mine.select_dtypes("number"):
+        # Networks left the stack at other moments, so that sums may be rounded otherwise.
+        assert abs(mine[column] - theirs[column]).max() <= 1e-3 * abs(mine[column]).max(), column
+    assert list((out / "training").iterdir()) == []
+    assert not list(out.glob("*/.*.part"))
+    assert os.listdir(out / "records")
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_run(tmp_path):
+    process = start(PARALLEL, {**CONTENT, "stop": {"epochs": 100_000}}, tmp_path / "out")
+    try:
+        _until(lambda: list((tmp_path / "out" / "training").glob("*.pt")), 60)
+        process.kill()
+        process.wait()
+        time.sleep(1.0)
+        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "training").iterdir()}
+        time.sleep(0.6)  # a living worker would have saved several times
+        after = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "training").iterdir()}
+        assert before == after
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,306 @@
+"""Whole studies: what a run leaves behind, does not do twice, and says about what went wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import flatness
+from flatness.checkpoints import fit_checkpoint, read_checkpoint
+from flatness.data import load
+from flatness.errors import DataError, OptionError, StudyError
+from flatness.models import mlp
+from flatness.study import records, work
+from flatness.study.gaps import GAPS
+from studies import SMALL, study
+
+
+def run(content, out, **options):
+    return flatness.study.run(content, out, **{"jobs": 1, "progress": False, **options})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "study"
+    content = study(rescale={"low": 5.0, "high": 25.0}, grid={"batch_size": [16, 64]})
+    return run(content, out), content
+
+
+def files(folder):
+    return {path.name: path.stat().st_mtime_ns for path in (folder / "records").iterdir()}
+
+
+def test_values_are_those_of_flatness_measure_on_the_saved_weights(finished):
+    found, content = finished
+    frame = found.to_frame()
+    assert len(frame) == 12
+    assert found.counts() == {"converged": 12}
+    row = frame.iloc[3]
+    record = found.records[row["key"]]
+    network = mlp(**content["model"]["options"])
+    fit_checkpoint(network, read_checkpoint(found.path / "weights" / f"{row['key']}.safetensors"), "weights")
+    train, test = load("digits", limit=120), load("digits", split="test", limit=60)
+    report = flatness.measure(network.eval(), train.pair, measures=["relative_flatness"], progress=False)
+    assert row["relative_flatness:fc2"] == pytest.approx(
+        report.value("relative_flatness", layer="fc2"), rel=1e-6
+    )
+    with torch.no_grad():
+        losses = [
+            float(torch.nn.functional.cross_entropy(network(data.inputs), data.targets))
+            for data in (train, test)
+        ]
+        right = float((network(test.inputs).argmax(1) == test.targets).float().mean())
+    assert row["gap"] == pytest.approx(losses[1] - losses[0], abs=1e-6)
+    assert row["test_accuracy"] == pytest.approx(right)
+    assert record["environment"]["torch"] == torch.__version__
+    assert len(record["environment"]["code"]) == 16
+    assert record["configuration"]["axes"]["seed"] == row["seed"]
+
+
+def test_rescaling_moves_the_trace_and_not_the_relative_flatness(finished):
+    frame = finished[0].to_frame()
+    same, moved = "relative_flatness:fc1", "hessian_trace:fc1"
+    assert all(abs(frame[f"{same}:rescaled"] / frame[same] - 1) < 1e-3)
+    assert all(abs(frame[f"{moved}:rescaled"] / frame[moved] - 1) > 0.5)
+    table = finished[0].correlations().set_index("quantity")
+    assert table.loc[same, "kendall_rescaled"] == pytest.approx(table.loc[same, "kendall"])
+
+
+def test_tables_hold_what_they_should(finished):
+    found = finished[0]
+    table = found.correlations()
+    assert set(table["n"]) == {12}
+    for column in (
+        "pearson_low",
+        "spearman_high",
+        "p_value",
+        "p_family",
+        "granulated",
+        "psi_batch_size",
+        "psi_seed",
+        "worst_sign_error",
+        "information_learning_rate",
+        "least_information",
+    ):
+        assert column in table
+    assert (table["p_family"] >= table["p_value"]).all()
+    groups = found.groups()
+    assert list(groups["n"]) == [3, 3, 3, 3]
+    assert {path.name for path in found.path.glob("*.csv")} == {
+        "networks.csv",
+        "correlations.csv",
+        "groups.csv",
+    }
+    assert "n = 12. Left out: none." in str(found)
+
+
+def test_a_second_run_trains_and_measures_nothing(finished):
+    found, content = finished
+    before = files(found.path)
+    run(content, found.path)
+    assert files(found.path) == before
+
+
+def test_other_measures_are_measured_without_training_again(tmp_path):
+    first = run(study(), tmp_path)
+    weights = {path: path.stat().st_mtime_ns for path in (tmp_path / "weights").iterdir()}
+    second = run(study(measure={"measures": ["weight_norm"]}), tmp_path)
+    assert "weight_norm:fc1" in second.to_frame()
+    assert "relative_flatness:fc1" in first.to_frame()
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "weights").iterdir()} == weights
+    wider = run(study(grid={"seed": 4}), tmp_path)
+    assert wider.counts() == {"converged": 8}
+    assert {path: path.stat().st_mtime_ns for path in weights} == weights
+    assert run(study(grid={"seed": 1}), tmp_path).others == 6
+
+
+def test_two_processes_give_the_records_of_one(finished, tmp_path):
+    found, content = finished
+    other = run(content, tmp_path, jobs=2)
+    mine, theirs = (
+        s.to_frame().drop(columns=["training_seconds", "measuring_seconds"]) for s in (found, other)
+    )
+    assert mine.equals(theirs)
+
+
+def test_diverged_and_unconverged_networks_are_rows_with_a_reason(tmp_path):
+    content = study(grid={"learning_rate": [0.3, 1e30]}, stop={"loss": 1e-9, "epochs": 2})
+    found = run(content, tmp_path)
+    assert found.counts() == {"not_converged": 3, "diverged": 3}
+    frame = found.to_frame()
+    assert all(frame[frame["status"] == "diverged"]["reason"].str.startswith("the loss of epoch 1 is "))
+    assert found.filtered_out() == {"diverged": 3, "did not converge and was not measured": 3}
+    assert "In the analysis: n = 0. Left out: 3 diverged; 3 did not converge and was not measured." in str(
+        found
+    )
+    assert frame["gap"].notna().sum() == 3
+    every = run(study(grid=content["grid"], stop=content["stop"], measure={"which": "all"}), tmp_path)
+    assert len(every.kept()) == 3
+
+
+def test_conditions_filter_and_are_counted(tmp_path):
+    found = run(study(analysis={"keep": ["train_error <= 0.4", "seed != 1"]}), tmp_path)
+    frame = found.to_frame()
+    good = frame["train_error"] <= 0.4
+    assert len(found.kept()) == int((good & (frame["seed"] != 1)).sum())
+    told = {
+        "not train_error <= 0.4": int((~good).sum()),
+        "not seed != 1": int((good & (frame["seed"] == 1)).sum()),
+    }
+    assert found.filtered_out() == {reason: n for reason, n in told.items() if n}
+
+
+def test_a_network_that_fails_is_a_row_and_may_be_tried_again(tmp_path, monkeypatch):
+    measured = work.measured
+
+    def fail_on_seed_1(model, train, loss, seed, settings):
+        if seed == 1:
+            raise ValueError("no luck\nreally")
+        return measured(model, train, loss, seed, settings)
+
+    monkeypatch.setattr(work, "measured", fail_on_seed_1)
+    found = run(study(), tmp_path)
+    assert found.counts() == {"converged": 4, "failed": 2}
+    assert set(found.to_frame().query("status == 'failed'")["reason"]) == {"measuring: ValueError: no luck"}
+    monkeypatch.setattr(work, "measured", measured)
+    assert run(study(), tmp_path).counts() == {"converged": 4, "failed": 2}
+    assert run(study(), tmp_path, retry=True).counts() == {"converged": 6}
+
+
+def test_a_model_that_cannot_run_as_a_stack_trains_one_by_one(tmp_path, monkeypatch):
+    (tmp_path / "branching.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.fc = torch.nn.Linear(64, 10)\n"
+        "    def forward(self, x):\n"
+        "        y = self.fc(x.flatten(1))\n"
+        "        return y if float(y.detach().sum()) < 1e9 else 2 * y\n"
+        "def digits(split):\n"
+        "    from flatness.data import load\n"
+        "    return load('digits', split=split, limit=80).pair\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    content = {**SMALL, "model": {"name": "branching:Net"}, "data": {"name": "branching:digits"}}
+    found = run(content, tmp_path / "out")
+    assert found.counts() == {"converged": 6}
+    assert {record["training"]["engine"] for record in found.records.values()} == {"looped"}
+
+
+def test_checkpoints_are_a_study_without_training(finished, tmp_path):
+    found, content = finished
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    for _, row in found.to_frame().iterrows():
+        name = f"bs{row['batch_size']}-lr{row['learning_rate']}-{row['seed']}.pt"
+        torch.save(load_file(found.path / "weights" / f"{row['key']}.safetensors"), folder / name)
+    existing = {
+        "data": content["data"],
+        "model": content["model"],
+        "checkpoints": {"paths": str(folder), "pattern": "bs{batch_size}-lr{learning_rate}-{seed}.pt"},
+        "measure": content["measure"],
+        "analysis": content["analysis"],
+    }
+    loaded = run(existing, tmp_path / "out")
+    by = ["batch_size", "learning_rate", "seed"]
+    ours, theirs = (s.to_frame().sort_values(by).reset_index(drop=True) for s in (loaded, found))
+    for column in ("gap", "relative_flatness:fc1", "hessian_trace:network"):
+        assert ours[column].to_numpy() == pytest.approx(theirs[column].to_numpy(), rel=1e-5)
+    assert "psi_batch_size" in loaded.correlations()
+    assert loaded.counts() == {"converged": 12}
+
+
+def test_gaps_of_the_papers():
+    found = {"train_loss": 0.25, "test_loss": 1.0, "train_accuracy": 0.75, "test_accuracy": 0.5,
+             "train_samples": 50, "test_samples": 10}  # fmt: skip
+    assert GAPS["loss"](found) == 0.75
+    assert GAPS["summed_loss"](found) == 5 * 10.0 - 12.5
+    assert GAPS["accuracy"](found) == 0.25
+
+
+def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
+    with records.Folder(tmp_path).locked(), pytest.raises(StudyError) as caught:
+        run(study(), tmp_path)
+    assert str(caught.value) == (
+        f"Expected a folder that no other run works in but {tmp_path} is taken by process {os.getpid()}. "
+        "Wait for it, or choose another folder."
+    )
+
+
+def test_records_of_another_version_are_refused(tmp_path):
+    found = run(study(grid={"seed": 1, "learning_rate": 0.1}), tmp_path)
+    file = tmp_path / "records" / f"{next(iter(found.records))}.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 0}))
+    for action in (lambda: run(study(), tmp_path), lambda: flatness.study.load(tmp_path)):
+        with pytest.raises(StudyError) as caught:
+            action()
+        assert str(caught.value) == (
+            f"Expected records of version 1 but {file} has version 0. "
+            "Read them with the flatness that wrote them, or run the study in another folder."
+        )
+
+
+def test_a_full_disk_is_said_and_what_is_there_stays(tmp_path, monkeypatch):
+    written = records.write_text
+    calls = []
+
+    def full(path, text):
+        if path.parent.name == "records":
+            calls.append(path)
+            if len(calls) > 2:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        written(path, text)
+
+    monkeypatch.setattr(records, "write_text", full)
+    with pytest.raises(StudyError) as caught:
+        run(study(), tmp_path)
+    assert str(caught.value) == (
+        f"Expected room on the disk for {tmp_path} but it is full. Make room and run the same command "
+        "again: finished networks are kept."
+    )
+    monkeypatch.setattr(records, "write_text", written)
+    kept = files(tmp_path)
+    assert len(kept) == 2
+    assert run(study(), tmp_path).counts() == {"converged": 6}
+
+
+def test_data_that_are_not_there_are_said_before_anything_is_made(tmp_path, monkeypatch):
+    for variable in ("FLATNESS_DATA", "XDG_CACHE_HOME", "XDG_DATA_DIRS"):
+        monkeypatch.setenv(variable, str(tmp_path / "nowhere"))
+    with pytest.raises(DataError) as caught:
+        run(study(data={"name": "cifar10"}), tmp_path / "out")
+    assert "CIFAR-10 is published at" in str(caught.value)
+    assert str(tmp_path / "nowhere") in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_study(tmp_path):
+    with pytest.raises(StudyError) as caught:
+        flatness.study.load(tmp_path)
+    assert str(caught.value) == (
+        f"Expected a folder that 'flatness study run' wrote but {tmp_path} has no readable study.json. "
+        "Run the study first, or name its folder."
+    )
+
+
+def test_time_that_is_over_leaves_a_study_to_go_on_with(tmp_path):
+    content = study(stop={"epochs": 400})
+    part = run(content, tmp_path, minutes=1 / 60)
+    assert part.counts() == {"pending": 6}
+    assert len(list((tmp_path / "training").iterdir())) >= 1
+    with pytest.raises(OptionError):
+        run(content, tmp_path, minutes=0)
+
+
+def test_unknown_executors_are_refused(tmp_path):
+    with pytest.raises(OptionError) as caught:
+        run(study(), tmp_path, executor="lokal")
+    assert str(caught.value) == (
+        "Expected executor to be one of local, ray but got 'lokal'. Did you mean 'local'?"
+    )

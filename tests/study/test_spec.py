@@ -1,0 +1,149 @@
+"""Study files: what they expand to, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatness.errors import MeasureError, SpecError
+from flatness.study import names, read_spec
+from flatness.study.grid import digest
+from flatness.study.spec import Spec
+from studies import SMALL, configurations, study
+
+
+def message(content, scale="paper"):
+    with pytest.raises(SpecError) as caught:
+        read_spec(content, scale)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
+def test_every_study_of_the_package_reads_at_every_scale(name, scale):
+    spec = read_spec(name, scale)
+    keys = [one.key for one in spec.configurations]
+    assert len(keys) == len(set(keys)) >= 6
+    assert spec.title
+    assert spec.content["claim"]
+    if scale == "smoke":
+        assert len(keys) <= 16
+
+
+def test_sizes_are_those_of_the_papers():
+    sizes = {name: len(read_spec(name).configurations) for name in names()}
+    assert sizes["petzka2019-cifar10"] == 4 * 4 * 9
+    assert sizes["petzka2021-cifar10"] == 5 * 3 * 3 * 10
+    assert sizes["rangamani2019-batch"] == 4 * 2 * 5
+    assert {sizes[name] for name in sizes if name.startswith("tsuzuku2020")} == {99}
+
+
+def test_values_together_vary_together():
+    content = study(grid={"together": [{"batch_size": [4, 512], "learning_rate": [0.001, 0.1]}], "seed": 2})
+    del content["grid"]["learning_rate"], content["grid"]["batch_size"]
+    spec = read_spec(content)
+    found = [
+        (one.axes["batch_size"], one.axes["learning_rate"], one.axes["seed"]) for one in spec.configurations
+    ]
+    assert found == [(4, 0.001, 0), (4, 0.001, 1), (512, 0.1, 0), (512, 0.1, 1)]
+    assert spec.axes() == ["batch_size+learning_rate"]
+
+
+def test_a_key_depends_on_what_decides_the_network_and_on_nothing_else():
+    one = configurations()[0]
+    assert one.key == configurations(data={"data_dir": "/elsewhere"})[0].key
+    assert one.key == configurations(measure={"measures": "all"})[0].key
+    assert one.key == configurations(train={"at_once": 3})[0].key
+    for change in (
+        {"data": {"limit": 119}},
+        {"model": {"options": {"sizes": [64, 9, 10]}}},
+        {"stop": {"epochs": 4}},
+        {"grid": {"learning_rate": 0.2}},
+        {"train": {"loss": "mse"}},
+    ):
+        assert one.key != configurations(**change)[0].key
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+
+
+def test_the_smoke_scale_of_a_file_without_one_is_a_few_networks():
+    spec = read_spec(study(grid={"seed": 40}), "smoke")
+    assert isinstance(spec, Spec)
+    assert len(spec.configurations) == 8
+    assert spec.configurations[0].data["limit"] == 512
+    assert spec.parts[""]["measure"]["which"] == "all"
+
+
+def test_unknown_keys_are_answered_with_the_nearest():
+    assert message({**SMALL, "grdi": {}}) == (
+        "Expected a key of a study file but the study has 'grdi'. Did you mean 'grid'? Known: title, paper, "
+        "claim, parts, scale, data, model, grid, stop, train, measure, gap, rescale, analysis, checkpoints."
+    )
+    assert message(study(grid={"learning_rat": 0.1})) == (
+        "Expected a key of [grid] but the study has 'learning_rat'. Did you mean 'learning_rate'? Known: "
+        "initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, random_labels, seed, "
+        "together, at_most."
+    )
+    assert message({**SMALL, "scale": {"huge": {}}}) == (
+        "Expected [scale.smoke] or [scale.small] but the study has [scale.huge]. The file itself is the "
+        "scale 'paper'."
+    )
+
+
+def test_a_grid_of_size_zero_is_refused():
+    assert message(study(grid={"batch_size": []})) == (
+        "Expected at least one value for batch_size but the study has an empty list: a grid of size zero. "
+        "Give a value or leave the key out."
+    )
+    assert message(study(grid={"seed": 0})) == (
+        "Expected at least one value for seed but the study has 0: a grid of size zero. "
+        "Give a value or leave the key out."
+    )
+    assert message(study(grid={"together": [{"momentum": [0.1], "weight_decay": [0.1, 0.2]}]})) == (
+        "Expected lists of one length in [[grid.together]] but the study has 1 of momentum, 2 of "
+        "weight_decay."
+    )
+
+
+def test_values_that_make_no_sense_are_refused():
+    assert message(study(grid={"learning_rate": [0.1, -1]})) == (
+        "Expected learning_rate to be positive numbers but the study has -1."
+    )
+    assert message(study(grid={"optimizer": "adan"})) == (
+        "Expected optimizer in [grid] to be one of sgd, adam, rmsprop but the study has 'adan'. "
+        "Did you mean 'adam'?"
+    )
+    assert message(study(grid={"initialization": "xavier"})) == (
+        "Expected initialization to be one of default, xavier_normal, xavier_uniform, kaiming_uniform, "
+        "uniform, normal but the study has 'xavier'. Did you mean 'xavier_normal'?"
+    )
+    assert message(study(stop={"epochs": "3"})) == (
+        "Expected epochs in [stop] to be a whole number but the study has '3'."
+    )
+    assert message({**SMALL, "stop": {"loss": 0.1}}) == (
+        "Expected epochs in [stop] but the study has none. Say when to give up: epochs = 100."
+    )
+    assert message(study(gap={"kind": "los"})) == (
+        "Expected kind in [gap] to be one of loss, summed_loss, accuracy but the study has 'los'. "
+        "Did you mean 'loss'?"
+    )
+    assert message(study(analysis={"keep": ["train_error"]})) == (
+        "Expected conditions such as 'train_error <= 0.07' in keep but the study has 'train_error'."
+    )
+    with pytest.raises(MeasureError):
+        read_spec(study(measure={"measures": ["relative_flatnes"]}))
+
+
+def test_names_and_files_that_are_not_there():
+    assert message("petzka2021-cifar").startswith("Expected the name of a study, one of petzka2019-cifar10, ")
+    assert message("petzka2021-cifar").endswith("Did you mean 'petzka2021-cifar10'?")
+    assert message("no/such.toml") == (
+        "Expected a study file that can be read but got no/such.toml: No such file or directory."
+    )
+    assert message("petzka2019-mnist", "tiny") == (
+        "Expected scale to be one of smoke, small, paper but got 'tiny'."
+    )
+
+
+def test_a_file_that_is_no_toml(tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_text("[data\n")
+    assert message(file).startswith(f"Expected TOML but {file} is not: ")

@@ -1,0 +1,58 @@
+"""Networks in a stack compute what each computes alone, whichever way the stack runs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from flatness.study.stack import ENGINES, Stack
+
+
+def convolutional(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 2)),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 3, padding=1, groups=2),
+        nn.Conv2d(4, 3, 3, bias=False, padding=2, dilation=2),
+        nn.Flatten(),
+        nn.LazyLinear(5),
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_outputs_gradients_and_running_statistics_are_those_of_single_networks(engine):
+    x = torch.randn(3, 6, 2, 9, 9)
+    networks = [convolutional(seed) for seed in range(3)]
+    for network in networks:
+        with torch.no_grad():
+            network.eval()(x[0])  # makes the lazy layer
+        network.train()
+    alone = [copy.deepcopy(network) for network in networks]
+    stack = Stack(networks, torch.device("cpu"), engine)
+    output = stack.forward(x)
+    gradient = stack.gradient(output.square().mean((1, 2)))
+    for i, network in enumerate(alone):
+        expected = network(x[i])
+        expected.square().mean().backward()
+        torch.testing.assert_close(output[i], expected, rtol=1e-4, atol=1e-5)
+        reference = torch.cat([parameter.grad.reshape(-1) for parameter in network.parameters()])
+        torch.testing.assert_close(gradient[i], reference, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(stack.buffers["1.running_var"][i], network[1].running_var)
+        assert stack.buffers["1.num_batches_tracked"][i] == 1
+
+
+def test_networks_that_stay_keep_their_weights():
+    networks = [nn.Sequential(nn.Linear(3, 2)) for _ in range(4)]
+    stack = Stack(networks, torch.device("cpu"), "grouped")
+    stack.keep(torch.tensor([3, 1]))
+    assert len(stack) == 2
+    assert torch.equal(stack.weights(0)["0.weight"], networks[3][0].weight)
+    assert torch.equal(stack.weights(1)["0.bias"], networks[1][0].bias)
+    stack.flat.zero_()
+    assert stack.weights(1)["0.weight"].abs().sum() == 0  # parameters are views of `flat`

@@ -1,0 +1,131 @@
+"""A network of a cohort ends where it would have ended alone, resumed or not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from flatness.study.objects import load_split, make_model, stream_seed, training_targets
+from flatness.study.train import Cohort, OutOfTimeError
+from studies import configurations
+
+MIXED = {
+    "grid": {
+        "learning_rate": [0.05, 0.3],
+        "weight_decay": [0.0, 0.01],
+        "random_labels": [0.0, 0.5],
+        "optimizer": "adam",
+        "seed": [0, 4],
+    },
+    "stop": {"epochs": 2},
+}
+
+
+def trained(cohort, **options):
+    found = {}
+    cohort.train(lambda one, weights, training: found.update({one.key: (weights, training)}), **options)
+    return found
+
+
+def alone(one, split):
+    """The same with a plain loop and torch's optimizer."""
+    model = make_model(one)
+    axes = one.axes
+    optimizer = torch.optim.Adam(model.parameters(), axes["learning_rate"], weight_decay=axes["weight_decay"])
+    x, y = split.train[0], training_targets(split, one)
+    for epoch in range(one.stop["epochs"]):
+        generator = torch.Generator().manual_seed(stream_seed(axes["seed"], "order", epoch))
+        for batch in torch.randperm(len(x), generator=generator).split(axes["batch_size"]):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def test_every_network_of_a_cohort_is_the_one_that_a_plain_loop_trains(tmp_path):
+    members = configurations(**MIXED)
+    split = load_split(members[0].data)
+    found = trained(Cohort(members, split, tmp_path / "cohort.pt"))
+    assert len(found) == len(members) == 16
+    for one in members:
+        for name, expected in alone(one, split).items():
+            torch.testing.assert_close(found[one.key][0][name], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_cohort_stopped_in_the_middle_goes_on_as_if_nothing_had_happened(tmp_path):
+    members = configurations(**MIXED)
+    split = load_split(members[0].data)
+    expected = trained(Cohort(members, split, tmp_path / "whole.pt"))
+    file = tmp_path / "cohort.pt"
+    stops = 0
+    found = {}
+    while len(found) < len(members):
+        pending = [one for one in members if one.key not in found]
+        cohort = Cohort(pending, split, file)
+        try:
+            # A deadline in the past stops after one step, with everything saved.
+            cohort.train(
+                lambda one, weights, training: found.update({one.key: (weights, training)}),
+                deadline=time.monotonic() if stops % 2 else time.monotonic() + 0.01,
+            )
+        except OutOfTimeError:
+            stops += 1
+    assert stops >= 4  # two epochs of four batches: stopped within them and between
+    for key, (weights, training) in expected.items():
+        assert training.losses == found[key][1].losses
+        assert all(torch.equal(value, found[key][0][name]) for name, value in weights.items())
+    assert not file.exists()
+
+
+def test_networks_stop_on_their_own_and_the_others_go_on(tmp_path):
+    members = configurations(
+        grid={"learning_rate": [0.01, 0.5, 1e30], "seed": 1}, stop={"loss": 1.5, "epochs": 12}
+    )
+    found = trained(Cohort(members, load_split(members[0].data), tmp_path / "cohort.pt"))
+    slow, quick, wild = (found[one.key][1] for one in members)
+    assert (slow.status, quick.status, wild.status) == ("not_converged", "converged", "diverged")
+    assert len(slow.losses) == 12
+    assert len(quick.losses) < 12
+    assert quick.losses[-1] < 1.5 <= quick.losses[-2]
+    assert slow.reason == (
+        f"did not reach a loss below 1.5 in 12 epochs; loss {slow.losses[-1]:.4g}, "
+        f"accuracy {slow.accuracies[-1]:.4g}"
+    )
+    assert "the loss of epoch" in wild.reason
+
+
+def test_a_network_that_does_not_move_is_given_up(tmp_path):
+    members = configurations(
+        grid={"learning_rate": 1e-9, "seed": 1}, stop={"loss": 0.1, "epochs": 50, "stalled": 3}
+    )
+    (_, training), *_ = trained(Cohort(members, load_split(members[0].data), tmp_path / "c.pt")).values()
+    assert training.status == "not_converged"
+    assert len(training.losses) == 4
+    assert training.reason.startswith("the loss fell by less than 1 % in 3 epochs")
+
+
+@pytest.mark.parametrize("engine", ["looped", "grouped", "unfolded"])
+def test_engines_agree_on_a_convolutional_network(engine, tmp_path):
+    members = configurations(
+        model={"name": "lenet5", "options": {"channels": 1, "size": 8, "padding": 4}},
+        grid={"learning_rate": [0.05, 0.1], "seed": 1},
+        stop={"epochs": 1},
+    )
+    split = load_split(members[0].data)
+    reference = trained(Cohort(members, split, tmp_path / "a.pt", engine="looped"))
+    found = trained(Cohort(members, split, tmp_path / "b.pt", engine=engine))
+    for key, (weights, _) in reference.items():
+        for name, value in weights.items():
+            torch.testing.assert_close(found[key][0][name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_the_share_of_random_labels_is_what_was_asked_for():
+    half, none = configurations(grid={"random_labels": [0.5, 0.0], "learning_rate": 0.1, "seed": 1})
+    split = load_split(half.data)
+    changed = training_targets(split, half) != split.train[1]
+    # 60 of 120 are drawn anew, and a tenth of the draws hits the right class.
+    assert 46 <= int(changed.sum()) <= 60
+    assert torch.equal(training_targets(split, none), split.train[1])

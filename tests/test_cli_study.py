@@ -1,0 +1,73 @@
+"""``flatness study`` as a user runs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from command import longest_line, run, run_several
+
+FILE = """
+title = "Digits"
+[data]
+name = "digits"
+[model]
+name = "mlp"
+options = { sizes = [64, 16, 10] }
+[grid]
+batch_size = [16, 64]
+learning_rate = [0.05, 0.1]
+seed = 4
+[stop]
+epochs = 40
+[rescale]
+low = 5.0
+high = 25.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.toml").write_text(FILE)
+    return tmp_path
+
+
+def test_a_smoke_run_goes_through_the_whole_pipeline(folder):
+    outcome = run("study", "run", "mine.toml", "--scale", "smoke", "--jobs", "1", cwd=folder)
+    assert outcome.status == 0, outcome.err
+    assert "8 networks: 8 converged." in outcome.out
+    assert "n = 8" in outcome.out
+    assert longest_line(outcome.out.split("written to")[0]) <= 100
+    out = folder / "mine-smoke"
+    assert "written to mine-smoke: correlations.csv, groups.csv, networks.csv, figures/" in outcome.out
+    figures = {path.name for path in (out / "figures").iterdir()}
+    assert {"correlations.png", "correlations.svg", "scatter-hessian_trace-network.png",
+            "scatter-hessian_trace-network-rescaled.svg"} <= figures  # fmt: skip
+    assert (out / "figures" / "correlations.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (out / "figures" / "correlations.svg").read_text()
+    again, table = run_several(
+        ["study", "show", "mine-smoke"], ["study", "show", "mine-smoke", "--csv"], cwd=folder
+    )
+    assert again.out == outcome.out
+    assert table.out.startswith("quantity,measure,layer,reduction,n,pearson,")
+
+
+def test_lists_and_wrong_words(folder):
+    listed, unknown, scale, key, empty = run_several(
+        ["study", "list"],
+        ["study", "run", "petzka2021-cifar"],
+        ["study", "run", "mine.toml", "--scale", "smoky"],
+        ["study", "rum"],
+        ["study", "show", "."],
+        cwd=folder,
+    )
+    assert "petzka2021-cifar10            450 networks" in listed.out
+    assert unknown.status == 2
+    assert unknown.err.endswith("Did you mean 'petzka2021-cifar10'?\n")
+    assert scale.err == (
+        "error: Expected --scale to be one of smoke, small, paper but got 'smoky'. Did you mean 'smoke'?\n"
+    )
+    assert (
+        key.err == "error: Expected a command, one of list, run, show, but got 'rum'. Did you mean 'run'?\n"
+    )
+    assert empty.status == 1
+    assert "has no readable study.json" in empty.err
