@@ -26,7 +26,12 @@ def measuring_key(settings: Mapping[str, Any]) -> str:
 
 
 def measured(
-    model: nn.Module, train: tuple[Tensor, Tensor], loss: str, seed: int, settings: Mapping[str, Any]
+    model: nn.Module,
+    train: tuple[Tensor, Tensor],
+    loss: str,
+    seed: int,
+    key: str,
+    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The `measuring` part of a record: values of layers and network, perhaps also of a rescaled copy."""
     started = time.perf_counter()
@@ -44,13 +49,14 @@ def measured(
         "notes": list(report.notes),
     }
     if "rescale" in settings:
-        found["rescaled"] = _rows(measure(_rescaled(model, data[0], seed, settings), data, **arguments))
+        found["rescaled"] = _rows(measure(_rescaled(model, data[0], key, settings), data, **arguments))
     return {**found, "seconds": round(time.perf_counter() - started, 3)}
 
 
-def _rescaled(model: nn.Module, inputs: Tensor, seed: int, settings: Mapping[str, Any]) -> nn.Module:
+def _rescaled(model: nn.Module, inputs: Tensor, key: str, settings: Mapping[str, Any]) -> nn.Module:
     asked = settings["rescale"]
-    drawn = stream_seed(asked.get("seed", 0), "rescale", seed) % 2**31
+    # By key: networks that share a training seed must not share their factors.
+    drawn = stream_seed(asked.get("seed", 0), "rescale", key) % 2**31
     with torch.no_grad():
         return rescale(
             model,

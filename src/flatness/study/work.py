@@ -158,7 +158,7 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
         if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
             record |= {"status": DIVERGED, "reason": "the loss of the trained network is not finite"}
         elif _wants_measuring(record["status"], settings):
-            record["measuring"] = measured(model, train, loss, one.axes.get("seed", 0), settings)
+            record["measuring"] = measured(model, train, loss, one.axes.get("seed", 0), one.key, settings)
     except (StudyError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
