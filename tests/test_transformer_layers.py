@@ -179,7 +179,7 @@ def test_padding_tokens_have_no_derivative():
     assert_layer_is_right(report, "head", oracle.layer_weight(model, "head"), full, V, 1)
 
 
-def test_values_of_attention_are_exact_where_nothing_smooth_follows():
+def test_values_of_attention_are_exact_where_nothing_smooth_follows(monkeypatch):
     """softmax(QKᵀ)V is linear in V: the Hessian itself, not only its Gauss-Newton part."""
     model = nets.Compute(
         lambda self, x: self.head(self.attn(x, x, x)[0].relu().mean(1)),
@@ -196,10 +196,30 @@ def test_values_of_attention_are_exact_where_nothing_smooth_follows():
         assert report.value("relative_flatness", layer=layer) == pytest.approx(
             oracle.relative_flatness(W, H), rel=1e-8
         )
-    assert refusal(NotExactError, model, (x, y), layers="attn.q").startswith(
+    monkeypatch.setattr("flatness.deciding.LARGEST_BRUTE_FORCE", 0)
+    assert refusal(NotExactError, model, (x, y), layers="attn.q", method="exact").startswith(
         "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the "
         "layer and uses its weight once, but got attn.q: Softmax after it."
     )
+
+
+def test_every_projection_of_attention_is_measured_in_all_directions():
+    model, (x, y) = built(lambda: nets.attention(batch_first=True, fused=True)), inputs(SEQUENCE)
+    report = measure(model, (x, y), measures=["hessian_trace", "relative_flatness", "hessian_top_eigenvalue"])
+    risk = oracle.mean_risk(x, y, F.cross_entropy)
+    for layer in report.layers():
+        H, W = oracle.layer_hessian(model, risk, layer), oracle.layer_weight(model, layer)
+        assert report.value("hessian_trace", layer=layer) == pytest.approx(oracle.hessian_trace(H), rel=1e-8)
+        assert report.value("relative_flatness", layer=layer) == pytest.approx(
+            oracle.relative_flatness(W, H), rel=1e-8, abs=1e-14
+        )
+        whole = H[0].flatten(2).flatten(0, 1)
+        assert report.value("hessian_top_eigenvalue", layer=layer) == pytest.approx(
+            oracle.top_eigenvalue(whole), rel=1e-6
+        )
+    assert {row.method for row in report.results} == {"exact"}
+    total = report.value("hessian_trace", layer=None, reduction=None)
+    assert total == pytest.approx(oracle.total_trace(model, risk), rel=1e-8)
 
 
 def test_packed_projections_make_up_the_trace_over_the_whole_network():
