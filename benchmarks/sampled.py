@@ -387,6 +387,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int)
     parser.add_argument("--store", default="sampled-results.json")
+    parser.add_argument("--only", nargs="+", default=[""], help="contenders whose names contain one of these")
     parser.add_argument("--seconds", type=float, default=450, help="start no contender after this long")
     given = parser.parse_args()
     started = time.monotonic()
@@ -408,7 +409,8 @@ def main() -> None:
         keep()
     small = given.network != "resnet18"
     for name, run in contenders(model, x, y, answers["truth"], device, small).items():
-        if name in answers or time.monotonic() - started > given.seconds:
+        wanted = any(part in name for part in given.only)
+        if name in answers or not wanted or time.monotonic() - started > given.seconds:
             continue
         try:
             answers[name] = run()
