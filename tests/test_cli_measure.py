@@ -31,6 +31,13 @@ def data(n=40):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(n, 6, generator=generator), torch.randint(3, (n,), generator=generator)
 
+def two():
+    return mlp((6, 8, 2), seed=0)
+
+def two_data():
+    x, y = data()
+    return x, y % 2
+
 def dicts():
     x, y = data()
     return [{"image": x[:20], "class": y[:20]}, {"image": x[20:], "class": y[20:]}]
@@ -416,3 +423,14 @@ def test_the_bound_is_a_measure_like_any_other(folder):
         "(C) its rise under the noise",
     ]
     assert row["notes"][-1].startswith("terms: training error of the network ")
+
+
+def test_all_leaves_out_what_this_network_has_not(folder):
+    """Two classes, for which normalized_sharpness is not defined: as in Python, a note and no error."""
+    outcome = run(
+        "measure", "--model", "mine:two", "--data", "mine:two_data", "--measures", "all", "--json", cwd=folder
+    )
+    assert (outcome.status, outcome.err) == (0, "")
+    report = json.loads(outcome.out)
+    assert "normalized_sharpness" not in {row["measure"] for row in report["results"]}
+    assert any(note.startswith("left out: normalized_sharpness") for note in report["notes"])

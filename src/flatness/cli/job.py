@@ -67,7 +67,7 @@ def run(request: Request, form: str, out: Path | None) -> int:
     paths = checkpoints_of(request.checkpoints)
     model = load_model(request.model, request.model_arguments, request.settings["seed"])
     arguments = _arguments(request, model)
-    sort = check_sort(request.sort, arguments["measures"]) if request.sort else None
+    sort = check_sort(request.sort, chosen_measures(request.measures)) if request.sort else None
     data = load(request.data)
     if out is not None:
         _check_folder(out)
@@ -118,7 +118,8 @@ def load(request: DataRequest) -> Data:
 def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
     """The arguments of `flatness.measure`, with every name checked."""
     try:
-        chosen = select_measures(_one_or_many(request.measures, "default", _underscored))
+        words = _one_or_many(request.measures, "default", _underscored)
+        chosen = select_measures(words)
         resolve_options(chosen, request.settings["options"])
         layers = _one_or_many(request.layers, None)
         with measuring(model, 0):
@@ -129,7 +130,8 @@ def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
     return {
         **request.settings,
         "loss": load_loss(request.loss),
-        "measures": [measure.name for measure in chosen],
+        # "all" stays a word: it means all that exist here, and what does not is left out with a note.
+        "measures": words,
         "layers": layers,
         "forward": load_function(request.forward, "--forward") if request.forward else None,
         "device": load_device(request.device) if request.device else None,
