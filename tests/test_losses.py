@@ -915,8 +915,24 @@ SAME = "Let the model return its predictions, not the loss or a mean over the ba
             normal(3, 2),
             classes(2, 3),
             "Expected at least 3 classes, as normalized cross-entropy of 2 is piecewise constant, but got "
-            "outputs of shape (3, 2). Use loss='cross_entropy', in normalized_sharpness with the option "
-            "loss='same'.",
+            "outputs of shape (3, 2). Use another loss; measures that bring this one along, such as "
+            "normalized_sharpness, take yours with the option loss='same'.",
+        ),
+        (
+            "normalized_cross_entropy",
+            normal(3, 1),
+            normal(3, 1),
+            "Expected at least 3 classes, as normalized cross-entropy compares the logits of classes, but "
+            "got outputs of shape (3, 1). Use another loss; measures that bring this one along, such as "
+            "normalized_sharpness, take yours with the option loss='same'.",
+        ),
+        (
+            "normalized_cross_entropy",
+            normal(2, 3),
+            torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 1.0]]),
+            "Expected class probabilities that sum to 1 but got 2 for sample 1 of the batch: normalized "
+            "cross-entropy is for classification. Use another loss; measures that bring this one along, "
+            "such as normalized_sharpness, take yours with the option loss='same'.",
         ),
         (
             "normalized_cross_entropy",
@@ -924,7 +940,8 @@ SAME = "Let the model return its predictions, not the loss or a mean over the ba
             torch.tensor([0, 1]),
             "Expected logits that differ between the classes but got the same value, 0.1, for all classes "
             "in sample 1 of the batch: normalized cross-entropy divides by their standard deviation. Use "
-            "loss='cross_entropy'.",
+            "another loss; measures that bring this one along, such as "
+            "normalized_sharpness, take yours with the option loss='same'.",
         ),
         (
             "mse",

@@ -14,6 +14,13 @@ from flatness.losses.base import Check, Items, Loss, promote, random_signs
 from flatness.losses.layout import place
 from flatness.losses.softmax import CrossEntropy, softmax_factors, softmax_probe
 
+_INSTEAD = (
+    "Use another loss; measures that bring this one along, such as normalized_sharpness, take yours with the "
+    "option loss='same'."
+)
+# Probabilities are often stored with two or three digits.
+_ROUNDED = 0.02
+
 
 class NormalizedCrossEntropy(CrossEntropy):
     """Cross-entropy of f/σ, σ the (population) standard deviation of a prediction's logits over the classes.
@@ -34,12 +41,16 @@ class NormalizedCrossEntropy(CrossEntropy):
 
     def lay_out(self, output: Tensor, target: Any) -> Items:
         """Lay out as cross-entropy does; refuse two classes, where f/σ is ±1 whatever f."""
+        if torch.is_tensor(output) and output.dim() == 2 and output.shape[1] == 1:
+            raise DataError(
+                "Expected at least 3 classes, as normalized cross-entropy compares the logits of classes, "
+                f"but got outputs of shape {tuple(output.shape)}. {_INSTEAD}"
+            )
         items = super().lay_out(output, target)
         if items.logits.shape[2] < 3:
             raise DataError(
                 "Expected at least 3 classes, as normalized cross-entropy of 2 is piecewise constant, "
-                f"but got outputs of shape {items.shape}. Use loss='cross_entropy', in normalized_sharpness "
-                "with the option loss='same'."
+                f"but got outputs of shape {items.shape}. {_INSTEAD}"
             )
         return items
 
@@ -88,10 +99,24 @@ class NormalizedCrossEntropy(CrossEntropy):
             return DataError(
                 "Expected logits that differ between the classes but got the same value, "
                 f"{logits[(*index, 0)].item():g}, for all classes in {place(index, logits.shape[1])}: "
-                "normalized cross-entropy divides by their standard deviation. Use loss='cross_entropy'."
+                f"normalized cross-entropy divides by their standard deviation. {_INSTEAD}"
             )
 
-        return [*super().checks(items), (flat & counted, explain)]
+        return [*super().checks(items), *self._distributions(items), (flat & counted, explain)]
+
+    def _distributions(self, items: Items) -> list[Check]:
+        """Check that targets (n, T, K) sum to 1: values to regress on and several labels at once do not."""
+        if items.target.dim() == 2:
+            return []
+        total = items.target.double().sum(2)
+
+        def explain(index: tuple[int, ...]) -> DataError:
+            return DataError(
+                f"Expected class probabilities that sum to 1 but got {total[index].item():g} for "
+                f"{place(index, total.shape[1])}: normalized cross-entropy is for classification. {_INSTEAD}"
+            )
+
+        return [((total - 1).abs() > _ROUNDED, explain)]
 
     def _terms(self, items: Items, dtype: torch.dtype | None = None) -> _Terms:
         """Compute the terms of the Hessian in the class's docstring, by default in the logits' precision."""
