@@ -105,12 +105,16 @@ def test_extreme_eigenvalues_are_those_of_the_dense_hessian():
         model = case.build()
         problem = flatness.Problem(model, (case.x, case.y), progress=False)
         with problem.guarded():
-            smallest, largest, ended = extreme_eigenvalues(choose_layer(problem, "fc2"), products=200)
+            smallest, largest, residual, ended = extreme_eigenvalues(
+                choose_layer(problem, "fc2"), products=200
+            )
         H = oracle.hessian(model, oracle.mean_risk(case.x, case.y, case.loss), ["fc2.weight"])
         values = torch.linalg.eigvalsh(H)
         assert ended
         assert smallest == pytest.approx(float(values[0]), abs=1e-2 * float(values.abs().max()))
         assert largest == pytest.approx(float(values[-1]), rel=0.05)
+        # Some eigenvalue lies within the residual, up to rounding.
+        assert float((values - smallest).abs().min()) <= residual + 1e-9
 
 
 def test_what_is_assumed_is_measured(found):
@@ -134,6 +138,30 @@ def test_a_minimum_is_recognised():
     assert [assumption.holds for assumption in bound.assumptions[:2]] == [True, True]
     assert bound.assumptions[3].holds is True
     assert smooth_density(torch.cat([x, x[:, :1]], 1)).detail == "the features span 3 of 4 dimensions"
+
+
+def test_a_sum_below_the_gap_is_not_called_a_bound():
+    """A confident head and a δ of 0.7: the risk rises by far more than its second-order expansion."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 3, dtype=torch.float64)
+    y = (x[:, 0] > 0).long()
+    model = nn.Linear(3, 2).double()
+    model.weight.data = torch.tensor([[-9.0, 0, 0], [9.0, 0, 0]], dtype=torch.float64)
+    wide, narrow = (
+        flatness.generalization_bound(model, (x, y), delta=delta, penalty=1e-3, progress=False)
+        for delta in (0.7, 1e-4)
+    )
+    assert wide.value < wide.representativeness.gap
+    assert wide.notes[0].startswith("no bound here: it lies below the cross-validated gap of ")
+    assert narrow.notes == wide.notes[1:]
+
+
+def test_constants_of_a_sample_without_volume_are_infinite_where_alpha_is():
+    z = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    z[:, 2] = 0
+    z[0] = 0
+    plugin = rate_constants(z, kernel_of("uniform"), 1.0, 2.0, 0.05)[1]
+    assert (plugin.alpha, plugin.volume, plugin.c2, plugin.value) == (math.inf, 0.0, math.inf, math.inf)
 
 
 def test_it_is_saved_as_json_without_infinities(found, tmp_path):

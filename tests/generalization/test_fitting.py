@@ -50,6 +50,15 @@ def test_sample_losses_average_to_the_risk_with_class_weights():
     assert float(sample_losses(resolve_loss(loss), logits, y).mean()) == pytest.approx(float(loss(logits, y)))
 
 
+@pytest.mark.parametrize("penalty", [-1.0, float("nan"), "1", True])
+def test_a_penalty_that_rewards_weights_is_refused(penalty):
+    with pytest.raises(OptionError) as error:
+        fitter_of("auto", resolve_loss("cross_entropy"), 3, penalty)
+    assert str(error.value) == (
+        f"Expected penalty to be a number of at least 0 but got {penalty!r}. For example penalty=1.0."
+    )
+
+
 @pytest.mark.parametrize("fitter", [None, False])
 def test_no_refitting_is_refused_with_the_reason(fitter):
     with pytest.raises(OptionError) as error:

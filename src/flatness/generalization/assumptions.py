@@ -52,8 +52,8 @@ def at_minimum(chosen: ChosenLayer, relative_flatness: float | None, delta: floa
         detail += f", by {second:.2g} to second"
         holds = first <= max(_GRADIENT * second, 1e-12)
     found = [Assumption("zero gradient", norm, holds, detail)]
-    smallest, largest, ended = extreme_eigenvalues(chosen)
-    detail = f"λ_min = {smallest:.3g}, λ_max = {largest:.3g}" + (
+    smallest, largest, residual, ended = extreme_eigenvalues(chosen)
+    detail = f"λ_min = {smallest:.3g} ± {residual:.1g}, λ_max = {largest:.3g}" + (
         "" if ended else " (iteration stopped early)"
     )
     found.append(
@@ -62,8 +62,11 @@ def at_minimum(chosen: ChosenLayer, relative_flatness: float | None, delta: floa
     return found
 
 
-def extreme_eigenvalues(chosen: ChosenLayer, products: int = 60) -> tuple[float, float, bool]:
-    """Smallest and largest eigenvalue of the Hessian in W, by Lanczos on products of two backward passes."""
+def extreme_eigenvalues(chosen: ChosenLayer, products: int = 60) -> tuple[float, float, float, bool]:
+    """Smallest and largest eigenvalue of the Hessian in W, the smallest's residual, and whether it converged.
+
+    By Lanczos on products of two backward passes. What it finds is never below the true smallest eigenvalue.
+    """
     shape = chosen.perturbed.W.shape
     solver = TopEigenvalues(
         (1, shape.numel()),
@@ -73,7 +76,8 @@ def extreme_eigenvalues(chosen: ChosenLayer, products: int = 60) -> tuple[float,
     )
     while not solver.done:
         solver.tell(-_hessian_product(chosen, solver.query().reshape(shape)).reshape(1, -1))
-    return -float(solver.values[0]), -float(solver.smallest[0]), bool(solver.converged.all())
+    residual = float(solver.residuals[0])
+    return -float(solver.values[0]), -float(solver.smallest[0]), residual, bool(solver.converged.all())
 
 
 def _hessian_product(chosen: ChosenLayer, vector: Tensor) -> Tensor:

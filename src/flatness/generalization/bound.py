@@ -33,8 +33,11 @@ from flatness.measuring import measure
 from flatness.problem import Problem
 from flatness.ranks import separately
 from flatness.result import Report
+from flatness.tables import format_value
 
 _LABEL_SAMPLES = 1000
+# A sum this share of the gap below the gap is worth a warning; less is within what refits differ by.
+_BELOW = 0.1
 
 
 @separately()
@@ -133,12 +136,14 @@ def generalization_bound(
         layer=chosen.name,
         notes=tuple(layer_notes(chosen)),
     )
+    terms = _terms(found, flat, chosen, shape, step)
+    notes += _below_the_gap(found, terms)
     return GeneralizationBound(
         layer=chosen.name,
         samples=len(z),
         features=chosen.features,
         delta=step,
-        terms=tuple(_terms(found, flat, chosen, shape, step)),
+        terms=tuple(terms),
         rate=()
         if kappa is None
         else rate_constants(z, shape, kappa / (2 * chosen.features), largest, failure),
@@ -177,6 +182,19 @@ def _terms(
     add("uniform flatness term", uniform, 0.0, "(δ²d/2) κ^φ, Theorem 14: over all ‖A‖ ≤ 1, up to O(δ³)")
     add("uniform bound", total(uniform), found.stderr, "Theorem 15 (without its second Σ_s, a slip)")
     return terms
+
+
+def _below_the_gap(found: Representativeness, terms: list[BoundTerm]) -> list[str]:
+    """Warn where the sum lies below the gap it should bound: the flatness term misses a part of E_F."""
+    value = {term.name: term.value for term in terms}
+    whole, flat = value["bound"], value["flatness term"]
+    if whole is None or flat is None or found.gap - whole <= _BELOW * abs(found.gap):
+        return []
+    return [
+        f"no bound here: it lies below the cross-validated gap of {format_value(found.gap)}, since the risk "
+        f"of the refitted ψ rises by {format_value(found.robustness)} under the perturbation and the "
+        f"flatness term is {format_value(flat)}; pass a smaller delta, at which the expansion holds"
+    ]
 
 
 def _flatness(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -113,6 +114,11 @@ def fitter_of(fitter: object, loss: Loss, outputs: int, penalty: float) -> Fitte
             f"Expected a fitter that refits ψ in every fold but got {fitter!r}. With one ψ for all folds the "
             "estimate is exactly −E_F and the bound empty: use fitter='auto', 'ridge', 'head' or your own "
             "function (z, y) -> ψ."
+        )
+    number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
+    if not (number and math.isfinite(penalty) and penalty >= 0):
+        raise OptionError(
+            f"Expected penalty to be a number of at least 0 but got {penalty!r}. For example penalty=1.0."
         )
     if fitter == "auto":
         fitter = "ridge" if loss.name in _SQUARED else "head"

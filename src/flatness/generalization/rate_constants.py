@@ -59,7 +59,9 @@ class RateConstants:
 
     @property
     def c2(self) -> float:
-        """C₂ = L √(α β Vol)."""
+        """C₂ = L √(α β Vol); infinite where α is, also for a sample without volume."""
+        if math.isinf(self.alpha):
+            return math.inf
         return self.largest_loss * math.sqrt(self.alpha * self.beta * self.volume)
 
     @property
