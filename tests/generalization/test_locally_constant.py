@@ -108,3 +108,14 @@ def test_layers_that_something_goes_around_are_refused():
 
 def test_an_order_needs_two_points():
     assert math.isnan(fitted_order([0.1, 0.2], [0.0, 0.3]))
+
+
+def test_an_order_that_cannot_be_fitted_is_no_verdict():
+    z, y = grid(), torch.zeros(40, 1, dtype=torch.float64)
+
+    def label(moved):
+        return (moved.norm(dim=1, keepdim=True) > 10.5).double()
+
+    found = label_constancy(constant(1.0), z, y, SQUARED, labels=label, deltas=(0.01, 0.5), draws=8)
+    assert math.isnan(found.order)
+    assert "unknown whether locally constant, as one δ alone changes any loss" in str(found)

@@ -1,6 +1,8 @@
 """Feature robustness against networks whose weights are really changed, and against dense Hessians."""
 
 import copy
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -320,3 +322,20 @@ def test_patch_space_matrices_cannot_go_through_features():
         "Expected matrices that mix the channels of 'conv2' to perturb its features but got patch-space "
         "ones: no change of a feature map does the same. Use through='weights'."
     )
+
+
+def test_a_change_of_zero_has_a_ratio_of_zero_and_prints():
+    """At δ = 1e-12 single precision sees no change at all."""
+    model, data = small.network().float(), small.data()
+    found = robustness(model, (data[0].float(), data[1]), delta=1e-12, matrices=2, compare=True)
+    assert (found.value, found.stderr) == (0.0, 0.0)
+    assert (found.ratio, found.ratio_stderr) == (0.0, 0.0)
+    assert "ratio 0" in str(found)
+
+
+def test_the_error_of_the_ratio_has_both_parts():
+    model, data = small.network(), small.data()
+    found = robustness(model, data, delta=0.01, matrices=8, compare=True)
+    noisy = replace(found, relative_flatness_stderr=0.3 * found.relative_flatness)
+    assert found.ratio_stderr == pytest.approx(found.stderr / found.predicted)
+    assert noisy.ratio_stderr == pytest.approx(math.hypot(found.stderr / found.predicted, 0.3 * found.ratio))

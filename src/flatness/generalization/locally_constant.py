@@ -56,6 +56,8 @@ class LabelConstancy(Result):
     def __str__(self) -> str:
         """The curve in words."""
         verdict = "approximately locally constant" if self.holds else "not locally constant to order three"
+        if math.isnan(self.order):
+            verdict = "unknown whether locally constant, as one δ alone changes any loss"
         lines = [
             f"labels around the features of {self.subject()}: {verdict} (fitted order {self.order:.2f}, "
             "wanted 3; y(·) is "

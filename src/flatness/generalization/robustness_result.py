@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -73,10 +74,12 @@ class Robustness(Result):
     @property
     def ratio_stderr(self) -> float | None:
         """Standard error of the ratio, of both its parts."""
-        if self.ratio is None or not self.relative_flatness:
+        if self.ratio is None or not self.predicted or not self.relative_flatness:
             return None
-        parts = self.stderr / self.value, self.relative_flatness_stderr / self.relative_flatness
-        return abs(self.ratio) * (parts[0] ** 2 + parts[1] ** 2) ** 0.5
+        return math.hypot(
+            self.stderr / self.predicted,
+            self.ratio * self.relative_flatness_stderr / self.relative_flatness,
+        )
 
     @property
     def largest_change(self) -> float:
