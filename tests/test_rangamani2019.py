@@ -168,6 +168,11 @@ def test_a_point_that_is_no_minimum_is_called_so():
         "far from a minimum: the gradient has length 1 in this metric, and a step along it would lower the "
         "risk of 0.5 by about 0.25",
     )
+    assert notes(gradient_norm=1.0, largest=0.0, smallest=0.0)[2:] == (
+        "far from a minimum: the gradient has length 1 in this metric, and no curvature stops a step along "
+        "it",
+    )
+    assert notes(gradient_norm=0.0, largest=0.0, smallest=0.0)[2:] == ()
     assert notes(converged=False)[2:] == ("not converged: raise max_products or tolerance in options=",)
 
 
@@ -191,17 +196,22 @@ def test_iterations_that_stop_early_say_so():
             "metric",
             "layer",
             "Expected metric to be one of euclidean, layerwise, nodewise, fisher but got 'layer'. Did you "
-            "mean 'layerwise'? The default is 'euclidean'.",
+            "mean 'layerwise'?",
         ),
         (
             "solver",
             "arpack",
-            "Expected solver to be one of lanczos, power but got 'arpack'. The default is 'lanczos'.",
+            "Expected solver to be one of lanczos, power but got 'arpack'.",
         ),
         (
             "max_products",
             0,
             "Expected max_products to be a positive integer but got 0. For example 300.",
+        ),
+        (
+            "max_products",
+            True,
+            "Expected max_products to be a positive integer but got True. For example 300.",
         ),
     ],
 )
@@ -256,3 +266,13 @@ def test_vertical_directions_of_a_chain_are_those_of_lemma_2_6():
             weight, bias = model.get_parameter(f"{layer}.weight"), model.get_parameter(f"{layer}.bias")
             torch.testing.assert_close(direction[f"{layer}.weight"], beta[i] * weight.detach())
             torch.testing.assert_close(direction[f"{layer}.bias"], gamma[i] * bias.detach())
+
+
+def test_vertical_directions_ask_for_symmetries():
+    model = network()
+    with pytest.raises(OptionError) as caught:
+        flatness.vertical_directions(model, torch.zeros(2, 4))
+    assert str(caught.value) == (
+        "Expected what flatness.symmetries returned but got Tensor. Write flatness.vertical_directions("
+        "model, flatness.symmetries(model, example))."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatness.curvature.network_spectrum import METRICS, PARAMETERS, SOLVERS
+from flatness.curvature.network_spectrum import METRICS, PARAMETERS, SOLVERS, NetworkSpectrum
 from flatness.errors import OptionError, listed, nearest
 from flatness.measures.measure import NetworkView, Valued
 
@@ -21,14 +21,14 @@ def check_eigenvalue_option(name: str, value: Any) -> None:
             f"Expected tolerance to be a relative residual between 0 and 1, or None, but got {value!r}. For "
             "example 1e-9."
         )
-    if name == "max_products" and not (isinstance(value, int) and value >= 1):
+    if name == "max_products" and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         raise OptionError(
             f"Expected max_products to be a positive integer but got {value!r}. For example 300."
         )
     if name in _CHOICES and value not in _CHOICES[name]:
         raise OptionError(
             f"Expected {name} to be one of {listed(_CHOICES[name])} but got {value!r}."
-            f"{nearest(value, _CHOICES[name])} The default is {_CHOICES[name][0]!r}."
+            f"{nearest(value, _CHOICES[name])}"
         )
 
 
@@ -47,13 +47,19 @@ def largest_of_network(view: NetworkView) -> Valued:
     if max(-spectrum.smallest, -spectrum.largest) > max(spectrum.largest, 0.0):
         size = max(abs(spectrum.largest), abs(spectrum.smallest))
         notes.append(f"no minimum: the eigenvalue of largest size is negative, |λ|_max = {size:.4g}")
-    # ‖g‖²/2λ is what one step along the gradient gains in the quadratic model.
-    gain = spectrum.gradient_norm**2 / (2 * spectrum.largest) if spectrum.largest > 0 else float("inf")
-    if gain > _FAR * abs(spectrum.risk):
-        notes.append(
-            f"far from a minimum: the gradient has length {spectrum.gradient_norm:.2g} in this metric, and a "
-            f"step along it would lower the risk of {spectrum.risk:.3g} by about {min(gain, 1e300):.2g}"
-        )
+    notes += _far_from_a_minimum(spectrum)
     if not spectrum.converged:
         notes.append("not converged: raise max_products or tolerance in options=")
     return Valued(spectrum.largest, tuple(notes), converged=spectrum.converged, residual=spectrum.residual)
+
+
+def _far_from_a_minimum(spectrum: NetworkSpectrum) -> list[str]:
+    """Say so where a step along the gradient would gain much: ‖g‖²/2λ in the quadratic model."""
+    norm = spectrum.gradient_norm
+    slope = f"far from a minimum: the gradient has length {norm:.2g} in this metric, and "
+    if norm > 0 and spectrum.largest <= 0:
+        return [slope + "no curvature stops a step along it"]
+    if norm > 0 and norm**2 / (2 * spectrum.largest) > _FAR * abs(spectrum.risk):
+        gain = f"{norm**2 / (2 * spectrum.largest):.2g}"
+        return [slope + f"a step along it would lower the risk of {spectrum.risk:.3g} by about {gain}"]
+    return []

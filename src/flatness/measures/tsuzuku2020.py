@@ -116,7 +116,8 @@ def _by_finite_differences(around: Surroundings) -> dict[str | None, Valued]:
 
 
 def _check_option(name: str, value: Any) -> None:
-    if name == "lambda" and not (isinstance(value, (int, float)) and value > 0):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name == "lambda" and not (number and 0 < value < math.inf):
         raise OptionError(f"Expected lambda to be a positive number but got {value!r}. For example 0.5.")
     if name == "loss" and value not in ("normalized_cross_entropy", "same"):
         raise OptionError(f"Expected loss to be 'normalized_cross_entropy' or 'same' but got {value!r}.")
@@ -124,7 +125,7 @@ def _check_option(name: str, value: Any) -> None:
         raise OptionError(f"Expected biases to be True or False but got {value!r}.")
     if name == "diagonal" and value not in ("auto", "finite_differences"):
         raise OptionError(f"Expected diagonal to be 'auto' or 'finite_differences' but got {value!r}.")
-    if name == "draws" and not (isinstance(value, int) and value >= 2):
+    if name == "draws" and not (isinstance(value, int) and not isinstance(value, bool) and value >= 2):
         raise OptionError(
             f"Expected draws to be an integer of at least 2 but got {value!r}. For example 100."
         )

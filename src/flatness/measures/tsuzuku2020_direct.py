@@ -154,15 +154,19 @@ def _notes(
 
 
 def _check_option(name: str, value: Any) -> None:
-    if name == "lambda" and not (value is None or (isinstance(value, (int, float)) and value > 0)):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name == "lambda" and not (value is None or (number and 0 < value < math.inf)):
         raise OptionError(
             f"Expected lambda to be a positive number, or None for the number of samples, but got {value!r}. "
             "For example 1000.0."
         )
     if name == "loss" and value not in ("normalized_cross_entropy", "same"):
         raise OptionError(f"Expected loss to be 'normalized_cross_entropy' or 'same' but got {value!r}.")
-    if name in ("draws", "evaluations") and not (isinstance(value, int) and value >= 1):
-        raise OptionError(f"Expected {name} to be a positive integer but got {value!r}. For example 15.")
+    if name in ("draws", "evaluations") and not (number and isinstance(value, int) and value >= 1):
+        example = 2 if name == "draws" else 15
+        raise OptionError(
+            f"Expected {name} to be a positive integer but got {value!r}. For example {example}."
+        )
 
 
 normalized_sharpness_direct = register_measure(

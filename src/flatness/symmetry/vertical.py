@@ -38,6 +38,11 @@ def vertical_directions(
         ... )
         (True, True)
     """
+    if not isinstance(found, Symmetries):
+        raise OptionError(
+            f"Expected what flatness.symmetries returned but got {type(found).__name__}. Write "
+            "flatness.vertical_directions(model, flatness.symmetries(model, example))."
+        )
     if kind not in KINDS:
         raise OptionError(
             f"Expected kind to be one of {listed(KINDS)} but got {kind!r}.{nearest(kind, KINDS)}"
