@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +41,10 @@ def process(rank, port, out):
 def answers(tmp_path_factory):
     """What every task returned or raised, in each of two processes of one group."""
     out = tmp_path_factory.mktemp("answers")
-    mp.spawn(process, (free_port(), out), nprocs=2)
+    with pytest.MonkeyPatch.context() as patch:
+        # The new processes find this module by the name that pytest gave it, from the folder above.
+        patch.syspath_prepend(str(Path(__file__).parents[1]))
+        mp.spawn(process, (free_port(), out), nprocs=2)
     found = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
     return {task: [one[task] for one in found] for task in found[0]}
 

@@ -239,3 +239,15 @@ def test_two_classes_are_refused_by_name_and_left_out_of_all():
         for note in report.notes
     )
     assert report.value("relative_flatness", layer="") > 0
+
+
+def test_a_loss_that_is_no_classification_is_not_replaced_by_one():
+    case = CASES["mlp"]
+    targets = F.one_hot(case.y, 3 if case.y.max() < 3 else int(case.y.max()) + 1).double()
+    model = case.build()
+    with pytest.raises(FlatnessError) as caught:
+        flatness.measure(model, (case.x, targets), "mse", measures="normalized_sharpness", progress=False)
+    assert str(caught.value) == (
+        "Expected a classification loss, as normalized_sharpness rests on normalized_cross_entropy, but got "
+        "'mse'. Use loss='cross_entropy' with class targets, or leave it out."
+    )

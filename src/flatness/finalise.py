@@ -147,7 +147,9 @@ def _network_rows(
         spectrum, options = walked.spectra.get(measure.name), plan.options[measure.name]
         view = replace(network, spectrum=spectrum, options=options)
         value = measure.network(view)
-        row = replace(template, notes=("over " + ", ".join(network.squared_norms),))
+        row = template
+        if not (isinstance(value, Valued) and value.notes and value.notes[0].startswith("over ")):
+            row = replace(template, notes=("over " + ", ".join(network.squared_norms),))
         row = _with(row, value) if isinstance(value, Valued) else replace(row, value=float(value))
         changes = None
         if "traces" in measure.network_needs:

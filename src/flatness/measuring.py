@@ -22,6 +22,8 @@ from flatness.data_errors import with_data_errors
 from flatness.errors import DataError, LossError, NotFiniteError, OptionError, ProcessError, listed
 from flatness.finalise import finalise
 from flatness.forward import Forward
+from flatness.losses import resolve_loss
+from flatness.losses.elementwise import Elementwise
 from flatness.measures.catalogue import LossGroup, by_loss
 from flatness.memory import kept_budget
 from flatness.plan import Plan, make_plan
@@ -124,6 +126,7 @@ def measure(
     for group in by_loss(measures, options):
         try:
             with ranks.stage():
+                _check_classes(loss, group)
                 problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
             problem.ranks = ranks
             everything = measures == "all"
@@ -176,7 +179,25 @@ def _report(
     meta = provenance(problem, chosen, statistics, time.perf_counter() - started)
     if problem.ranks.count > 1:
         meta |= shares(problem)
-    return Report(tuple(results), meta, (*problem.notes, *chosen.notes))
+    return Report(tuple(results), meta, (*problem.notes, *chosen.notes, *_no_minimum(results)))
+
+
+def _check_classes(loss: Any, group: LossGroup) -> None:
+    """Refuse to put a classification loss in the place of one that is none: its targets are no classes."""
+    if group.loss is not None and isinstance(resolve_loss(loss), Elementwise):
+        raise LossError(
+            f"Expected a classification loss, as {listed(group.names)} rests on {group.loss}, but got "
+            f"{resolve_loss(loss).name!r}. Use loss='cross_entropy' with class targets, or leave it out."
+        )
+
+
+def _no_minimum(results: list[Result]) -> list[str]:
+    """What the eigenvalues of the network say against this being a minimum, once."""
+    for row in results:
+        for note in row.notes if row.level == "network" else ():
+            if note.startswith(("no minimum", "far from a minimum")):
+                return [f"{row.measure}: {note}"]
+    return []
 
 
 def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: Any) -> Plan:
