@@ -10,7 +10,7 @@ from flatness.curvature.hessian_operator import HessianOperator
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.squared_gradients import squared_gradients
 from flatness.errors import DifferentiabilityError, LossError
-from flatness.plan import make_plan
+from flatness.planning import make_plan
 from flatness.problem import Problem
 from networks import CASES, ragged_batches
 from untouched import untouched

@@ -276,13 +276,3 @@ def test_vertical_directions_ask_for_symmetries():
         "Expected what flatness.symmetries returned but got Tensor. Write flatness.vertical_directions("
         "model, flatness.symmetries(model, example))."
     )
-
-
-def test_the_report_says_once_that_the_point_is_no_minimum():
-    torch.manual_seed(1)
-    report = measure(network(), data(), measures=["riemannian_spectral_norm", "hessian_top_eigenvalue"])
-    far = [note for note in report.notes if "minimum" in note]
-    assert len(far) == 1
-    (measured, _, said) = far[0].partition(": ")
-    row = next(row for row in report.results if row.measure == measured and row.level == "network")
-    assert said in row.notes

@@ -16,7 +16,7 @@ from flatness.curvature.moments import feature_spreads
 from flatness.curvature.sampled import Budget, sampled_statistics
 from flatness.curvature.statistics import LAYER_STATISTICS
 from flatness.finalise import finalise
-from flatness.plan import make_plan
+from flatness.planning import make_plan
 from flatness.problem import Problem
 from flatness.scatter import Scatter
 from flatness.views import layer_views, network_view
@@ -262,7 +262,7 @@ def test_many_classes_are_sampled_and_agree_with_the_exact_engine():
 
 def test_eigenvalues_of_many_classes_take_products(monkeypatch):
     case = CASES["cnn_grouped"]
-    monkeypatch.setattr(sys.modules["flatness.plan"], "AFFORDABLE_PASSES", 1)
+    monkeypatch.setattr(sys.modules["flatness.planning"], "AFFORDABLE_PASSES", 1)
     model = case.build()
     for curvature in ("hessian", "gauss_newton"):
         report = flatness.measure(

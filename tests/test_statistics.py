@@ -9,7 +9,7 @@ import torch
 from flatness import Problem, Statistics
 from flatness.curvature.exact import exact_statistics
 from flatness.errors import DataError, OptionError
-from flatness.plan import make_plan
+from flatness.planning import make_plan
 from small import data, network, reference
 
 

@@ -11,7 +11,7 @@ import transformer_models as nets
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.squared_gradients import squared_gradients
 from flatness.errors import NotExactError
-from flatness.plan import make_plan
+from flatness.planning import make_plan
 from flatness.problem import Problem
 from networks import token_cross_entropy
 from small import measure

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from flatness.curvature.network_spectrum import NetworkSpectrum
-from flatness.plan import make_plan
+from flatness.planning import make_plan
 from flatness.problem import Problem
 from flatness.walking import walk
 
