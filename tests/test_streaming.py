@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flatness
-from flatness import measuring, memory
+from flatness import running, memory
 from flatness.curvature.layer_operator import LayerOperators
 from flatness.errors import OutOfMemoryError
 from networks import CASES
@@ -57,7 +57,7 @@ def test_a_short_last_batch_counts_by_its_samples():
 def test_recomputed_products_give_the_kept_ones(name, monkeypatch):
     case = CASES[name]
     kept = flatness.measure(case.build(), (case.x, case.y), measures="all", progress=False)
-    monkeypatch.setattr(measuring, "kept_budget", lambda device: 0)
+    monkeypatch.setattr(running, "kept_budget", lambda device: 0)
     streamed = flatness.measure(case.build(), (case.x, case.y), measures="all", batch_size=6, progress=False)
     assert any("recomputed for every product" in note for note in streamed.notes)
     assert_same(kept, streamed, 1e-6)
