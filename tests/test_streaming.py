@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flatness
-from flatness import running, memory
+from flatness import memory, running
 from flatness.curvature.layer_operator import LayerOperators
 from flatness.errors import OutOfMemoryError
 from networks import CASES
