@@ -74,6 +74,35 @@ def test_rescaling_moves_the_trace_and_not_the_relative_flatness(finished):
     assert table.loc[same, "kendall_rescaled"] == pytest.approx(table.loc[same, "kendall"])
 
 
+def test_dear_measures_get_a_subset_and_undefined_ones_are_left_out(tmp_path):
+    """[measure.subset] is a pass of its own; pac_bayes_flatness has no value without an accuracy to drop."""
+    subset = {"measures": ["sam_sharpness", "pac_bayes_flatness"], "samples": 40}
+    options = {"pac_bayes_flatness": {"drop": 0.999}}
+    content = study(
+        measure={"measures": ["hessian_trace"], "subset": {**subset, "options": options}},
+        rescale={"low": 5.0, "high": 25.0, "measures": ["sam_sharpness"]},
+    )
+    found = run(content, tmp_path / "study")
+    record = next(iter(found.records.values()))
+    rows = {(row["measure"], row["layer"]): row for row in record["measuring"]["results"]}
+    assert {measure for measure, _ in rows} == {"hessian_trace", "sam_sharpness"}
+    assert {row["measure"] for row in record["measuring"]["rescaled"]} == {"sam_sharpness"}
+    assert rows["sam_sharpness", None]["samples"] == 40
+    assert "samples" not in rows["hessian_trace", None]
+    assert any(
+        note.startswith("pac_bayes_flatness: Expected an accuracy") for note in record["measuring"]["notes"]
+    )
+    network = mlp(**content["model"]["options"])
+    saved = found.path / "weights" / f"{record['key']}.safetensors"
+    fit_checkpoint(network, read_checkpoint(saved), "weights")
+    inputs, targets = load("digits", limit=120).pair
+    for measure, samples in (("hessian_trace", 120), ("sam_sharpness", 40)):
+        data = (inputs[:samples], targets[:samples])
+        report = flatness.measure(network.eval(), data, measures=[measure], progress=False)
+        value = rows[measure, None]["value"]
+        assert value == pytest.approx(report.value(measure, layer=None), rel=1e-6)
+
+
 def test_tables_hold_what_they_should(finished):
     found = finished[0]
     table = found.correlations()

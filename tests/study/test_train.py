@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from flatness.study.objects import load_split, make_model, stream_seed, training_targets
+from flatness.study.stack import ENGINES
 from flatness.study.train import Cohort, OutOfTimeError
 from studies import configurations
 
@@ -107,7 +108,7 @@ def test_a_network_that_does_not_move_is_given_up(tmp_path):
     assert training.reason.startswith("the loss fell by less than 1 % in 3 epochs")
 
 
-@pytest.mark.parametrize("engine", ["looped", "grouped", "unfolded"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_engines_agree_on_a_convolutional_network(engine, tmp_path):
     members = configurations(
         model={"name": "lenet5", "options": {"channels": 1, "size": 8, "padding": 4}},

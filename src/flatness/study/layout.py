@@ -57,6 +57,7 @@ TABLES: dict[str, dict[str, str]] = {
     "train": {
         "loss": TEXT,
         "at_once": WHOLE,
+        "tf32": YES_NO,
         "beta1": NUMBER,
         "beta2": NUMBER,
         "alpha": NUMBER,
@@ -72,13 +73,17 @@ TABLES: dict[str, dict[str, str]] = {
         "curvature": TEXT,
         "options": TABLE,
         "batch_size": WHOLE,
+        "subset": TABLE,
     },
     "gap": {"kind": TEXT},
-    "rescale": {"kind": TEXT, "low": NUMBER, "high": NUMBER, "seed": WHOLE},
+    "rescale": {"kind": TEXT, "low": NUMBER, "high": NUMBER, "seed": WHOLE, "measures": ANY},
     "analysis": {"keep": LIST, "headline": LIST, "colour": TEXT, "resamples": WHOLE, "permutations": WHOLE},
     "checkpoints": {"paths": ANY, "pattern": TEXT, "table": TEXT},
 }
 """Every table of a study file and what its keys take; the nameless one is the top of the file."""
+
+SUBSET = {"measures": ANY, "samples": WHOLE, "layers": ANY, "options": TABLE}
+"""What [measure.subset] takes: measures that are too dear for all samples, and how many they get."""
 
 _FREE = {"together"}
 
@@ -116,6 +121,8 @@ def _check_table(table: Mapping[str, Any], known: Mapping[str, str], name: str, 
                 f"Known: {', '.join(known)}."
             )
         _expect(value, known[key], f"{key} in {name}", where)
+    if name == "[measure]" and "subset" in table:
+        _check_table(table["subset"], SUBSET, "[measure.subset]", where)
     for row in table.get("together", ()) if name == "[grid]" else ():
         _expect(row, TABLE, "[[grid.together]]", where)
         _check_table(row, dict.fromkeys(AXES, LIST), "[[grid.together]]", where)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flatness.errors import UndefinedMeasureError
+from flatness.measures.catalogue import select_measures
 from flatness.measuring import measure
 from flatness.result import Report
 from flatness.study.grid import digest
@@ -35,22 +38,84 @@ def measured(
 ) -> dict[str, Any]:
     """The `measuring` part of a record: values of layers and network, perhaps also of a rescaled copy."""
     started = time.perf_counter()
-    asked = settings.get("measure", {})
-    samples = asked.get("samples")
-    data = (train[0][:samples], train[1][:samples])
-    arguments = {key: asked[key] for key in _PASSED_ON if key in asked}
-    arguments |= {"loss": loss, "measures": asked.get("measures", "default"), "progress": False, "seed": seed}
-    report = measure(model, data, **arguments)
-    found = {
+    passes = _passes(train, {"loss": loss, "progress": False, "seed": seed}, settings.get("measure", {}))
+    found: dict[str, Any] = {
         "key": measuring_key(settings),
-        "samples": len(data[0]),
-        "risk": report.meta["risk"],
-        "results": _rows(report),
-        "notes": list(report.notes),
+        "samples": len(passes[0].data[0]),
+        "results": [],
+        "notes": [],
     }
+    for each in passes:
+        for report in _reports(model, each, found["notes"]):
+            found.setdefault("risk", report.meta["risk"])
+            found["results"] += [{**row, **each.label} for row in _rows(report)]
+            found["notes"] += [note for note in report.notes if note not in found["notes"]]
     if "rescale" in settings:
-        found["rescaled"] = _rows(measure(_rescaled(model, data[0], key, settings), data, **arguments))
+        equal = _rescaled(model, train[0], key, settings)
+        wanted = settings["rescale"].get("measures")
+        found["rescaled"] = [
+            row
+            for each in passes
+            if (some := each.of(wanted)) is not None
+            for report in _reports(equal, some, [])
+            for row in _rows(report)
+        ]
     return {**found, "seconds": round(time.perf_counter() - started, 3)}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One call of `measure`."""
+
+    data: tuple[Tensor, Tensor]
+    arguments: Mapping[str, Any]
+    label: Mapping[str, Any]
+
+    def of(self, wanted: Any) -> _Pass | None:
+        """The same for those of its measures that are among the wanted ones; None without any."""
+        if wanted is None:
+            return self
+        names = {one.name for one in select_measures(wanted)}
+        kept = [one.name for one in select_measures(self.arguments["measures"]) if one.name in names]
+        options = {name: given for name, given in self.arguments.get("options", {}).items() if name in kept}
+        arguments = {**self.arguments, "measures": kept, "options": options}
+        return _Pass(self.data, arguments, self.label) if kept else None
+
+    def single(self) -> list[_Pass]:
+        """Its measures one at a time."""
+        names = [one.name for one in select_measures(self.arguments["measures"])]
+        return [one for name in names if (one := self.of([name])) is not None]
+
+
+def _passes(
+    train: tuple[Tensor, Tensor], arguments: Mapping[str, Any], asked: Mapping[str, Any]
+) -> list[_Pass]:
+    """What [measure] asks for; then [measure.subset], which goes by [measure] where it is silent."""
+    tables = [asked, {**asked, "options": {}, **asked["subset"]}] if "subset" in asked else [asked]
+    return [
+        _Pass(
+            (train[0][: table.get("samples")], train[1][: table.get("samples")]),
+            {
+                **{name: table[name] for name in _PASSED_ON if name in table},
+                "measures": table.get("measures", "default"),
+                **arguments,
+            },
+            {} if table is asked else {"samples": min(table.get("samples", len(train[0])), len(train[0]))},
+        )
+        for table in tables
+    ]
+
+
+def _reports(model: nn.Module, asked: _Pass, notes: list[str]) -> list[Report]:
+    """What a pass finds; where a measure has no value for this network, those of the other measures."""
+    try:
+        return [measure(model, asked.data, **asked.arguments)]
+    except UndefinedMeasureError as error:
+        alone = asked.single()
+        if len(alone) == 1:
+            notes.append(f"{alone[0].arguments['measures'][0]}: {error}")
+            return []
+        return [report for one in alone for report in _reports(model, one, notes)]
 
 
 def _rescaled(model: nn.Module, inputs: Tensor, key: str, settings: Mapping[str, Any]) -> nn.Module:

@@ -130,7 +130,7 @@ class Program:
         for name, value in buffers.items():
             self.stack.buffers[name].copy_(value)
 
-    def tune(self, index: Tensor, engines: tuple[str, ...] = ("grouped", "unfolded")) -> str:
+    def tune(self, index: Tensor, engines: tuple[str, ...] = ("grouped", "unfolded", "banded")) -> str:
         """Choose the engine that computes gradients fastest here; nothing is trained.
 
         Returns:

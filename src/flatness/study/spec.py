@@ -170,7 +170,8 @@ def _check_settings(settings: Mapping[str, Any], where: str) -> None:
     _one_of(settings.get("train", {}).get("loss", "cross_entropy"), LOSSES, "loss in [train]", where)
     measure = settings.get("measure", {})
     _one_of(measure.get("which", "converged"), ("converged", "all"), "which in [measure]", where)
-    resolve_options(select_measures(measure.get("measures", "default")), measure.get("options"))
+    for asked in (measure, measure.get("subset", {}), settings.get("rescale", {})):
+        resolve_options(select_measures(asked.get("measures", "default")), asked.get("options"))
     for condition in settings.get("analysis", {}).get("keep", ()):
         parse_condition(condition, where)
     for optimizer in _values(settings, "optimizer"):

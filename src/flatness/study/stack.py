@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flatness.study.convolutions import Unfolded
+from flatness.study.convolutions import AsProducts
 
-ENGINES = ("looped", "grouped", "unfolded")
+ENGINES = ("looped", "grouped", "unfolded", "banded")
 """How a stack runs forward. ``looped``: one network after the other. ``grouped``: all at once through
 `torch.vmap`, which makes a batch of products out of linear layers and a grouped convolution out of
-convolutions. ``unfolded``: the same with convolutions written as products over unfolded images."""
+convolutions. ``unfolded``: the same with convolutions written as products over unfolded images. ``banded``:
+the same as products of whole image rows with the band matrix of the kernel."""
 
 
 class Stack:
@@ -63,7 +64,7 @@ class Stack:
         """(networks, samples, …) → (networks, samples, outputs); network i sees x[i]."""
         if self.engine == "looped":
             return torch.stack([self._one(*self._row(i), x[i]) for i in range(len(self))])
-        with Unfolded() if self.engine == "unfolded" else nullcontext():
+        with AsProducts(self.engine == "banded") if self.engine in ("unfolded", "banded") else nullcontext():
             return torch.vmap(self._one, randomness="different")(self.parameters, self.buffers, x)
 
     def _one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -240,7 +240,7 @@ def _optimizer(members: Sequence[Configuration], stack: Stack) -> Optimizer:
         name: torch.tensor([[float(one.axes[name])] for one in members], dtype=torch.float64)
         for name in ("learning_rate", "momentum", "weight_decay")
     }
-    options = {key: value for key, value in members[0].train.items() if key != "loss"}
+    options = {key: value for key, value in members[0].train.items() if key not in ("loss", "tf32")}
     return OPTIMIZERS[members[0].axes["optimizer"]](settings, stack.flat, options)
 
 

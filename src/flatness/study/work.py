@@ -8,7 +8,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ def do_unit(unit: Unit, orders: Orders) -> bool:
     """
     _end_with(orders.parent)
     folder, device = Folder(orders.folder), torch.device(orders.device)
-    with _full_precision():
+    with _tf32(False):
         try:
             pending = [one for one in unit.configurations if not _final(folder, one, orders)]
             if not pending:
@@ -101,7 +102,7 @@ def _train(pending: list[Configuration], unit: Unit, split: Split, folder: Folde
         done = functools.partial(_trained, split=split, folder=folder, orders=orders)
         deadline = time.monotonic() + orders.until - time.time()
         try:
-            with readable_disk_errors(folder.path):
+            with readable_disk_errors(folder.path), _tf32(now[0].train.get("tf32", True)):
                 Cohort(now, split, file, orders.every).train(done, deadline, Progress(file))
         except torch.OutOfMemoryError:
             if len(now) == 1:
@@ -210,15 +211,15 @@ def _split(data: Mapping[str, Any], device: torch.device) -> Split:
     return _SPLITS[asked]
 
 
-class _full_precision:  # noqa: N801 (reads as a statement)
-    """Inside, float32 means float32: no TF32 in products and convolutions."""
-
-    def __enter__(self) -> None:
-        self._before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """Whether products and convolutions on a GPU may round their factors to ten bits, inside."""
+    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def _end_with(parent: int) -> None:
