@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from flatness.study.optimizers import SGD
-from flatness.study.program import Program
 from flatness.study.stack import ENGINES, Stack
 
 
@@ -58,50 +56,3 @@ def test_networks_that_stay_keep_their_weights():
     assert torch.equal(stack.weights(1)["0.bias"], networks[1][0].bias)
     stack.flat.zero_()
     assert stack.weights(1)["0.weight"].abs().sum() == 0  # parameters are views of `flat`
-
-
-def test_compiled_for_one_shape_and_plain_for_others(monkeypatch):
-    """What is compiled must compute the same, must not be asked for a shorter batch, and ends with `keep`."""
-    seen = []
-
-    def compiled(function, **options):
-        assert options == {"dynamic": False}
-        return lambda x: seen.append(x.shape) or function(x)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    networks = [nn.Sequential(nn.Linear(3, 2)) for _ in range(2)]
-    x, y = torch.randn(8, 3), torch.randint(2, (8,))
-    settings = {
-        name: torch.full((2, 1), value)
-        for name, value in (("learning_rate", 0.1), ("momentum", 0.0), ("weight_decay", 0.0))
-    }
-    programs = []
-    for _ in range(2):
-        stack = Stack(networks, torch.device("cpu"), "grouped")
-        programs.append(Program(stack, SGD(settings, stack.flat, {}), x, y, "cross_entropy"))
-    index = torch.tensor([[0, 1, 2], [3, 4, 5]])
-    assert programs[1].compile(index)
-    for program in programs:
-        program.step(index)
-        program.step(index[:, :2])
-    assert torch.equal(programs[0].stack.flat, programs[1].stack.flat)
-    assert seen == [(2, 3, 3)] * 2  # to try it, and the whole batch; the short one ran plain
-    programs[1].keep(torch.tensor([0]))
-    assert not programs[1].stack.compiled
-
-
-def test_a_compiler_that_fails_is_left_alone(monkeypatch):
-    def broken(function, **options):
-        def refuse(x):
-            raise TypeError("unsupported")
-
-        return refuse
-
-    monkeypatch.setattr(torch, "compile", broken)
-    stack = Stack([nn.Sequential(nn.Linear(3, 2))], torch.device("cpu"), "grouped")
-    settings = {name: torch.zeros(1, 1) for name in ("learning_rate", "momentum", "weight_decay")}
-    x, y = torch.randn(4, 3), torch.randint(2, (4,))
-    program = Program(stack, SGD(settings, stack.flat, {}), x, y, "cross_entropy")
-    assert not program.compile(torch.tensor([[0, 1]]))
-    program.step(torch.tensor([[0, 1]]))
-    assert float(program.loss_sums) > 0

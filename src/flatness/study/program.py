@@ -51,9 +51,6 @@ class Program:
         rows, device = len(self.stack), self.stack.flat.device
         self.loss_sums = torch.zeros(rows, dtype=torch.float64, device=device)
         self.correct_sums = torch.zeros(rows, dtype=torch.float64, device=device)
-        self._forget_graph()
-
-    def _forget_graph(self) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._index: Tensor | None = None
         self._warm = self._full = 0
@@ -133,25 +130,6 @@ class Program:
         for name, value in buffers.items():
             self.stack.buffers[name].copy_(value)
 
-    def compile(self, index: Tensor) -> bool:
-        """Run batches like `index` compiled from now on, if the model lets it; nothing is trained.
-
-        Returns:
-            Whether it does.
-        """
-        buffers = {name: value.clone() for name, value in self.stack.buffers.items()}
-        self.stack.compile(torch.Size([*index.shape, *self.inputs.shape[1:]]))
-        try:
-            self.stack.gradient(self.losses(index)[0].mean(1))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # whatever the compiler says: training goes on without it
-            self.stack.plain()
-        for name, value in buffers.items():
-            self.stack.buffers[name].copy_(value)
-        self._forget_graph()
-        return self.stack.compiled
-
     def tune(self, index: Tensor, engines: tuple[str, ...] = ("grouped", "unfolded", "banded")) -> str:
         """Choose the engine that computes gradients fastest here; nothing is trained.
 
@@ -171,7 +149,7 @@ class Program:
         self.stack.engine = min(taken, key=taken.__getitem__) if taken else engines[0]
         return self.stack.engine
 
-    def _gradient_seconds(self, index: Tensor, turns: int = 8) -> float:
+    def _gradient_seconds(self, index: Tensor, turns: int = 5) -> float:
         """Time of one gradient, as the device sees it: replayed from a graph."""
         for _ in range(2):
             self.stack.gradient(self.losses(index)[0].mean(1))
@@ -179,11 +157,10 @@ class Program:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.stack.gradient(self.losses(index)[0].mean(1))
-        taken = []
-        for _ in range(turns):  # the fastest: others may be at work on the same device
-            torch.cuda.synchronize()
-            started = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(turns):
             graph.replay()
-            torch.cuda.synchronize()
-            taken.append(time.perf_counter() - started)
-        return min(taken)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / turns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,7 +47,6 @@ class Stack:
         self.skeleton = copy.deepcopy(first).to("meta").train()
         self.engine = engine
         self.parameters = self._views()
-        self._compiled: tuple[torch.Size, Callable[[Tensor], Tensor]] | None = None
 
     def __len__(self) -> int:
         return len(self.flat)
@@ -63,28 +62,6 @@ class Stack:
 
     def forward(self, x: Tensor) -> Tensor:
         """(networks, samples, …) → (networks, samples, outputs); network i sees x[i]."""
-        if self._compiled is not None and x.shape == self._compiled[0]:
-            return self._compiled[1](x)
-        return self._forward(x)
-
-    def compile(self, shape: torch.Size) -> None:
-        """From now on run inputs of this shape through `torch.compile`; others as before.
-
-        It takes about 20 s at the first such input and is forgotten when networks leave.
-        """
-        torch.compiler.reset()  # what earlier stacks compiled is of no use, and counts towards a limit
-        self._compiled = shape, torch.compile(self._forward, dynamic=False)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether inputs of one shape run compiled."""
-        return self._compiled is not None
-
-    def plain(self) -> None:
-        """Run nothing compiled any more."""
-        self._compiled = None
-
-    def _forward(self, x: Tensor) -> Tensor:
         if self.engine == "looped":
             return torch.stack([self._one(*self._row(i), x[i]) for i in range(len(self))])
         with AsProducts(self.engine == "banded") if self.engine in ("unfolded", "banded") else nullcontext():
@@ -116,7 +93,6 @@ class Stack:
         self.flat = self.flat[rows]
         self.buffers = {name: value[rows] for name, value in self.buffers.items()}
         self.parameters = self._views()
-        self.plain()
 
     def weights(self, row: int) -> dict[str, Tensor]:
         """The state dict of one network, on the host."""

@@ -22,10 +22,6 @@ from flatness.study.stack import Stack, usual_engine
 CONVERGED, NOT_CONVERGED, DIVERGED = "converged", "not_converged", "diverged"
 # A recorded graph is recorded anew for fewer networks only when this share of them is done.
 _WORTH_LEAVING = 1 / 8
-# Compiled for a number of networks, a step is about twice as fast, and compiling takes some 20 s. It is done
-# when all epochs that are left would take this many seconds; then fewer networks are worth it only at half.
-_WORTH_COMPILING = 200.0
-_WORTH_LEAVING_COMPILED = 1 / 2
 
 
 @dataclass
@@ -89,8 +85,7 @@ class Cohort:
             self._resume(saved)
         elif engine is None:
             self._choose_engine()
-        self._saved_at = self._counted_at = self._epoch_at = time.monotonic()
-        self._compiling = self.program.graphed
+        self._saved_at = self._counted_at = time.monotonic()
 
     @property
     def samples(self) -> int:
@@ -172,31 +167,17 @@ class Cohort:
             training.accuracies.append(accuracies[row])
             training.status, training.reason = _verdict(one.stop, training)
             if training.status:
-                training.engine = self.program.stack.engine + ", compiled" * self.program.stack.compiled
+                training.engine = self.program.stack.engine
                 done(one, self.program.stack.weights(row), training)
                 self.ended.add(one.key)
         self._let_out()
-        self._compile()
-
-    def _compile(self) -> None:
-        """Compile the step where the rest is long enough, once for a number of networks."""
-        now = time.monotonic()
-        seconds, self._epoch_at = now - self._epoch_at, now
-        left = max((one.stop["epochs"] for one in self.members), default=0) - self.epoch
-        idle = len(self.ended) == len(self.members)
-        if self._compiling and not idle and self.epoch > 1 and left * seconds > _WORTH_COMPILING:
-            self._compiling = False
-            self.program.compile(self._order()[:, : self.batch])
-            self._epoch_at = time.monotonic()
 
     def _let_out(self) -> None:
         """Take the networks that are done out of the stack, where that is worth it."""
         staying = [row for row, one in enumerate(self.members) if one.key not in self.ended]
         leaving = len(self.members) - len(staying)
-        share = _WORTH_LEAVING_COMPILED if self.program.stack.compiled else _WORTH_LEAVING
-        worth = leaving > share * len(self.members) if self.program.graphed else leaving > 0
+        worth = leaving > _WORTH_LEAVING * len(self.members) if self.program.graphed else leaving > 0
         if staying and worth:
-            self._compiling = self.program.graphed
             self.program.keep(torch.tensor(staying, device=self.split.train[0].device))
             self.members = [self.members[row] for row in staying]
             self.ended.clear()
