@@ -53,7 +53,7 @@ def check(
 ) -> None:
     """Rewrite a network into equal ones and report how far each measure drifts.
 
-    The exit status is 1 if a measure drifts that declares not to. --out writes the table and a plot.
+    The exit status is 1 if a measure drifts that declares not to. --out writes the table, plots and a page.
 
     Example:
         flatness check net.pt --model mynets:build --data digits
@@ -125,8 +125,9 @@ def _print(report: InvarianceReport, form: str) -> None:
 
 
 def _written(out: Path, report: InvarianceReport) -> list[str]:
-    """Table and plots in a folder; returns the names of the files."""
+    """Table, plots and a page in a folder; returns the names of the files."""
     from flatness.files import write_text
+    from flatness.show.invariance_page import render_invariance
     from flatness.show.plots import save_invariance
 
     out.mkdir(parents=True, exist_ok=True)
@@ -140,4 +141,5 @@ def _written(out: Path, report: InvarianceReport) -> list[str]:
                 out / name, drawn.to_dict("records"), kind, f"Each measure over {kind} rescalings"
             )
             files.append(name)
-    return files
+    write_text(out / "index.html", render_invariance(report))
+    return [*files, "index.html"]

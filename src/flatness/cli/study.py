@@ -107,7 +107,7 @@ def show(
         bool, typer.Option("--csv", help="Print the table of correlations as CSV instead.")
     ] = False,
 ) -> None:
-    """Show a study: the summary in the terminal; its tables and figures are drawn anew in its folder.
+    """Show a study: the summary in the terminal; its page, tables and figures are made anew in its folder.
 
     Example:
         flatness study show petzka2019-mnist-smoke
@@ -125,11 +125,14 @@ def show(
 
 def _present(study: Any) -> None:
     from flatness.cli.output import terminal_width
+    from flatness.files import write_text
     from flatness.show.study import write_figures
+    from flatness.show.study_page import render_study
     from flatness.study.summary import summary_text
 
     typer.echo(printable(summary_text(study, terminal_width())))
     figures = write_figures(study)
     pictures = f", figures/ ({len(figures)} files)" if figures else ""
+    write_text(study.path / "index.html", render_study(study))
     tables = ", ".join(sorted(path.name for path in study.path.glob("*.csv")))
-    typer.echo(f"\nwritten to {study.path}: {tables}{pictures}")
+    typer.echo(f"\nwritten to {study.path}: {tables}{pictures}, index.html")

@@ -43,6 +43,7 @@ class Study:
         wanted = {network["key"] for network in networks}
         self.records = {key: record for key, record in records.items() if key in wanted}
         self.others = len(records) - len(self.records)
+        self._correlated: dict[str | None, pandas.DataFrame] = {}
 
     @functools.cached_property
     def _frame(self) -> pandas.DataFrame:
@@ -66,16 +67,18 @@ class Study:
             frame = frame[rows.reindex(frame.index, fill_value=False)]
         return frame if part is None or "part" not in frame else frame[frame["part"] == part]
 
+    def left_out(self) -> dict[str, str]:
+        """Networks that are not in the analysis: key to the first reason why."""
+        found: dict[str, str] = {}
+        alive = list(self._frame.index)
+        for reason, rows in self._filters():
+            found |= {str(self._frame.at[index, "key"]): reason for index in alive if not rows[index]}
+            alive = [index for index in alive if rows[index]]
+        return found
+
     def filtered_out(self) -> dict[str, int]:
         """What was left out of the analysis and why: reason to number of networks."""
-        left: dict[str, int] = {}
-        alive = self._frame.index
-        for reason, rows in self._filters():
-            passing = [index for index in alive if rows[index]]
-            if len(passing) < len(alive):
-                left[reason] = len(alive) - len(passing)
-            alive = passing
-        return left
+        return dict(Counter(self.left_out().values()))
 
     def _filters(self) -> list[tuple[str, Any]]:
         frame = self._frame
@@ -112,14 +115,16 @@ class Study:
                 f"Expected a part of the study, one of {', '.join(names)}, but got {part!r}."
                 f"{nearest(part, names)}"
             )
-        settings = next(iter(self.spec.parts.values())) if part is None else self.spec.parts[part]
-        analysis = settings.get("analysis", {})
-        return correlation_table(
-            self.kept(part),
-            self.axes(),
-            resamples=analysis.get("resamples", 2000),
-            permutations=analysis.get("permutations", 2000),
-        )
+        if part not in self._correlated:
+            settings = next(iter(self.spec.parts.values())) if part is None else self.spec.parts[part]
+            analysis = settings.get("analysis", {})
+            self._correlated[part] = correlation_table(
+                self.kept(part),
+                self.axes(),
+                resamples=analysis.get("resamples", 2000),
+                permutations=analysis.get("permutations", 2000),
+            )
+        return self._correlated[part].copy()
 
     def groups(self, columns: Sequence[str] | None = None) -> pandas.DataFrame:
         """Means and standard deviations over seeds, a row per setting; `columns` default to the headline."""

@@ -93,6 +93,17 @@ class InvarianceReport:
         """Declared invariances that do not hold."""
         return tuple(row for row in self.rows if row.declared and not row.holds)
 
+    def summary(self) -> str:
+        """One sentence: whether all declared invariances hold, else which do not."""
+        declared = sum(row.declared for row in self.rows)
+        if self.ok:
+            return f"All {declared} declared invariances hold."
+        broken = [
+            f"{row.measure} at {row.layer or 'the network'} ({row.kind}, {row.drift:.2g})"
+            for row in self.failures
+        ]
+        return f"{len(broken)} of {declared} declared invariances are broken: {listed(broken, 6)}."
+
     def to_frame(self) -> pandas.DataFrame:
         """Tidy table: measure, kind, layer, declared, drift, holds, verdict, and what they rest on."""
         import pandas as pd
@@ -169,7 +180,7 @@ class InvarianceReport:
             for line in [heads, *lines]
         ]
         table.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
-        table += ["", _summary(self), *(f"note: {note}" for note in self.notes)]
+        table += ["", self.summary(), *(f"note: {note}" for note in self.notes)]
         return "\n".join(table)
 
     __repr__ = __str__
@@ -185,17 +196,6 @@ class InvarianceReport:
 def _cell(row: InvarianceRow) -> str:
     drift = f"{row.drift:.1e}" if row.drift < 0.001 or row.drift >= 1000 else f"{row.drift:.3g}"
     return f"{drift} {'ok' if row.holds else 'BROKEN'}" if row.declared else f"{drift} {row.verdict}"
-
-
-def _summary(report: InvarianceReport) -> str:
-    declared = sum(row.declared for row in report.rows)
-    if report.ok:
-        return f"All {declared} declared invariances hold."
-    broken = [
-        f"{row.measure} at {row.layer or 'the network'} ({row.kind}, {row.drift:.2g})"
-        for row in report.failures
-    ]
-    return f"{len(broken)} of {declared} declared invariances are broken: {listed(broken, 6)}."
 
 
 def judge(

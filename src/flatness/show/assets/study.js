@@ -1,0 +1,136 @@
+// A study to explore: which networks are shown, what is drawn of them, and how each quantity goes with the target.
+const study = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const count = study.keys.length;
+const state = { part: 0, column: 0, copy: "values", target: 0, logX: true, logY: false, colour: study.colour,
+  filters: new Map(), left: false, open: -1 };
+
+// ---- which networks
+const partOf = (i) => study.parts.length > 1 ? study.partOf[i] : 0;
+const measuredAt = (i) => study.columns.some((column) => isNumber(column.values[i]));
+function passes(i, except) {
+  if (partOf(i) !== state.part || (study.out[i] >= 0 && !state.left)) return false;
+  for (const [axis, kept] of state.filters) if (axis !== except && !kept(study.axes[axis].codes[i])) return false;
+  return true;
+}
+const all = Array.from({ length: count }, (_, i) => i);
+let shown = [];
+const analysed = () => all.filter((i) => partOf(i) === state.part && study.out[i] < 0);
+const valueOf = (axis, i) => study.axes[axis].values[study.axes[axis].codes[i]];
+
+// ---- colours: a colour and a shape for few values, a scale from dark to light for many numbers
+const SCALE = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
+function shade(share) {
+  const at = share * (SCALE.length - 1), low = Math.min(Math.floor(at), SCALE.length - 2);
+  return `rgb(${SCALE[low].map((c, k) => Math.round(c + (at - low) * (SCALE[low + 1][k] - c))).join(" ")})`;
+}
+const gradual = (axis) => axis.values.length > COLOURS.length && axis.values.every(isNumber);
+function looks() {
+  if (state.colour < 0) return () => lookOf(0);
+  const axis = study.axes[state.colour];
+  if (!gradual(axis)) return (i) => lookOf(axis.codes[i]);
+  return (i) => [shade(axis.codes[i] / (axis.values.length - 1)), OUTLINES[0]];
+}
+function legend() {
+  const axis = study.axes[state.colour], list = byId("legend");
+  if (!axis) return list.replaceChildren();
+  const name = element("li", { class: "quiet" }, words(axis.name));
+  if (!gradual(axis)) {
+    return list.replaceChildren(name, ...axis.values.map((value, code) => element("li", {}, symbol(lookOf(code)), plain(value))));
+  }
+  const few = [0, 0.25, 0.5, 0.75, 1].map((share) => Math.round(share * (axis.values.length - 1)));
+  list.replaceChildren(name, ...few.map((code) => element("li", {},
+    symbol([shade(code / (axis.values.length - 1)), OUTLINES[0]]), plain(axis.values[code]))));
+}
+
+// ---- the scatter
+const plot = new Plot(byId("plot"), 440);
+const nameOf = (column) => `${words(column.measure)}, ${column.place}`;
+const copied = () => state.copy === "rescaled" ? ", rescaled copies" : "";
+const targetLabel = () => study.targets[state.target].label || study.parts[state.part].gap;
+function describe(i) {
+  return study.axes.filter((axis) => axis.varies).map((axis) => [words(axis.name), plain(axis.values[axis.codes[i]])]);
+}
+function drawScatter() {
+  const column = study.columns[state.column], target = study.targets[state.target];
+  const look = looks(), xs = column[state.copy] || [], ys = target.values;
+  const fine = shown.filter((i) => isNumber(xs[i]) && isNumber(ys[i]));
+  const drawn = fine.filter((i) => (!state.logX || xs[i] > 0) && (!state.logY || ys[i] > 0));
+  const marks = drawn.map((i) => ({ i, x: xs[i], y: ys[i], look: look(i), chosen: i === state.open }));
+  plot.show({
+    x: scaleOf(marks.map((mark) => mark.x), state.logX), y: scaleOf(marks.map((mark) => mark.y), state.logY),
+    xLabel: nameOf(column) + copied(), yLabel: targetLabel(), marks,
+    summary: `${targetLabel()} against ${nameOf(column)}${copied()} of ${drawn.length} networks. The table of networks below has the values.`,
+    open: (mark, keyboard) => openRecord(mark.i, keyboard),
+    tell: (mark) => [study.keys[mark.i].slice(0, 8), [...describe(mark.i), [nameOf(column), told(column, mark.i, state.copy)],
+      [targetLabel(), short(mark.y)], ...(study.out[mark.i] >= 0 ? [["left out", study.reasons[study.out[mark.i]]]] : [])]],
+  });
+  const missing = shown.length - fine.length, flat = fine.length - drawn.length;
+  byId("missing").textContent = [
+    missing > 0 ? `${missing} of the networks shown have no finite value here.` : "",
+    flat > 0 ? `${flat} are zero or negative and not on a logarithmic axis.` : ""].join(" ");
+}
+function told(column, i, copy = "values") {
+  const error = copy === "values" && column.stderr ? column.stderr[i] : 0;
+  const star = column.unsettled && column.unsettled.includes(i) ? "*" : "";
+  return short(column[copy][i]) + star + (error > 0 ? ` ± ${short(error)}` : "");
+}
+
+// ---- the correlation table: as the study computed it, or recomputed for what is shown
+const tables = Array.from(document.querySelectorAll("table.correlations"));
+const originals = new Map();
+for (const table of tables) {
+  for (const cell of table.querySelectorAll("tbody td")) {
+    originals.set(cell, [cell.textContent, cell.dataset.value, cell.getAttribute("style")]);
+  }
+}
+const columnOf = new Map(study.columns.map((column, i) => [column.name, i]));
+const untouched = () => state.target === 0 && state.copy === "values" && shown.length === analysed().length &&
+  shown.every((i) => study.out[i] < 0);
+const signed = (value) => Number.isNaN(value) ? "–" : (value < 0 ? "−" : "+") + Math.abs(value).toFixed(2);
+function put(cell, text, value, style) {
+  if (cell.textContent !== text) cell.textContent = text;
+  if (value === undefined) delete cell.dataset.value; else cell.dataset.value = value;
+  if (style === null) cell.removeAttribute("style"); else cell.setAttribute("style", style);
+}
+function fillTable() {
+  const table = tables.find((one) => Number(one.dataset.part) === state.part);
+  for (const one of tables) one.closest(".part").hidden = one !== table;
+  const as = untouched(), ys = shown.map((i) => study.targets[state.target].values[i]);
+  let line = null;
+  for (const row of table ? table.tBodies[0].rows : []) {
+    const column = study.columns[columnOf.get(row.dataset.quantity)], chosen = column === study.columns[state.column];
+    row.setAttribute("aria-current", String(chosen));
+    const xs = column[state.copy];
+    const found = as ? null : correlations(xs ? shown.map((i) => xs[i]) : [], ys);
+    for (const cell of row.querySelectorAll("td")) {
+      const value = found && found[cell.dataset.key];
+      if (as) put(cell, ...originals.get(cell));
+      else if (value === undefined) put(cell, "", "", null);
+      else put(cell, cell.dataset.key === "n" ? String(value) : signed(value), value,
+        cell.dataset.key === "kendall" ? `--at:${Number.isNaN(value) ? 0 : value}` : null);
+    }
+    if (chosen) line = row;
+  }
+  if (table) resort(table);
+  const cellText = (name) => line ? line.querySelector(`td[data-key="${name}"]`).textContent : "–";
+  byId("found").textContent = line ? `Kendall's τ ${cellText("kendall")}, Spearman's ρ ${cellText("spearman")}, Pearson's r ` +
+    `${cellText("pearson")}, n = ${cellText("n")}.` : "Too few values for a correlation.";
+  byId("basis").textContent = as
+    ? `Of all ${shown.length} networks in the analysis, against ${targetLabel()}, with 95 % bootstrap intervals.`
+    : `Of the ${shown.length} networks shown, against ${targetLabel()}${copied()}: recomputed here, without intervals, p-values and Ψ, ` +
+      "which belong to the whole analysis.";
+}
+
+// ---- the table of networks, and the counts
+const rows = Array.from(document.querySelectorAll("#networks tbody tr"));
+function markRows() {
+  const visible = new Set(shown);
+  for (const row of rows) row.hidden = !visible.has(Number(row.dataset.row));
+}
+function update() {
+  shown = all.filter((i) => passes(i));
+  const whole = all.filter((i) => partOf(i) === state.part && (state.left || study.out[i] < 0)).length;
+  byId("count").textContent = `${shown.length} of ${whole} networks shown`;
+  drawScatter(); legend(); fillTable(); markRows();
+}
