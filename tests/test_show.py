@@ -92,7 +92,8 @@ def test_the_page_runs_its_own_script_only_and_loads_nothing(page):
     )
     assert (
         policy
-        == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+        == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
     )
     assert not re.search(r"https?://|//cdn|@import|url\(", page)
     assert all("src" not in attributes for _, attributes in Checker(page).elements)

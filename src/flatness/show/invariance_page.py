@@ -104,9 +104,7 @@ def _still(rows: Sequence[InvarianceRow], kind: str) -> str:
     lines = {
         _name(one).replace("_", " "): [1.0, *(value / one.value for value in one.values)] for one in network
     }
-    fine = {
-        name: values for name, values in lines.items() if all(math.isfinite(v) and v > 0 for v in values)
-    }
+    fine = {name: values for name, values in lines.items() if all(math.isfinite(v) and v > 0 for v in values)}
     if not fine:
         return ""
     places = ["original", *(str(trial) for trial in range(1, len(network[0].values) + 1))]
@@ -117,6 +115,7 @@ def _still(rows: Sequence[InvarianceRow], kind: str) -> str:
 
 def _provenance(meta: dict[str, Any]) -> str:
     items = "".join(
-        f"<dt>{escape(str(key).replace('_', ' '))}</dt><dd>{escape(str(value))}</dd>" for key, value in meta.items()
+        f"<dt>{escape(str(key).replace('_', ' '))}</dt><dd>{escape(str(value))}</dd>"
+        for key, value in meta.items()
     )
     return f"<details><summary>Where it comes from</summary><dl>{items}</dl></details>"

@@ -126,9 +126,7 @@ def _layers(report: Report) -> str:
     largest = {
         c: max((found[l, c].value for l in layers if (l, c) in found), default=0.0) for c in grid.columns
     }
-    body = "".join(
-        row(l, [_value_cell(found.get((l, c)), largest[c]) for c in grid.columns]) for l in layers
-    )
+    body = "".join(row(l, [_value_cell(found.get((l, c)), largest[c]) for c in grid.columns]) for l in layers)
     rest = [label for label in grid.rows if label not in layers]
     foot = "".join(row(label, [Cell(cell) for cell in grid.row(label, grid.columns)]) for label in rest)
     headings = [("layer", "text"), *((column, "") for column in grid.columns)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flatness.study.gaps import AXIS_LABELS, GAPS
 from flatness.study.results import Study
 from flatness.study.table import column_name, measure_columns
+from flatness.tables import WHOLE_MODEL
 
 if TYPE_CHECKING:
     import pandas
@@ -153,9 +154,8 @@ def _columns(frame: pandas.DataFrame, records: Sequence[Mapping[str, Any]]) -> l
     found = [{column_name(one): one for one in _results(record)} for record in records]
     columns = []
     for name in measure_columns(frame):
-        measure, place, *reduction = name.split(":")
-        column: dict[str, Any] = {"name": name, "measure": measure, "place": ", ".join([place, *reduction])}
         rows = [results.get(name) for results in found]
+        column: dict[str, Any] = {"name": name, **_words(next(one for one in rows if one))}
         column["values"] = [None if one is None else _rounded(one["value"]) for one in rows]
         if any(one and one["stderr"] for one in rows):
             column["stderr"] = [None if one is None else _rounded(one["stderr"]) for one in rows]
@@ -170,6 +170,14 @@ def _columns(frame: pandas.DataFrame, records: Sequence[Mapping[str, Any]]) -> l
             column["rescaled"] = _column(frame[f"{name}:rescaled"])
         columns.append(column)
     return columns
+
+
+def _words(one: Mapping[str, Any]) -> dict[str, str]:
+    place = "network" if one["layer"] is None else one["layer"] or WHOLE_MODEL
+    return {
+        "measure": one["measure"],
+        "place": f"{place}, {one['reduction']}" if one["reduction"] else place,
+    }
 
 
 def _facts(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 from typing import Any
+from urllib.parse import quote
 
 from flatness.show.document import document
 from flatness.show.markup import Cell, row, table
@@ -17,7 +18,7 @@ from flatness.study.gaps import AXIS_LABELS
 from flatness.study.results import Study
 from flatness.tables import format_value
 
-_SCRIPTS = ("tables", "plot", "statistics", "study", "study_controls")
+_SCRIPTS = ("tables", "plot", "statistics", "study", "networks", "study_controls")
 _HEADLINES = 5
 _COEFFICIENTS = {"kendall": "Kendall's τ", "spearman": "Spearman's ρ", "pearson": "Pearson's r"}
 _MAIN = {
@@ -69,8 +70,8 @@ def _counts(study: Study) -> str:
     text = "".join(f"<p>{escape(line)}</p>" for line in lines)
     left = study.filtered_out()
     if left:
-        items = "".join(f"<li>{n} {escape(reason)}</li>" for reason, n in left.items())
-        text += f"<p>Left out:</p><ul>{items}</ul>"
+        reasons = "; ".join(f"{n} {reason}" for reason, n in left.items())
+        text += f"<p>Left out: {escape(reasons)}.</p>"
     return f'<section class="counts" aria-label="How many networks">{text}</section>\n'
 
 
@@ -112,10 +113,14 @@ def _correlations(study: Study, number: int, part: str) -> str:
     for found in frame.to_dict("records"):
         cells = [Cell(str(found["n"]), found["n"], key="n")]
         cells += [_coefficient(found, name) for name in _COEFFICIENTS]
-        cells += [_number(found, name, "") for name in single] + [_number(found, name, "more") for name in more]
+        cells += [_number(found, name, "") for name in single] + [
+            _number(found, name, "more") for name in more
+        ]
         label = found["quantity"].replace("_", " ").replace(":", ", ")
         lines.append(row(label, cells, press=True, quantity=found["quantity"]))
-    caption = f"Every quantity against the gap ({_gap(study, part)}), the largest τ first; grey: 95 % of permutations"
+    caption = (
+        f"Every quantity against the gap ({_gap(study, part)}); grey: what 95 % of permutations stay below"
+    )
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
     wide = '<label class="tick more-columns"><input type="checkbox"> all columns</label>' if more else ""
     return f'<section class="part"><h2>{escape(heading)}</h2>{basis}{wide}{inner}</section>\n'
@@ -154,31 +159,37 @@ def _number(found: dict[str, Any], name: str, kind: str) -> Cell:
 
 
 def _networks(study: Study) -> str:
-    """A row per network; the headings lead to the records, which are files beside the page."""
+    """A row per network; the headings lead to the records, which are files beside the page.
+
+    The scripts make their own table, of the networks that are shown; this one is there without them.
+    """
     frame = study.to_frame()
     left = study.left_out()
     axes = [name for columns in study.axes().values() for name in columns]
     names = (["part"] if "part" in frame else []) + list(dict.fromkeys(axes))
     numbers = [*_OUTCOMES, *study.headline()[:_HEADLINES]]
-    headings = [("network", "text"), *((name, "") for name in names), ("in the analysis", "text")]
-    headings += [(_OUTCOMES.get(name, name.replace(":", ", ")), "") for name in numbers]
+    headings = ["network", *names, "in the analysis", *(_OUTCOMES.get(name, name) for name in numbers)]
     lines = []
-    for number, found in enumerate(frame.to_dict("records")):
+    for found in frame.to_dict("records"):
         key = str(found["key"])
-        cells = [_setting(found[name]) for name in names]
-        cells.append(Cell(left.get(key, "yes"), kind="word failed" if key in left else "word"))
-        cells += [_outcome(found[name]) for name in numbers]
-        lines.append(row(key[:8], cells, f"records/{key}.json", row=number))
-    inner = table("Every network; its heading leads to its record", headings, "".join(lines))
-    return f'<section id="networks"><h2>Networks</h2>{inner}</section>\n'
+        cells = [_plain(found[name]) for name in names]
+        cells += [left.get(key, "yes"), *(_outcome(found[name]) for name in numbers)]
+        lines.append(row(key[:8], [Cell(text) for text in cells], f"records/{quote(key)}.json"))
+    heads = "".join(
+        f'<th scope="col" class="head">{escape(text.replace("_", " "))}</th>' for text in headings
+    )
+    inner = (
+        f'<div class="scroll"><table><caption>Every network; its heading leads to its record</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
+    return f'<section id="networks"><h2>Networks</h2><div id="rows"></div><noscript>{inner}</noscript></section>\n'
 
 
-def _setting(value: Any) -> Cell:
-    if isinstance(value, float) and math.isnan(value):
-        return Cell("")
-    return Cell(f"{value:g}", float(value)) if isinstance(value, int | float) else Cell(str(value), kind="word")
-
-
-def _outcome(value: Any) -> Cell:
+def _plain(value: Any) -> str:
     missing = value is None or (isinstance(value, float) and math.isnan(value))
-    return Cell("", math.nan) if missing else Cell(format_value(float(value)), float(value))
+    return "" if missing else f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def _outcome(value: Any) -> str:
+    missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return "" if missing else format_value(float(value))

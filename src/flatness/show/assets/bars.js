@@ -19,8 +19,8 @@ for (const table of document.querySelectorAll("table.bars")) {
         style: `width:${(100 * share).toFixed(2)}%` }));
       if (error > 0 && !logarithmic) bar.append(element("span", { class: "error",
         style: `left:${(100 * Math.max(share - error, 0)).toFixed(2)}%;right:${(100 * Math.max(1 - share - error, 0)).toFixed(2)}%` }));
-      return element("li", { title: cell && cell.title || null }, element("span", { class: "who" }, row.children[0].textContent), bar,
-        element("span", { class: "much" }, cell ? cell.textContent : ""));
+      return element("li", {}, element("span", { class: "who" }, row.children[0].textContent), bar,
+        element("span", { class: "much" }, cell ? cell.textContent : ""), element("span", { class: "quiet" }, cell ? cell.title : ""));
     }));
   };
   const controls = element("div", { class: "controls" },

@@ -34,9 +34,10 @@ const check = JSON.parse(document.getElementById("data").textContent);
       marks: marks.filter((mark) => drawn(mark.y)),
       summary: `${shown.length} measures of ${state.place} over ${trials} ${state.kind} rescalings: ` +
         `${shown.filter((row) => row.holds).length} stay as they are.`,
-      tell: ({ row, trial, y: ratio }) => [words(row.name), [["network", trial === 0 ? "original" : `rewritten ${trial}`],
-        ["value", short(trial === 0 ? row.value : row.values[trial - 1])], ["÷ original", short(ratio)],
-        ["largest drift", short(row.drift)], ["verdict", row.verdict]]],
+      tell: (mark, others) => [others.length > 0 ? `${others.length + 1} measures, ${which(mark)}` : words(mark.row.name),
+        others.length > 0 ? [mark, ...others].map(({ row, y: ratio }) => [words(row.name), `× ${short(ratio)}`])
+          : [["network", which(mark)], ["value", short([mark.row.value, ...mark.row.values][mark.trial])], ["÷ original", short(mark.y)],
+            ["largest drift", short(mark.row.drift)], ["verdict", mark.row.verdict]]],
     });
     legend.replaceChildren(...found.map((row) => {
       const button = element("button", { type: "button", "aria-pressed": String(!state.off.has(row.name)) },
@@ -52,6 +53,7 @@ const check = JSON.parse(document.getElementById("data").textContent);
     document.getElementById("count").textContent = `${shown.length} of ${found.length} measures, ${state.place}` +
       (missing > 0 ? `; ${missing} values that are zero, negative or not finite are not drawn` : "");
   }
+  const which = ({ trial }) => trial === 0 ? "original" : `rewritten ${trial}`;
   const range = (ratios) => {
     const fine = ratios.slice(1).filter(isNumber);
     return fine.length ? `${Number(Math.min(...fine).toPrecision(2))} … ${Number(Math.max(...fine).toPrecision(2))}` : "?";

@@ -1,7 +1,7 @@
 // What plots share: elements, numbers, axes, marks, and pointing at a mark with the mouse, a finger or the keys.
 // Text from files only ever becomes text nodes and attribute values, never markup.
 const SVG = ["http:", "", "www.w3.org", "2000", "svg"].join("/");  // a name, not an address: nothing is loaded
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777"];
+const COLOURS = [0, 1, 2, 3, 4, 5, 6].map((i) => `var(--hue${i})`);  // the style has them, for light and for dark
 const OUTLINES = [
   "M-4.6 0a4.6 4.6 0 1 0 9.2 0a4.6 4.6 0 1 0 -9.2 0Z", "M-4.2 -4.2H4.2V4.2H-4.2Z", "M0 -5.4L5 4.2H-5Z",
   "M0 -6L5 0L0 6L-5 0Z", "M-5 -2L-2 -2L-2 -5L2 -5L2 -2L5 -2L5 2L2 2L2 5L-2 5L-2 2L-5 2Z",
@@ -98,7 +98,7 @@ class Plot {
   }
 
   // spec: x, y scales; xLabel, yLabel; xTicks [[value, text]] or none; lines [{points, colour, dash}]; marks [{x, y, look}];
-  // tell(mark) gives [heading, [[name, value], ...]]; open(mark); summary for screen readers; level: a line at this height.
+  // tell(mark, others in its place) gives [heading, [[name, value], ...]]; open(mark); summary for screen readers; level: a line at this height.
   show(spec) {
     this.spec = spec;
     this.width = this.holder.clientWidth || 640;
@@ -171,8 +171,10 @@ class Plot {
       this.spec.open(this.points[this.at].mark, true);
     }
   }
-  told() {
-    const [heading, pairs] = this.spec.tell(this.points[this.at].mark);
+  told() {  // of the point and of those that it hides
+    const here = this.points[this.at];
+    const others = this.points.filter((one) => one !== here && Math.hypot(one.x - here.x, one.y - here.y) < 3);
+    const [heading, pairs] = this.spec.tell(here.mark, others.map((one) => one.mark));
     return [[heading], ...pairs];
   }
   point(index) {  // show what a point is; -1 for none
@@ -185,9 +187,10 @@ class Plot {
     const [[heading], ...pairs] = this.told();
     this.tip.replaceChildren(element("strong", {}, heading),
       element("dl", {}, ...pairs.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)])));
-    const room = this.width - this.tip.offsetWidth;
-    this.tip.style.left = Math.max(0, Math.min(x < this.width / 2 ? x + 14 : x - 14 - this.tip.offsetWidth, room)) + "px";
-    this.tip.style.top = Math.max(0, Math.min(y - 12, this.height - this.tip.offsetHeight)) + "px";
+    const wide = this.tip.offsetWidth, tall = this.tip.offsetHeight, right = x + 14, left = x - 14 - wide;
+    const beside = right + wide <= this.width ? right : left >= 0 ? left : null;  // else above the point, or below it
+    this.tip.style.left = (beside ?? Math.max(0, Math.min(x - wide / 2, this.width - wide))) + "px";
+    this.tip.style.top = (beside !== null ? Math.max(0, Math.min(y - 12, this.height - tall)) : y > tall ? y - tall - 14 : y + 14) + "px";
   }
 }
 

@@ -16,7 +16,8 @@ function passes(i, except) {
 const all = Array.from({ length: count }, (_, i) => i);
 let shown = [];
 const analysed = () => all.filter((i) => partOf(i) === state.part && study.out[i] < 0);
-const valueOf = (axis, i) => study.axes[axis].values[study.axes[axis].codes[i]];
+// A hyperparameter's value as people write it; names of ways to end have underscores.
+const label = (axis, code) => axis.name === "status" ? words(axis.values[code]) : plain(axis.values[code]);
 
 // ---- colours: a colour and a shape for few values, a scale from dark to light for many numbers
 const SCALE = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
@@ -36,11 +37,11 @@ function legend() {
   if (!axis) return list.replaceChildren();
   const name = element("li", { class: "quiet" }, words(axis.name));
   if (!gradual(axis)) {
-    return list.replaceChildren(name, ...axis.values.map((value, code) => element("li", {}, symbol(lookOf(code)), plain(value))));
+    return list.replaceChildren(name, ...axis.values.map((_, code) => element("li", {}, symbol(lookOf(code)), label(axis, code))));
   }
   const few = [0, 0.25, 0.5, 0.75, 1].map((share) => Math.round(share * (axis.values.length - 1)));
   list.replaceChildren(name, ...few.map((code) => element("li", {},
-    symbol([shade(code / (axis.values.length - 1)), OUTLINES[0]]), plain(axis.values[code]))));
+    symbol([shade(code / (axis.values.length - 1)), OUTLINES[0]]), label(axis, code))));
 }
 
 // ---- the scatter
@@ -49,7 +50,7 @@ const nameOf = (column) => `${words(column.measure)}, ${column.place}`;
 const copied = () => state.copy === "rescaled" ? ", rescaled copies" : "";
 const targetLabel = () => study.targets[state.target].label || study.parts[state.part].gap;
 function describe(i) {
-  return study.axes.filter((axis) => axis.varies).map((axis) => [words(axis.name), plain(axis.values[axis.codes[i]])]);
+  return study.axes.filter((axis) => axis.varies && axis.name !== "status").map((axis) => [words(axis.name), label(axis, axis.codes[i])]);
 }
 function drawScatter() {
   const column = study.columns[state.column], target = study.targets[state.target];
@@ -62,8 +63,9 @@ function drawScatter() {
     xLabel: nameOf(column) + copied(), yLabel: targetLabel(), marks,
     summary: `${targetLabel()} against ${nameOf(column)}${copied()} of ${drawn.length} networks. The table of networks below has the values.`,
     open: (mark, keyboard) => openRecord(mark.i, keyboard),
-    tell: (mark) => [study.keys[mark.i].slice(0, 8), [...describe(mark.i), [nameOf(column), told(column, mark.i, state.copy)],
-      [targetLabel(), short(mark.y)], ...(study.out[mark.i] >= 0 ? [["left out", study.reasons[study.out[mark.i]]]] : [])]],
+    tell: (mark, others) => [study.keys[mark.i].slice(0, 8), [...describe(mark.i), [nameOf(column), told(column, mark.i, state.copy)],
+      [targetLabel(), short(mark.y)], ...(study.out[mark.i] >= 0 ? [["left out", study.reasons[study.out[mark.i]]]] : []),
+      ...(others.length > 0 ? [["in the same place", `${others.length} more`]] : [])]],
   });
   const missing = shown.length - fine.length, flat = fine.length - drawn.length;
   byId("missing").textContent = [
@@ -96,13 +98,13 @@ function put(cell, text, value, style) {
 function fillTable() {
   const table = tables.find((one) => Number(one.dataset.part) === state.part);
   for (const one of tables) one.closest(".part").hidden = one !== table;
-  const as = untouched(), ys = shown.map((i) => study.targets[state.target].values[i]);
+  const as = untouched(), ys = study.targets[state.target].values;
   let line = null;
   for (const row of table ? table.tBodies[0].rows : []) {
     const column = study.columns[columnOf.get(row.dataset.quantity)], chosen = column === study.columns[state.column];
     row.setAttribute("aria-current", String(chosen));
     const xs = column[state.copy];
-    const found = as ? null : correlations(xs ? shown.map((i) => xs[i]) : [], ys);
+    const found = as ? null : correlations(xs || [], ys, xs ? shown : []);
     for (const cell of row.querySelectorAll("td")) {
       const value = found && found[cell.dataset.key];
       if (as) put(cell, ...originals.get(cell));
@@ -115,22 +117,20 @@ function fillTable() {
   if (table) resort(table);
   const cellText = (name) => line ? line.querySelector(`td[data-key="${name}"]`).textContent : "–";
   byId("found").textContent = line ? `Kendall's τ ${cellText("kendall")}, Spearman's ρ ${cellText("spearman")}, Pearson's r ` +
-    `${cellText("pearson")}, n = ${cellText("n")}.` : "Too few values for a correlation.";
+    `${cellText("pearson")}, n = ${cellText("n")}, ${as ? "all in the analysis" : "of those shown"}.` : "Too few values for a correlation.";
   byId("basis").textContent = as
     ? `Of all ${shown.length} networks in the analysis, against ${targetLabel()}, with 95 % bootstrap intervals.`
     : `Of the ${shown.length} networks shown, against ${targetLabel()}${copied()}: recomputed here, without intervals, p-values and Ψ, ` +
       "which belong to the whole analysis.";
 }
 
-// ---- the table of networks, and the counts
-const rows = Array.from(document.querySelectorAll("#networks tbody tr"));
-function markRows() {
-  const visible = new Set(shown);
-  for (const row of rows) row.hidden = !visible.has(Number(row.dataset.row));
-}
+// ---- all of it
 function update() {
   shown = all.filter((i) => passes(i));
   const whole = all.filter((i) => partOf(i) === state.part && (state.left || study.out[i] < 0)).length;
   byId("count").textContent = `${shown.length} of ${whole} networks shown`;
-  drawScatter(); legend(); fillTable(); markRows();
+  redraw(); legend();
+}
+function redraw() {
+  drawScatter(); fillTable(); listNetworks();
 }

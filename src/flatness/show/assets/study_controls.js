@@ -5,7 +5,7 @@ const placesOf = (measure) => study.columns.map((column, i) => [i, column]).filt
 function choose(column) {
   state.column = column;
   if (!study.columns[column].rescaled) state.copy = "values";
-  control(); drawScatter(); fillTable();
+  control(); redraw();
 }
 function chooseMeasure(measure) {  // the same layer where the measure has it, else the network, else the first
   const place = study.columns[state.column].place, places = placesOf(measure);
@@ -23,9 +23,9 @@ function control() {
   fields.push(chooser("Measure", measures.map((name) => [name, words(name)]), column.measure, chooseMeasure));
   fields.push(chooser("Layer", placesOf(column.measure).map(([i, one]) => [i, one.place]), state.column, (value) => choose(Number(value))));
   if (study.columns.some((one) => one.rescaled)) fields.push(chooser("Networks", [["values", "as trained"], ...(column.rescaled ?
-    [["rescaled", "equal copies, rescaled"]] : [])], state.copy, (value) => { state.copy = value; drawScatter(); fillTable(); }));
+    [["rescaled", "equal copies, rescaled"]] : [])], state.copy, (value) => { state.copy = value; redraw(); }));
   fields.push(chooser("Against", study.targets.map((target, i) => [i, target.label || study.parts[state.part].gap]), state.target, (value) => {
-    state.target = Number(value); drawScatter(); fillTable();
+    state.target = Number(value); redraw();
   }));
   fields.push(chooser("Colour", [[-1, "one colour"], ...study.axes.map((axis, i) => [i, words(axis.name), axis.varies]).filter((one) => one[2])], state.colour, (value) => {
     state.colour = Number(value); drawScatter(); legend();
@@ -39,33 +39,36 @@ function control() {
 
 // ---- filters: boxes for few values, a range for many numbers
 const FEW = 12;
+const candidates = () => all.filter((i) => partOf(i) === state.part && (study.out[i] < 0 || measuredAt(i)));
 function filters() {
-  const groups = study.axes.map((axis, number) => [axis, number]).filter(([axis]) => axis.varies)
-    .map(([axis, number]) => axis.values.length > FEW && axis.values.every(isNumber) ? ranged(axis, number) : boxed(axis, number));
-  const left = all.filter((i) => study.out[i] >= 0 && measuredAt(i)).length;
+  const within = candidates();
+  const groups = study.axes.map((axis, number) => [axis, number, [...new Set(within.map((i) => axis.codes[i]))].sort((a, b) => a - b)])
+    .filter(([, , codes]) => codes.length > 1)
+    .map(([axis, number, codes]) => codes.length > FEW && axis.values.every(isNumber) ? ranged(axis, number, codes) : boxed(axis, number, codes));
+  const left = within.filter((i) => study.out[i] >= 0).length;
   if (left > 0) groups.push(element("fieldset", {}, element("legend", {}, "analysis"),
     ticker(`also ${left} measured networks that the analysis leaves out`, state.left, (on) => { state.left = on; update(); })));
   const reset = element("button", { type: "button", class: "plain" }, "Show all");
   reset.addEventListener("click", () => { state.filters.clear(); state.left = false; filters(); update(); byId("filters").querySelector("button").focus(); });
   byId("filters").replaceChildren(...groups, reset);
 }
-function boxed(axis, number) {
+function boxed(axis, number, codes) {
   const off = new Set();
-  return element("fieldset", {}, element("legend", {}, words(axis.name)), ...axis.values.map((value, code) =>
-    ticker(plain(value), true, (on) => {
+  return element("fieldset", {}, element("legend", {}, words(axis.name)), ...codes.map((code) =>
+    ticker(label(axis, code), true, (on) => {
       if (on) off.delete(code); else off.add(code);
       if (off.size > 0) state.filters.set(number, (one) => !off.has(one)); else state.filters.delete(number);
       update();
     })));
 }
-function ranged(axis, number) {
-  const ends = [axis.values[0], axis.values[axis.values.length - 1]], asked = [...ends];
+function ranged(axis, number, codes) {
+  const ends = [axis.values[codes[0]], axis.values[codes[codes.length - 1]]], asked = [...ends];
   const input = (end, label) => {
     const field = element("input", { type: "number", step: "any", placeholder: plain(ends[end]), "aria-label": `${words(axis.name)} ${label}` });
     field.addEventListener("change", () => {
       asked[end] = field.value === "" ? ends[end] : Number(field.value);
       const kept = (code) => axis.values[code] >= asked[0] && axis.values[code] <= asked[1];
-      if (axis.values.every((_, code) => kept(code))) state.filters.delete(number); else state.filters.set(number, kept);
+      if (codes.every(kept)) state.filters.delete(number); else state.filters.set(number, kept);
       update();
     });
     return field;
@@ -92,40 +95,38 @@ function openRecord(i, keyboard) {
   const close = element("button", { type: "button", class: "plain" }, "Close");
   close.addEventListener("click", closeRecord);
   const heading = element("h3", { tabindex: -1, id: "record-name" }, `Network ${study.keys[i].slice(0, 8)}`);
-  const facts = [...study.axes.map((axis) => [words(axis.name), plain(axis.values[axis.codes[i]])]),
+  const facts = [...study.axes.map((axis) => [words(axis.name), label(axis, axis.codes[i])]),
     ...study.facts.map((fact) => [fact.name.replaceAll(".", " · ").replaceAll("_", " "), fact.values ? fact.values[i] : fact.same])
-      .filter(([, value]) => value !== null).map(([name, value]) => [name, short(value)])];
+      .filter(([, value]) => value !== null).map(([name, value]) => [name, Number.isInteger(value) ? String(value) : short(value)])];
   const values = study.columns.filter((column) => column.values[i] !== null).map((column) => element("tr", {},
     element("th", { scope: "row" }, nameOf(column)), element("td", {}, told(column, i)),
     ...(study.columns.some((one) => one.rescaled) ? [element("td", {}, column.rescaled ? told(column, i, "rescaled") : "")] : []),
     element("td", { class: "word" }, typeof column.method === "string" ? column.method : study.methods[column.method[i]] || "")));
   const heads = ["quantity", "value", ...(study.columns.some((one) => one.rescaled) ? ["rescaled"] : []), "method"];
   const table = element("table", {}, element("caption", {}, "Every value; * an iteration did not arrive"),
-    element("thead", {}, element("tr", {}, ...heads.map((text) => element("th", { scope: "col", class: "head" }, text)))), element("tbody", {}, ...values));
+    element("thead", {}, element("tr", {}, ...heads.map((text) => element("th", { scope: "col", class: text === "value" || text === "rescaled" ? "head" : "head text" }, text)))), element("tbody", {}, ...values));
   const file = `records/${study.keys[i]}.json`;
   panel.replaceChildren(element("div", { class: "between" }, heading, close),
     ...(study.out[i] >= 0 ? [element("p", { class: "failed" }, `Left out of the analysis: ${study.reasons[study.out[i]]}.`)] : []),
     element("p", {}, "The file: ", element("a", { href: encodeURI(file) }, file)),
     ...(study.curves[i] && study.curves[i].length > 1 ? [curve(study.curves[i], study.every[i])] : []),
-    element("dl", {}, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)])),
+    element("dl", {}, ...facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
     ...(values.length > 0 ? [element("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": "Values of this network" }, table)] : []));
   panel.hidden = false;
-  for (const row of rows) row.setAttribute("aria-current", String(Number(row.dataset.row) === i));
-  drawScatter();
+  markOpen();
   said.textContent = `Record of network ${study.keys[i].slice(0, 8)}`;
   if (keyboard) heading.focus();
 }
 function closeRecord() {
   panel.hidden = true; state.open = -1;
-  for (const row of rows) row.setAttribute("aria-current", "false");
-  drawScatter();
+  markOpen();
   if (cameFrom) cameFrom.focus();
 }
+function markOpen() {
+  for (const row of byId("rows").querySelectorAll("tbody tr")) row.setAttribute("aria-current", String(Number(row.dataset.row) === state.open));
+  drawScatter();
+}
 panel.addEventListener("keydown", (event) => { if (event.key === "Escape") closeRecord(); });
-for (const row of rows) row.querySelector("a").addEventListener("click", (event) => {
-  event.preventDefault();
-  openRecord(Number(row.dataset.row), true);
-});
 for (const table of tables) table.tBodies[0].addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (button) choose(columnOf.get(button.closest("tr").dataset.quantity));
@@ -136,3 +137,5 @@ if (study.columns.length > 0) {
   byId("explore").hidden = false;  // first, so that the plot knows its width
   control(); filters(); update();
 }
+// Sorting every quantity once, while nobody waits, makes the first filter as quick as the others.
+(window.requestIdleCallback || setTimeout)(() => { for (const column of study.columns) orderOf(column.values); });

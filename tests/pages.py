@@ -1,0 +1,111 @@
+"""The pages that tests look at, by name, with made-up numbers."""
+
+from __future__ import annotations
+
+import functools
+
+from flatness.result import Report, Result
+from flatness.show.invariance_page import render_invariance
+from flatness.show.page import Page, render
+from flatness.show.study_page import render_study
+from flatness.study.correlations import correlation_table
+from flatness.study.results import Study
+from flatness.symmetry.verdicts import InvarianceReport, InvarianceRow
+from made_up import made_up_study
+
+HOSTILE = "</script><script>hacked=1</script><img src=x onerror=hacked=1>\"'&amp;\u2028ü"
+GRID = {"batch_size": [16, 64], "learning_rate": [0.05, 0.1, 0.2], "optimizer": ["sgd", "adam"], "seed": 5}
+
+
+@functools.cache
+def small_study() -> Study:
+    """Sixty networks, two layers, two measures."""
+    return made_up_study(GRID, layers=2)
+
+
+def report(scale: float = 1.0, name: str = "fc1") -> Report:
+    """A report of two layers."""
+    rows = []
+    for number, layer in enumerate((name, "fc2")):
+        value = scale * (2.0 - number)
+        rows.append(
+            Result("relative_flatness", "layer", value, layer=layer, stderr=0.1 * value, method="sampled")
+        )
+        rows.append(Result("weight_norm", "layer", 3.0 + number, layer=layer))
+    rows.append(Result("relative_flatness", "network", 3.0 * scale, reduction="sum"))
+    return Report(tuple(rows), {"model": name, "samples": 10, "risk": 0.5}, (name,))
+
+
+def check(name: str = "fc1") -> InvarianceReport:
+    """Two measures under two kinds of rewriting; one stays, the other does not."""
+    rows = []
+    for kind in ("layerwise", "neuronwise"):
+        for layer in (name, None):
+            level = "layer" if layer else "network"
+            for measure, values in (("relative_flatness", (2.0, 2.0)), ("hessian_trace", (8.0, 0.5))):
+                stays = measure == "relative_flatness"
+                drift = 0.0 if stays else 3.0
+                verdict = "invariant" if stays else "moves"
+                rows.append(
+                    InvarianceRow(
+                        measure,
+                        kind,
+                        layer,
+                        stays,
+                        drift,
+                        stays,
+                        verdict,
+                        1e-7,
+                        level,
+                        None,
+                        True,
+                        2.0,
+                        values,
+                    )
+                )
+    return InvarianceReport(tuple(rows), ("a note",), {"model": name, "trials": 2, "samples": 5})
+
+
+def hostile_study() -> Study:
+    """A study whose names and values try to become markup."""
+    grid = {"initialization": ["default", "xavier_normal"], "seed": 6}
+    made = made_up_study(grid, layers=1, title=HOSTILE, claim=HOSTILE, paper=HOSTILE)
+    for network in made.networks:
+        network["axes"]["initialization"] += HOSTILE
+    for record in made.records.values():
+        record["reason"] = HOSTILE
+        for one in record.get("measuring", {}).get("results", ()):
+            one["layer"] = one["layer"] and HOSTILE
+            one["measure"] += HOSTILE
+    return made
+
+
+def large_study() -> Study:
+    """A thousand networks with sixty quantities."""
+    grid = {
+        "learning_rate": [round(0.01 * step, 2) for step in range(1, 21)],
+        "batch_size": [16, 32, 64, 128, 256],
+        "optimizer": ["sgd", "adam"],
+        "seed": 5,
+    }
+    made = made_up_study(grid, 9, {f"measure_{number}": (None,) for number in range(6)})
+    # The intervals of so many take ten seconds; the page does not mind what numbers its table starts with.
+    made._correlated[""] = correlation_table(made.kept("").head(60), {}, resamples=10, permutations=10)
+    return made
+
+
+PAGES = {
+    "study": lambda: render_study(small_study()),
+    "parts": lambda: render_study(
+        made_up_study(GRID, 1, parts={"first": {}, "second": {"gap": {"kind": "accuracy"}}})
+    ),
+    "large": lambda: render_study(large_study()),
+    "hostile study": lambda: render_study(hostile_study()),
+    "report": lambda: render(Page("One", {"net": report()})),
+    "reports": lambda: render(Page("Several", {"a": report(), "b": report(2.0)}, {"c": "it broke"})),
+    "hostile reports": lambda: render(
+        Page(HOSTILE, {HOSTILE: report(name=HOSTILE), "b": report()}, {"c": HOSTILE})
+    ),
+    "check": lambda: render_invariance(check()),
+    "hostile check": lambda: render_invariance(check(HOSTILE)),
+}
