@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo env lint format test reference clean
+.PHONY: help demo env lint format test reference pictures clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -37,6 +37,9 @@ test: lint  ## lint, then all tests and the examples in docstrings
 
 reference: $(STAMP)  ## write docs/reference from the catalogue
 	$(BIN)/python docs/make_reference.py
+
+pictures: $(STAMP)  ## write docs/pictures from pages; needs Chromium and its driver
+	$(BIN)/python docs/make_pictures.py
 
 clean:  ## remove .venv and all caches
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info

@@ -44,16 +44,16 @@ def start() -> WebDriver:
 
 def show(driver: Any, path: Path, width: int = 1280, height: int = 1000, *, dark: bool = False) -> None:
     """Open a file in a window of a size, light or dark."""
-    look(driver, width, height, dark=dark)
+    resize(driver, width, height)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
     driver.get(path.resolve().as_uri())
 
 
-def look(driver: Any, width: int, height: int, *, dark: bool = False, density: float = 1.0) -> None:
-    """Set the size of the window and the scheme of colours that the reader prefers."""
-    size = {"width": width, "height": height, "deviceScaleFactor": density, "mobile": False}
+def resize(driver: Any, width: int, height: int) -> None:
+    """Set the size of the window."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
 
 def complaints(driver: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 from flatness.result import Report, Result
 from flatness.show.invariance_page import render_invariance
@@ -94,12 +95,32 @@ def large_study() -> Study:
     return made
 
 
+def odd_study() -> Study:
+    """Values that no axis can show: infinite, missing, and not positive."""
+    made = made_up_study(GRID, layers=1)
+    measured = [record for record in made.records.values() if "measuring" in record]
+    network = {"measure": "hessian_trace", "layer": None}
+    for record, value in zip(measured, (math.inf, math.nan, -1.0), strict=False):
+        [one] = [one for one in record["measuring"]["results"] if network.items() <= one.items()]
+        one["value"] = value
+    return made
+
+
+def pending_study() -> Study:
+    """Nothing is trained yet."""
+    made = made_up_study(GRID, layers=1)
+    made.records.clear()
+    return made
+
+
 PAGES = {
     "study": lambda: render_study(small_study()),
     "parts": lambda: render_study(
         made_up_study(GRID, 1, parts={"first": {}, "second": {"gap": {"kind": "accuracy"}}})
     ),
     "large": lambda: render_study(large_study()),
+    "odd": lambda: render_study(odd_study()),
+    "pending": lambda: render_study(pending_study()),
     "hostile study": lambda: render_study(hostile_study()),
     "report": lambda: render(Page("One", {"net": report()})),
     "reports": lambda: render(Page("Several", {"a": report(), "b": report(2.0)}, {"c": "it broke"})),

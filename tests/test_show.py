@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -16,9 +15,9 @@ from flatness.show.plots import save_layers, save_scatter
 from flatness.show.points import COLOURS, SHAPES, Point, looks, points_of
 from flatness.show.scales import scale_of
 from flatness.show.svg import profile, scatter
+from html_checker import Checker
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&"
-VOID = {"meta", "img", "br", "circle", "path", "line"}
 
 
 def report(scale: float = 1.0, name: str = "fc1") -> Report:
@@ -40,31 +39,6 @@ def report(scale: float = 1.0, name: str = "fc1") -> Report:
     return Report(
         tuple(rows), {"model": name, "samples": 10, "risk": 0.5, "gap": 0.1 * scale, "setting": name}, (name,)
     )
-
-
-class Checker(HTMLParser):
-    """Collects elements, and fails where one closes that is not open."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for found, attributes in self.elements if found == tag]
 
 
 @pytest.fixture

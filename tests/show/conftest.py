@@ -14,7 +14,7 @@ from pages import PAGES
 def driver():
     """Headless Chromium. Where there is none the tests are skipped, unless FLATNESS_BROWSER=required."""
     if chromium.installed() is None:
-        why = "no chromium and chromedriver here: pages are not tested in a browser (apt-get install chromium-driver)"
+        why = "no chromium and chromedriver here (apt-get install chromium-driver): pages are not tested"
         if os.environ.get("FLATNESS_BROWSER") == "required":
             pytest.fail(why)
         pytest.skip(why)

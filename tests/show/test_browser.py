@@ -57,8 +57,12 @@ def tick(driver, group, value):
 
 def shown_values(driver):
     """The correlation table: a dictionary per quantity, by column."""
-    script = """return Object.fromEntries(Array.from(document.querySelectorAll("table.correlations tbody tr"), (row) =>
-        [row.dataset.quantity, Object.fromEntries(Array.from(row.querySelectorAll("td"), (td) => [td.dataset.key, td.textContent]))]))"""
+    script = """
+        const pair = (cell) => [cell.dataset.key, cell.textContent];
+        const cells = (row) => Array.from(row.querySelectorAll("td"), pair);
+        const rows = Array.from(document.querySelectorAll("table.correlations tbody tr"));
+        const named = rows.map((row) => [row.dataset.quantity, Object.fromEntries(cells(row))]);
+        return Object.fromEntries(named)"""
     return driver.execute_script(script)
 
 
@@ -182,7 +186,8 @@ def test_another_measure_layer_target_or_axis_changes_the_plot(opened):
 
 def test_colours_follow_a_hyperparameter_and_come_with_shapes(opened):
     driver = opened("study")
-    look = "return new Set(Array.from(document.querySelectorAll('#plot .mark'), (m) => m.getAttribute(arguments[0]))).size"
+    look = """const marks = Array.from(document.querySelectorAll("#plot .mark"));
+        return new Set(marks.map((mark) => mark.getAttribute(arguments[0]))).size"""
     choose(driver, "Colour", "learning rate")
     assert [driver.execute_script(look, name) for name in ("fill", "d")] == [3, 3]
     assert texts(driver, "#legend li") == ["learning rate", "0.05", "0.1", "0.2"]
@@ -247,6 +252,31 @@ def test_the_keyboard_reaches_every_network_and_its_record(opened):
     assert texts(driver, "#plot text.name")[0] == chosen
 
 
+def test_values_that_no_axis_can_show_are_counted(opened):
+    driver = opened("odd")
+    kept = len(small_study().kept())
+    assert len(marks(driver)) == kept - 2  # the axis is linear where a value is negative
+    assert one(driver, "#missing").text == "2 of the networks shown have no finite value here."
+    every(driver, ".ticks input")[0].click()
+    assert len(marks(driver)) == kept - 3
+    assert one(driver, "#missing").text.endswith("1 are zero or negative and not on a logarithmic axis.")
+
+
+def test_networks_that_are_left_out_can_be_looked_up_with_the_reason(opened):
+    driver = opened("study")
+    made = small_study()
+    tick(driver, "analysis", f"also the {len(made.left_out())} networks left out of it")
+    assert one(driver, "#count").text == f"{len(made.networks)} of {len(made.networks)} networks shown"
+    one(driver, "#rows > button").click()
+    reasons = texts(driver, "#rows tbody td:nth-child(6)")
+    assert {reason: reasons.count(reason) for reason in made.filtered_out()} == made.filtered_out()
+    one(driver, f"#rows tbody tr:nth-child({reasons.index('diverged') + 1}) a").click()
+    assert one(driver, "#record .failed").text == "Left out of the analysis: diverged."
+    driver = opened("pending")
+    assert one(driver, "#rows caption").text.startswith(f"50 of the {len(made.networks)} networks")
+    assert not one(driver, "#explore").is_displayed()
+
+
 def test_parts_have_their_own_networks_gap_and_table(opened):
     driver = opened("parts")
     assert texts(driver, "#plot text.name")[1] == "test loss − training loss"
@@ -277,7 +307,8 @@ def test_the_invariance_plot_tells_ratios_and_follows_its_choices(opened):
     assert one(driver, "#said").text.startswith("2 measures, original")
     ActionChains(driver).send_keys(Keys.END).perform()
     assert one(driver, "#said").text == (
-        "hessian trace, network rewritten 2, value 0.5000, ÷ original 0.2500, largest drift 3.000, verdict moves"
+        "hessian trace, network rewritten 2, value 0.5000, ÷ original 0.2500, largest drift 3.000, "
+        "verdict moves"
     )
     assert len(marks(driver)) == 6
     legend = every(driver, ".legend button")
@@ -286,7 +317,7 @@ def test_the_invariance_plot_tells_ratios_and_follows_its_choices(opened):
     assert len(marks(driver)) == 3
     assert driver.switch_to.active_element.get_attribute("aria-pressed") == "false"
     choose(driver, "Of", "fc1")
-    assert one(driver, "#count").text == "1 of 2 measures, fc1"
+    assert one(driver, "#count").text == "1 of 2 measures, fc1: 1 stay as they are, 0 move"
 
 
 @pytest.mark.parametrize("name", ["study", "reports", "check"])

@@ -31,9 +31,10 @@ def render_invariance(report: InvarianceReport) -> str:
     lead = [_about(meta), report.summary()]
     notes = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
     rows = [one for one in report.rows if one.level != "unit" or one.verdict == "broken"]
+    still = "".join(_still(rows, kind) for kind in dict.fromkeys(one.kind for one in rows))
     body = [
         _EXPLORE,
-        f"<noscript>{''.join(_still(rows, kind) for kind in dict.fromkeys(one.kind for one in rows))}</noscript>",
+        f"<noscript>{still}</noscript>",
         _verdicts(rows),
         f'<ul class="notes">{notes}</ul>' if notes else "",
         _provenance(meta),
@@ -43,10 +44,11 @@ def render_invariance(report: InvarianceReport) -> str:
 
 
 def _about(meta: dict[str, Any]) -> str:
+    words = {"model": "", "samples": " samples", "loss": ""}
+    said = [f"{meta[key]}{word}" for key, word in words.items() if key in meta]
     return (
-        f"{meta.get('model', 'The network')}, {meta.get('samples', '?')} samples, {meta.get('loss', '')}; each "
-        f"kind of rewriting {meta.get('trials', '?')} times, factors drawn at random. The function stays the "
-        "same; a measure of the minimum's flatness should too."
+        f"{', '.join(said)}; each kind of rewriting {meta.get('trials', '?')} times, with factors drawn at "
+        "random. The function stays the same; a measure of the minimum's flatness should too."
     )
 
 

@@ -43,12 +43,15 @@ _EXPLORE = """<section id="explore" aria-labelledby="explore-name" hidden>
 <ul id="legend" class="legend"></ul>
 <p id="found" class="quiet"></p><p id="missing" class="quiet"></p>
 </div>
-<details class="filters" open><summary>Filter (<span id="count" role="status" aria-live="polite"></span>)</summary>
+<details class="filters" open>
+<summary>Filter (<span id="count" role="status" aria-live="polite"></span>)</summary>
 <div id="filters"></div></details>
 </div>
 <section id="record" aria-labelledby="record-name" hidden></section>
 </section>
 """
+# Says what the table is about: all of the analysis, or what the scripts recomputed.
+_BASIS = '<p id="basis" class="quiet" role="status" aria-live="polite"></p>'
 
 
 def render_study(study: Study) -> str:
@@ -56,7 +59,8 @@ def render_study(study: Study) -> str:
     spec = study.spec
     lead = [text for text in (spec.content.get("paper"), spec.content.get("claim")) if text]
     body = [_counts(study), _EXPLORE, f"<noscript>{_still(study)}</noscript>"]
-    body += [_correlations(study, number, part) for number, part in enumerate(spec.parts)]
+    parts = "".join(_correlations(study, number, part) for number, part in enumerate(spec.parts))
+    body.append(f"<section><h2>Correlation with the gap</h2>{_BASIS}{parts}</section>\n")
     body.append(_networks(study))
     return document(spec.title, [str(text) for text in lead], "".join(body), _SCRIPTS, study_data(study))
 
@@ -97,13 +101,12 @@ def _still(study: Study) -> str:
 
 def _correlations(study: Study, number: int, part: str) -> str:
     """The table of one part."""
-    heading = f"Correlation with the gap{f': {part}' if part else ''}"
+    heading = f"<h3>{escape(part)}</h3>" if part else ""
     kept = study.kept(part)
-    basis = '<p id="basis" class="quiet" role="status" aria-live="polite"></p>' if number == 0 else ""
     frame = study.correlations(part) if len(kept) >= FEWEST else None
     if frame is None or len(frame) == 0:
-        inner = f"<p>{len(kept)} networks are too few for a correlation.</p>"
-        return f'{basis}<section class="part"><h2>{escape(heading)}</h2>{inner}</section>\n'
+        few = f"{len(kept)} networks are too few for a correlation."
+        return f'<div class="part">{heading}<p>{few}</p></div>\n'
     single = [name for name in _MAIN if name in frame]
     known = {"quantity", "measure", "layer", "reduction", "n", *_MAIN, *COEFFICIENTS}
     more = [name for name in frame if name not in known and not name.endswith(("_low", "_high"))]
@@ -123,7 +126,7 @@ def _correlations(study: Study, number: int, part: str) -> str:
     )
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
     wide = '<label class="tick more-columns"><input type="checkbox"> all columns</label>' if more else ""
-    return f'<section class="part"><h2>{escape(heading)}</h2>{basis}{wide}{inner}</section>\n'
+    return f'<div class="part">{heading}{wide}{inner}</div>\n'
 
 
 def _gap(study: Study, part: str) -> str:
@@ -182,7 +185,8 @@ def _networks(study: Study) -> str:
         f'<div class="scroll"><table><caption>Every network; its heading leads to its record</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
-    return f'<section id="networks"><h2>Networks</h2><div id="rows"></div><noscript>{inner}</noscript></section>\n'
+    body = f'<div id="rows"></div><noscript>{inner}</noscript>'
+    return f'<section id="networks"><h2>Networks</h2>{body}</section>\n'
 
 
 def _plain(value: Any) -> str:

@@ -50,8 +50,9 @@ const check = JSON.parse(document.getElementById("data").textContent);
       return element("li", {}, button);
     }));
     const missing = shown.flatMap((row) => row.ratios).length - marks.filter((mark) => drawn(mark.y)).length;
-    document.getElementById("count").textContent = `${shown.length} of ${found.length} measures, ${state.place}` +
-      (missing > 0 ? `; ${missing} values that are zero, negative or not finite are not drawn` : "");
+    const stay = shown.filter((row) => row.holds).length;
+    document.getElementById("count").textContent = `${shown.length} of ${found.length} measures, ${state.place}: ${stay} stay as they are, ` +
+      `${shown.length - stay} move` + (missing > 0 ? `; ${missing} values that are zero, negative or not finite are not drawn` : "");
   }
   const which = ({ trial }) => trial === 0 ? "original" : `rewritten ${trial}`;
   const range = (ratios) => {

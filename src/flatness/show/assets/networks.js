@@ -8,7 +8,7 @@ function listColumns() {  // heading, value to sort by, text
     ...study.axes.filter((axis) => axis.varies && axis.name !== "status").map((axis) => [words(axis.name), (i) => axis.values[axis.codes[i]], (i) => label(axis, axis.codes[i])]),
     ["in the analysis", (i) => study.out[i] < 0 ? "yes" : study.reasons[study.out[i]]],
     ...study.targets.map((target) => [target.label || study.parts[state.part].gap, (i) => target.values[i]]),
-    [nameOf(chosen) + copied(), (i) => (chosen[state.copy] || [])[i], (i) => chosen[state.copy] ? told(chosen, i, state.copy) : ""],
+    ...(!chosen ? [] : [[nameOf(chosen) + copied(), (i) => (chosen[state.copy] || [])[i], (i) => chosen[state.copy] ? told(chosen, i, state.copy) : ""]]),
   ];
 }
 function networkRow(i, columns) {

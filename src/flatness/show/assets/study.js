@@ -7,10 +7,9 @@ const state = { part: 0, column: 0, copy: "values", target: 0, logX: true, logY:
 
 // ---- which networks
 const partOf = (i) => study.parts.length > 1 ? study.partOf[i] : 0;
-const measuredAt = (i) => study.columns.some((column) => isNumber(column.values[i]));
-function passes(i, except) {
+function passes(i) {
   if (partOf(i) !== state.part || (study.out[i] >= 0 && !state.left)) return false;
-  for (const [axis, kept] of state.filters) if (axis !== except && !kept(study.axes[axis].codes[i])) return false;
+  for (const [axis, kept] of state.filters) if (!kept(study.axes[axis].codes[i])) return false;
   return true;
 }
 const all = Array.from({ length: count }, (_, i) => i);

@@ -39,15 +39,14 @@ function control() {
 
 // ---- filters: boxes for few values, a range for many numbers
 const FEW = 12;
-const candidates = () => all.filter((i) => partOf(i) === state.part && (study.out[i] < 0 || measuredAt(i)));
 function filters() {
-  const within = candidates();
+  const within = all.filter((i) => partOf(i) === state.part);
   const groups = study.axes.map((axis, number) => [axis, number, [...new Set(within.map((i) => axis.codes[i]))].sort((a, b) => a - b)])
     .filter(([, , codes]) => codes.length > 1)
     .map(([axis, number, codes]) => codes.length > FEW && axis.values.every(isNumber) ? ranged(axis, number, codes) : boxed(axis, number, codes));
   const left = within.filter((i) => study.out[i] >= 0).length;
   if (left > 0) groups.push(element("fieldset", {}, element("legend", {}, "analysis"),
-    ticker(`also ${left} measured networks that the analysis leaves out`, state.left, (on) => { state.left = on; update(); })));
+    ticker(`also the ${left} networks left out of it`, state.left, (on) => { state.left = on; update(); })));
   const reset = element("button", { type: "button", class: "plain" }, "Show all");
   reset.addEventListener("click", () => { state.filters.clear(); state.left = false; filters(); update(); byId("filters").querySelector("button").focus(); });
   byId("filters").replaceChildren(...groups, reset);
@@ -136,6 +135,10 @@ if (study.columns.length > 0) {
   state.logX = analysed().every((i) => !isNumber(study.columns[state.column].values[i]) || study.columns[state.column].values[i] > 0);
   byId("explore").hidden = false;  // first, so that the plot knows its width
   control(); filters(); update();
+} else {  // nothing is measured yet
+  state.left = true;
+  shown = all;
+  listNetworks();
 }
 // Sorting every quantity once, while nobody waits, makes the first filter as quick as the others.
 (window.requestIdleCallback || setTimeout)(() => { for (const column of study.columns) orderOf(column.values); });
