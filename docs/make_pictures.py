@@ -77,7 +77,7 @@ def study(driver: Any, folder: Path, name: str, dark: bool) -> None:
 
 
 def check(driver: Any, folder: Path, name: str, dark: bool) -> None:
-    """The plot of a check, with the pointer on a measure that moves."""
+    """The plot of a check and its legend."""
     chromium.show(driver, folder / "check" / "index.html", WIDTH, 1000, dark=dark)
     photograph(driver, name, "document.querySelector('main > .scroll tbody tr')")
 

@@ -15,7 +15,8 @@ def test_a_check_prints_verdicts_writes_files_and_leaves_with_0(tmp_path):
     assert outcome.status == 0
     assert "declared invariances hold." in outcome.out
     assert longest_line(outcome.out.split("All ")[0]) <= 80
-    assert "written to rewritten: invariance.csv, layerwise.png, neuronwise.png" in outcome.out
+    assert "written to rewritten: invariance.csv, layerwise.png, neuronwise.png, index.html" in outcome.out
+    assert "declared invariances hold." in (tmp_path / "rewritten" / "index.html").read_text(encoding="utf-8")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "rewritten" / "invariance.csv").read_text())))
     trace = [row for row in rows if row["measure"] == "hessian_trace" and row["layer"] == "fc1"]
     normalized = [row for row in rows if row["measure"] == "relative_flatness_normalized"]

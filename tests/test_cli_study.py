@@ -39,6 +39,8 @@ def test_a_smoke_run_goes_through_the_whole_pipeline(folder):
     assert longest_line(outcome.out.split("written to")[0]) <= 100
     out = folder / "mine-smoke"
     assert "written to mine-smoke: correlations.csv, groups.csv, networks.csv, figures/" in outcome.out
+    assert outcome.out.endswith("files), index.html\n")
+    assert "8 networks: 8 converged. In the analysis: 8." in (out / "index.html").read_text(encoding="utf-8")
     figures = {path.name for path in (out / "figures").iterdir()}
     assert {"correlations.png", "correlations.svg", "scatter-hessian_trace-network.png",
             "scatter-hessian_trace-network-rescaled.svg"} <= figures  # fmt: skip

@@ -10,8 +10,9 @@ import pytest
 from scipy import stats
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import Select
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from flatness.study.correlate import correlation
 from pages import HOSTILE, PAGES, small_study
 
 
@@ -143,6 +144,13 @@ def test_a_filter_changes_count_plot_table_and_correlations(opened):
         assert number(cells["pearson"]) == pytest.approx(stats.pearsonr(x, y).statistic, abs=0.0051)
         assert cells["n"] == str(len(few))
         assert cells["granulated"] == cells["p_value"] == ""  # they belong to the whole analysis
+    WebDriverWait(driver, 10).until(lambda driver: "interval" in one(driver, "#found").text)
+    told = re.search(r"interval is \[(.*), (.*)\] \(400 resamples\)", one(driver, "#found").text)
+    assert told is not None
+    exact = correlation(few["hessian_trace:network"], few["gap"], "kendall")
+    # The ends of an interval over 400 resamples have a standard error of about a thirtieth of its length.
+    near = 0.2 * (exact.high - exact.low)
+    assert [number(told[1]), number(told[2])] == pytest.approx([exact.low, exact.high], abs=near)
     [every_box] = [button for button in every(driver, "#filters button") if button.text == "Show all"]
     every_box.click()
     assert shown_values(driver) == before

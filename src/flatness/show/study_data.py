@@ -121,7 +121,7 @@ def _targets(
     study: Study, frame: pandas.DataFrame, records: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """What measures are held against: the study's gap first, whose label depends on the part."""
-    found: list[dict[str, Any]] = [{"name": "gap", "label": None, "values": _column(frame["gap"])}]
+    found: list[dict[str, Any]] = [{"name": "gap", "label": None, "values": _column(frame, "gap")}]
     kinds = {settings.get("gap", {}).get("kind", "loss") for settings in study.spec.parts.values()}
     for kind in ("loss", "accuracy"):
         if kinds != {kind}:
@@ -131,12 +131,13 @@ def _targets(
             ]
             found.append({"name": kind, "label": AXIS_LABELS[kind], "values": values})
     return found + [
-        {"name": name, "label": label, "values": _column(frame[name])} for name, label in _TARGETS.items()
+        {"name": name, "label": label, "values": _column(frame, name)} for name, label in _TARGETS.items()
     ]
 
 
-def _column(cells: pandas.Series) -> list[Any]:
+def _column(frame: pandas.DataFrame, name: str) -> list[Any]:
     """A column of numbers; an empty cell is None."""
+    cells: Any = frame[name]
     return [None if value is None or math.isnan(value) else _rounded(value) for value in cells.tolist()]
 
 
@@ -167,7 +168,7 @@ def _columns(frame: pandas.DataFrame, records: Sequence[Mapping[str, Any]]) -> l
         if unsettled:
             column["unsettled"] = unsettled
         if f"{name}:rescaled" in frame:
-            column["rescaled"] = _column(frame[f"{name}:rescaled"])
+            column["rescaled"] = _column(frame, f"{name}:rescaled")
         columns.append(column)
     return columns
 

@@ -190,10 +190,11 @@ def _networks(study: Study) -> str:
 
 
 def _plain(value: Any) -> str:
-    missing = value is None or (isinstance(value, float) and math.isnan(value))
-    return "" if missing else f"{value:g}" if isinstance(value, int | float) else str(value)
+    """A setting as it was written; nothing for what is missing."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _outcome(value: Any) -> str:
-    missing = value is None or (isinstance(value, float) and math.isnan(value))
-    return "" if missing else format_value(float(value))
+def _outcome(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else format_value(float(value))

@@ -94,6 +94,7 @@ function put(cell, text, value, style) {
   if (value === undefined) delete cell.dataset.value; else cell.dataset.value = value;
   if (style === null) cell.removeAttribute("style"); else cell.setAttribute("style", style);
 }
+let asked = 0;  // an interval that is still being computed may be about something else by now
 function fillTable() {
   const table = tables.find((one) => Number(one.dataset.part) === state.part);
   for (const one of tables) one.closest(".part").hidden = one !== table;
@@ -121,6 +122,10 @@ function fillTable() {
     ? `Of all ${shown.length} networks in the analysis, against ${targetLabel()}, with 95 % bootstrap intervals.`
     : `Of the ${shown.length} networks shown, against ${targetLabel()}${copied()}: recomputed here, without intervals, p-values and Ψ, ` +
       "which belong to the whole analysis.";
+  const mine = ++asked, xs = study.columns[state.column][state.copy];
+  if (!as && line && xs) interval(xs, ys, shown, () => mine !== asked, (low, high) => {
+    byId("found").append(` Of τ a 95 % interval is [${signed(low)}, ${signed(high)}] (${RESAMPLES} resamples).`);
+  });
 }
 
 // ---- all of it
