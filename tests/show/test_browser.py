@@ -281,7 +281,7 @@ def test_networks_that_are_left_out_can_be_looked_up_with_the_reason(opened):
     one(driver, f"#rows tbody tr:nth-child({reasons.index('diverged') + 1}) a").click()
     assert one(driver, "#record .failed").text == "Left out of the analysis: diverged."
     driver = opened("pending")
-    assert one(driver, "#rows caption").text.startswith(f"50 of the {len(made.networks)} networks")
+    assert one(driver, "#rows caption").text.startswith(f"The first 50 of {len(made.networks)} networks")
     assert not one(driver, "#explore").is_displayed()
 
 
@@ -379,5 +379,8 @@ def test_a_thousand_networks_with_sixty_quantities_are_quick(opened):
     )
     assert one(driver, "#count").text == "819 of 819 networks shown"
     assert min(took) < 200
+    field = one(driver, 'input[aria-label="learning rate to"]')  # twenty values: a range in place of boxes
+    field.send_keys("0.05", Keys.ENTER)
+    assert one(driver, "#count").text == "205 of 819 networks shown"
     assert math.isfinite(min(loads))
     assert min(loads) < 600

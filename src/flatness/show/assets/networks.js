@@ -35,7 +35,7 @@ function listNetworks() {
   const visible = ordered.slice(0, list.limit), rest = ordered.length - visible.length;
   const more = element("button", { type: "button", class: "plain" }, `Show all ${ordered.length}`);
   more.addEventListener("click", () => { list.limit = Infinity; listNetworks(); });
-  const caption = `${visible.length} of the ${ordered.length} networks shown above; a network's heading opens its record`;
+  const caption = `${rest > 0 ? `The first ${visible.length} of ` : ""}${ordered.length} networks; a network's heading opens its record`;
   byId("rows").replaceChildren(
     element("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": "Networks" }, element("table", {},
       element("caption", {}, caption), element("thead", {}, element("tr", {}, ...heads)),
