@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from selenium import webdriver
+from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
+from selenium.webdriver.support.ui import Select
 
 # Debian's names; the browser and its driver must be of one version, and packages keep them so.
 _BROWSERS, _DRIVER = ("chromium", "chromium-browser", "google-chrome"), "chromedriver"
@@ -59,3 +61,37 @@ def resize(driver: Any, width: int, height: int) -> None:
 def complaints(driver: Any) -> list[str]:
     """What the console has seen since the last call: errors, refused scripts, failed loads."""
     return [entry["message"] for entry in driver.get_log("browser")]
+
+
+def one(driver: Any, selector: str) -> Any:
+    """The first element of a kind."""
+    return driver.find_element(By.CSS_SELECTOR, selector)
+
+
+def every(driver: Any, selector: str) -> list[Any]:
+    """All elements of a kind."""
+    return driver.find_elements(By.CSS_SELECTOR, selector)
+
+
+def texts(driver: Any, selector: str) -> list[str]:
+    """Their texts, hidden ones too."""
+    script = "return Array.from(document.querySelectorAll(arguments[0]), (one) => one.textContent)"
+    return driver.execute_script(script, selector)
+
+
+def choose(driver: Any, label: str, text: str) -> None:
+    """Take an option of a labelled choice."""
+    Select(
+        one(driver, f".choose:nth-of-type({labels(driver).index(label) + 1}) select")
+    ).select_by_visible_text(text)
+
+
+def labels(driver: Any) -> list[str]:
+    """What can be chosen on the page."""
+    return texts(driver, ".choose span")
+
+
+def marks(driver: Any) -> list[str]:
+    """Where the marks of the plot are."""
+    script = "return Array.from(document.querySelectorAll('#plot .mark'), (m) => m.getAttribute('transform'))"
+    return driver.execute_script(script)
