@@ -6,6 +6,7 @@ import errno
 import json
 import os
 
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -336,3 +337,24 @@ def test_unknown_executors_are_refused(tmp_path):
     assert str(caught.value) == (
         "Expected executor to be one of local, ray but got 'lokal'. Did you mean 'local'?"
     )
+
+
+def test_an_archive_is_the_study_without_weights(finished, tmp_path):
+    found, _ = finished
+    file = flatness.study.pack(found.path, tmp_path / "kept.json.xz")
+    again = flatness.study.load(file)
+    pandas.testing.assert_frame_equal(again.to_frame(), found.to_frame())
+    pandas.testing.assert_frame_equal(again.correlations(), found.correlations())
+    assert again.spec == found.spec
+    assert again.path == tmp_path / "kept"
+    assert not again.path.exists()
+    assert file.stat().st_size < sum(path.stat().st_size for path in (found.path / "records").iterdir()) / 4
+    with pytest.raises(StudyError) as caught:
+        flatness.study.pack(found.path, tmp_path / "kept.zip")
+    assert str(caught.value) == "Expected the name of an archive to end with .json.xz but got kept.zip."
+    broken = tmp_path / "broken.json.xz"
+    broken.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(
+        StudyError, match="^Expected an archive that 'flatness study pack' wrote but .* is not"
+    ):
+        flatness.study.load(broken)

@@ -28,6 +28,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(cls=Group, help=_ABOUT, no_args_is_help=True, rich_markup_mode=None)
     group.command("list", cls=Command, short_help="The studies that come with the package.")(list_studies)
     group.command("run", cls=Command, short_help="Train, measure and correlate; go on where it stopped.")(run)
+    group.command("pack", cls=Command, short_help="A study as one small file, to keep and pass on.")(pack)
     group.command("show", cls=Command, short_help="The summary, tables and figures of a study.")(show)
     app.add_typer(group, name="study", short_help="Does flatness predict the gap? Many networks at once.")
 
@@ -101,8 +102,29 @@ def run(
     raise typer.Exit(FAILED if "failed" in done.counts() else 0)
 
 
-def show(
+def pack(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that 'study run' wrote.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Where to.  [default: DIR.json.xz]")
+    ] = None,
+) -> None:
+    """Write a study as one small file: all records, no weights. 'study show' reads it like the folder.
+
+    Example:
+        flatness study pack results
+        flatness study show results.json.xz
+    """
+    from flatness.study import pack as pack_study
+
+    path = pack_study(folder, file)
+    typer.echo(f"{path}, {path.stat().st_size / 1024:,.0f} KiB")
+
+
+def show(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A folder that 'study run' wrote, or a file of 'study pack'."),
+    ],
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print the table of correlations as CSV instead.")
     ] = False,
@@ -119,6 +141,7 @@ def show(
         for part in study.spec.parts:
             typer.echo(study.correlations(part).to_csv(index=False), nl=False)
         return
+    study.path.mkdir(parents=True, exist_ok=True)
     study.write_tables()
     _present(study)
 

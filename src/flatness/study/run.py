@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flatness.errors import OptionError
+from flatness.study.archive import SUFFIX, read_archive
 from flatness.study.cohorts import Unit, units, usual_at_once, usual_device, usual_jobs
 from flatness.study.executors import check_executor, execute
 from flatness.study.found import found_checkpoints
@@ -99,16 +100,21 @@ def run(
 
 
 def load(out: str | os.PathLike[str]) -> Study:
-    """The study in a folder that `run` wrote to, finished or not.
+    """The study in a folder that `run` wrote to, finished or not, or in an archive that `pack` wrote.
+
+    The tables and figures of an archive go into a folder of its name beside it, once they are asked for.
 
     Raises:
         StudyError: There is no study, or a record is damaged or of another version.
     """
-    folder = Folder(out)
-    saved = folder.read_study()
-    spec = make_spec(saved["name"], "paper", saved["content"], str(folder.path / "study.json"))
+    folder = Folder(str(out).removesuffix(SUFFIX))
+    packed = str(out).endswith(SUFFIX)
+    saved, found = read_archive(out) if packed else (folder.read_study(), folder.all_records())
+    spec = make_spec(
+        saved["name"], "paper", saved["content"], str(out if packed else folder.path / "study.json")
+    )
     spec = Spec(spec.name, saved["scale"], spec.content, spec.parts, spec.configurations)
-    records = {record["key"]: record for record in folder.all_records()}
+    records = {record["key"]: record for record in found}
     return Study(spec, saved["networks"], records, folder.path)
 
 
