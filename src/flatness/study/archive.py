@@ -43,7 +43,7 @@ def pack(out: str | os.PathLike[str], file: str | os.PathLike[str] | None = None
         "study": folder.read_study(),
         "records": list(folder.all_records()),
     }
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     with replacing(path) as temporary:
         temporary.write_bytes(lzma.compress(text.encode(), preset=9))
     return path
