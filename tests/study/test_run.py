@@ -355,6 +355,6 @@ def test_an_archive_is_the_study_without_weights(finished, tmp_path):
     broken = tmp_path / "broken.json.xz"
     broken.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(
-        StudyError, match="^Expected an archive that 'flatness study pack' wrote but .* is not"
+        StudyError, match=r"^Expected an archive that 'flatness study pack' wrote but .* is not"
     ):
         flatness.study.load(broken)
