@@ -41,6 +41,9 @@ reference: $(STAMP)  ## write docs/reference from the catalogue
 pictures: $(STAMP)  ## write docs/pictures from pages; needs Chromium and its driver
 	$(BIN)/python docs/make_pictures.py
 
+gallery: $(STAMP)  ## make figures and tables of docs/gallery from the kept records
+	$(BIN)/python docs/make_gallery.py
+
 clean:  ## remove .venv and all caches
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

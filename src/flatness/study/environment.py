@@ -22,7 +22,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
         "code": code_digest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "device": str(device),
         "device_name": name,
         "threads": torch.get_num_threads(),

@@ -1,0 +1,211 @@
+"""Bring docs/gallery up to date from the records that are kept in docs/gallery/records.
+
+Prose in the gallery is written by hand; figures and numbers are made here: ``make gallery``, no GPU needed.
+Between ``<!-- made: KIND STUDY -->`` and ``<!-- /made -->`` a page gets a table of that kind, see `KINDS`;
+the claims of the index are in claims.toml. Records of a new run come from
+``flatness study pack FOLDER docs/gallery/records/NAME.json.xz``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flatness
+from flatness.show.plots import save_intervals
+from flatness.show.study import write_figures
+from flatness.study import Study
+
+GALLERY = Path(__file__).parent / "gallery"
+RECORDS = GALLERY / "records"
+OPENING = "petzka2019-mnist"
+"""The study whose table of all measures opens the gallery."""
+
+BLOCK = re.compile(r"(<!-- made: (\w+)(?: ([\w-]+))? -->\n)(.*?)(<!-- /made -->)", re.DOTALL)
+"""A part of a page that is made: its kind, its study, its text."""
+
+
+@functools.cache
+def study(name: str) -> Study:
+    """A study of the gallery; its figures go into a temporary folder."""
+    return flatness.study.load(RECORDS / f"{name}.json.xz")
+
+
+def number(value: float, digits: int = 2) -> str:
+    """With a sign that is one: −0.31; a dash for nothing."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}".replace("-", "−")
+
+
+def between(row: dict[str, Any], kind: str) -> str:
+    """A coefficient with its 95 % interval."""
+    return f"{number(row[kind])} ({number(row[f'{kind}_low'])} to {number(row[f'{kind}_high'])})"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def counts(name: str) -> str:
+    """How many networks there are, how they ended, and which are in the analysis."""
+    found = study(name)
+    ends = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in sorted(found.counts().items()))
+    left = "; ".join(f"{n} {reason}" for reason, n in found.filtered_out().items())
+    kept = f"In the analysis: **n = {len(found.kept())}**; left out: {left or 'none'}."
+    return f"{len(found.networks)} networks: {ends}. {kept}\n"
+
+
+def correlations(name: str, part: str = "") -> list[dict[str, Any]]:
+    """The rows of the study's table of correlations."""
+    return study(name).correlations(part).to_dict("records")
+
+
+def coefficients(rows: list[dict[str, Any]]) -> str:
+    """Rows of the table of correlations, with what matters about them."""
+    rescaled = any("kendall_rescaled" in row for row in rows)
+    head = ["quantity", "Kendall τ (95 %)", "Pearson r (95 %)", "Ψ", "τ between seeds", "p, best of all"]
+    lines = []
+    for row in rows:
+        cells = [f"`{row['quantity']}`", between(row, "kendall"), between(row, "pearson")]
+        cells += [number(row.get("granulated", math.nan)), number(row.get("psi_seed", math.nan))]
+        cells.append("< 0.001" if row["p_family"] < 0.001 else number(row["p_family"], 3))
+        lines.append(cells + ([number(row.get("kendall_rescaled", math.nan))] if rescaled else []))
+    return table(head + (["τ after rescaling"] if rescaled else []), lines)
+
+
+def headline(name: str) -> str:
+    """The quantities that the study is about."""
+    found = study(name)
+    parts = []
+    for part in found.spec.parts:
+        wanted = found.headline()
+        rows = [row for row in correlations(name, part) if row["quantity"] in wanted]
+        parts.append((f"**{part}**\n\n" if part else "") + coefficients(rows))
+    return "\n".join(parts)
+
+
+def one_row_per_measure(name: str) -> list[dict[str, Any]]:
+    """Every measure once: the network's value, the sum over layers where there is none of its own."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for row in correlations(name):
+        if isinstance(row["layer"], str):
+            continue
+        before = chosen.get(row["measure"])
+        if before is None or (before["reduction"] not in (None, "sum") and row["reduction"] in (None, "sum")):
+            chosen[row["measure"]] = row
+    return sorted(chosen.values(), key=lambda row: -row["kendall"])
+
+
+def catalogue(name: str) -> str:
+    """Every measure on the same networks."""
+    return coefficients(one_row_per_measure(name))
+
+
+def brief(name: str) -> str:
+    """Every measure on the same networks, in few columns."""
+    lines = [
+        [f"`{row['measure']}`", between(row, "kendall"), number(row["granulated"]), number(row["psi_seed"])]
+        for row in one_row_per_measure(name)
+    ]
+    return table(["measure", "τ with the gap (95 %)", "within a hyperparameter, Ψ", "between seeds"], lines)
+
+
+def cost(name: str) -> str:
+    """What the run took, as the records say."""
+    records = study(name).records.values()
+    trained = sum(record.get("training", {}).get("seconds", 0.0) for record in records)
+    measured = [record["measuring"]["seconds"] for record in records if "measuring" in record]
+    devices = sorted(
+        {record["environment"].get("device_name", record["environment"]["device"]) for record in records}
+    )
+    return (
+        f"Training {trained:,.0f} s and measuring {sum(measured):,.0f} s ({len(measured)} networks), with "
+        f"several at work side by side; on {' and '.join(devices)}.\n"
+    )
+
+
+def claims(_: str) -> str:
+    """The index: what the papers say and what is found here."""
+    lines = []
+    for claim in tomllib.loads((GALLERY / "claims.toml").read_text(encoding="utf-8"))["claim"]:
+        ours, n = claim.get("ours", ""), str(claim.get("n", ""))
+        if "quantity" in claim:
+            rows = correlations(claim["study"], claim.get("part", ""))
+            row = next(row for row in rows if row["quantity"] == claim["quantity"])
+            ours = f"{'r' if claim['statistic'] == 'pearson' else 'τ'} = {between(row, claim['statistic'])}"
+            n = str(row["n"])
+        page = GALLERY / f"{claim['study']}.md"
+        name = f"[{claim['study']}]({page.name})" if page.is_file() else claim["study"]
+        lines.append([name, claim["paper"], claim["claim"], claim["theirs"], ours, n, claim["verdict"]])
+    return table(["study", "paper", "claim", "theirs", "ours", "n", "verdict"], lines)
+
+
+KINDS: dict[str, Callable[[str], str]] = {
+    "counts": counts,
+    "headline": headline,
+    "catalogue": catalogue,
+    "brief": brief,
+    "cost": cost,
+    "claims": claims,
+}
+"""What a page can have made."""
+
+
+def filled(text: str) -> str:
+    """A page with its made parts made anew."""
+    return BLOCK.sub(lambda found: found[1] + KINDS[found[2]](found[3] or "") + found[5], text)
+
+
+def draw(name: str) -> None:
+    """The figures of a study's page: correlation bars, and a scatter for each of the first two quantities."""
+    found = study(name)
+    with tempfile.TemporaryDirectory() as folder:
+        found.path = Path(folder)
+        write_figures(found)
+        for file in sorted((Path(folder) / "figures").glob("*correlations.png")):
+            shutil.copy(file, GALLERY / f"{name}-{file.name}")
+        for quantity in found.headline()[:2]:
+            stem = re.sub(r"[^\w.-]+", "-", quantity)
+            for file in (Path(folder) / "figures").glob(f"*scatter-{stem}.png"):
+                shutil.copy(file, GALLERY / f"{name}-{file.name}")
+
+
+def draw_opening() -> None:
+    """Every measure of the catalogue on the networks of one study."""
+    rows = [
+        {
+            "name": row["quantity"],
+            "value": row["kendall"],
+            "low": row["kendall_low"],
+            "high": row["kendall_high"],
+        }
+        for row in one_row_per_measure(OPENING)
+        if math.isfinite(row["kendall"])
+    ]
+    chance = sorted(row["null_95"] for row in correlations(OPENING))[len(correlations(OPENING)) // 2]
+    title = f"{OPENING}: every measure against the gap, n = {len(study(OPENING).kept())}"
+    save_intervals(
+        GALLERY / "all-measures.png", rows, "Kendall's τ with 95 % bootstrap interval", title, chance
+    )
+
+
+def main() -> None:
+    """Figures first, then pages."""
+    for file in sorted(RECORDS.glob("*.json.xz")):
+        draw(file.name.removesuffix(".json.xz"))
+    draw_opening()
+    for page in [*sorted(GALLERY.glob("*.md")), GALLERY.parents[1] / "README.md"]:
+        before = page.read_text(encoding="utf-8")
+        page.write_text(filled(before), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
