@@ -66,11 +66,9 @@ def decide(
     items = examined.items
     passes = output_directions(problem, examined, method)
     curved = frozenset(
-        name
-        for name in names
-        if curvature == "hessian" and examined.graph.curved.get(name) and name not in examined.shared
+        name for name in names if curvature == "hessian" and why_curved(examined, name) is not None
     )
-    products = sum(examined.records[name].z_shape.numel() for name in curved) // items.logits.shape[0]
+    products = sum(_directions(examined, name) for name in curved)
     complete = _by_brute_force(problem, method, passes, products, precision) if curved else False
     if method == "exact" and curved and not complete:
         raise _not_exact(examined, names, curved, products)
@@ -78,18 +76,33 @@ def decide(
         check_twice(examined, curved)
     sampled = set(curved)
     if method == "sampled":
-        sampled = set(names) - examined.idle - set(examined.shared)
+        sampled = set(names) - examined.idle
     elif method == "auto" and passes > AFFORDABLE_PASSES:
-        sampled |= set(names) - closed - examined.idle - set(examined.shared)
+        sampled |= set(names) - closed - examined.idle
     reasons = {}
     for name in names:
         reasons[name] = _exact_reason(examined, name, curvature)
         if name in curved:
-            after = f"{listed(examined.graph.curved[name], 4)} after it"
-            reasons[name] = f"{after}: Hessian in all directions, {products} products" if complete else after
+            after = why_curved(examined, name)
+            reasons[name] = f"{after}: Hessian in all directions, {products} products" if complete else after or ""
         elif name in sampled:
             reasons[name] = _sampled_reason(method, passes, items.logits.shape[1])
     return Decision(curved, frozenset(sampled), complete, reasons, products)
+
+
+def why_curved(examined: Examined, name: str) -> str | None:
+    """Why the Hessian of a layer or norm layer is more than its Gauss-Newton part; None when it is not."""
+    if name in examined.shared:
+        return f"its weight is used {examined.reused[name]} times"
+    operators = examined.graph.curved.get(name)
+    return f"{listed(operators, 4)} after it" if operators else None
+
+
+def _directions(examined: Examined, name: str) -> int:
+    """Directions that a sample's residual is probed in: preactivations, or weights used more than once."""
+    if name in examined.shared:
+        return examined.shared[name].matrix().numel()
+    return examined.records[name].z_shape.numel() // examined.items.logits.shape[0]
 
 
 def output_directions(problem: Problem, examined: Examined, method: str) -> int:
@@ -177,12 +190,12 @@ _EXPECTED = (
 def _not_exact(examined: Examined, names: list[str], curved: frozenset[str], products: int) -> NotExactError:
     layers = [name for name in names if name in curved]
     reasons = [
-        f"{name or 'the model itself'}: {listed(examined.graph.curved[name], 4)} after it" for name in layers
+        f"{name or 'the model itself'}: {why_curved(examined, name)}" for name in layers
     ]
     fine = [
         name
         for name in examined.called
-        if not _why_refused(examined, name, "hessian") and not examined.graph.curved.get(name)
+        if name not in examined.refused and why_curved(examined, name) is None
     ]
     advice = ["method='auto' for an estimate with its standard error", *_other_layers(examined, fine)]
     advice.append("curvature='gauss_newton' for that part of the Hessian")
@@ -198,28 +211,16 @@ def refuse(examined: Examined, names: list[str], curvature: str, method: str) ->
     Raises:
         NotExactError: With all such layers and their reasons.
     """
-    refused = {name: reason for name in names if (reason := _why_refused(examined, name, curvature))}
+    refused = {name: examined.refused[name] for name in names if name in examined.refused}
     if not refused:
         return
     reasons = [f"{name or 'the model itself'}: {reason}" for name, reason in refused.items()]
-    fine = [name for name in examined.called if not _why_refused(examined, name, curvature)]
-    advice = _other_layers(examined, fine)
-    if curvature == "hessian" and not set(refused) & set(examined.refused):
-        advice.append("curvature='gauss_newton' for that part of the Hessian")
+    advice = _other_layers(examined, [name for name in examined.called if name not in examined.refused])
     instead = f": pass {', or '.join(advice)}." if advice else "."
     raise NotExactError(
         f"{_EXPECTED}{listed(reasons, separator='; ')}. Estimates for such layers are not part of this "
         f"version{instead}"
     )
-
-
-def _why_refused(examined: Examined, name: str, curvature: str) -> str | None:
-    """Why no method measures a layer; None when one does."""
-    if name in examined.refused:
-        return examined.refused[name]
-    if name in examined.shared and curvature == "hessian":
-        return f"its weight is used {examined.reused[name]} times"
-    return None
 
 
 def _other_layers(examined: Examined, fine: list[str]) -> list[str]:

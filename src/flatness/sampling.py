@@ -129,7 +129,7 @@ def _even(value: float, most: int) -> int:
 def _pilot(problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Budget) -> tuple[_Cost, int]:
     """Probe the first samples; nothing of it enters the results."""
     engine = SampledEngine(problem, plan.sampling, spreads, budget)
-    with engine.recording:
+    with engine.attached():
         problem.stream(stepwise(None, engine.probed, engine.total.merge), "pilot", first=_PILOT_SAMPLES)
     sums = engine.finished()
     seen = sums.statistics.samples
