@@ -9,6 +9,7 @@ from functools import cache
 
 from flatness.curvature.hessian_operator import HessianOperator
 from flatness.curvature.network_spectrum import NetworkSpectrum, SpectrumRequest, network_spectra
+from flatness.curvature.parameter_products import DifferenceOperator
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.squared_gradients import squared_gradients
 from flatness.errors import DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError, listed
@@ -45,7 +46,11 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
     if not exploring and not plan.network_spectra:
         return Walked()
     space = ParameterSpace(problem)
-    hessian = HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
+    hessian = (
+        DifferenceOperator(space)
+        if plan.differences
+        else HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
+    )
     squares = cache(lambda: squared_gradients(space, plan.gradient_routes))
     gradient = cache(space.gradient)
     solved: dict[SpectrumRequest, NetworkSpectrum] = {}
@@ -77,6 +82,8 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
                     space, seen, weights, gradient, squares, spectrum, hessian, options, problem.seed
                 )
             )
+    if isinstance(hessian, DifferenceOperator) and hessian.error.relative is not None:
+        plan.notes.append(f"eigenvalues of the network: {hessian.error}")
     return Walked(spectra, values)
 
 

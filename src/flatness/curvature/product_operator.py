@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flatness import batches
+from flatness.curvature.hessian_operator import refuse_once_differentiable
 from flatness.curvature.pair_statistics import LayerPairs, laid_out_like
 from flatness.curvature.parameter_space import explained
 from flatness.curvature.recording import Recording
@@ -116,6 +117,7 @@ class ProductOperators:
 
     def _twice(self, items: Items, edges: list[Any]) -> Callable[[int, Tensor], Tensor | None]:
         """Products with ∇²_z ℓ."""
+        refuse_once_differentiable(items.logits)
         total = self._problem.loss.values(items).sum()
         with explained():
             slopes = torch.autograd.grad(total, edges, create_graph=True, allow_unused=True)
@@ -132,6 +134,7 @@ class ProductOperators:
     def _curved(self, items: Items, edges: list[Any]) -> Callable[[int, Tensor], Tensor | None]:
         """Products with Jᵀ(∇²_f ℓ)J, J the derivative of the outputs in z."""
         logits = items.logits
+        refuse_once_differentiable(logits)
         loose = logits.detach().requires_grad_()
         value = self._problem.loss.values(replace(items, logits=loose)).sum()
         (slope,) = torch.autograd.grad(value, loose, create_graph=True)

@@ -16,7 +16,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flatness.curvature.pair_statistics import laid_out_like
