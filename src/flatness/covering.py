@@ -11,7 +11,6 @@ from flatness.curvature.parameter_products import own_parameter
 from flatness.deciding import LARGEST_BRUTE_FORCE, check_twice, why_curved
 from flatness.errors import DifferentiabilityError, NotExactError, listed
 from flatness.examine import Examined
-from flatness.layers.shared import SharedLayer
 from flatness.measures.measure import Measure
 from flatness.problem import Problem
 
@@ -59,7 +58,7 @@ def cover(
     if curvature == "finite_differences":
         affine = [name for name in affine if why_curved(examined, name) is None]
     covered = Covered(layers, affine)
-    covered.rest = _rest(problem.model, examined, covered)
+    covered.rest = _rest(problem.model, examined, covered, curvature == "finite_differences")
     gap = _gap(problem, examined, hopeless, covered, curvature, most)
     if gap:
         examined.notes.append(f"no trace over the whole network: {gap}")
@@ -78,7 +77,7 @@ def _one_each(examined: Examined, names: list[str]) -> list[str]:
     return [name for name in examined.called if name in kept]
 
 
-def _rest(model: nn.Module, examined: Examined, covered: Covered) -> dict[str, int]:
+def _rest(model: nn.Module, examined: Examined, covered: Covered, differences: bool) -> dict[str, int]:
     """Parameters that neither layers nor norm layers account for, with their sizes."""
     aliases = dict(model.named_parameters(remove_duplicate=False))
     known: set[int] = set()
@@ -86,7 +85,8 @@ def _rest(model: nn.Module, examined: Examined, covered: Covered) -> dict[str, i
         layer = examined.layers[name]
         parts = [layer.weight_name]
         # Signals at one call say nothing about a bias that others share.
-        if name not in examined.shared and name not in examined.loose:
+        alone = name not in examined.shared and name not in examined.loose
+        if alone and not (differences and why_curved(examined, name)):
             parts.append(layer.bias_name)
         known |= {id(aliases[part]) for part in parts if part in aliases}
     for owner in (*covered.affine, *examined.silent):
@@ -123,7 +123,7 @@ def refuse_made_weights(problem: Problem, examined: Examined, names: list[str]) 
     made = [
         name
         for name in names
-        if (isinstance(examined.shared.get(name), SharedLayer) or why_curved(examined, name))
+        if why_curved(examined, name) is not None
         and own_parameter(problem.model, examined.layers[name]) is None
     ]
     if made:

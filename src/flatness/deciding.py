@@ -123,10 +123,10 @@ def _complete(
 
 def why_curved(examined: Examined, name: str) -> str | None:
     """Why the Hessian of a layer or norm layer is more than its Gauss-Newton part; None when it is not."""
-    if name in examined.shared:
-        return f"its weight is used {examined.reused[name]} times"
     if name in examined.loose:
         return examined.refused[name]
+    if name in examined.shared:
+        return f"its weight is used {examined.reused[name]} times"
     operators = examined.graph.curved.get(name)
     return f"{listed(operators, 4)} after it" if operators else None
 

@@ -49,7 +49,7 @@ class Examined:
         refused: Why a layer, or a norm layer, cannot be measured exactly whatever follows it.
         loose: Those of the refused that can be measured through their parameter, which no module call shows
             sample by sample: some uses of the weight are not seen, or samples are not told apart.
-        shared: Layers whose weight is used more than once, all uses seen.
+        shared: Layers whose weight is used more than once, all uses seen unless they are loose.
         reused: How often their weight is used.
         inputs: What the modules that use their weight were given, call by call.
         idle: Layers that ran but do not influence the output.
@@ -127,7 +127,6 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
         if reasons:
             examined.refused[name] = reasons[0]
             examined.loose.add(name)
-            del examined.shared[name]
     _refuse_unreached(problem, example, examined)
     unreached = {name for name in examined.records if name not in examined.graph.reached}
     examined.loose -= unreached

@@ -212,9 +212,8 @@ def _free_large(problem: Problem, examined: Examined, curvature: str) -> None:
     for name, layer in list(examined.shared.items()):
         large = layer.matrix().numel() > _LARGEST_COPY and curvature == "hessian"
         if (large or curvature == "finite_differences") and own_parameter(problem.model, layer) is not None:
-            examined.refused[name] = f"its weight is used {examined.reused[name]} times"
+            examined.refused.setdefault(name, f"its weight is used {examined.reused[name]} times")
             examined.loose.add(name)
-            del examined.shared[name]
 
 
 def _one_per_weight(problem: Problem, examined: Examined, names: list[str]) -> list[str]:
@@ -251,7 +250,8 @@ def _split(
         if network or route.name in decision.curved | decision.by_parameters:
             route.needs = route.needs | {"row_traces"}
     affine = [examined.affine[name] for name in covered.affine] if covered is not None else []
-    through = [routes.pop(name) for name in list(routes) if name in decision.by_parameters]
+    through = [route for name, route in routes.items() if name in decision.by_parameters]
+    routes = {name: route for name, route in routes.items() if name not in decision.by_parameters}
     both = []
     for sampled in (False, True):
         both.append(

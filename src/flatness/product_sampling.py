@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flatness.curvature.folds import FOLDS, FOLDS_OF_LARGE, LARGE
 from flatness.curvature.groups import SampleGroups
-from flatness.curvature.parameter_probes import ALL, UNITS, ParameterEngine, unit_length
+from flatness.curvature.parameter_probes import ALL, ParameterEngine, unit_length
 from flatness.curvature.sampled import SampledSums
 from flatness.curvature.statistics import Statistics
 from flatness.plan import Plan
@@ -78,8 +78,8 @@ def _wanted(problem: Problem, plan: Plan, spreads: dict[str, Tensor], known: Sta
     samples = problem.source.expected_samples()
     engine = ParameterEngine(problem, plan.by_parameters, spreads, min(_PILOT_PROBES, most), folds)
     sums = engine.run(first=_PILOT_SAMPLES)
-    units = -(-samples // unit_length(problem, plan.by_parameters, UNITS)) if samples else engine.units
     # Every micro-batch has directions of its own: the more of them, the smaller the error of their sum.
+    units = -(-samples // unit_length(problem, plan.by_parameters)) if samples else engine.units
     scale = engine.units / max(units, 1)
     scatter = Scatter.of(sums)
     names = [route.name for route in plan.by_parameters.layers]

@@ -114,9 +114,8 @@ def _spectra(problem: Problem, chosen: Plan, statistics: Statistics) -> dict[tup
     settings = {**_spectrum_settings(chosen), "problem": problem, "normaliser": float(statistics.normaliser)}
     copy_inputs = chosen.routes.copy_inputs
     found: dict[tuple[str, str], Spectrum] = {}
-    through = {
-        name: parts for name, parts in chosen.spectra.items() if name in chosen.by_parameters.parameters
-    }
+    parameters = chosen.by_parameters.parameters
+    through = {name: parts for name, parts in chosen.spectra.items() if name in parameters}
     if through:
         operators = ParameterOperators(problem, chosen.by_parameters, settings["normaliser"])
         found |= top_eigenvalues(

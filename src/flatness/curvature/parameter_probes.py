@@ -2,8 +2,8 @@
 
 The way for what no module call shows sample by sample (see `parameter_products`). A block of entries, a
 layer's weight or all parameters that only the network's trace asks for, gets directions of its own: every
-entry in turn where that is cheap, else random signs V, new ones for every micro-batch. The pair (V, HV) is one
-"sample" of `LayerPairs`: a micro-batch takes the place of a sample in the folds.
+entry in turn where that is cheap, else random signs V, new ones for every micro-batch. The pair (V, HV) is
+one "sample" of `LayerPairs`: a micro-batch takes the place of a sample in the folds.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ class ParameterEngine:
         return found
 
     def run(self, groups: SampleGroups | None = None, *, first: int | None = None) -> SampledSums:
-        """All samples, or the first ones in a quarter as many micro-batches; sums of this process alone."""
+        """All samples, or the first ones; sums of this process alone."""
         before = self.problem.micro_batch
-        units, label = (UNITS, "products") if first is None else (UNITS // 4, "pilot")
+        label = "products" if first is None else "pilot"
         try:
-            self.problem.micro_batch = unit_length(self.problem, self.routes, units, first)
+            self.problem.micro_batch = unit_length(self.problem, self.routes, first)
             with differentiable(self.problem.model):
                 self.problem.stream(stepwise(groups, self.probed, self.total.merge), label, first=first)
         finally:
@@ -149,12 +149,16 @@ class ParameterEngine:
             yield _RestBlock(torch.cat(places), None in self.routes.complete, self.problem.dtype, sizes)
 
 
-def unit_length(problem: Problem, routes: ParameterRoutes, units: int, first: int | None = None) -> int:
-    """Samples per micro-batch, so that there are as many micro-batches where directions are random."""
+def unit_length(problem: Problem, routes: ParameterRoutes, first: int | None = None) -> int:
+    """Samples per micro-batch, so that there are `UNITS` of them where directions are random.
+
+    A pilot on the first samples has a quarter as many, unless its micro-batches would be the longer ones.
+    """
     samples = problem.source.expected_samples()
     if not samples or not routes.random:
         return problem.micro_batch
-    return max(1, min(problem.micro_batch, -(-min(samples, first or samples) // units)))
+    length = max(1, min(problem.micro_batch, -(-samples // UNITS)))
+    return length if first is None else min(length, -(-4 * min(samples, first) // UNITS))
 
 
 @dataclass

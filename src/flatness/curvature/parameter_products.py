@@ -1,8 +1,8 @@
 """Products with the Hessian of single parameters, micro-batch by micro-batch: for what has no other way.
 
 A weight some of whose uses no module shows, inputs whose samples are not told apart, embeddings, the raw
-parameters of a parametrisation: the loss can always be differentiated twice in a parameter itself. What is lost
-is the sample: a product is that of a whole micro-batch, and random directions are drawn per micro-batch.
+parameters of a parametrisation: the loss can always be differentiated twice in a parameter itself. What is
+lost is the sample: a product is that of a whole micro-batch, and random directions are drawn per micro-batch.
 
 Where an operator has no second derivative, central differences of gradients stand in,
 
@@ -10,8 +10,8 @@ Where an operator has no second derivative, central differences of gradients sta
 
 wrong by ε²‖∇⁴E‖/6 for the step and by rounding / ε. Moving no entry by more than ε·max|v| = u^(1/3) times the
 root mean square of the parameters, u the rounding unit, balances the two: about u^(2/3), 4e-11 in float64 and
-2e-5 in float32. A second difference with twice the step says how large the first error is here: it is a third of
-what they differ by.
+2e-5 in float32. A second difference with twice the step says how large the first error is here: it is a third
+of what they differ by.
 """
 
 from __future__ import annotations
@@ -146,12 +146,13 @@ def own_parameter(model: nn.Module, layer: Layer) -> str | None:
     """
     aliases = dict(model.named_parameters(remove_duplicate=False))
     parameter = aliases.get(layer.weight_name)
-    if (
-        parameter is None
-        or parameter.untyped_storage().data_ptr() != layer.weight.untyped_storage().data_ptr()
-    ):
+    if parameter is None or _memory(parameter) != _memory(layer.weight):
         return None
     return next(name for name, value in model.named_parameters() if value is parameter)
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def entries_of(layer: Layer, parameter: nn.Parameter) -> Tensor:

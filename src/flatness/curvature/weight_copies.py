@@ -5,8 +5,8 @@ with it: no signal at a single preactivation says what its Hessian is. So every 
 
     z_u + V_i φ_u,   V_i = 0 a matrix of sample i,   the same in all uses u.
 
-Derivatives in V_i are those of the sample's loss in W: one backward pass gives every sample's g_i = Σ_u δφᵀ, a
-second one H_i V_i for directions V_i of its own. The numbers that the network computes stay as they are.
+Derivatives in V_i are those of the sample's loss in W: one backward pass gives every sample's g_i = Σ_u δφᵀ,
+a second one H_i V_i for directions V_i of its own. The numbers that the network computes stay as they are.
 """
 
 from __future__ import annotations
