@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import flatness
 from flatness import errors
-from networks import CASES
 from small import Net, assert_same, data, dataset, measure, network, reference
 from untouched import refusal, untouched
 
@@ -171,22 +170,6 @@ BAD = {
             nn.Linear(4, 1020), nn.Tanh(), nn.Linear(1020, 6), nn.Tanh(), nn.Linear(6, 3)
         ).double(),
         options={"method": "exact"},
-    ),
-    "a layer used twice": Bad(
-        errors.NotExactError,
-        EXACT
-        + "hidden: its weight is used 2 times. Estimates for such layers are not part of this version: pass "
-        "layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian.",
-        model=lambda: CASES["shared_module"].build(),
-        data=lambda: (CASES["shared_module"].x, CASES["shared_module"].y),
-    ),
-    "tied weights": Bad(
-        errors.NotExactError,
-        EXACT
-        + "encoder: its weight is used 2 times. Estimates for such layers are not part of this version: pass "
-        "layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian.",
-        model=lambda: CASES["tied_parameters"].build(),
-        data=lambda: (CASES["tied_parameters"].x, CASES["tied_parameters"].y),
     ),
     "weights that are not finite": Bad(
         errors.NotFiniteError,

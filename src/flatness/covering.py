@@ -11,6 +11,7 @@ from flatness.curvature.parameter_products import own_parameter
 from flatness.deciding import LARGEST_BRUTE_FORCE, check_twice, why_curved
 from flatness.errors import DifferentiabilityError, NotExactError, listed
 from flatness.examine import Examined
+from flatness.guard import differentiable
 from flatness.measures.measure import Measure
 from flatness.problem import Problem
 
@@ -111,8 +112,10 @@ def _gap(
             f"{listed(covered.rest, 6)} would take {size} products per batch, more than {LARGEST_BRUTE_FORCE}"
         )
     if covered.rest and curvature != "finite_differences":
+        parameters = dict(problem.model.named_parameters())
         try:
-            check_twice(examined, [dict(problem.model.named_parameters())[name] for name in covered.rest])
+            with differentiable(problem.model):
+                check_twice(examined, [parameters[name] for name in covered.rest])
         except DifferentiabilityError as error:
             return str(error)
     return None

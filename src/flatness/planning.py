@@ -113,6 +113,9 @@ def make_plan(
         if "spectrum" in measure.network_needs
     }
     graph = graph_bytes_per_sample(examined.records, examined.items, problem.dtype.itemsize)
+    # Every sample's copy of a weight, its direction, product and what lies between.
+    copied = sum(layer.matrix().numel() for layer in sampling.shared.values())
+    graph += 6 * copied * problem.dtype.itemsize
     parts = [_SPECTRUM_PART[need] for need in sorted(needs & SPECTRA)]
     walks = bool(spectra) or any(measure.explore is not None for measure in chosen)
     beyond_layers = walks or any(measure.network is not None for measure in chosen)

@@ -43,7 +43,10 @@ def run_plan(problem: Problem, chosen: Plan, groups: SampleGroups | None) -> Run
     spreads: dict[str, Tensor] = {}
     if chosen.needs_spread:
         spreads = feature_spreads(
-            problem, {name: available[name] for name in chosen.needs_spread}, routes.copy_inputs
+            problem,
+            {name: available[name] for name in chosen.needs_spread},
+            routes.copy_inputs,
+            chosen.by_parameters.parameters,
         )
     run = Run(Statistics(), spreads, groups=groups)
     if chosen.streams or not (chosen.samples or chosen.by_parameters):
