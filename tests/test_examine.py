@@ -287,6 +287,16 @@ def test_tied_weights():
     assert_exact(model, layers=["fc1", "head"])
 
 
+def test_frozen_parameters_are_measured_and_noted():
+    model = Net(plain)
+    model.fc1.requires_grad_(False)
+    report = assert_exact(Net(plain))
+    frozen = measure(model, data(), batch_size=5)
+    assert "frozen (requires_grad=False) and measured like all others: fc1.weight, fc1.bias" in frozen.notes
+    assert_same(frozen, report)
+    assert not model.fc1.weight.requires_grad
+
+
 # Layers that are not what they look like
 
 

@@ -342,6 +342,9 @@ def _add_notes(model: nn.Module, examined: Examined, misread: list[str]) -> None
         f"{listed(names)}: W is the effective weight, made from other parameters ({kind})"
         for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items()
     ]
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
+    if frozen:
+        notes.append(f"frozen (requires_grad=False) and measured like all others: {listed(frozen, 4)}")
     if unknown:
         notes.append(
             f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it"
