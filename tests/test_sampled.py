@@ -463,7 +463,8 @@ def test_a_loss_of_ones_own_with_very_many_outputs_is_probed():
         flatness.measure(model, (x, y), waves, method="exact", progress=False)
     assert str(caught.value) == (
         "Expected at most 512 outputs per sample for exact curvature of waves, which takes a 600 × 600 "
-        "matrix for each, but got 600. Use a named loss if it is one of them, or measure with method='sampled'."
+        "matrix for each, but got 600. Use a named loss if it is one of them, or measure with "
+        "method='sampled'."
     )
 
 
