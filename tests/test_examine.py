@@ -612,9 +612,8 @@ def test_unsupported_layers_are_listed():
     x, y = data()
     row = report.result("hessian_trace", layer=None, reduction=None)
     total = oracle.total_trace(model, oracle.mean_risk(x, y, F.cross_entropy))
-    # A table of 6·6·6 weights takes random directions.
-    assert row.method == "sampled"
-    assert abs(row.value - total) < 4 * row.stderr
+    # Whether all 216 weights of the mixing layer are taken in turn or at random is a matter of time.
+    assert abs(row.value - total) <= 4 * row.stderr + 1e-8 * total
     assert refusal(LayerError, model, data(), layers="mix") == (
         "Expected the name of a supported layer but got 'mix', which is a Bilinear. Supported layers of "
         "this model: fc1, head, fc2."

@@ -27,6 +27,7 @@ from flatness.deciding import AFFORDABLE_PASSES, Decision, decide, most_directio
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
 from flatness.examine import Examined, examine
 from flatness.graph import curved_operators
+from flatness.hidden_curvature import note_hidden_curvature
 from flatness.layers import SUPPORTED, select_layers
 from flatness.layers.linear import ProjectionLayer
 from flatness.measures.catalogue import resolve_options, select_measures
@@ -96,6 +97,7 @@ def make_plan(
             made = {name: made[name] for name in names}
     routes, sampling, by_parameters = _split(examined, made, decision, covered)
     by_parameters.curvature = curvature
+    by_parameters.may_complete = method != "sampled"
     by_parameters.parameters = {
         route.name: own_parameter(problem.model, route.layer) or "" for route in by_parameters.layers
     }
@@ -131,6 +133,8 @@ def make_plan(
         )
     }
     heavy = heavy or bool(by_products)
+    if curvature == "hessian" and heavy:
+        note_hidden_curvature(problem, examined)
     problem.fit_memory(max(each, graph if heavy else 0), backward=routes.backward or heavy)
     measured = Routes([made[name] for name in names if name not in by_products])
     return Plan(

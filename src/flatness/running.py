@@ -77,13 +77,14 @@ def _add_sampled(problem: Problem, chosen: Plan, run: Run) -> None:
 
 def _add_products(problem: Problem, chosen: Plan, run: Run) -> None:
     """What goes through parameters."""
-    own = SampleGroups() if run.groups is not None else None
-    sums, scatter, how = sample_products(problem, chosen, run.spreads, run.statistics, own)
-    run.statistics = _joined(run.statistics, sums.statistics)
-    run.scatter = run.scatter.beside(scatter)
-    if run.groups is not None and own is not None:
-        pairs = zip(run.groups.parts, own.parts, strict=True)
-        run.groups.parts = [_joined(mine, theirs) for mine, theirs in pairs]
+    grouped = run.groups is not None
+    parts, how = sample_products(problem, chosen, run.spreads, run.statistics, grouped=grouped)
+    for part in parts:
+        run.statistics = _joined(run.statistics, part.sums.statistics)
+        run.scatter = run.scatter.beside(Scatter.of(part.sums))
+        if run.groups is not None and part.groups is not None:
+            pairs = zip(run.groups.parts, part.groups.parts, strict=True)
+            run.groups.parts = [_joined(mine, theirs) for mine, theirs in pairs]
     for route in chosen.by_parameters.layers:
         run.remarks[route.name] = tuple(how.get(route.name, ()))
     chosen.notes += how.get(None, [])

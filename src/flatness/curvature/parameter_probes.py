@@ -8,17 +8,19 @@ one "sample" of `LayerPairs`: a micro-batch takes the place of a sample in the f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatness import batches
 from flatness.curvature.folds import Collector, FoldedSums
 from flatness.curvature.groups import SampleGroups, stepwise
 from flatness.curvature.pair_statistics import LayerPairs
-from flatness.curvature.parameter_products import DifferenceError, batch_product, entries_of
+from flatness.curvature.parameter_products import DifferenceError, Product, batch_product, entries_of
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.routes import LayerRoute
 from flatness.curvature.sampled import SampledSums
@@ -42,6 +44,7 @@ class ParameterRoutes:
         rest: Parameters of which the trace is wanted only, probed together.
         curvature: "hessian", "gauss_newton" or "finite_differences".
         complete: Which of the layers take all directions; with None, the rest does.
+        may_complete: Whether a pilot may add to them what all directions are cheaper for.
     """
 
     layers: list[LayerRoute] = field(default_factory=list)
@@ -49,6 +52,13 @@ class ParameterRoutes:
     rest: list[str] = field(default_factory=list)
     curvature: str = "hessian"
     complete: frozenset[str | None] = frozenset()
+    may_complete: bool = False
+
+    def only(self, *, complete: bool) -> ParameterRoutes:
+        """Those that take all directions, or the others."""
+        layers = [route for route in self.layers if (route.name in self.complete) == complete]
+        rest = self.rest if (None in self.complete) == complete else []
+        return replace(self, layers=layers, rest=rest)
 
     def __bool__(self) -> bool:
         """Whether there is anything to measure."""
@@ -70,19 +80,27 @@ class ParameterEngine:
         spreads: V per input unit of the layers that need `relative_normalized`.
         probes: Random directions per micro-batch, even.
         folds: Degrees of freedom of standard errors.
+        error: Told how far finite differences are off.
 
     Attributes:
-        error: How far finite differences are off.
         units: Micro-batches seen.
+        seconds: Time that products took, by layer; with None, those of the rest.
     """
 
     def __init__(
-        self, problem: Problem, routes: ParameterRoutes, spreads: dict[str, Tensor], probes: int, folds: int
+        self,
+        problem: Problem,
+        routes: ParameterRoutes,
+        spreads: dict[str, Tensor],
+        probes: int,
+        folds: int,
+        error: DifferenceError | None = None,
     ) -> None:
         self.problem, self.routes, self.probes = problem, routes, probes
         names = dict.fromkeys([*(routes.parameters[route.name] for route in routes.layers), *routes.rest])
         self.space = ParameterSpace(problem, names)
-        self.error = DifferenceError()
+        self._error = error or DifferenceError()
+        self.seconds: dict[str | None, float] = {}
         self.total = Statistics()
         self.parts = {ALL: FoldedSums(0), SIGNS: FoldedSums(folds)}
         self._blocks = list(self._made(spreads))
@@ -93,17 +111,17 @@ class ParameterEngine:
 
     def probed(self, batch: Any) -> Statistics:
         """Probe one micro-batch: its sums. Folds are added to the parts at once."""
-        items, product = batch_product(self.space, batch, self.routes.curvature, self.error)
+        items, product = batch_product(self.space, batch, self.routes.curvature, self._error)
         parts = {name: FoldedSums(part.count) for name, part in self.parts.items()}
         for block in self._blocks:
+            started = self._now()
             for probe, V in block.directions(self.probes, self._generator):
-                vector = torch.zeros(self.space.dimension, dtype=V.dtype, device=V.device)
-                vector[block.entries] = V
-                q = product(vector)[block.entries].to(V.dtype)
+                q = self._along(product, block, V)
                 part = parts[ALL if block.complete else SIGNS]
                 shift = self.units + 7 * (probe // 2)
                 sign = 1.0 if probe % 2 == 0 else -1.0
                 block.add(Collector(part, 1, self.problem.device, shift, sign), V, q)
+            self.seconds[block.name] = self.seconds.get(block.name, 0.0) + self._now() - started
         self.units += 1
         found, loss = Statistics(), self.problem.loss
         with torch.no_grad():
@@ -116,6 +134,32 @@ class ParameterEngine:
                 for statistic, value in sums.items():
                     found.add(owner, statistic, value)
         return found
+
+    def seconds_complete(self, samples: int) -> dict[str | None, float]:
+        """What all directions would take, from one of each block on the longest micro-batch."""
+        found: dict[str | None, float] = {}
+        length = min(self.problem.micro_batch, samples)
+        with differentiable(self.problem.model):
+            batch = self.problem.example(length)
+            _, product = batch_product(self.space, batch, self.routes.curvature)
+            for block in self._blocks:
+                for _ in range(2):  # the first one warms up
+                    started = self._now()
+                    self._along(product, block, torch.ones_like(block.entries, dtype=self.problem.dtype))
+                    taken = self._now() - started
+                found[block.name] = taken * block.entries.numel() * -(-samples // batches.size_of(batch))
+        return found
+
+    def _along(self, product: Product, block: _Block, V: Tensor) -> Tensor:
+        """The product with V in the place of a block, seen there."""
+        vector = torch.zeros(self.space.dimension, dtype=V.dtype, device=V.device)
+        vector[block.entries] = V
+        return product(vector)[block.entries].to(V.dtype)
+
+    def _now(self) -> float:
+        if self.problem.device.type == "cuda":
+            torch.cuda.synchronize(self.problem.device)
+        return time.perf_counter()
 
     def run(self, groups: SampleGroups | None = None, *, first: int | None = None) -> SampledSums:
         """All samples, or the first ones; sums of this process alone."""
@@ -141,12 +185,14 @@ class ParameterEngine:
             entries = starts[name] + entries_of(route.layer, self.space.parameters[name])
             pairs = LayerPairs(route, route.layer.matrix(), 1, spreads.get(route.name), bias=False)
             if route.needs:
-                yield _LayerBlock(entries, route.name in self.routes.complete, self.problem.dtype, pairs)
+                complete = route.name in self.routes.complete
+                yield _LayerBlock(route.name, entries, complete, self.problem.dtype, pairs)
         if self.routes.rest:
             sizes = {name: self.space.parameters[name].numel() for name in self.routes.rest}
             device = self.problem.device
             places = [torch.arange(size, device=device) + starts[name] for name, size in sizes.items()]
-            yield _RestBlock(torch.cat(places), None in self.routes.complete, self.problem.dtype, sizes)
+            complete = None in self.routes.complete
+            yield _RestBlock(None, torch.cat(places), complete, self.problem.dtype, sizes)
 
 
 def unit_length(problem: Problem, routes: ParameterRoutes, first: int | None = None) -> int:
@@ -165,6 +211,7 @@ def unit_length(problem: Problem, routes: ParameterRoutes, first: int | None = N
 class _Block:
     """Entries of the vector that share their directions."""
 
+    name: str | None
     entries: Tensor
     complete: bool
     dtype: torch.dtype
