@@ -1,4 +1,4 @@
-"""Hessian products by finite differences of gradients, for operators that torch cannot differentiate twice."""
+"""Hessian products by differences of gradients, for operators that torch cannot differentiate twice."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Custom operators whose backward hides part of their second derivative, found by differences of gradients."""
+"""Custom operators whose backward hides part of their second derivative."""
 
 from __future__ import annotations
 
