@@ -135,3 +135,9 @@ def refuse_made_weights(problem: Problem, examined: Examined, names: list[str]) 
             f"{listed(made)} is made from others. Remove the parametrisation, which leaves its weight in "
             "place (torch.nn.utils.parametrize.remove_parametrizations), and measure again."
         )
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of every parameter, by all of its names."""
+    first = {id(value): name for name, value in model.named_parameters()}
+    return {name: first[id(value)] for name, value in model.named_parameters(remove_duplicate=False)}

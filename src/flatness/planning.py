@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flatness.covering import Covered, cover, refuse_made_weights
+from flatness.covering import Covered, cover, first_names, refuse_made_weights
 from flatness.curvature.exact import BLOCK
 from flatness.curvature.layer_operator import kept_bytes_per_sample
 from flatness.curvature.network_spectrum import SpectrumRequest
@@ -143,7 +143,7 @@ def make_plan(
         routes=routes,
         sampling=sampling,
         by_parameters=by_parameters,
-        aliases=_aliases(problem.model),
+        aliases=first_names(problem.model),
         complete=decision.complete,
         methods={name: decision.method(name) for name in decision.reasons},
         reasons=decision.reasons or dict.fromkeys(names, "of the weights alone"),
@@ -197,12 +197,6 @@ def _selected(problem: Problem, examined: Examined, layers: str | Iterable[str] 
         f"Expected at least one supported layer ({SUPPORTED}) but "
         f"{type(problem.model).__name__} has none. Teach the library yours with flatness.register_layer."
     )
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """The first name of every parameter, by all of its names."""
-    first = {id(value): name for name, value in model.named_parameters()}
-    return {name: first[id(value)] for name, value in model.named_parameters(remove_duplicate=False)}
 
 
 def _weight_key(problem: Problem, examined: Examined, name: str) -> object:

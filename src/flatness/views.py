@@ -39,7 +39,7 @@ def layer_views(
             means = penalised_statistics(means, W.double().cpu(), layer.taps, V, problem.weight_decay)
         found = {_PART_NAME[part]: spectrum for (owner, part), spectrum in spectra.items() if owner == name}
         found = {key: penalised_spectrum(spectrum, problem.weight_decay) for key, spectrum in found.items()}
-        views.append(LayerView(name, W, means, found, taps=layer.taps))
+        views.append(LayerView(name, W, means, found, taps=layer.taps, layer=layer))
     return views
 
 

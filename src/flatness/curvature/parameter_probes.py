@@ -143,11 +143,12 @@ class ParameterEngine:
             batch = self.problem.example(length)
             _, product = batch_product(self.space, batch, self.routes.curvature)
             for block in self._blocks:
-                for _ in range(2):  # the first one warms up
-                    started = self._now()
-                    self._along(product, block, torch.ones_like(block.entries, dtype=self.problem.dtype))
-                    taken = self._now() - started
-                found[block.name] = taken * block.entries.numel() * -(-samples // batches.size_of(batch))
+                one = torch.ones_like(block.entries, dtype=self.problem.dtype)
+                self._along(product, block, one)  # warms up
+                started = self._now()
+                self._along(product, block, one)
+                passes = block.entries.numel() * -(-samples // batches.size_of(batch))
+                found[block.name] = (self._now() - started) * passes
         return found
 
     def _along(self, product: Product, block: _Block, V: Tensor) -> Tensor:
