@@ -8,6 +8,7 @@ from torch import nn
 import flatness
 import oracle
 import transformer_models as nets
+from flatness.curvature.parameter_products import DifferenceError
 from small import measure
 from test_parameter_products import layer_matrix
 from test_transformer_layers import assert_layer_is_right, built, inputs
@@ -129,3 +130,13 @@ def test_a_backward_that_hides_curvature_is_noted():
     assert report.notes == (
         f"trace over the whole network: {report.result(measures, layer='first').notes[2]}",
     )
+
+
+def test_the_error_is_a_third_of_what_two_steps_differ_by():
+    """An error ∝ ε²: 1 % with the step, 4 % with twice the step."""
+    error = DifferenceError()
+    assert str(error).startswith("Hessian by central differences of gradients; ")
+    error.compare(torch.tensor([1.01]), torch.tensor([1.04]))
+    assert error.relative == pytest.approx(0.01 / 1.01, rel=1e-4)
+    error.compare(torch.tensor([1.0]), torch.tensor([1.0]))
+    assert error.relative == pytest.approx(0.01 / 1.01, rel=1e-4)  # the largest counts

@@ -19,7 +19,7 @@ from flatness.scatter import Scatter
 from networks import token_cross_entropy
 from small import measure
 from test_sampled import rows_over_seeds
-from test_transformer_layers import SEQUENCE, assert_layer_is_right, built, inputs
+from test_transformer_layers import MODELS, SEQUENCE, assert_layer_is_right, built, inputs
 from untouched import refusal, untouched
 
 
@@ -212,6 +212,41 @@ def test_the_number_of_directions_follows_the_precision():
     row = report.result("hessian_trace", layer=None, reduction=None)
     assert row.method == "sampled"
     assert row.stderr > 0
+
+
+def test_diagonal_and_block_traces_of_a_parameter():
+    model, (x, y) = built(tied_autoencoder), inputs((4,))
+    problem = Problem(model, (x, y), batch_size=4, progress=False)
+    with problem.guarded():
+        setting = {"measures": "hessian_trace", "layers": None, "curvature": "hessian", "options": None}
+        plan = make_plan(problem, method="exact", **setting)
+        plan.by_parameters.layers[0].needs = frozenset({"diagonal", "block_traces"})
+        found = ParameterEngine(problem, plan.by_parameters, {}, 2, 0).run().statistics
+    H = oracle.layer_hessian(model, oracle.mean_risk(x, y, F.cross_entropy), "encoder")
+    torch.testing.assert_close(found.mean("encoder", "diagonal"), oracle.diagonal(H), rtol=1e-9, atol=1e-12)
+    blocks = torch.einsum("gstut->gsu", H)
+    torch.testing.assert_close(found.mean("encoder", "block_traces"), blocks, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["attention fused", "transposed 2d", "tied layers", "autoencoder"])
+def test_no_measure_of_the_catalogue_is_missing_for_any_layer(name):
+    build, shape = {**MODELS, "autoencoder": (tied_autoencoder, (4,))}[name]
+    report = measure(built(build), inputs(shape), measures="all")
+    of_layers = {one.name for one in flatness.measures() if "layer" in one.levels}
+    for layer in report.layers():
+        assert {row.measure for row in report.results if row.layer == layer} == of_layers
+    missing = {one.name for one in flatness.measures()} - {row.measure for row in report.results}
+    assert missing <= {"path_norm", "pac_bayes_flatness"}
+
+
+def test_noise_needs_a_weight_that_is_a_parameter():
+    report = measure(built(weight_norm), inputs((4,)), measures="all")
+    message = (
+        "Expected the weight of '0' to be a parameter, as this puts noise on it, but it is made from others. "
+        "Remove the parametrisation, or leave the layer out with layers=."
+    )
+    assert f"left out for the network: normalized_sharpness_direct. {message}" in report.notes
+    assert report.value("normalized_sharpness", layer="0") > 0
 
 
 def test_exact_is_refused_where_it_takes_too_many_products():

@@ -97,7 +97,7 @@ def test_both_engines_agree_on_piecewise_linear_networks(name):
             torch.testing.assert_close(found.sums[owner][key], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["mlp_tanh", "cnn_tanh"])
+@pytest.mark.parametrize("name", ["mlp_tanh", "cnn_tanh", "shared_module", "siamese", "tied_parameters"])
 def test_diagonal_and_block_traces_in_all_directions(name):
     case = CASES[name]
     model = case.build()
@@ -105,7 +105,7 @@ def test_diagonal_and_block_traces_in_all_directions(name):
     with problem.guarded():
         chosen, spreads = routed(problem)
         found = sampled_statistics(problem, chosen.sampling, spreads, Budget(None, None, folds=0)).statistics
-    for layer in case.layers:
+    for layer in chosen.layers:
         H = oracle.layer_hessian(model, case.risk, layer)
         torch.testing.assert_close(found.mean(layer, "diagonal"), oracle.diagonal(H), rtol=1e-8, atol=1e-12)
         blocks = found.mean(layer, "block_traces")
