@@ -234,7 +234,15 @@ FINE = {
     ),
     "a shuffling loader": (network, lambda: DataLoader(dataset(), batch_size=4, shuffle=True), {}, ()),
     "a short last batch": (network, lambda: DataLoader(dataset(), batch_size=10), {}, ()),
-    "frozen parameters": (lambda: network().requires_grad_(False), data, {}, ()),
+    "frozen parameters": (
+        lambda: network().requires_grad_(False),
+        data,
+        {},
+        (
+            "frozen (requires_grad=False) and measured like all others: fc1.weight, fc1.bias, head.weight, "
+            "head.bias",
+        ),
+    ),
     "data parallel": (lambda: nn.DataParallel(network()), data, {}, ("unwrapped DataParallel",)),
     "single precision, measured in double": (
         lambda: network(torch.float32),
