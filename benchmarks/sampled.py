@@ -10,8 +10,12 @@ BackPACK's Monte Carlo, with the slope seen between two budgets (at least 1/√k
 that multiply by one layer's Hessian at a time get for each layer the products that this layer needs. The
 error of a contender is that of its worst layer, as a root mean square over repetitions.
 
+With --cap PyHessian and BackPACK go on until they are at 1 % or have used so many seconds; then the table
+says what they reached, and what 1/√k would make of it stands beside it as such.
+
     PYTHONPATH=src python benchmarks/sampled.py --network lenet5
-    PYTHONPATH=src:carry/peers python benchmarks/sampled.py --network resnet18 --device cuda
+    PYTHONPATH=src:carry/peers python benchmarks/sampled.py --network resnet18 --device cuda --cap 45 \
+        --only "flatness, auto" PyHessian BackPACK
 
 Answers are kept in --store and not computed again.
 """
@@ -20,26 +24,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import duration, full_precision, machine, peer, seconds, show
+from harness import duration, full_precision, machine, seconds, show
+from sampled_peers import GOAL, Traces, errors, peers
 from torch import Tensor, nn
 
 import flatness
 from flatness.data import load
 from flatness.models import lenet5, resnet18
-
-GOAL = 0.01
-Traces = dict[str, float]
-
 
 # Networks
 
@@ -150,15 +149,6 @@ def truth(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Traces:
     return layers | {"network": report.value("hessian_trace", layer=None, reduction=None)}
 
 
-def errors(found: list[Traces], true: Traces) -> Traces:
-    """Root mean square of relative errors, by name."""
-    return {
-        key: math.sqrt(sum((one[key] / true[key] - 1) ** 2 for one in found) / len(found))
-        for key in true
-        if key in found[0]
-    }
-
-
 # Contenders: seconds to the goal for the layers (the worst counts, or all in turn) and for the network
 
 
@@ -204,180 +194,14 @@ def by_flatness(
     }
 
 
-class Products:
-    """Traces from products with one parameter's Hessian at a time, by a peer's own estimator."""
-
-    def __init__(
-        self, make: Callable[[list[str]], Callable[[int, int], float]], device: torch.device
-    ) -> None:
-        self.make, self.device = make, device
-
-    def hutchinson(self, names: list[str], true: float, probes: int) -> float:
-        """Seconds to the goal, from the scatter of single probes."""
-        estimate = self.make(names)
-        estimate(1, 0)
-        values = []
-        taken = seconds(lambda: values.extend(estimate(1, 1 + seed) for seed in range(probes)), self.device)
-        variance = sum((value / true - 1) ** 2 for value in values) / len(values)
-        return taken / probes * max(1.0, variance / GOAL**2)
-
-    def steep(self, names: list[str], true: float, budgets: tuple[int, int], repeats: int) -> float:
-        """Seconds to the goal, from the errors at two budgets."""
-        estimate = self.make(names)
-        seen = []
-        for budget in budgets:
-            values: list[float] = []
-            taken = seconds(
-                lambda budget=budget, values=values: values.extend(
-                    estimate(budget, s) for s in range(repeats)
-                ),
-                self.device,
-            )
-            seen.append((math.sqrt(sum((v / true - 1) ** 2 for v in values) / repeats), taken / repeats))
-        (first, _), (second, time_second) = seen
-        slope = math.log(max(first, 1e-12) / max(second, 1e-12)) / math.log(budgets[1] / budgets[0])
-        slope = min(max(slope, 0.5), 2.0)
-        return time_second * max(1.0, second / GOAL) ** (1 / slope) if second > GOAL else time_second
-
-    def all(self, model: nn.Module, true: Traces, one: Callable[[list[str], float], float]) -> Any:
-        layers = sum(one([name], true[name]) for name in true if name != "network")
-        return {"layers": layers, "network": one([n for n, _ in model.named_parameters()], true["network"])}
-
-
-def contenders(
-    model: nn.Module, x: Tensor, y: Tensor, true: Traces, device: torch.device, small: bool
+def own(
+    model: nn.Module, x: Tensor, y: Tensor, true: Traces, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
-    probes, budgets, repeats = (6, (9, 27), 2) if small else (4, (9, 18), 1)
-    size = len(x) if small else 250
-    batches = list(zip(x.split(size), y.split(size), strict=True))
-    named = dict(model.named_parameters())
-    found: dict[str, Callable[[], Any]] = {
+    return {
         "flatness, auto": lambda: by_flatness(model, x, y, true, device, "auto"),
         "flatness, sampled": lambda: by_flatness(model, x, y, true, device, "sampled"),
-    }
-    # The network's trace is known far better than each layer's: for it alone fewer probes do.
-    found["flatness, precision 0.1"] = lambda: by_flatness(model, x, y, true, device, "auto", 0.1)
-    curvlinops = peer("curvlinops")
-    if curvlinops is not None:
-
-        def curved(estimator: Any) -> Callable[[list[str]], Callable[[int, int], float]]:
-            def make(names: list[str]) -> Callable[[int, int], float]:
-                operator = curvlinops.HessianLinearOperator(
-                    model, nn.CrossEntropyLoss(), [named[name] for name in names], batches,
-                    check_deterministic=False, num_data=len(x),
-                )  # fmt: skip
-
-                def estimate(budget: int, seed: int) -> float:
-                    torch.manual_seed(seed)
-                    return float(estimator(operator, budget))
-
-                return estimate
-
-            return make
-
-        by_h = Products(curved(curvlinops.hutchinson_trace), device)
-        found["curvlinops, Hutchinson"] = lambda: by_h.all(
-            model, true, lambda names, t: by_h.hutchinson(names, t, probes)
-        )
-        for label, estimator in (("Hutch++", curvlinops.hutchpp_trace), ("XTrace", curvlinops.xtrace)):
-            by = Products(curved(estimator), device)
-            # XTrace wants even budgets, Hutch++ multiples of three.
-            chosen = (10, 30 if small else 20) if label == "XTrace" else budgets
-            found[f"curvlinops, {label}"] = lambda by=by, chosen=chosen: by.all(
-                model, true, lambda names, t: by.steep(names, t, chosen, repeats)
-            )
-    eigenthings = peer("hessian_eigenthings")
-    if eigenthings is not None:
-
-        def thing(names: list[str]) -> Callable[[int, int], float]:
-            loss = eigenthings.supervised_loss(F.cross_entropy)
-            chosen = eigenthings.match_names(*names)
-            operator = eigenthings.HessianOperator(model, batches, loss, param_filter=chosen)
-            return lambda budget, seed: float(
-                eigenthings.hutch_plus_plus(operator, num_matvecs=budget, seed=seed).estimate
-            )
-
-        by_thing = Products(thing, device)
-        found["hessian-eigenthings, Hutch++"] = lambda: by_thing.all(
-            model, true, lambda names, t: by_thing.steep(names, t, budgets, 1)
-        )
-    pyhessian = peer("pyhessian")
-    if pyhessian is not None:
-
-        def power(names: list[str]) -> Callable[[int, int], float]:
-            for name, parameter in named.items():
-                parameter.requires_grad_(name in names)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                one = {"data": batches[0]} if len(batches) == 1 else {"dataloader": batches}
-                operator = pyhessian.hessian(model, nn.CrossEntropyLoss(), cuda=x.is_cuda, **one)
-
-            def estimate(budget: int, seed: int) -> float:
-                torch.manual_seed(seed)
-                # A tolerance of 0: its own stopping rule ends when the running mean stalls.
-                return sum(operator.trace(maxIter=budget, tol=0)) / budget
-
-            return estimate
-
-        def run_pyhessian() -> Any:
-            by = Products(power, device)
-            try:
-                return by.all(model, true, lambda names, t: by.hutchinson(names, t, probes))
-            finally:
-                for parameter in named.values():
-                    parameter.requires_grad_(True)
-                model.zero_grad()
-
-        found["PyHessian, trace"] = run_pyhessian
-    backpack = peer("backpack")
-    if backpack is not None:
-        for label in ("DiagGGNMC", "DiagHessian"):
-            found[f"BackPACK, {label}"] = lambda label=label: by_backpack(
-                backpack, label, model, batches, true, device
-            )
-    return found
-
-
-def by_backpack(
-    backpack: Any, label: str, model: nn.Module, batches: Any, true: Traces, device: torch.device
-) -> Any:
-    """BackPACK's diagonals: one Monte Carlo sample of the label, or the exact Hessian diagonal."""
-    import copy
-
-    from backpack import extensions
-
-    extended = backpack.extend(copy.deepcopy(model), use_converter=not isinstance(model, nn.Sequential))
-    loss = backpack.extend(nn.CrossEntropyLoss(reduction="mean"))
-    field = {"DiagGGNMC": "diag_ggn_mc", "DiagHessian": "diag_h"}[label]
-    samples = sum(len(part) for part, _ in batches)
-    owners = {id(b): a for (a, _), b in zip(model.named_parameters(), extended.parameters(), strict=True)}
-
-    def estimate() -> Traces:
-        total = dict.fromkeys(owners.values(), 0.0)
-        for x, y in batches:
-            with warnings.catch_warnings(), backpack.backpack(getattr(extensions, label)()):
-                warnings.simplefilter("ignore")
-                loss(extended(x), y).backward()
-            for parameter in extended.parameters():
-                total[owners[id(parameter)]] += float(getattr(parameter, field).sum()) * len(x) / samples
-                delattr(parameter, field)
-                parameter.grad = None
-        return {key: total[key] for key in true if key != "network"} | {"network": sum(total.values())}
-
-    found: list[Traces] = []
-    estimate()
-    repeats = 6 if label == "DiagGGNMC" else 1
-    taken = seconds(lambda: found.extend(estimate() for _ in range(repeats)), device) / repeats
-    error = errors(found, true)
-    worst = max(value for key, value in error.items() if key != "network")
-    random = label == "DiagGGNMC"
-    note = f"worst layer {worst:.2%} after {duration(taken)}"
-    if not random and worst > GOAL:
-        return {"note": note + ": not the Hessian's"}
-    return {
-        "layers": taken * (max(1.0, (worst / GOAL) ** 2) if random else 1.0),
-        "network": taken * (max(1.0, (error["network"] / GOAL) ** 2) if random else 1.0),
-        "note": note,
+        # The network's trace is known far better than each layer's: for it alone fewer probes do.
+        "flatness, precision 0.1": lambda: by_flatness(model, x, y, true, device, "auto", 0.1),
     }
 
 
@@ -388,6 +212,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int)
     parser.add_argument("--store", default="sampled-results.json")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose names contain one of these")
+    parser.add_argument("--cap", type=float, help="seconds that PyHessian and BackPACK get each")
     parser.add_argument("--seconds", type=float, default=450, help="start no contender after this long")
     given = parser.parse_args()
     started = time.monotonic()
@@ -408,7 +233,9 @@ def main() -> None:
         answers["risk"] = float(F.cross_entropy(model(x), y).detach())
         keep()
     small = given.network != "resnet18"
-    for name, run in contenders(model, x, y, answers["truth"], device, small).items():
+    found = own(model, x, y, answers["truth"], device)
+    found |= peers(model, x, y, answers["truth"], device, small, given.cap)
+    for name, run in found.items():
         wanted = any(part in name for part in given.only)
         if name in answers or not wanted or time.monotonic() - started > given.seconds:
             continue
@@ -423,23 +250,32 @@ def main() -> None:
 
 def tell(key: str, answers: dict[str, Any]) -> None:
     runs = {name: value for name, value in answers.items() if isinstance(value, dict) and name != "truth"}
-    text = lambda value: duration(value) if value is not None else "–"  # noqa: E731
+
+    def text(run: dict[str, Any], what: str) -> str:
+        if what in run:
+            return duration(run[what])
+        return f"> {duration(run['cap'])}" if "cap" in run else "–"
+
     show(
         f"Seconds to 1 %: {key}, risk {answers['risk']:.3g}",
         ("", "every layer", "network", ""),
         [
-            (name, text(run.get("layers")), text(run.get("network")), run.get("note", ""))
+            (name, text(run, "layers"), text(run, "network"), run.get("note", ""))
             for name, run in runs.items()
         ],
     )
-    own = [run for name, run in runs.items() if name.startswith("flatness") and "layers" in run]
-    others = [run for name, run in runs.items() if not name.startswith("flatness") and "layers" in run]
-    if own and others:
-        ratios = {
-            what: min(r[what] for r in others) / min(r[what] for r in own) for what in ("layers", "network")
-        }
-        print(f"ratio: {ratios['layers']:.3g} times faster than the best peer for all layers, "
-              f"{ratios['network']:.3g} for the network (bar 20 for the layers of ResNet-18)")  # fmt: skip
+    for what in ("layers", "network"):
+        own = [run[what] for name, run in runs.items() if name.startswith("flatness") and what in run]
+        others = {name: run for name, run in runs.items() if not name.startswith("flatness")}
+        reached = {name: run[what] for name, run in others.items() if what in run}
+        # What a peer that did not get there has used at least.
+        used = {name: run["cap"] for name, run in others.items() if what not in run and "cap" in run}
+        bar = " (bar 20 on ResNet-18)" if what == "layers" else ""
+        if own and reached:
+            best = min(reached, key=reached.__getitem__)
+            print(f"{what}: {reached[best] / min(own):.3g} times faster than {best}{bar}")
+        for name, seconds_used in used.items() if own else ():
+            print(f"{what}: more than {seconds_used / min(own):.3g} times faster than {name}")
 
 
 if __name__ == "__main__":

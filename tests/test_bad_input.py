@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import flatness
 from flatness import errors
-from networks import CASES
 from small import Net, assert_same, data, dataset, measure, network, reference
 from untouched import refusal, untouched
 
@@ -172,22 +171,6 @@ BAD = {
         ).double(),
         options={"method": "exact"},
     ),
-    "a layer used twice": Bad(
-        errors.NotExactError,
-        EXACT
-        + "hidden: its weight is used 2 times. Estimates for such layers are not part of this version: pass "
-        "layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian.",
-        model=lambda: CASES["shared_module"].build(),
-        data=lambda: (CASES["shared_module"].x, CASES["shared_module"].y),
-    ),
-    "tied weights": Bad(
-        errors.NotExactError,
-        EXACT
-        + "encoder: its weight is used 2 times. Estimates for such layers are not part of this version: pass "
-        "layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian.",
-        model=lambda: CASES["tied_parameters"].build(),
-        data=lambda: (CASES["tied_parameters"].x, CASES["tied_parameters"].y),
-    ),
     "weights that are not finite": Bad(
         errors.NotFiniteError,
         "Expected finite weights but got NaN or infinity in fc1.weight. Training diverged, or the "
@@ -251,7 +234,15 @@ FINE = {
     ),
     "a shuffling loader": (network, lambda: DataLoader(dataset(), batch_size=4, shuffle=True), {}, ()),
     "a short last batch": (network, lambda: DataLoader(dataset(), batch_size=10), {}, ()),
-    "frozen parameters": (lambda: network().requires_grad_(False), data, {}, ()),
+    "frozen parameters": (
+        lambda: network().requires_grad_(False),
+        data,
+        {},
+        (
+            "frozen (requires_grad=False) and measured like all others: fc1.weight, fc1.bias, head.weight, "
+            "head.bias",
+        ),
+    ),
     "data parallel": (lambda: nn.DataParallel(network()), data, {}, ("unwrapped DataParallel",)),
     "single precision, measured in double": (
         lambda: network(torch.float32),

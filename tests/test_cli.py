@@ -84,12 +84,13 @@ def test_no_command_at_all_is_answered_with_the_help(tmp_path):
         ),
         (
             ["measure", "-m", "mlp", "-d", "digits", "--curvature", "hesian"],
-            "Expected --curvature to be one of hessian, gauss_newton but got 'hesian'. "
+            "Expected --curvature to be one of hessian, gauss_newton, finite_differences but got 'hesian'. "
             "Did you mean 'hessian'?",
         ),
         (
             ["measure", "-m", "mlp", "-d", "digits", "--option", "tolerance=3"],
-            "Expected --option MEASURE.KEY=VALUE but got 'tolerance'.",
+            "Expected --option MEASURE.KEY=VALUE but got 'tolerance' without a measure. For example --option "
+            "layer_flatness.tolerance=1e-9; 'flatness measures NAME' lists what each one takes.",
         ),
         (
             ["measure", "-m", "mlp", "-d", "digits", "--model-arg", "sizes"],

@@ -30,10 +30,7 @@ def curved(monkeypatch, *arguments, **options):
     return refusal(NotExactError, *arguments, method="exact", **options)
 
 
-NOT_EXACT = (
-    "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the layer "
-    "and uses its weight once, but got {}. Estimates for such layers are not part of this version{}."
-)
+HOPELESS = "Expected layers whose curvature can be found but got {}. No method measures these{}."
 
 
 def plain(self, x):
@@ -201,7 +198,7 @@ def test_what_torch_cannot_differentiate_is_refused():
         "torch cannot differentiate what follows it: one of the variables needed for gradient computation "
         "has been modified by an inplace operation"
     )
-    assert refusal(NotExactError, Net(compute), data()) == NOT_EXACT.format(
+    assert refusal(NotExactError, Net(compute), data()) == HOPELESS.format(
         f"fc1: {reason}", ": pass layers=['head']"
     )
     report = measure(Net(compute), data(), layers="last")
@@ -256,39 +253,48 @@ def test_many_smooth_layers_are_listed_up_to_twelve(monkeypatch):
     ids=["used by a function too", "its norm used too"],
 )
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_weight_that_is_used_again_where_no_module_runs_is_refused(compute, frozen):
+def test_a_weight_that_is_used_again_where_no_module_runs(compute, frozen):
     model = Net(compute).requires_grad_(not frozen)
-    assert refusal(NotExactError, model, data()) == NOT_EXACT.format(
-        "fc2: its weight is used 2 times", ": pass layers=['fc1', 'head']"
+    report = measure(model, data(), batch_size=5)
+    assert report.result("hessian_trace", layer="fc2").notes[0] == (
+        "its weight is used 2 times: products with the Hessian of its parameter"
     )
-    assert refusal(NotExactError, model, data(), layers="fc2", curvature="gauss_newton") == NOT_EXACT.format(
-        "fc2: its weight is used 2 times", ": pass layers=['fc1', 'head']"
-    )
+    assert_same(report, assert_exact(Net(compute)))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_that_runs_twice_has_an_exact_gauss_newton_part_only(frozen):
-    model = Net(lambda self, x: self.head(self.fc2(self.fc2(self.fc1(x)).relu()))).requires_grad_(not frozen)
-    assert refusal(NotExactError, model, data()) == NOT_EXACT.format(
-        "fc2: its weight is used 2 times",
-        ": pass layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian",
+def test_a_layer_that_runs_twice(frozen):
+    def compute(self, x):
+        return self.head(self.fc2(self.fc2(self.fc1(x)).relu()))
+
+    report = measure(Net(compute).requires_grad_(not frozen), data(), batch_size=5)
+    assert report.result("hessian_trace", layer="fc2").notes[0] == (
+        "its weight is used 2 times: Hessian in all directions, 36 products"
     )
+    assert_same(report, assert_exact(Net(compute)))
 
 
-def test_tied_weights_are_refused():
+def test_tied_weights():
     model = Net(
         lambda self, x: self.head(self.tied(self.fc2(self.fc1(x)).relu()).relu()), tied=nn.Linear(6, 6)
     )
     model.tied.weight = model.fc2.weight
-    assert refusal(NotExactError, model, data()) == NOT_EXACT.format(
-        "fc2: its weight is used 2 times",
-        ": pass layers=['fc1', 'head'], or curvature='gauss_newton' for that part of the Hessian",
-    )
-    report = assert_exact(model, layers=["fc1", "head"], network=False)
-    assert report.notes == (
-        "no trace over the whole network: not exact for fc2 (its weight is used 2 times), tied (its weight "
-        "is used 2 times)",
-    )
+    report = assert_exact(model)
+    assert report.layers() == ["fc1", "fc2", "head"]
+    assert report.notes == ("tied has the weight of fc2 and is measured under that name",)
+    # Under its other name, and left to the trace over the whole network alone.
+    assert assert_exact(model, layers=["fc1", "tied"]).layers() == ["fc1", "tied"]
+    assert_exact(model, layers=["fc1", "head"])
+
+
+def test_frozen_parameters_are_measured_and_noted():
+    model = Net(plain)
+    model.fc1.requires_grad_(False)
+    report = assert_exact(Net(plain))
+    frozen = measure(model, data(), batch_size=5)
+    assert "frozen (requires_grad=False) and measured like all others: fc1.weight, fc1.bias" in frozen.notes
+    assert_same(frozen, report)
+    assert not model.fc1.weight.requires_grad
 
 
 # Layers that are not what they look like
@@ -311,13 +317,9 @@ LEFT_OUT = (
 
 @pytest.mark.parametrize("kind", [Doubled, Cosine])
 def test_a_subclass_that_computes_something_else_is_left_out(kind):
-    report = assert_exact(Net(plain, fc1=kind(4, 6)), network=False)
+    report = assert_exact(Net(plain, fc1=kind(4, 6)))
     assert report.layers() == ["head"]
-    assert report.notes == (
-        "never called in the forward pass and left out: fc2",
-        LEFT_OUT,
-        "no trace over the whole network: not exact for fc1.weight, fc1.bias",
-    )
+    assert report.notes == ("never called in the forward pass and left out: fc2", LEFT_OUT)
     assert refusal(LayerError, Net(plain, fc1=kind(4, 6)), data(), layers="fc1") == (
         f"Expected the name of a supported layer but got 'fc1', which is a {kind.__name__}. Supported layers "
         "of this model: head, fc2."
@@ -327,7 +329,7 @@ def test_a_subclass_that_computes_something_else_is_left_out(kind):
 def test_a_hook_that_changes_an_output_is_not_overlooked():
     model = Net(plain)
     model.fc1.register_forward_hook(lambda module, args, output: 3 * output)
-    report = assert_exact(model, network=False)
+    report = assert_exact(model)
     assert report.layers() == ["head"]
     assert LEFT_OUT in report.notes
 
@@ -335,7 +337,7 @@ def test_a_hook_that_changes_an_output_is_not_overlooked():
 def test_a_forward_that_was_replaced_on_one_module_is_not_overlooked():
     model = Net(plain)
     model.fc1.forward = lambda x: F.linear(x, model.fc1.weight)
-    report = assert_exact(model, network=False)
+    report = assert_exact(model)
     assert report.layers() == ["head"]
     assert LEFT_OUT in report.notes
 
@@ -366,19 +368,18 @@ def test_reparametrised_weights_are_measured_as_they_act():
     expected = measure(same, data())
     for name in ("hessian_trace", "relative_flatness", "weight_norm"):
         assert report.value(name, layer="fc1") == pytest.approx(expected.value(name, layer="fc1"), rel=1e-10)
-    assert any(note.startswith("no trace over the whole network") for note in report.notes)
+    x, y = data()
+    total = oracle.total_trace(model, oracle.mean_risk(x, y, F.cross_entropy))
+    assert report.value("hessian_trace") == pytest.approx(total, rel=1e-8)
 
 
-def test_norm_layers_that_compute_something_else_take_the_network_trace_away():
+def test_norm_layers_that_compute_something_else_are_part_of_the_trace():
     class Shifted(nn.BatchNorm1d):
         def forward(self, x):
             return super().forward(x) * 2
 
-    report = assert_exact(
-        Net(lambda self, x: self.head(self.norm(self.fc1(x)).relu()), norm=Shifted(6)), network=False
-    )
+    report = assert_exact(Net(lambda self, x: self.head(self.norm(self.fc1(x)).relu()), norm=Shifted(6)))
     assert report.layers() == ["fc1", "head"]
-    assert "no trace over the whole network: not exact for norm.weight, norm.bias" in report.notes
 
 
 # Layers the output does not depend on
@@ -408,15 +409,10 @@ def test_an_auxiliary_head_has_no_curvature_and_is_not_the_last_layer():
     assert measure(Net(compute), data(), layers="last").layers() == ["head"]
 
 
-def test_weights_used_without_calling_their_layer_take_the_network_trace_away():
-    report = assert_exact(
-        Net(lambda self, x: self.head(F.linear(self.fc1(x).relu(), self.fc2.weight))), network=False
-    )
+def test_weights_used_without_calling_their_layer_are_part_of_the_trace():
+    report = assert_exact(Net(lambda self, x: self.head(F.linear(self.fc1(x).relu(), self.fc2.weight))))
     assert report.layers() == ["fc1", "head"]
-    assert report.notes == (
-        "their weights are used without calling them, and they are left out: fc2",
-        "no trace over the whole network: not exact for fc2.weight, fc2.bias",
-    )
+    assert report.notes == ("their weights are used without calling them, and they are left out: fc2",)
 
 
 CUT_OFF = "fc1: no gradient reaches it (torch.no_grad, detach or reentrant checkpointing in the forward pass)"
@@ -435,7 +431,7 @@ def no_grad_trunk(self, x):
 )
 def test_layers_that_no_gradient_reaches_are_refused(compute):
     """Their curvature would come out as 0, though the output depends on them."""
-    assert refusal(NotExactError, Net(compute), data()) == NOT_EXACT.format(CUT_OFF, ": pass layers=['head']")
+    assert refusal(NotExactError, Net(compute), data()) == HOPELESS.format(CUT_OFF, ": pass layers=['head']")
     report = measure(Net(compute), data(), layers="last")
     assert report.layers() == ["head"]
     assert report.value("relative_flatness", layer="head") == pytest.approx(
@@ -495,26 +491,23 @@ def test_tokens_of_one_sample_after_another_are_fine():
     ],
     ids=["steps first", "steps first, flattened", "no samples at all"],
 )
-def test_inputs_that_are_not_laid_out_by_sample_are_refused(compute, shape):
+def test_inputs_that_are_not_laid_out_by_sample(compute, shape):
     """16 steps are a multiple of 8 samples: shapes alone would let these pass, with wrong numbers."""
-    reason = f"fc1: its input, of shape {shape} for 8 samples, is not laid out sample by sample"
-    assert refusal(NotExactError, Net(compute), sequences()) == NOT_EXACT.format(
-        reason, ": pass layers=['head']"
+    report = assert_exact(Net(compute), sequences())
+    assert report.result("hessian_trace", layer="fc1").notes[0] == (
+        f"its input, of shape {shape} for 8 samples, is not laid out sample by sample: products with the "
+        "Hessian of its parameter"
     )
 
 
-def test_norm_layers_over_flattened_tokens_take_the_network_trace_away():
+def test_norm_layers_over_flattened_tokens_are_part_of_the_trace():
     def compute(self, x):
         h = self.norm(self.fc1(x).reshape(-1, 6)).relu()
         return self.head(h.reshape(len(x), -1, 6).mean(1))
 
-    report = assert_exact(Net(compute, norm=nn.BatchNorm1d(6)), sequences(), network=False)
+    report = assert_exact(Net(compute, norm=nn.BatchNorm1d(6)), sequences())
     assert report.layers() == ["fc1", "head"]
-    assert report.notes == (
-        "never called in the forward pass and left out: fc2",
-        "no trace over the whole network: not exact for norm (its input, of shape [128, 6] for 8 samples, "
-        "is not laid out sample by sample)",
-    )
+    assert report.notes == ("never called in the forward pass and left out: fc2",)
 
 
 # Paths that depend on the data
@@ -615,8 +608,12 @@ def test_unsupported_layers_are_listed():
         "never called in the forward pass and left out: fc2",
         "not a supported layer and left out: the model itself (Net), mix (Bilinear); "
         "flatness.register_layer can teach it",
-        "no trace over the whole network: not exact for scale, mix.weight, mix.bias",
     )
+    x, y = data()
+    row = report.result("hessian_trace", layer=None, reduction=None)
+    total = oracle.total_trace(model, oracle.mean_risk(x, y, F.cross_entropy))
+    # Whether all 216 weights of the mixing layer are taken in turn or at random is a matter of time.
+    assert abs(row.value - total) <= 4 * row.stderr + 1e-8 * total
     assert refusal(LayerError, model, data(), layers="mix") == (
         "Expected the name of a supported layer but got 'mix', which is a Bilinear. Supported layers of "
         "this model: fc1, head, fc2."

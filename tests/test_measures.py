@@ -116,6 +116,16 @@ def test_every_measure_is_the_same_alone_and_with_others():
             "Expected measures to be a name, a list of names, 'default' or 'all' but got int. Known: {}.",
         ),
         ([3], "Expected the name of a measure but got 3. Known: {}."),
+        (
+            ["all"],
+            "Expected names of measures in a list but got 'all', which stands for many. Pass measures='all' "
+            "by itself.",
+        ),
+        (
+            ["weight_norm", "default"],
+            "Expected names of measures in a list but got 'default', which stands for many. Pass "
+            "measures='default' by itself.",
+        ),
     ],
 )
 def test_unknown_measures_are_refused_with_the_nearest_name(measures, message):

@@ -138,11 +138,12 @@ def test_measuring_and_planning_take_the_same_arguments():
     assert "batchsize" in str(error.value)
 
 
-def test_planning_refuses_what_measuring_refuses():
-    case = CASES["shared_module"]
-    message = refusal(NotExactError, case.build(), (case.x, case.y))
+def test_planning_refuses_what_measuring_refuses(monkeypatch):
+    case, options = CASES["mlp_tanh"], {"method": "exact"}
+    monkeypatch.setattr("flatness.deciding.LARGEST_BRUTE_FORCE", 0)
+    message = refusal(NotExactError, case.build(), (case.x, case.y), **options)
     with pytest.raises(NotExactError) as error:
-        plan(case.build(), (case.x, case.y))
+        plan(case.build(), (case.x, case.y), **options)
     assert str(error.value) == message
 
 
@@ -187,8 +188,8 @@ def test_the_zoo_is_exact_where_it_is_and_refused_where_not(name, monkeypatch):
         ),
         (
             {"curvature": "gauss-newton"},
-            "Expected curvature to be one of hessian, gauss_newton but got 'gauss-newton'. Did you mean "
-            "'gauss_newton'? The default is 'hessian'.",
+            "Expected curvature to be one of hessian, gauss_newton, finite_differences but got "
+            "'gauss-newton'. Did you mean 'gauss_newton'? The default is 'hessian'.",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import flatness
 import oracle
 from flatness.curvature.network_spectrum import NetworkSpectrum
-from flatness.errors import OptionError
+from flatness.errors import OptionError, UndefinedMeasureError
 from flatness.measures.eigenvalues import largest_of_network
 from flatness.measures.measure import NetworkView
 from flatness.models import rangamani2019_f1
@@ -109,6 +109,35 @@ def test_a_bias_of_norm_zero_has_no_metric_and_is_left_out():
     result = report.result("riemannian_spectral_norm")
     assert result.value == pytest.approx(float(truth(case, model, "layerwise")[-1]), rel=1e-6)
     assert "zero and without a metric, left out: fc1.bias" in result.notes
+
+
+def test_a_network_of_zeros_has_no_metric():
+    model = network()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for name, metric in (
+        ("riemannian_spectral_norm", "layerwise"),
+        ("riemannian_spectral_norm_nodewise", "nodewise"),
+    ):
+        with pytest.raises(UndefinedMeasureError) as caught:
+            measure(model, data(), measures=name)
+        message = (
+            f"Expected parameters that are not all zero, as the {metric} metric measures directions in units "
+            "of their length, but got zeros only. Use hessian_top_eigenvalue, which has no such units."
+        )
+        assert str(caught.value) == message
+    report = measure(model, data(), measures="all")
+    assert f"left out for the network: riemannian_spectral_norm_nodewise. {message}" in report.notes
+    assert not [row for row in report.results if row.measure.startswith("riemannian")]
+    # The curvature of the last bias is left: diag p − ppᵀ of three equal classes.
+    assert report.value("hessian_top_eigenvalue", layer=None, reduction=None) == pytest.approx(1 / 3)
+
+
+def test_an_argument_that_does_not_exist_is_named_with_the_function():
+    with pytest.raises(TypeError) as caught:
+        flatness.network_spectrum(network(), data(), foo=1)
+    assert str(caught.value) == "network_spectrum() got an unexpected keyword argument 'foo'"
 
 
 def test_the_power_method_finds_the_same_with_more_products():

@@ -97,7 +97,7 @@ def test_both_engines_agree_on_piecewise_linear_networks(name):
             torch.testing.assert_close(found.sums[owner][key], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["mlp_tanh", "cnn_tanh"])
+@pytest.mark.parametrize("name", ["mlp_tanh", "cnn_tanh", "shared_module", "siamese", "tied_parameters"])
 def test_diagonal_and_block_traces_in_all_directions(name):
     case = CASES[name]
     model = case.build()
@@ -105,7 +105,7 @@ def test_diagonal_and_block_traces_in_all_directions(name):
     with problem.guarded():
         chosen, spreads = routed(problem)
         found = sampled_statistics(problem, chosen.sampling, spreads, Budget(None, None, folds=0)).statistics
-    for layer in case.layers:
+    for layer in chosen.layers:
         H = oracle.layer_hessian(model, case.risk, layer)
         torch.testing.assert_close(found.mean(layer, "diagonal"), oracle.diagonal(H), rtol=1e-8, atol=1e-12)
         blocks = found.mean(layer, "block_traces")
@@ -428,6 +428,46 @@ def test_probes_of_confident_predictions_do_not_cancel():
     torch.testing.assert_close(s.double(), t, rtol=1e-5, atol=0)
 
 
+def test_a_loss_of_ones_own_with_very_many_outputs_is_probed():
+    """600 outputs per sample, more than K×K Hessians are formed for; some curvature is negative."""
+    generator = torch.Generator().manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 600)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    x = torch.randn(30, 4, generator=generator, dtype=torch.float64)
+    y = model(x).detach() + 0.3 * torch.randn(30, 600, generator=generator, dtype=torch.float64)
+
+    def waves(output, target):
+        return ((output - target).square() + 1.5 * output.cos()).mean(1)
+
+    measures = ["hessian_trace", "layer_flatness"]
+    report = flatness.measure(model, (x, y), waves, measures=measures, precision=0.02, progress=False)
+    risk = oracle.mean_risk(x, y, lambda output, target: waves(output, target).mean())
+    H = oracle.hessian(model, risk, ["0.weight"])
+    row = report.result("hessian_trace", layer="0")
+    assert row.method == "sampled"
+    assert row.stderr < 0.03 * row.value
+    assert abs(row.value - float(H.trace())) < 4 * row.stderr
+    W = model[0].weight.detach()
+    assert report.value("layer_flatness", layer="0") == pytest.approx(oracle.layer_flatness(W, H), rel=1e-6)
+    # The last layer: Σ_k ∂²ℓ/∂f_k² ‖φ‖².
+    hidden = model[:2](x).detach()
+    second = (2 - 1.5 * model(x).detach().cos()) / 600
+    true = float((second.sum(1) * hidden.square().sum(1)).mean())
+    row = report.result("hessian_trace", layer="2")
+    assert row.method == "sampled"
+    # The output's Hessian is diagonal: signs have no error in its trace.
+    assert row.value == pytest.approx(true, rel=1e-9)
+    with pytest.raises(flatness.errors.LossError) as caught:
+        flatness.measure(model, (x, y), waves, method="exact", progress=False)
+    assert str(caught.value) == (
+        "Expected at most 512 outputs per sample for exact curvature of waves, which takes a 600 × 600 "
+        "matrix for each, but got 600. Use a named loss if it is one of them, or measure with "
+        "method='sampled'."
+    )
+
+
 # What cannot be differentiated twice
 
 
@@ -448,8 +488,8 @@ def test_an_operator_without_second_derivative_is_named_and_gauss_newton_offered
     model = Net(lambda self, x: self.head(OnceOnly.apply(self.fc1(x))))
     assert refusal(flatness.errors.DifferentiabilityError, model, data()) == (
         "Expected operators that can be differentiated twice but OnceOnly is not one. Write its backward "
-        "with differentiable operations, or pass curvature='gauss_newton', which takes first derivatives "
-        "only."
+        "with differentiable operations, or pass curvature='finite_differences', which takes first "
+        "derivatives at two points, or curvature='gauss_newton' for that part of the Hessian."
     )
     x, y = data()
     report = measure(model, (x, y), measures="hessian_trace", curvature="gauss_newton")

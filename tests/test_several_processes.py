@@ -28,7 +28,7 @@ def process(rank, port, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     answers = {}
-    for task in (measured, walking, failing, different, alone):
+    for task in (measured, sampled, walking, failing, different, alone):
         try:
             answers[task.__name__] = task(rank)
         except FlatnessError as error:
@@ -96,6 +96,45 @@ def test_two_halves_of_the_data_give_the_report_of_the_whole(answers):
             assert meta["risk"] == pytest.approx(whole.meta["risk"], rel=1e-12)
             assert meta["data_fingerprint"] == whole.meta["data_fingerprint"]
         assert found_by_rank[0][index][0] == found_by_rank[1][index][0]
+
+
+SMOOTH = ("mlp_tanh", "shared_module", "tied_parameters")
+
+
+def sampled(rank):
+    found = []
+    for name in SMOOTH:
+        case = CASES[name]
+        for method in ("exact", "sampled"):
+            report = flatness.measure(
+                case.build(), part(case, rank), method=method, batch_size=7, max_passes=20, progress=False
+            )
+            found.append({_key(row): (row.value, row.stderr) for row in report.results})
+    return found
+
+
+def _key(row):
+    return row.measure, row.layer, row.unit, row.reduction
+
+
+def test_sampled_curvature_is_that_of_all_the_data(answers):
+    """In all directions the same numbers as one process; at random, numbers within their errors of those."""
+    first, second = answers["sampled"]
+    assert first == second
+    for index, name in enumerate(SMOOTH):
+        case = CASES[name]
+        whole = flatness.measure(case.build(), (case.x, case.y), method="exact", progress=False)
+        complete, drawn = first[2 * index : 2 * index + 2]
+        assert complete.keys() == {_key(row) for row in whole.results} == drawn.keys()
+        for row in whole.results:
+            value, stderr = complete[_key(row)]
+            assert stderr == 0
+            assert value == pytest.approx(row.value, rel=1e-8, abs=1e-12), (name, _key(row))
+            value, stderr = drawn[_key(row)]
+            if row.reduction == "max" or row.measure == "matrix_normalized_sharpness":
+                continue  # biased by noise: maxima up, roots down
+            # Some 150 numbers: 5 standard errors; those that have none are exact.
+            assert abs(value - row.value) <= 5 * stderr + 1e-9 * abs(row.value), (name, _key(row))
 
 
 def walking(rank):

@@ -136,3 +136,31 @@ def test_bad_options(option, value, message):
             progress=False,
         )
     assert str(caught.value) == message
+
+
+def test_a_risk_that_falls_under_noise_is_called_no_minimum():
+    """Sure of the wrong classes: noise makes the predictions less so."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False)).double()
+    x = torch.randn(12, 4, dtype=torch.float64)
+    y = model(x).argmin(1)
+    report = flatness.measure(
+        model,
+        (x, y),
+        measures="normalized_sharpness_direct",
+        options={"normalized_sharpness_direct": {"lambda": 1e6}},
+        progress=False,
+    )
+    row = report.result("normalized_sharpness_direct")
+    assert row.value < 0
+    assert "no minimum: the risk falls under the noise; the value is negative for it" in row.notes
+
+
+@pytest.mark.parametrize("name", ["normalized_sharpness", "normalized_sharpness_direct"])
+def test_the_report_is_about_the_loss_of_the_user(name):
+    """The row says which loss the measure has; the risk in the heading is the user's."""
+    model, (x, y) = network(), data()
+    report = flatness.measure(model, (x, y), measures=name, progress=False)
+    assert {row.loss for row in report.results} == {"normalized_cross_entropy"}
+    assert report.meta["loss"] == "cross_entropy"
+    assert report.meta["risk"] == pytest.approx(float(F.cross_entropy(model(x), y).detach()), rel=1e-10)

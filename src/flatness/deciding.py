@@ -10,6 +10,7 @@ import torch
 from flatness.errors import DifferentiabilityError, LossError, NotExactError, listed
 from flatness.examine import Examined
 from flatness.graph import once_differentiable
+from flatness.losses.custom import LARGEST_OUTPUT
 from flatness.memory import ran_out
 from flatness.problem import Problem
 
@@ -29,6 +30,8 @@ class Decision:
         complete: Whether that engine is given complete sets of directions, and so is exact.
         reasons: Why, for every layer.
         products: How many second backward passes per batch a complete set takes.
+        by_parameters: Those that take Hessian products with their parameter.
+        complete_by_parameters: Those of them that take all directions.
     """
 
     curved: frozenset[str]
@@ -36,9 +39,13 @@ class Decision:
     complete: bool
     reasons: dict[str, str]
     products: int
+    by_parameters: frozenset[str] = frozenset()
+    complete_by_parameters: frozenset[str] = frozenset()
 
     def method(self, name: str) -> str:
         """The word in the results."""
+        if name in self.by_parameters:
+            return "exact" if name in self.complete_by_parameters else "sampled"
         return "sampled" if name in self.sampled and not self.complete else "exact"
 
 
@@ -51,6 +58,7 @@ def decide(
     method: str,
     curvature: str,
     precision: float,
+    max_passes: int = 100,
 ) -> Decision:
     """Decide for the named layers and norm layers.
 
@@ -60,36 +68,75 @@ def decide(
         names: The layers and norm layers.
         closed: Those whose exact statistics take no backward pass per output direction.
         method: "auto", "exact" or "sampled".
-        curvature: "hessian" or "gauss_newton".
+        curvature: "hessian", "gauss_newton" or "finite_differences".
         precision: The relative standard error that samples aim at.
+        max_passes: The most probes.
     """
     items = examined.items
     passes = output_directions(problem, examined, method)
-    curved = frozenset(
-        name
-        for name in names
-        if curvature == "hessian" and examined.graph.curved.get(name) and name not in examined.shared
-    )
-    products = sum(examined.records[name].z_shape.numel() for name in curved) // items.logits.shape[0]
+    curved = {name for name in names if curvature != "gauss_newton" and why_curved(examined, name)}
+    by_parameters = {name for name in names if name in examined.loose}
+    by_parameters |= curved if curvature == "finite_differences" else set()
+    curved -= by_parameters
+    products = sum(_directions(examined, name) for name in curved)
     complete = _by_brute_force(problem, method, passes, products, precision) if curved else False
     if method == "exact" and curved and not complete:
         raise _not_exact(examined, names, curved, products)
+    all_directions = _complete(examined, by_parameters, names, method, max_passes)
     if curved:
-        check_twice(examined, curved)
+        check_twice(examined, [examined.records[name].z_edge for name in sorted(curved)])
     sampled = set(curved)
     if method == "sampled":
-        sampled = set(names) - examined.idle - set(examined.shared)
+        sampled = set(names) - examined.idle - by_parameters
     elif method == "auto" and passes > AFFORDABLE_PASSES:
-        sampled |= set(names) - closed - examined.idle - set(examined.shared)
+        sampled |= set(names) - closed - examined.idle - by_parameters
     reasons = {}
     for name in names:
         reasons[name] = _exact_reason(examined, name, curvature)
-        if name in curved:
-            after = f"{listed(examined.graph.curved[name], 4)} after it"
+        if name in by_parameters:
+            reasons[name] = f"{why_curved(examined, name)}: products with the Hessian of its parameter"
+        elif name in curved:
+            after = str(why_curved(examined, name))
             reasons[name] = f"{after}: Hessian in all directions, {products} products" if complete else after
         elif name in sampled:
             reasons[name] = _sampled_reason(method, passes, items.logits.shape[1])
-    return Decision(curved, frozenset(sampled), complete, reasons, products)
+    through = frozenset(by_parameters)
+    return Decision(
+        frozenset(curved), frozenset(sampled), complete, reasons, products, through, all_directions
+    )
+
+
+def most_directions(method: str, max_passes: int) -> int:
+    """Entries of a parameter up to which products take all of them in turn: what random ones may cost."""
+    return {"exact": LARGEST_BRUTE_FORCE, "sampled": 0}.get(method, max_passes)
+
+
+def _complete(
+    examined: Examined, by_parameters: set[str], names: list[str], method: str, max_passes: int
+) -> frozenset[str]:
+    """Those whose parameter's entries are taken one by one."""
+    sizes = {name: examined.layers[name].matrix().numel() for name in by_parameters}
+    found = {name for name, size in sizes.items() if size <= most_directions(method, max_passes)}
+    if method == "exact" and found != by_parameters:
+        raise _not_exact(examined, names, by_parameters - found, max(sizes.values()))
+    return frozenset(found)
+
+
+def why_curved(examined: Examined, name: str) -> str | None:
+    """Why the Hessian of a layer or norm layer is more than its Gauss-Newton part; None when it is not."""
+    if name in examined.loose:
+        return examined.refused[name]
+    if name in examined.shared:
+        return f"its weight is used {examined.reused[name]} times"
+    operators = examined.graph.curved.get(name)
+    return f"{listed(operators, 4)} after it" if operators else None
+
+
+def _directions(examined: Examined, name: str) -> int:
+    """Directions that a sample's residual is probed in: preactivations, or weights used more than once."""
+    if name in examined.shared:
+        return examined.shared[name].matrix().numel()
+    return examined.records[name].z_shape.numel() // examined.items.logits.shape[0]
 
 
 def output_directions(problem: Problem, examined: Examined, method: str) -> int:
@@ -99,20 +146,26 @@ def output_directions(problem: Problem, examined: Examined, method: str) -> int:
         return problem.loss.rank(items) * items.logits.shape[1]
     except LossError:
         # A loss of one's own refuses matrices for very many outputs; probes do without.
-        if method != "sampled":
+        if method == "exact" or items.logits.shape[2] <= LARGEST_OUTPUT:
             raise
         return items.logits[0].numel()
 
 
-def check_twice(examined: Examined, curved: frozenset[str]) -> None:
+def check_twice(examined: Examined, edges: list[Any]) -> None:
     """Take one second derivative on the example, so that operators without one are known before any data.
+
+    Args:
+        examined: The example, with its graph.
+        edges: Where derivatives are taken: edges of the graph, or parameters.
 
     Raises:
         DifferentiabilityError: With the operator's name.
     """
     output = examined.items.logits
-    edges: list[Any] = [examined.records[name].z_edge for name in sorted(curved)]
-    instead = "or pass curvature='gauss_newton', which takes first derivatives only."
+    instead = (
+        "or pass curvature='finite_differences', which takes first derivatives at two points, or "
+        "curvature='gauss_newton' for that part of the Hessian."
+    )
     # These do not always complain, and leave their share out in silence.
     without = once_differentiable(output)
     if without:
@@ -174,15 +227,13 @@ _EXPECTED = (
 )
 
 
-def _not_exact(examined: Examined, names: list[str], curved: frozenset[str], products: int) -> NotExactError:
+def _not_exact(examined: Examined, names: list[str], curved: set[str], products: int) -> NotExactError:
     layers = [name for name in names if name in curved]
-    reasons = [
-        f"{name or 'the model itself'}: {listed(examined.graph.curved[name], 4)} after it" for name in layers
-    ]
+    reasons = [f"{name or 'the model itself'}: {why_curved(examined, name)}" for name in layers]
     fine = [
         name
         for name in examined.called
-        if not _why_refused(examined, name, "hessian") and not examined.graph.curved.get(name)
+        if name not in examined.refused and why_curved(examined, name) is None
     ]
     advice = ["method='auto' for an estimate with its standard error", *_other_layers(examined, fine)]
     advice.append("curvature='gauss_newton' for that part of the Hessian")
@@ -192,34 +243,27 @@ def _not_exact(examined: Examined, names: list[str], curved: frozenset[str], pro
     )
 
 
-def refuse(examined: Examined, names: list[str], curvature: str, method: str) -> None:
+def refuse(examined: Examined, names: list[str]) -> None:
     """Raise when one of these layers cannot be measured by any method.
 
     Raises:
         NotExactError: With all such layers and their reasons.
     """
-    refused = {name: reason for name in names if (reason := _why_refused(examined, name, curvature))}
+    refused = {
+        name: examined.refused[name]
+        for name in names
+        if name in examined.refused and name not in examined.loose
+    }
     if not refused:
         return
     reasons = [f"{name or 'the model itself'}: {reason}" for name, reason in refused.items()]
-    fine = [name for name in examined.called if not _why_refused(examined, name, curvature)]
+    fine = [name for name in examined.called if name in examined.loose or name not in examined.refused]
     advice = _other_layers(examined, fine)
-    if curvature == "hessian" and not set(refused) & set(examined.refused):
-        advice.append("curvature='gauss_newton' for that part of the Hessian")
     instead = f": pass {', or '.join(advice)}." if advice else "."
     raise NotExactError(
-        f"{_EXPECTED}{listed(reasons, separator='; ')}. Estimates for such layers are not part of this "
-        f"version{instead}"
+        f"Expected layers whose curvature can be found but got {listed(reasons, separator='; ')}. No method "
+        f"measures these{instead}"
     )
-
-
-def _why_refused(examined: Examined, name: str, curvature: str) -> str | None:
-    """Why no method measures a layer; None when one does."""
-    if name in examined.refused:
-        return examined.refused[name]
-    if name in examined.shared and curvature == "hessian":
-        return f"its weight is used {examined.reused[name]} times"
-    return None
 
 
 def _other_layers(examined: Examined, fine: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatness import batches
 from flatness.affine import AffineModule, find_affine
 from flatness.alone import run_alone
+from flatness.curvature.parameter_products import own_parameter
 from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import marker
 from flatness.errors import ModelError, OutOfMemoryError, listed
@@ -46,7 +47,9 @@ class Examined:
         records: What was recorded, by name; the last call of each.
         graph: What the autograd graph says.
         refused: Why a layer, or a norm layer, cannot be measured exactly whatever follows it.
-        shared: Layers whose weight is used more than once, all uses seen: exact for Gauss-Newton only.
+        loose: Those of the refused that can be measured through their parameter, which no module call shows
+            sample by sample: some uses of the weight are not seen, or samples are not told apart.
+        shared: Layers whose weight is used more than once, all uses seen unless they are loose.
         reused: How often their weight is used.
         inputs: What the modules that use their weight were given, call by call.
         idle: Layers that ran but do not influence the output.
@@ -64,6 +67,7 @@ class Examined:
     records: dict[str, Record]
     graph: NetworkGraph
     refused: dict[str, str] = field(default_factory=dict)
+    loose: set[str] = field(default_factory=set)
     shared: dict[str, SharedLayer] = field(default_factory=dict)
     reused: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -122,8 +126,16 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
         reasons = [examined.refused[use.name] for use in shared.uses if use.name in examined.refused]
         if reasons:
             examined.refused[name] = reasons[0]
-            del examined.shared[name]
+            examined.loose.add(name)
     _refuse_unreached(problem, example, examined)
+    unreached = {name for name in examined.records if name not in examined.graph.reached}
+    examined.loose -= unreached
+    examined.loose = {
+        name
+        for name in examined.loose
+        if name in examined.affine
+        or (name in examined.layers and own_parameter(problem.model, examined.layers[name]) is not None)
+    }
     _add_notes(problem.model, examined, alone.misread)
     return examined
 
@@ -192,6 +204,7 @@ def _find_reused(views: Mapping[str, Layer | AffineModule], examined: Examined, 
     found = find_reuse(views, calls, examined.graph.uses)
     for name, count in found.refused.items():
         examined.refused[name] = f"its weight is used {count} times"
+        examined.loose.add(name)
     for name, shared in found.shared.items():
         examined.shared[name] = shared
         examined.inputs |= {use.name: [call.x for call in recording.calls[use.name]] for use in shared.uses}
@@ -265,6 +278,7 @@ def _refuse_rows(examined: Examined, alone: Mapping[str, list[Tensor]]) -> None:
     same = {key for key, (change, size) in zip(fitting, found, strict=True) if not change > 1e-2 * size}
     for (name, call), (x, _) in pairs.items():
         if (name, call) not in same:
+            examined.loose.add(name)
             examined.refused[name] = (
                 f"its input, of shape {list(x.shape)} for {n} samples, is not laid out sample by sample"
             )
@@ -328,6 +342,9 @@ def _add_notes(model: nn.Module, examined: Examined, misread: list[str]) -> None
         f"{listed(names)}: W is the effective weight, made from other parameters ({kind})"
         for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items()
     ]
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
+    if frozen:
+        notes.append(f"frozen (requires_grad=False) and measured like all others: {listed(frozen, 4)}")
     if unknown:
         notes.append(
             f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it"

@@ -218,6 +218,12 @@ def once_differentiable(output: Tensor) -> list[str]:
     return sorted(set(found))
 
 
+def custom_operators(output: Tensor) -> list[str]:
+    """Names of operators behind an output whose backward someone wrote in Python."""
+    nodes = _operands_first(output.grad_fn)
+    return sorted({operator_name(node) for node in nodes if hasattr(node, "_forward_cls")})
+
+
 def trailing_log_softmax(output: Tensor) -> Any:
     """The log-softmax node the output ends in, up to changes of layout; None when it does not."""
     node = output.grad_fn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from flatness.measures.catalogue import LossGroup, by_loss
 from flatness.plan import Plan
 from flatness.planning import make_plan
 from flatness.problem import Problem
-from flatness.provenance import facts, provenance, shares
+from flatness.provenance import facts, provenance, shares, with_own_risk
 from flatness.ranks import Ranks
 from flatness.result import Report, Result, joined
 from flatness.running import run_plan
@@ -65,7 +66,8 @@ def measure(
         measures: A name, a list of names, "default" (all that one shared pass gives) or "all".
         layers: None for every supported layer, "last", a name, or a list of names.
         method: "exact", "sampled", or "auto", which is exact wherever that is possible and affordable.
-        curvature: "hessian", or "gauss_newton" for that part of it.
+        curvature: "hessian", "gauss_newton" for that part of it, or "finite_differences" for the Hessian
+            of networks with operators that torch cannot differentiate twice.
         precision: Relative standard error that each sampled value of a layer aims at; exact values have none.
         max_passes: The most random probes per sample; when they do not reach the precision, a note says what
             they reached.
@@ -115,7 +117,8 @@ def measure(
     reports: list[Report] = []
     ranks = Ranks.current()
     setting["progress"] = progress and ranks.rank == 0
-    for group in by_loss(measures, options):
+    groups = by_loss(measures, options)
+    for group in groups:
         try:
             with ranks.stage():
                 _check_classes(loss, group)
@@ -129,7 +132,12 @@ def measure(
             if measures != "all" or group.loss is None or not fitting:
                 raise
             reports.append(Report((), reports[0].meta, (f"left out: {listed(group.names)}. {error}",)))
-    return joined(reports)
+    report = joined(reports)
+    if all(group.loss is not None for group in groups):
+        own = Problem(model, data, loss, **setting)
+        own.ranks = ranks
+        report = replace(report, meta=with_own_risk(report.meta, own))
+    return report
 
 
 def _report(

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatness.curvature.network_spectrum import SpectrumRequest
+from flatness.curvature.parameter_probes import ParameterRoutes
 from flatness.curvature.routes import (
     LayerRoute,
     Routes,
 )
+from flatness.errors import listed
 from flatness.layers import Layer
 from flatness.measures.measure import Measure
 from flatness.notebook import outline_html
@@ -41,6 +43,9 @@ class Plan:
         precision: The relative standard error that sampled values of layers aim at.
         max_passes: The most probes per sample.
         rank: Output directions per sample.
+        by_parameters: Layers and parameters that take products with the Hessian of a parameter.
+        differences: Whether those products are central differences of gradients.
+        aliases: What `named_parameters` calls a parameter, by every name it has.
         by_products: Layers whose eigenvalues take Hessian products by two backward passes each.
     """
 
@@ -67,11 +72,15 @@ class Plan:
     max_passes: int = 100
     rank: int = 1
     by_products: frozenset[str] = frozenset()
+    by_parameters: ParameterRoutes = field(default_factory=ParameterRoutes)
+    differences: bool = False
+    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def layer_routes(self) -> dict[str, LayerRoute]:
-        """The routes of both engines, by layer."""
-        return {route.name: route for route in [*self.routes.layers, *self.sampling.layers]}
+        """The routes of all engines, by layer."""
+        everywhere = [*self.routes.layers, *self.sampling.layers, *self.by_parameters.layers]
+        return {route.name: route for route in everywhere}
 
     @property
     def samples(self) -> bool:
@@ -96,11 +105,15 @@ class Plan:
         spread = " after 1 forward pass for the features' spread" if self.needs_spread else ""
         lines = [f"measures: {', '.join(measure.name for measure in self.measures)}"]
         lines.append(f"shared pass: {passes} per micro-batch of {self.micro_batch}{spread}")
-        if self.samples and not self.complete:
+        if (self.samples and not self.complete) or self.by_parameters.random:
             lines.append(
                 f"probes: aiming at a standard error of {self.precision:.2g} of each layer's value, at most "
                 f"{self.max_passes} per sample; how many says a pilot"
             )
+        if self.by_parameters.rest:
+            lines.append(f"trace of {listed(self.by_parameters.rest, 6)}: products with their Hessian")
+        if self.differences:
+            lines.append("Hessian products are central differences of gradients")
         routes = self.layer_routes
         for name in self.layers:
             route = routes[name]
@@ -130,6 +143,9 @@ class Plan:
     __repr__ = __str__
 
     def _how(self, route: LayerRoute) -> str:
+        if route.name in self.by_parameters.parameters:
+            complete = route.name in self.by_parameters.complete
+            return "exact, every entry" if complete else "sampled, through its parameter"
         if route.name not in {sampled.name for sampled in self.sampling.layers}:
             return f"exact, {route.kind}"
         return "exact, all directions" if self.complete else "sampled"

@@ -9,9 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flatness.covering import Covered, cover, first_names, refuse_made_weights
 from flatness.curvature.exact import BLOCK
 from flatness.curvature.layer_operator import kept_bytes_per_sample
 from flatness.curvature.network_spectrum import SpectrumRequest
+from flatness.curvature.parameter_probes import ParameterRoutes
+from flatness.curvature.parameter_products import own_parameter
 from flatness.curvature.routes import (
     LayerRoute,
     Routes,
@@ -20,16 +23,20 @@ from flatness.curvature.routes import (
     positions_of,
     route_kind,
 )
-from flatness.deciding import AFFORDABLE_PASSES, Decision, decide, output_directions, refuse
+from flatness.deciding import AFFORDABLE_PASSES, Decision, decide, most_directions, output_directions, refuse
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
 from flatness.examine import Examined, examine
 from flatness.graph import curved_operators
+from flatness.hidden_curvature import note_hidden_curvature
 from flatness.layers import SUPPORTED, select_layers
+from flatness.layers.linear import ProjectionLayer
 from flatness.measures.catalogue import resolve_options, select_measures
-from flatness.measures.measure import SPECTRA, Measure
+from flatness.measures.measure import SPECTRA
 from flatness.plan import Plan
 from flatness.problem import Problem
 
+# Numbers in a weight used more than once up to which every sample gets a copy of it.
+_LARGEST_COPY = 1 << 22
 _SPECTRUM_PART = {"layer_eigenvalue": "whole", "row_eigenvalues": "rows"}
 
 
@@ -46,7 +53,7 @@ def make_plan(
 ) -> Plan:
     """Decide how to measure. The problem must be guarded."""
     _check_choice("method", method, ("auto", "exact", "sampled"))
-    _check_choice("curvature", curvature, ("hessian", "gauss_newton"))
+    _check_choice("curvature", curvature, ("hessian", "gauss_newton", "finite_differences"))
     chosen = select_measures(measures)
     resolved = resolve_options(chosen, options)
     chosen = [item.adapted(resolved[item.name]) if item.adapted else item for item in chosen]
@@ -58,26 +65,44 @@ def make_plan(
     names = _selected(problem, examined, layers)
     of_layers = any(measure.of_layers for measure in chosen)
     if of_layers:
-        refuse(examined, names, curvature, method)
-    covered = _covered(problem, examined, chosen, names)
+        refuse(examined, names)
+    _free_large(problem, examined, curvature)
+    if curvature == "finite_differences":
+        refuse_made_weights(problem, examined, names)
+    most = most_directions(method, max_passes)
+    covered = cover(problem, examined, chosen, names, curvature, most if method == "exact" else None)
     needs = frozenset().union(*(measure.needs for measure in chosen))
     wanted = dict.fromkeys(names, needs - SPECTRA)
     if covered is not None:
-        wanted = {name: wanted.get(name, frozenset()) for name in examined.called}
+        wanted = {name: wanted.get(name, frozenset()) for name in covered.layers}
     made = {name: _route(problem, examined, name, asked) for name, asked in wanted.items()}
     closed = {name for name, route in made.items() if route.kind != "passes"}
     decided = partial(
-        decide, problem, examined, closed=closed, method=method, curvature=curvature, precision=precision
+        decide,
+        problem,
+        examined,
+        closed=closed,
+        method=method,
+        curvature=curvature,
+        precision=precision,
+        max_passes=max_passes,
     )
     decision = decided(names if of_layers else [])
     if covered is not None:
         try:
-            decision = decided(covered)
+            decision = decided([*covered.layers, *covered.affine])
         except NotExactError as error:
             examined.notes.append(f"no trace over the whole network. {error}")
             covered = None
             made = {name: made[name] for name in names}
-    routes, sampling = _split(examined, made, decision, covered)
+    routes, sampling, by_parameters = _split(examined, made, decision, covered)
+    by_parameters.curvature = curvature
+    by_parameters.may_complete = method != "sampled"
+    by_parameters.parameters = {
+        route.name: own_parameter(problem.model, route.layer) or "" for route in by_parameters.layers
+    }
+    if covered is not None and sum(covered.rest.values()) <= most:
+        by_parameters.complete |= {None}
     rank = output_directions(problem, examined, method)
     if routes.kind("passes") or routes.affine:
         routes.passes = rank
@@ -90,16 +115,26 @@ def make_plan(
         if "spectrum" in measure.network_needs
     }
     graph = graph_bytes_per_sample(examined.records, examined.items, problem.dtype.itemsize)
+    # Every sample's copy of a weight, its direction, product and what lies between.
+    copied = sum(layer.matrix().numel() for layer in sampling.shared.values())
+    graph += 6 * copied * problem.dtype.itemsize
     parts = [_SPECTRUM_PART[need] for need in sorted(needs & SPECTRA)]
     walks = bool(spectra) or any(measure.explore is not None for measure in chosen)
     beyond_layers = walks or any(measure.network is not None for measure in chosen)
-    heavy = walks or bool(sampling.layers or sampling.affine)
+    heavy = walks or bool(sampling.layers or sampling.affine or by_parameters)
     by_products = {
         name
         for name in names
-        if parts and (name in decision.curved or (rank > AFFORDABLE_PASSES and made[name].kind == "passes"))
+        if parts
+        and (
+            name in decision.curved
+            or name in decision.by_parameters
+            or (rank > AFFORDABLE_PASSES and made[name].kind == "passes")
+        )
     }
     heavy = heavy or bool(by_products)
+    if curvature == "hessian" and heavy:
+        note_hidden_curvature(problem, examined)
     problem.fit_memory(max(each, graph if heavy else 0), backward=routes.backward or heavy)
     measured = Routes([made[name] for name in names if name not in by_products])
     return Plan(
@@ -107,6 +142,8 @@ def make_plan(
         layers=names,
         routes=routes,
         sampling=sampling,
+        by_parameters=by_parameters,
+        aliases=first_names(problem.model),
         complete=decision.complete,
         methods={name: decision.method(name) for name in decision.reasons},
         reasons=decision.reasons or dict.fromkeys(names, "of the weights alone"),
@@ -116,7 +153,8 @@ def make_plan(
         spectra={name: list(parts) for name in names} if parts else {},
         by_products=frozenset(by_products),
         options=resolved,
-        curvature=curvature,
+        curvature="gauss_newton" if curvature == "gauss_newton" else "hessian",
+        differences=curvature == "finite_differences",
         micro_batch=problem.micro_batch,
         notes=list(examined.notes),
         kept_bytes=kept_bytes_per_sample(measured, rank, problem.dtype.itemsize),
@@ -149,7 +187,7 @@ def _selected(problem: Problem, examined: Examined, layers: str | Iterable[str] 
     kinds = {name: type(module).__name__ for name, module in problem.model.named_modules()}
     if examined.called:
         names = select_layers(examined.layers, examined.called, layers, last=examined.last, modules=kinds)
-        return _one_per_weight(examined, names)
+        return _one_per_weight(problem, examined, names)
     if examined.layers:
         raise LayerError(
             "Expected at least one layer to measure but the forward pass calls none of "
@@ -161,12 +199,30 @@ def _selected(problem: Problem, examined: Examined, layers: str | Iterable[str] 
     )
 
 
-def _one_per_weight(examined: Examined, names: list[str]) -> list[str]:
+def _weight_key(problem: Problem, examined: Examined, name: str) -> object:
+    """What layers with one weight have in common."""
+    if name in examined.shared:
+        return id(examined.shared[name])
+    layer = examined.layers[name]
+    packed = isinstance(layer, ProjectionLayer)
+    return own_parameter(problem.model, layer) if name in examined.loose and not packed else name
+
+
+def _free_large(problem: Problem, examined: Examined, curvature: str) -> None:
+    """Weights used more than once whose copies for every sample are too large go through their parameter."""
+    for name, layer in list(examined.shared.items()):
+        large = layer.matrix().numel() > _LARGEST_COPY and curvature == "hessian"
+        if (large or curvature == "finite_differences") and own_parameter(problem.model, layer) is not None:
+            examined.refused.setdefault(name, f"its weight is used {examined.reused[name]} times")
+            examined.loose.add(name)
+
+
+def _one_per_weight(problem: Problem, examined: Examined, names: list[str]) -> list[str]:
     """The names without those whose weight comes under another name already."""
     kept: list[str] = []
     for name in names:
-        shared = examined.shared.get(name)
-        same = next((other for other in kept if shared and examined.shared.get(other) is shared), None)
+        weight = _weight_key(problem, examined, name)
+        same = next((other for other in kept if _weight_key(problem, examined, other) == weight), None)
         if same is None:
             kept.append(name)
         else:
@@ -185,39 +241,18 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
     return LayerRoute(name, layer, kind, needs, positions_of(layer, record, n), record.x.numel() // n)
 
 
-def _covered(
-    problem: Problem, examined: Examined, chosen: list[Measure], names: list[str]
-) -> list[str] | None:
-    """What the trace over all parameters needs; None, with a note, where it has gaps."""
-    if not any("traces" in measure.network_needs for measure in chosen):
-        return None
-    covered = [*examined.called, *examined.affine]
-    missing = [f"{name} ({examined.refused[name]})" for name in covered if name in examined.refused]
-    missing += [f"{name} (its weight is used {count} times)" for name, count in examined.reused.items()]
-    shared = {use.name for layer in examined.shared.values() for use in layer.uses}
-    parts = {examined.layers[name].weight_name for name in examined.called}
-    parts |= {examined.layers[name].bias_name for name in examined.called}
-    for name, _ in problem.model.named_parameters():
-        owner = name.rpartition(".")[0]
-        known = name in parts or owner in examined.affine or owner in examined.silent
-        if not known and owner not in shared:
-            missing.append(name)
-    if missing:
-        examined.notes.append(f"no trace over the whole network: not exact for {listed(missing, 6)}")
-        return None
-    return covered
-
-
 def _split(
-    examined: Examined, routes: dict[str, LayerRoute], decision: Decision, covered: list[str] | None
-) -> tuple[Routes, Routes]:
-    """The routes of the exact and of the sampled engine."""
+    examined: Examined, routes: dict[str, LayerRoute], decision: Decision, covered: Covered | None
+) -> tuple[Routes, Routes, ParameterRoutes]:
+    """The routes of the exact and of the sampled engine, and what goes through parameters."""
     network = covered is not None
     for route in routes.values():
         # What Gauss-Newton leaves out is said as a share of the trace.
-        if network or route.name in decision.curved:
+        if network or route.name in decision.curved | decision.by_parameters:
             route.needs = route.needs | {"row_traces"}
-    affine = [examined.affine[name] for name in covered or () if name in examined.affine]
+    affine = [examined.affine[name] for name in covered.affine] if covered is not None else []
+    through = [route for name, route in routes.items() if name in decision.by_parameters]
+    routes = {name: route for name, route in routes.items() if name not in decision.by_parameters}
     both = []
     for sampled in (False, True):
         both.append(
@@ -229,7 +264,12 @@ def _split(
                 curved=decision.curved if sampled else frozenset(),
             )
         )
-    return both[0], both[1]
+    rest = list(covered.rest) if covered is not None else []
+    return (
+        both[0],
+        both[1],
+        ParameterRoutes(through, rest=rest, complete=frozenset(decision.complete_by_parameters)),
+    )
 
 
 def _watch(problem: Problem, examined: Examined, *, unused: bool) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatness.curvature.exact import exact_statistics
+from flatness.curvature.routes import Routes
 from flatness.curvature.statistics import Statistics
 from flatness.plan import Plan
 from flatness.problem import Problem
@@ -39,6 +41,14 @@ def provenance(problem: Problem, chosen: Plan, statistics: Statistics, seconds: 
     }
 
 
+def with_own_risk(meta: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """`meta` with the user's loss and its risk, where all measures are defined with another; one pass."""
+    with problem.guarded():
+        statistics = exact_statistics(problem, Routes([]), {})
+    risk = float(statistics.risk / statistics.normaliser)
+    return {**meta, "loss": problem.loss.name, "loss_options": problem.loss.options(), "risk": risk}
+
+
 def facts(problem: Problem, chosen: Plan) -> dict[str, Any]:
     """What must be the same in all processes that measure together."""
     return {
@@ -46,7 +56,7 @@ def facts(problem: Problem, chosen: Plan) -> dict[str, Any]:
         "dtype": str(problem.dtype),
         "measures": [measure.name for measure in chosen.measures],
         "options": repr(chosen.options),
-        "layers": [(route.name, route.kind, sorted(route.needs)) for route in chosen.routes.layers],
+        "layers": [(route.name, route.kind, sorted(route.needs)) for route in chosen.layer_routes.values()],
         "norm layers": [module.name for module in chosen.routes.affine],
         "loss": repr(problem.loss),
         "curvature": chosen.curvature,

@@ -20,7 +20,8 @@ class Reuse:
 
     Attributes:
         refused: How often a weight is used, for modules some of whose uses are not seen.
-        shared: Layers whose uses are all seen, by name; those of one weight have the same `SharedLayer`.
+        shared: Layers that modules use more than once, by name; those of one weight have the same
+            `SharedLayer`. Of those that are refused it has the uses that are seen.
     """
 
     refused: dict[str, int] = field(default_factory=dict)
@@ -82,7 +83,7 @@ def find_reuse(
             unseen = max((uses.get(key, 0) - explained[key] for key in per_call[name]), default=0)
             if unseen > 0 or (total > 1 and isinstance(views[name], AffineModule)):
                 reuse.refused[name] = total + max(unseen, 0)
-        if total > 1 and not any(name in reuse.refused for name in members):
+        if total > 1 and not any(isinstance(views[name], AffineModule) for name in members):
             reuse.shared |= _shared([views[name] for name in members])
     return reuse
 

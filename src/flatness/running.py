@@ -10,6 +10,7 @@ from torch import Tensor
 from flatness.curvature.exact import exact_statistics
 from flatness.curvature.groups import SampleGroups
 from flatness.curvature.moments import feature_spreads
+from flatness.curvature.parameter_operator import ParameterOperators
 from flatness.curvature.routes import Routes
 from flatness.curvature.sampled import SampledSums
 from flatness.curvature.spectrum import Spectrum, top_eigenvalues
@@ -18,6 +19,7 @@ from flatness.errors import DataError, NotFiniteError, listed
 from flatness.memory import kept_budget
 from flatness.plan import Plan
 from flatness.problem import Problem
+from flatness.product_sampling import sample_products
 from flatness.sampling import sample
 from flatness.scatter import Scatter
 
@@ -41,13 +43,18 @@ def run_plan(problem: Problem, chosen: Plan, groups: SampleGroups | None) -> Run
     spreads: dict[str, Tensor] = {}
     if chosen.needs_spread:
         spreads = feature_spreads(
-            problem, {name: available[name] for name in chosen.needs_spread}, routes.copy_inputs
+            problem,
+            {name: available[name] for name in chosen.needs_spread},
+            routes.copy_inputs,
+            chosen.by_parameters.parameters,
         )
     run = Run(Statistics(), spreads, groups=groups)
-    if chosen.streams or not chosen.samples:
+    if chosen.streams or not (chosen.samples or chosen.by_parameters):
         run.statistics = exact_statistics(problem, routes if chosen.streams else Routes([]), spreads, groups)
     if chosen.samples:
         _add_sampled(problem, chosen, run)
+    if chosen.by_parameters:
+        _add_products(problem, chosen, run)
     _check_totals(problem, run.statistics)
     if chosen.spectra:
         run.spectra = _spectra(problem, chosen, run.statistics)
@@ -66,6 +73,21 @@ def _add_sampled(problem: Problem, chosen: Plan, run: Run) -> None:
         if route.name in chosen.sampling.curved:
             remarks.append(_residual_share(sums, route.name))
         run.remarks[route.name] = tuple(remarks)
+
+
+def _add_products(problem: Problem, chosen: Plan, run: Run) -> None:
+    """What goes through parameters."""
+    grouped = run.groups is not None
+    parts, how = sample_products(problem, chosen, run.spreads, run.statistics, grouped=grouped)
+    for part in parts:
+        run.statistics = _joined(run.statistics, part.sums.statistics)
+        run.scatter = run.scatter.beside(Scatter.of(part.sums))
+        if run.groups is not None and part.groups is not None:
+            pairs = zip(run.groups.parts, part.groups.parts, strict=True)
+            run.groups.parts = [_joined(mine, theirs) for mine, theirs in pairs]
+    for route in chosen.by_parameters.layers:
+        run.remarks[route.name] = tuple(how.get(route.name, ()))
+    chosen.notes += how.get(None, [])
 
 
 def _joined(mine: Statistics, theirs: Statistics) -> Statistics:
@@ -96,12 +118,27 @@ def _spectra(problem: Problem, chosen: Plan, statistics: Statistics) -> dict[tup
     settings = {**_spectrum_settings(chosen), "problem": problem, "normaliser": float(statistics.normaliser)}
     copy_inputs = chosen.routes.copy_inputs
     found: dict[tuple[str, str], Spectrum] = {}
+    parameters = chosen.by_parameters.parameters
+    through = {name: parts for name, parts in chosen.spectra.items() if name in parameters}
+    if through:
+        operators = ParameterOperators(problem, chosen.by_parameters, settings["normaliser"])
+        found |= top_eigenvalues(
+            routes=Routes([routes[name] for name in through]),
+            wanted=through,
+            keep=False,
+            operators=operators,
+            **settings,
+        )
     by_signals = {name: parts for name, parts in chosen.spectra.items() if name not in chosen.by_products}
     if by_signals:
         keep = chosen.kept_bytes * (problem.samples or 0) <= kept_budget(problem.device)
         measured = Routes([routes[name] for name in by_signals], copy_inputs=copy_inputs)
         found |= top_eigenvalues(routes=measured, wanted=by_signals, keep=keep, **settings)
-    by_products = {name: parts for name, parts in chosen.spectra.items() if name in chosen.by_products}
+    by_products = {
+        name: parts
+        for name, parts in chosen.spectra.items()
+        if name in chosen.by_products and name not in through
+    }
     if by_products:
         keep = chosen.graph_bytes * (problem.samples or 0) <= kept_budget(problem.device)
         measured = Routes([routes[name] for name in by_products], copy_inputs=copy_inputs)

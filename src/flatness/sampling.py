@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from flatness.curvature.sampled import (
     SampledSums,
     sampled_statistics,
 )
+from flatness.curvature.statistics import Statistics
 from flatness.finalise import layer_values
 from flatness.measures.measure import SPECTRA
 from flatness.plan import Plan
@@ -129,26 +131,47 @@ def _even(value: float, most: int) -> int:
 def _pilot(problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Budget) -> tuple[_Cost, int]:
     """Probe the first samples; nothing of it enters the results."""
     engine = SampledEngine(problem, plan.sampling, spreads, budget)
-    with engine.recording:
+    with engine.attached():
         problem.stream(stepwise(None, engine.probed, engine.total.merge), "pilot", first=_PILOT_SAMPLES)
     sums = engine.finished()
     seen = sums.statistics.samples
-    views = layer_views(problem, plan, sums.statistics, {}, spreads)
-    scatters = [Scatter.of(sums, (part,)) for part in PARTS]
-    variances: list[list[Tensor]] = [[torch.zeros(1, dtype=torch.float64)] for _ in PARTS]
-    for view in views:
-        if plan.methods.get(view.name) != "sampled":
-            continue
-        for measure in plan.measures:
+    names = [route.name for route in plan.sampling.layers if plan.methods.get(route.name) == "sampled"]
+    variances = []
+    for part in PARTS:
+        scatter = Scatter.of(sums, (part,))
+        found = relative_variances(problem, plan, spreads, sums.statistics, scatter, names)
+        variances.append(_PILOT_PROBES * _CAUTION * torch.cat([torch.zeros(1, dtype=torch.float64), *found]))
+    per_probe = {name: value / _PILOT_PROBES for name, value in sums.seconds.items()}
+    return _Cost(torch.stack(variances), per_probe), seen
+
+
+def relative_variances(
+    problem: Problem,
+    plan: Plan,
+    spreads: dict[str, Tensor],
+    statistics: Statistics,
+    scatter: Scatter,
+    names: Collection[str],
+) -> list[Tensor]:
+    """Squared relative standard errors of all values of layers that a pilot gives, measure by measure.
+
+    Args:
+        problem: The model, data and loss.
+        plan: What to measure.
+        spreads: V per input unit of the layers that need `relative_normalized`.
+        statistics: What the pilot found.
+        scatter: How far that scatters.
+        names: The layers.
+    """
+    variances = []
+    for view in layer_views(problem, plan, statistics, {}, spreads):
+        for measure in plan.measures if view.name in names else ():
             if not measure.needs or measure.needs & SPECTRA or (measure.units or measure.layer) is None:
                 continue
             seen_by = replace(view, options=plan.options[measure.name])
             at = layer_values(measure, seen_by)
             levels = len(measure.reductions) if measure.units is not None else 1
-            for found, scatter in zip(variances, scatters, strict=True):
-                error = standard_error(scatter.of_layer(seen_by, partial(layer_values, measure), at))
-                error = torch.zeros_like(at) if error is None else error
-                relative = (error / at.abs().clamp(min=1e-300))[-levels:]
-                found.append(_PILOT_PROBES * _CAUTION * relative.square())
-    per_probe = {name: value / _PILOT_PROBES for name, value in sums.seconds.items()}
-    return _Cost(torch.stack([torch.cat(part) for part in variances]), per_probe), seen
+            error = standard_error(scatter.of_layer(seen_by, partial(layer_values, measure), at))
+            error = torch.zeros_like(at) if error is None else error
+            variances.append((error / at.abs().clamp(min=1e-300))[-levels:].square())
+    return variances

@@ -7,13 +7,13 @@ has the standard error √Σ_j (f(S + F_j) − f(S))²: exact for sums, a jackkn
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from flatness.curvature.sampled import PARTS, SampledSums
+from flatness.curvature.sampled import SampledSums
 from flatness.measures.measure import LayerView, NetworkView
 
 
@@ -30,12 +30,12 @@ class Scatter:
     folds: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, sums: SampledSums, parts: tuple[str, ...] = PARTS) -> Scatter:
-        """The scatter of some parts of sampled sums."""
+    def of(cls, sums: SampledSums, parts: Iterable[str] | None = None) -> Scatter:
+        """The scatter of some parts of sampled sums; of all when None."""
         normaliser = sums.statistics.normaliser.cpu()
         folds: dict[str, dict[str, Tensor]] = {}
         count = 0
-        for part in parts:
+        for part in sums.parts if parts is None else parts:
             count = max(count, sums.parts[part].count)
             for owner, statistics in sums.parts[part].folds.items():
                 mine = folds.setdefault(owner, {})
@@ -43,6 +43,15 @@ class Scatter:
                     value = value.cpu() / normaliser
                     mine[name] = mine[name] + value if name in mine else value
         return cls(count, folds)
+
+    def beside(self, other: Scatter) -> Scatter:
+        """Both together, where they scatter independently and have no statistic in common."""
+        count = max(self.count, other.count)
+        folds = {
+            owner: {name: _padded(value, count) for name, value in statistics.items()}
+            for owner, statistics in (*self.folds.items(), *other.folds.items())
+        }
+        return Scatter(count, folds)
 
     def of_layer(self, view: LayerView, values: Callable[[LayerView], Tensor], at: Tensor) -> Tensor | None:
         """f(S + F_j) − f(S) of a layer's values: (J, number of values); None when nothing is random.
@@ -105,6 +114,11 @@ class Scatter:
     def _trace_folds(self, sources: Sequence[tuple[str, str]]) -> Tensor | None:
         found = [self.folds[owner][key] for owner, key in sources if key in self.folds.get(owner, {})]
         return torch.stack([value.flatten(1).sum(1) for value in found]).sum(0) if found else None
+
+
+def _padded(folds: Tensor, count: int) -> Tensor:
+    """Folds (J, …) with zeros behind them, `count` in all."""
+    return torch.cat([folds, folds.new_zeros(count - len(folds), *folds.shape[1:])])
 
 
 def standard_error(deviations: Tensor | None) -> Tensor | None:

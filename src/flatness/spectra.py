@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from flatness.curvature.network_spectrum import NetworkSpectrum
+from flatness.forward import Forward
 from flatness.planning import make_plan
 from flatness.problem import Problem
 from flatness.walking import walk
@@ -23,7 +25,13 @@ def network_spectrum(
     tolerance: float | None = None,
     max_products: int = 300,
     curvature: str = "hessian",
-    **setting: Any,
+    forward: Forward | None = None,
+    weight_decay: float = 0.0,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool = True,
 ) -> NetworkSpectrum:
     """The extreme eigenvalues of D^½ H D^½, H the Hessian of all parameters and D the inverse metric.
 
@@ -39,9 +47,15 @@ def network_spectrum(
         solver: "lanczos", or "power" for the paper's method and stopping rule.
         tolerance: Relative residual to stop at (power method: change of the vector).
         max_products: Limit of Hessian products, each a pass over the data.
-        curvature: "hessian" or "gauss_newton".
-        **setting: forward, weight_decay, batch_size, device, dtype, seed, progress: as for
-            `flatness.measure`.
+        curvature: "hessian", "gauss_newton", or "finite_differences" for operators without a second
+            derivative.
+        forward: As for `flatness.measure`, like all that follow.
+        weight_decay: Coefficient of torch's weight decay.
+        batch_size: Samples per micro-batch.
+        device: Where to measure.
+        dtype: In which precision.
+        seed: Seed of everything random.
+        progress: Whether to show a bar.
 
     Example:
         >>> import torch, flatness
@@ -62,7 +76,18 @@ def network_spectrum(
         "tolerance": tolerance,
         "max_products": max_products,
     }
-    problem = Problem(model, data, loss, **setting)
+    problem = Problem(
+        model,
+        data,
+        loss,
+        forward=forward,
+        weight_decay=weight_decay,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        progress=progress,
+    )
     with problem.guarded():
         plan = make_plan(
             problem, measures=name, layers=None, method="auto", curvature=curvature, options={name: options}

@@ -39,7 +39,7 @@ def layer_views(
             means = penalised_statistics(means, W.double().cpu(), layer.taps, V, problem.weight_decay)
         found = {_PART_NAME[part]: spectrum for (owner, part), spectrum in spectra.items() if owner == name}
         found = {key: penalised_spectrum(spectrum, problem.weight_decay) for key, spectrum in found.items()}
-        views.append(LayerView(name, W, means, found, taps=layer.taps))
+        views.append(LayerView(name, W, means, found, taps=layer.taps, layer=layer))
     return views
 
 
@@ -72,9 +72,14 @@ def trace_sources(chosen: Plan) -> dict[str, list[tuple[str, str]]]:
     sources: dict[str, list[tuple[str, str]]] = {}
     for route in chosen.layer_routes.values():
         # Several layers can be parts of one parameter: the packed projections of attention.
-        sources.setdefault(route.layer.weight_name, []).append((route.name, "row_traces"))
-        if route.layer.bias_name is not None:
-            sources.setdefault(route.layer.bias_name, []).append((f"{route.name}.bias", "diagonal"))
+        weight, bias = (
+            chosen.aliases.get(name, name) for name in (route.layer.weight_name, route.layer.bias_name)
+        )
+        sources.setdefault(weight, []).append((route.name, "row_traces"))
+        if bias is not None:
+            sources.setdefault(bias, []).append((f"{route.name}.bias", "diagonal"))
+    for name in chosen.by_parameters.rest:
+        sources[name] = [(name, "trace")]
     for module in [*chosen.routes.affine, *chosen.sampling.affine]:
         for key in ("weight", "bias"):
             # A model that is one module has the empty name, and its bias is kept as ".bias".

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from flatness.curvature.hessian_operator import HessianOperator
-from flatness.curvature.network_spectrum import NetworkSpectrum, SpectrumRequest, network_spectra
+from flatness.curvature.network_spectrum import (
+    NetworkSpectrum,
+    SpectrumRequest,
+    check_metric,
+    network_spectra,
+)
+from flatness.curvature.parameter_products import DifferenceOperator
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.squared_gradients import squared_gradients
 from flatness.errors import DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError, listed
@@ -45,7 +51,11 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
     if not exploring and not plan.network_spectra:
         return Walked()
     space = ParameterSpace(problem)
-    hessian = HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
+    hessian = (
+        DifferenceOperator(space)
+        if plan.differences
+        else HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
+    )
     squares = cache(lambda: squared_gradients(space, plan.gradient_routes))
     gradient = cache(space.gradient)
     solved: dict[SpectrumRequest, NetworkSpectrum] = {}
@@ -55,10 +65,15 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
         also_of_layers = all(measure.of_layers for measure in plan.measures if measure.network_needs)
         with _left_out(plan, list(plan.network_spectra), everything or also_of_layers):
             _refuse_several(problem)
+            requests = {}
+            for name, request in plan.network_spectra.items():
+                with _left_out(plan, [name], everything or also_of_layers):
+                    check_metric(space, request)
+                    requests[name] = request
             # Equal requests are one.
-            distinct = list(dict.fromkeys(plan.network_spectra.values()))
+            distinct = list(dict.fromkeys(requests.values()))
             solved.update(zip(distinct, network_spectra(hessian, distinct, squares), strict=True))
-            spectra = {name: solved[request] for name, request in plan.network_spectra.items()}
+            spectra = {name: solved[request] for name, request in requests.items()}
 
     def spectrum(request: SpectrumRequest) -> NetworkSpectrum:
         if request not in solved:
@@ -77,6 +92,8 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
                     space, seen, weights, gradient, squares, spectrum, hessian, options, problem.seed
                 )
             )
+    if isinstance(hessian, DifferenceOperator) and hessian.error.relative is not None:
+        plan.notes.append(f"eigenvalues of the network: {hessian.error}")
     return Walked(spectra, values)
 
 

@@ -43,7 +43,10 @@ def measure_options(pairs: Iterable[str] | None) -> dict[str, dict[str, Any]] | 
     for key, value in key_values(pairs, "--option").items():
         measure, dot, name = key.partition(".")
         if not dot or not name:
-            raise UsageError(f"Expected --option MEASURE.KEY=VALUE but got {key!r}.")
+            raise UsageError(
+                f"Expected --option MEASURE.KEY=VALUE but got {key!r} without a measure. For example "
+                "--option layer_flatness.tolerance=1e-9; 'flatness measures NAME' lists what each one takes."
+            )
         options.setdefault(measure.replace("-", "_"), {})[name.replace("-", "_")] = value
     return options or None
 

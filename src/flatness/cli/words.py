@@ -9,7 +9,7 @@ from importlib import resources
 DATASETS = ("mnist", "fashion-mnist", "cifar10", "digits")
 LOSSES = ("cross_entropy", "nll", "mse", "squared_error", "bce", "normalized_cross_entropy")
 METHODS = ("auto", "exact", "sampled")
-CURVATURES = ("hessian", "gauss_newton")
+CURVATURES = ("hessian", "gauss_newton", "finite_differences")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 SPLITS = ("train", "test")
 DEVICES = ("cpu", "cuda", "mps")

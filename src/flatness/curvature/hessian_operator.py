@@ -41,7 +41,7 @@ class HessianOperator:
         self.gradient: Tensor | None = None
         self.risk: float | None = None
         self.products = 0
-        self._batch = _gauss_newton if curvature == "gauss_newton" else _hessian
+        self._batch = gauss_newton_product if curvature == "gauss_newton" else hessian_product
         self._graph_bytes = graph_bytes
         self._keep = bool(graph_bytes)
         self._kept: list[Product] | None = None
@@ -104,16 +104,24 @@ class HessianOperator:
         return totals
 
 
-def _hessian(space: ParameterSpace, items: Items, values: Tensor) -> tuple[Tensor, Product]:
-    """The gradient of the summed losses of a micro-batch, and products with their Hessian."""
-    parameters = list(space.parameters.values())
-    without = once_differentiable(items.logits)
+def refuse_once_differentiable(logits: Tensor) -> None:
+    """Refuse operators without a second derivative: torch may take zero for it and not say so.
+
+    Products with the Gauss-Newton part need it, too: J v is a derivative of Jᵀu in u.
+    """
+    without = once_differentiable(logits)
     if without:
         raise DifferentiabilityError(
             f"Expected operators with second derivatives but {listed(without)} is marked as "
             "once_differentiable. Write its backward out of torch operators and take the mark away, or pass "
-            "curvature='gauss_newton', which needs first derivatives alone."
+            "curvature='finite_differences', which takes first derivatives at two points."
         )
+
+
+def hessian_product(space: ParameterSpace, items: Items, values: Tensor) -> tuple[Tensor, Product]:
+    """The gradient of the summed losses of a micro-batch, and products with their Hessian."""
+    parameters = list(space.parameters.values())
+    refuse_once_differentiable(items.logits)
     with explained():
         slopes = torch.autograd.grad(
             values.sum(), parameters, create_graph=True, allow_unused=True, materialize_grads=True
@@ -142,9 +150,10 @@ def _hessian(space: ParameterSpace, items: Items, values: Tensor) -> tuple[Tenso
     return space.join(dict(zip(space.parameters, slopes, strict=True))), product
 
 
-def _gauss_newton(space: ParameterSpace, items: Items, values: Tensor) -> tuple[Tensor, Product]:
+def gauss_newton_product(space: ParameterSpace, items: Items, values: Tensor) -> tuple[Tensor, Product]:
     """The same with Jᵀ ∇²_f ℓ J, J the Jacobian of the outputs."""
     parameters, logits = list(space.parameters.values()), items.logits
+    refuse_once_differentiable(logits)
     loose = logits.detach().requires_grad_()
     (slope,) = torch.autograd.grad(
         space.problem.loss.values(replace(items, logits=loose)).sum(), loose, create_graph=True

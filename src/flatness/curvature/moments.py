@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -58,11 +59,19 @@ class _Moments:
         return torch.where(variance.sqrt() > _CONSTANT * rms, variance.sqrt(), mean.abs())
 
 
-def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: bool) -> dict[str, Tensor]:
+def feature_spreads(
+    problem: Problem, layers: dict[str, Layer], copy_inputs: bool, loose: Collection[str] = ()
+) -> dict[str, Tensor]:
     """V per input unit of every layer, over samples and positions.
 
     petzka2021's Theorem 4 says "variance"; only the standard deviation makes the normalised measure
     invariant.
+
+    Args:
+        problem: The model, data and loss.
+        layers: The layers.
+        copy_inputs: Whether inputs are overwritten later on.
+        loose: Those whose inputs are not laid out sample by sample; every row counts as one.
     """
     moments: dict[str, _Moments] = {}
     modules = {name: layer.module for name, layer in layers.items()}
@@ -78,7 +87,7 @@ def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: boo
             n = items.logits.shape[0]
             parts = {}
             for name, layer in layers.items():
-                values = _values(layer, recording, n)
+                values = _values(layer, recording, None if name in loose else n)
                 if name not in moments:
                     moments[name] = _Moments(values.mean((0, 2)))
                 parts[name] = moments[name].part(values)
@@ -95,14 +104,24 @@ def feature_spreads(problem: Problem, layers: dict[str, Layer], copy_inputs: boo
     return {name: moment.spread() for name, moment in moments.items()}
 
 
-def _values(layer: Layer, recording: Recording, n: int) -> Tensor:
-    """What enters a layer, (n, units, positions); all calls side by side where the weight is shared."""
+def _values(layer: Layer, recording: Recording, n: int | None) -> Tensor:
+    """What enters a layer, (n, units, positions); all calls side by side where the weight is shared.
+
+    Without a number of samples every value is a position of its own.
+    """
     if not isinstance(layer, SharedLayer):
-        return layer.per_input_unit(recording.one(layer.name).x, n)
+        return _units(layer, recording.one(layer.name).x, n)
     inputs = [
-        use.view.per_input_unit(call.x, n)
+        _units(use.view, call.x, n)
         for use in layer.uses
         if not use.transposed
         for call in recording.calls.get(use.name, [])
     ]
     return torch.cat(inputs, dim=2)
+
+
+def _units(layer: Layer, x: Tensor, n: int | None) -> Tensor:
+    if n is not None:
+        return layer.per_input_unit(x, n)
+    values = layer.per_input_unit(x, len(x) if x.dim() > 1 else 1)
+    return values.transpose(0, 1).flatten(1)[None]

@@ -25,6 +25,7 @@ from flatness.curvature.lanczos import TopEigenvalues
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.power import PowerMethod
 from flatness.curvature.spectrum import default_tolerance
+from flatness.errors import UndefinedMeasureError
 
 Metric = Literal["euclidean", "layerwise", "nodewise", "fisher"]
 Parameters = Literal["all", "weights"]
@@ -126,6 +127,20 @@ def inverse_metric_root(
             lambda _, value: torch.tensor(float(value.dim() >= 2), device=value.device)
         )
     return root
+
+
+def check_metric(space: ParameterSpace, request: SpectrumRequest) -> None:
+    """Refuse a metric in units of parameters that are all zero: no direction has a length.
+
+    Raises:
+        UndefinedMeasureError: With what to measure instead.
+    """
+    if request.metric in ("layerwise", "nodewise") and not bool(inverse_metric_root(space, request).any()):
+        what = "parameters" if request.parameters == "all" else "weights"
+        raise UndefinedMeasureError(
+            f"Expected {what} that are not all zero, as the {request.metric} metric measures directions in "
+            "units of their length, but got zeros only. Use hessian_top_eigenvalue, which has no such units."
+        )
 
 
 def _solver(space: ParameterSpace, request: SpectrumRequest, root: Tensor) -> TopEigenvalues | PowerMethod:

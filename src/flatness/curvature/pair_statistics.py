@@ -209,4 +209,6 @@ def laid_out_like(layer: Layer, values: Tensor, shape: torch.Size) -> Tensor:
     """
     with torch.enable_grad():
         loose = torch.zeros(shape, dtype=values.dtype, device=values.device, requires_grad=True)
-        return torch.autograd.grad(layer.signals(loose, len(values)), loose, values)[0]
+        laid_out = layer.signals(loose, len(values))
+        # Values that are differentiated further on must be so here, too.
+        return torch.autograd.grad(laid_out, loose, values, create_graph=values.requires_grad)[0]

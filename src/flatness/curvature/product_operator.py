@@ -2,7 +2,8 @@
 
 For a direction V in the place of a layer's weight, η = VΦ is what it does to the preactivations of every
 sample, h = (∇²_z ℓ)η comes from a second backward pass, and H V = Σ_i h_i Φ_iᵀ. No other layer moves, so that
-it is the layer's own Hessian that is multiplied. A block of one row is the same with η zero in all others.
+it is the layer's own Hessian that is multiplied. A block of one row is the same with η zero in all others. A
+weight used more than once moves through its copies (see `WeightCopies`): η is V itself.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatness import batches
+from flatness.curvature.hessian_operator import refuse_once_differentiable
 from flatness.curvature.pair_statistics import LayerPairs, laid_out_like
 from flatness.curvature.parameter_space import explained
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import Routes
+from flatness.curvature.weight_copies import WeightCopies
 from flatness.losses import Items
 from flatness.problem import Problem
 
@@ -72,30 +76,48 @@ class ProductOperators:
 
     def _stream(self, visit: Callable[[dict[str, _LayerBatch]], None]) -> None:
         routes = self._routes
-        with Recording(routes.modules(), copy_inputs=routes.copy_inputs) as recording:
+        with (
+            Recording(routes.modules(), copy_inputs=routes.copy_inputs) as recording,
+            WeightCopies(routes.shared) as copies,
+        ):
 
             def step(batch: Any) -> None:
                 recording.clear()
+                copies.prepare(batches.size_of(batch))
                 with torch.enable_grad():
                     items = self._problem.items(batch)
-                    layers = dict(self._layers(recording, items))
+                    layers = dict(self._layers(recording, copies, items))
                 recording.clear()
                 visit(layers)
 
             self._problem.stream(step, "eigenvalues")
 
-    def _layers(self, recording: Recording, items: Items) -> Iterator[tuple[str, _LayerBatch]]:
-        records = [recording.one(route.name) for route in self._routes.layers]
-        edges = [record.z_edge for record in records]
+    def _layers(
+        self, recording: Recording, copies: WeightCopies, items: Items
+    ) -> Iterator[tuple[str, _LayerBatch]]:
+        records = {
+            route.name: recording.one(route.name)
+            for route in self._routes.layers
+            if route.name not in copies.copies
+        }
+        edges: list[Any] = [
+            records[route.name].z_edge if route.name in records else copies.copies[route.name]
+            for route in self._routes.layers
+        ]
         make = self._curved if self._gauss_newton else self._twice
         multiply = make(items, edges)
         n = items.logits.shape[0]
-        for index, (route, record) in enumerate(zip(self._routes.layers, records, strict=True)):
-            pairs = LayerPairs(route, record.x, n, None, bias=False)
-            yield route.name, _LayerBatch(pairs, record.z_shape, multiply, index)
+        for index, route in enumerate(self._routes.layers):
+            record = records.get(route.name)
+            if record is None:
+                yield route.name, _CopiesBatch(n, multiply, index)
+            else:
+                pairs = LayerPairs(route, record.x, n, None, bias=False)
+                yield route.name, _LayerBatch(pairs, record.z_shape, multiply, index)
 
     def _twice(self, items: Items, edges: list[Any]) -> Callable[[int, Tensor], Tensor | None]:
         """Products with ∇²_z ℓ."""
+        refuse_once_differentiable(items.logits)
         total = self._problem.loss.values(items).sum()
         with explained():
             slopes = torch.autograd.grad(total, edges, create_graph=True, allow_unused=True)
@@ -112,6 +134,7 @@ class ProductOperators:
     def _curved(self, items: Items, edges: list[Any]) -> Callable[[int, Tensor], Tensor | None]:
         """Products with Jᵀ(∇²_f ℓ)J, J the derivative of the outputs in z."""
         logits = items.logits
+        refuse_once_differentiable(logits)
         loose = logits.detach().requires_grad_()
         value = self._problem.loss.values(replace(items, logits=loose)).sum()
         (slope,) = torch.autograd.grad(value, loose, create_graph=True)
@@ -129,6 +152,17 @@ class ProductOperators:
                 return torch.autograd.grad(logits, edges[index], curved, retain_graph=True)[0]
 
         return multiply
+
+
+def row_by_row(product: Callable[[Tensor], Tensor], V: Tensor) -> Tensor:
+    """H_ss V_s for all rows s of V (G, d, m), a product with the whole Hessian each."""
+    result = torch.zeros_like(V)
+    for group in range(V.shape[0]):
+        for row in range(V.shape[1]):
+            alone = torch.zeros_like(V)
+            alone[group, row] = V[group, row]
+            result[group, row] = product(alone)[group, row]
+    return result
 
 
 class _LayerBatch:
@@ -150,13 +184,7 @@ class _LayerBatch:
         if self._pairs.plain:
             phi = self._pairs.x.reshape(self._pairs.n, -1)
             return (((phi @ V[0].T) * self._own_curvature).T @ phi)[None]
-        result = torch.zeros_like(V)
-        for group in range(V.shape[0]):
-            for row in range(V.shape[1]):
-                alone = torch.zeros_like(V)
-                alone[group, row] = V[group, row]
-                result[group, row] = self._one(alone)[group, row]
-        return result
+        return row_by_row(self._one, V)
 
     @cached_property
     def _own_curvature(self) -> Tensor:
@@ -182,3 +210,18 @@ class _LayerBatch:
         for part, Phi in pairs.chunks():
             result += (signals[part] @ Phi.mT).sum(0)
         return result
+
+
+class _CopiesBatch(_LayerBatch):
+    """One weight used more than once, on one micro-batch."""
+
+    def __init__(self, n: int, multiply: Callable[[int, Tensor], Tensor | None], index: int) -> None:
+        self._n, self._multiply, self._index = n, multiply, index
+
+    def product(self, V: Tensor, rows: bool) -> Tensor:
+        """Σ_i of H_i V, or of the row blocks with their rows of V: (G, d, m)."""
+        return row_by_row(self._one, V) if rows else self._one(V)
+
+    def _one(self, V: Tensor) -> Tensor:
+        h = self._multiply(self._index, V.expand(self._n, *V.shape))
+        return torch.zeros_like(V) if h is None else h.sum(0)

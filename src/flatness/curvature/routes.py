@@ -100,12 +100,16 @@ class Routes:
         """The routes of one kind."""
         return [route for route in self.layers if route.kind == kind]
 
+    @property
+    def shared(self) -> dict[str, SharedLayer]:
+        """The layers whose weight is used more than once, by name."""
+        return {route.name: route.layer for route in self.layers if isinstance(route.layer, SharedLayer)}
+
     def modules(self) -> dict[str, nn.Module]:
         """The modules to record."""
         modules = {route.name: route.layer.module for route in self.layers}
-        for route in self.layers:
-            if isinstance(route.layer, SharedLayer):
-                modules |= route.layer.modules
+        for layer in self.shared.values():
+            modules |= layer.modules
         return modules | {module.name: module.module for module in self.affine}
 
 

@@ -22,22 +22,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatness.affine import AffineModule
+from flatness import batches
 from flatness.curvature.folds import Collector, FoldedSums
 from flatness.curvature.groups import SampleGroups, stepwise
-from flatness.curvature.pair_statistics import LayerPairs, WeightSigns
+from flatness.curvature.pair_statistics import LayerPairs
 from flatness.curvature.parameter_space import explained
+from flatness.curvature.probe_targets import AffineTarget, Direction, LayerTarget, SharedTarget, Target
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import Routes
 from flatness.curvature.statistics import Statistics
+from flatness.curvature.weight_copies import WeightCopies
+from flatness.layers.shared import SharedLayer
 from flatness.losses import Items
-from flatness.losses.base import random_signs
 from flatness.problem import Problem
 
 PARTS: tuple[str, ...] = ("gauss_newton", "residual")
@@ -101,7 +104,7 @@ def sampled_statistics(
         groups: Filled with the statistics of groups of samples, where that is asked for.
     """
     engine = SampledEngine(problem, routes, spreads, budget)
-    with engine.recording, problem.ranks.stage():
+    with engine.attached(), problem.ranks.stage():
         problem.stream(stepwise(groups, engine.probed, engine.total.merge), "probes")
         if not bool(engine.total.to_host().risk.isfinite()):
             problem.locate_bad_loss()
@@ -116,7 +119,8 @@ class SampledEngine:
 
     def __init__(self, problem: Problem, routes: Routes, spreads: dict[str, Tensor], budget: Budget) -> None:
         self.problem, self.routes, self.spreads, self.budget = problem, routes, spreads, budget
-        self.recording = Recording(routes.modules(), copy_inputs=routes.copy_inputs)
+        self._recording = Recording(routes.modules(), copy_inputs=routes.copy_inputs)
+        self._copies = WeightCopies(routes.shared)
         self.total = Statistics()
         random = {"gauss_newton": budget.gauss_newton, "residual": budget.residual}
         self._probes = {name: count or 1 for name, count in random.items()}
@@ -127,10 +131,17 @@ class SampledEngine:
         self._micro_batches = 0
         self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """The network watched by hooks, which are gone afterwards."""
+        with self._recording, self._copies:
+            yield
+
     def probed(self, batch: Any) -> Statistics:
         """Probe one micro-batch: its sums. Folds are added to the parts at once."""
-        recording = self.recording
+        recording = self._recording
         recording.clear()
+        self._copies.prepare(batches.size_of(batch))
         with torch.enable_grad():
             items = self.problem.items(batch)
         n = items.logits.shape[0]
@@ -170,15 +181,20 @@ class SampledEngine:
     def _spent(self, part: str, seconds: float) -> None:
         self._seconds[part] += seconds
 
-    def _targets(self, n: int) -> list[_Target]:
-        targets: list[_Target] = []
+    def _targets(self, n: int) -> list[Target]:
+        targets: list[Target] = []
         for route in self.routes.layers:
-            record = self.recording.one(route.name)
+            if isinstance(route.layer, SharedLayer):
+                x, V = self._recording.calls[route.name][0].x, self._copies.copies[route.name]
+                pairs = LayerPairs(route, x, n, self.spreads.get(route.name), bias=False)
+                targets.append(SharedTarget(route.name, V, V.shape, pairs))
+                continue
+            record = self._recording.one(route.name)
             pairs = LayerPairs(route, record.x, n, self.spreads.get(route.name), self.routes.network)
-            targets.append(_LayerTarget(route.name, record.z_edge, record.z_shape, pairs))
+            targets.append(LayerTarget(route.name, record.z_edge, record.z_shape, pairs))
         for module in self.routes.affine:
-            record = self.recording.one(module.name)
-            targets.append(_AffineTarget(module.name, record.z_edge, record.z_shape, module, record.x))
+            record = self._recording.one(module.name)
+            targets.append(AffineTarget(module.name, record.z_edge, record.z_shape, module, record.x))
         return [target for target in targets if target.edge is not None]
 
     def _collector(self, into: FoldedSums, n: int, probe: int) -> Collector:
@@ -186,7 +202,7 @@ class SampledEngine:
         shift = 7 * (probe // 2) + 13 * self._micro_batches
         return Collector(into, n, self.problem.device, shift, 1.0 if probe % 2 == 0 else -1.0)
 
-    def _gauss_newton(self, items: Items, targets: list[_Target], into: FoldedSums) -> None:
+    def _gauss_newton(self, items: Items, targets: list[Target], into: FoldedSums) -> None:
         n, edges = items.logits.shape[0], [target.edge for target in targets]
         for probe, s, weight in self._output_directions(items):
             with explained():
@@ -212,7 +228,7 @@ class SampledEngine:
                 alone[:, t] = s[:, t]
                 yield 0, s if T == 1 else alone, 1.0 if c is None else c[:, t].to(s.dtype)
 
-    def _residual(self, items: Items, targets: list[_Target], into: FoldedSums) -> None:
+    def _residual(self, items: Items, targets: list[Target], into: FoldedSums) -> None:
         n = items.logits.shape[0]
         slope = output_slope(self.problem, items)
         edges = [target.edge for target in targets]
@@ -239,8 +255,8 @@ class SampledEngine:
                         direction.take(collector, h)
 
     def _residual_directions(
-        self, live: list[tuple[_Target, Tensor]], n: int
-    ) -> Iterator[tuple[int, list[tuple[_Target, Tensor, _Direction]]]]:
+        self, live: list[tuple[Target, Tensor]], n: int
+    ) -> Iterator[tuple[int, list[tuple[Target, Tensor, Direction]]]]:
         """Groups of targets that share a product, each with its direction."""
         if self.budget.residual is None:
             for target, value in live:
@@ -269,106 +285,3 @@ def _weighted(delta: Tensor, weight: Tensor | float, n: int) -> Tensor:
         return delta if weight == 1.0 else -delta
     rows = weight.repeat_interleave(delta.shape[0] // n)
     return delta * rows.reshape(-1, *[1] * (delta.dim() - 1))
-
-
-class _Direction:
-    """A signal η for one target, and what to do with h."""
-
-    signal: Tensor
-
-    def take(self, collector: Collector, h: Tensor) -> None:
-        raise NotImplementedError
-
-
-@dataclass
-class _Given(_Direction):
-    """Any η shaped like z."""
-
-    target: _Target
-    signal: Tensor
-
-    def take(self, collector: Collector, h: Tensor) -> None:
-        self.target.add(collector, self.signal, h)
-
-
-@dataclass
-class _OfWeights(_Direction):
-    """η = VΦ."""
-
-    signs: WeightSigns
-    signal: Tensor
-
-    def take(self, collector: Collector, h: Tensor) -> None:
-        self.signs.add(collector, h)
-
-
-@dataclass
-class _Target:
-    """A module whose preactivations are probed."""
-
-    name: str
-    edge: Any
-    shape: torch.Size
-
-    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
-        raise NotImplementedError
-
-    def random_direction(self, generator: torch.Generator) -> _Direction:
-        raise NotImplementedError
-
-    def every_direction(self) -> Iterator[_Direction]:
-        """e_k for every entry k of one sample's z, in all samples at once."""
-        like = self._like()
-        n = self._samples()
-        flat = like.reshape(n, -1)
-        for k in range(flat.shape[1]):
-            one = torch.zeros_like(flat)
-            one[:, k] = 1.0
-            yield _Given(self, one.reshape(self.shape))
-
-    def _like(self) -> Tensor:
-        raise NotImplementedError
-
-    def _samples(self) -> int:
-        raise NotImplementedError
-
-
-@dataclass
-class _LayerTarget(_Target):
-    pairs: LayerPairs
-
-    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
-        self.pairs.add(collector, eta, h)
-
-    def random_direction(self, generator: torch.Generator) -> _Direction:
-        if self.pairs.plain:
-            return _Given(self, random_signs(self._like(), generator))
-        signs = WeightSigns(self.pairs, generator)
-        return _OfWeights(signs, signs.signal(self.shape))
-
-    def _like(self) -> Tensor:
-        return self.pairs.x.new_empty(self.shape)
-
-    def _samples(self) -> int:
-        return self.pairs.n
-
-
-@dataclass
-class _AffineTarget(_Target):
-    module: AffineModule
-    x: Tensor
-
-    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
-        first = self.module.gradients(self.x, eta)
-        second = first if h is eta else self.module.gradients(self.x, h)
-        for name, a in first.items():
-            collector.put(name, {"diagonal": a * second[name]})
-
-    def random_direction(self, generator: torch.Generator) -> _Direction:
-        return _Given(self, random_signs(self._like(), generator))
-
-    def _like(self) -> Tensor:
-        return self.x.new_empty(self.shape)
-
-    def _samples(self) -> int:
-        return self.shape[0]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flatness.curvature.lanczos import TopEigenvalues
 from flatness.curvature.layer_operator import LayerOperators
+from flatness.curvature.parameter_operator import ParameterOperators
 from flatness.curvature.product_operator import ProductOperators
 from flatness.curvature.routes import Routes
 from flatness.problem import Problem
@@ -50,6 +51,7 @@ def top_eigenvalues(
     tolerance: float | None = None,
     max_products: int = 300,
     curvature: str | None = None,
+    operators: LayerOperators | ProductOperators | ParameterOperators | None = None,
 ) -> dict[tuple[str, str], Spectrum]:
     """Largest eigenvalues by (layer, part).
 
@@ -63,9 +65,11 @@ def top_eigenvalues(
         max_products: Upper limit of passes.
         curvature: "hessian" or "gauss_newton" takes products by two backward passes each, in any network;
             None works with signals of all output directions, where those are the Hessian.
+        operators: Products of another kind.
     """
-    operators: LayerOperators | ProductOperators
-    if curvature is None:
+    if operators is not None:
+        pass
+    elif curvature is None:
         operators = LayerOperators(problem, routes, normaliser, keep)
     else:
         operators = ProductOperators(problem, routes, normaliser, keep, curvature)
@@ -96,7 +100,7 @@ def top_eigenvalues(
 
 
 def _products(
-    operators: LayerOperators | ProductOperators,
+    operators: LayerOperators | ProductOperators | ParameterOperators,
     vectors: dict[tuple[str, str], Tensor],
     shapes: dict[str, torch.Size],
 ) -> dict[tuple[str, str], Tensor]:

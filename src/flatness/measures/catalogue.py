@@ -120,6 +120,13 @@ def select_measures(measures: str | Measure | Iterable[str | Measure]) -> list[M
             "Expected measures to be a name, a list of names, 'default' or 'all' but got "
             f"{type(measures).__name__}. Known: {listed(_REGISTRY, 40)}."
         )
+    measures = list(measures)
+    for word in ("all", "default"):
+        if word in measures and word not in _REGISTRY:
+            raise MeasureError(
+                f"Expected names of measures in a list but got {word!r}, which stands for many. Pass "
+                f"measures={word!r} by itself."
+            )
     chosen = {measure.name: measure for measure in map(get_measure, measures)}
     if not chosen:
         raise MeasureError(

@@ -14,6 +14,7 @@ from flatness.curvature.hessian_operator import HessianOperator
 from flatness.curvature.network_spectrum import NetworkSpectrum, SpectrumRequest
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.spectrum import Spectrum
+from flatness.layers import Layer
 
 Level = Literal["unit", "layer", "network"]
 # "layerwise in chains": to layer-wise factors that multiply to 1, as those of a chain of layers do.
@@ -40,6 +41,7 @@ class LayerView:
         spectra: Largest eigenvalues, penalty included: "layer_eigenvalue", "row_eigenvalues".
         options: The measure's own options.
         taps: Columns of W per input unit (kernel positions of a convolution).
+        layer: The layer itself, for what moves its weight.
     """
 
     name: str
@@ -48,6 +50,7 @@ class LayerView:
     spectra: Mapping[str, Spectrum] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     taps: int = 1
+    layer: Layer | None = None
 
     @cached_property
     def W(self) -> Tensor:

@@ -146,6 +146,9 @@ def _notes(
         "bounds the least value from above",
         "the order of networks may change with λ, unlike that of normalized_sharpness",
     ]
+    if float(rises.mean()) < 0:
+        below = "; the value is negative for it" if float(rises.mean()) + distance < 0 else ""
+        notes.append(f"no minimum: the risk falls under the noise{below}")
     if float(rises.mean()) > distance * 10:
         notes.append("the noise has drowned the network (its risk has saturated): raise lambda")
     if not settled:

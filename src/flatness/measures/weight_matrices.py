@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from flatness.curvature.parameter_products import entries_of, own_parameter
 from flatness.curvature.parameter_space import ParameterSpace
-from flatness.errors import LayerError
+from flatness.errors import UndefinedMeasureError
 from flatness.measures.measure import LayerView
 
 
@@ -30,45 +31,32 @@ class WeightMatrices:
         for name, parameter in space.parameters.items():
             starts[name] = start
             start += parameter.numel()
-        self._starts, self._turned = [], []
-        for view in layers:
-            name = f"{view.name}.weight".lstrip(".")
-            if name not in starts:
-                raise LayerError(
-                    f"Expected the weight of {view.name!r} to be a parameter of its own but there is no "
-                    f"{name!r}. Leave the layer out with layers=."
-                )
-            self._starts.append(starts[name])
-            self._turned.append(_is_turned(view, space.parameters[name].detach()))
+        self._entries = [_entries(space, view, starts) for view in layers]
         self.count = sum(view.weight.numel() for view in layers)
 
     def place(self, matrices: Sequence[Tensor]) -> Tensor:
         """A float64 vector over all parameters: the matrices where the weights are, 0 elsewhere."""
         theta = self._space.theta
         vector = torch.zeros_like(theta)
-        for start, turned, matrix in zip(self._starts, self._turned, matrices, strict=True):
-            laid_out = matrix[0].T if turned else matrix
-            vector[start : start + matrix.numel()] = laid_out.reshape(-1).to(theta)
+        for entries, matrix in zip(self._entries, matrices, strict=True):
+            vector[entries] = matrix.to(theta)
         return vector
 
     def take(self, vector: Tensor) -> list[Tensor]:
         """The parts of a vector that belong to the weights, as matrices in float64 on the host."""
-        found = []
-        for start, turned, view in zip(self._starts, self._turned, self._layers, strict=True):
-            part = vector[start : start + view.weight.numel()].double().cpu()
-            G, d, m = view.weight.shape
-            found.append(part.reshape(m, d).T[None] if turned else part.reshape(G, d, m))
-        return found
+        return [vector[entries].double().cpu() for entries in self._entries]
 
 
-def _is_turned(view: LayerView, parameter: Tensor) -> bool:
-    """Whether the module keeps the transpose of W."""
-    W = view.weight.to(parameter)
-    if torch.equal(parameter.reshape(-1), W.reshape(-1)):
-        return False
-    if len(W) == 1 and torch.equal(parameter.reshape(-1), W[0].T.reshape(-1)):
-        return True
-    raise LayerError(
-        f"Expected the weight of {view.name!r} to hold the entries of W in order, or its transpose, but it "
-        "does not. Leave the layer out with layers=."
-    )
+def _entries(space: ParameterSpace, view: LayerView, starts: Mapping[str, int]) -> Tensor:
+    """Where the entries of W stand in the vector: (G, d, m)."""
+    if view.layer is None:
+        name = f"{view.name}.weight".lstrip(".")
+        places = torch.arange(view.weight.numel(), device=space.problem.device)
+        return starts[name] + places.reshape(view.weight.shape)
+    name = own_parameter(space.problem.model, view.layer)
+    if name is None:
+        raise UndefinedMeasureError(
+            f"Expected the weight of {view.name!r} to be a parameter, as this puts noise on it, but it is "
+            "made from others. Remove the parametrisation, or leave the layer out with layers=."
+        )
+    return starts[name] + entries_of(view.layer, space.parameters[name])
