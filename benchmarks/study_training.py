@@ -58,6 +58,13 @@ def train_stacked(program: Program, indices: Tensor) -> None:
         program.step(index)
 
 
+def train_in_tf32(program: Program, indices: Tensor) -> None:
+    """As a study trains by default: factors rounded to ten bits, everything else float32."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    train_stacked(program, indices)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
 def train_one_by_one(models: list[Any], optimizers: list[Any], x: Tensor, y: Tensor, indices: Tensor) -> None:
     for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
         for index in indices[:, i]:
@@ -120,13 +127,15 @@ def contenders(
     found: dict[str, Callable[[], Any]] = {
         "one after another": lambda: train_one_by_one(models, optimizers, x, y, indices)
     }
-    engines = ("grouped", "unfolded") if x.is_cuda else ("looped", "grouped")
+    engines = ("grouped", "unfolded", "banded") if x.is_cuda else ("looped", "grouped")
     for engine in engines:
         program = stacked(engine, networks, x, y)
         found[f"stack, {engine}"] = lambda program=program: train_stacked(program, indices)
     if x.is_cuda:
         graphed = graphed_one_by_one(networks, x, y, batch)
         found["one after another, CUDA graph"] = lambda: graphed(indices)
+        rounded = stacked("banded", networks, x, y)
+        found["stack, banded, TF32"] = lambda: train_in_tf32(rounded, indices)
         if compiled:
             program = stacked("unfolded", networks, x, y, compiled=True)
             found["stack, unfolded, compiled"] = lambda: train_stacked(program, indices)
@@ -136,7 +145,7 @@ def contenders(
 def run(device: torch.device, networks: int, batch: int, steps: int, compiled: bool) -> dict[str, float]:
     full_precision()
     x, y = data(device)
-    for engine in ("grouped", "unfolded"):
+    for engine in ("grouped", "unfolded", "banded"):
         check(x, y, batch, engine)
     # On a GPU the stack records its graph during the turn that warms up.
     times = race(contenders(networks, batch, max(steps, 5), x, y, compiled), device, turns=5, budget=30.0)
