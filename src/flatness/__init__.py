@@ -6,7 +6,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatness import study
+    from flatness import landscape, study
     from flatness.comparing import Comparison, compare
     from flatness.curvature.statistics import Statistics
     from flatness.errors import FlatnessError
@@ -64,6 +64,7 @@ __all__ = [
     "generalization_bound",
     "locally_constant_labels",
     "kink_share",
+    "landscape",
     "measure",
     "measures",
     "network_spectrum",
@@ -125,8 +126,8 @@ _HOME = {
     "vertical_directions": "symmetry.vertical",
 }
 
-# Modules that are public as such: `flatness.study.run`.
-_MODULES = ("study",)
+# Modules that are public as such: `flatness.study.run`, `flatness.landscape.line`.
+_MODULES = ("landscape", "study")
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ def provenance(problem: Problem, chosen: Plan, statistics: Statistics, seconds: 
     """The `meta` of a report."""
     return {
         "model": type(problem.model).__name__,
-        "model_fingerprint": _model_fingerprint(problem.model),
+        "model_fingerprint": model_fingerprint(problem.model),
         "data_fingerprint": f"{problem.fingerprint or 0:x}",
         "samples": statistics.samples,
         "risk": float(statistics.risk / statistics.normaliser),
@@ -36,7 +36,7 @@ def provenance(problem: Problem, chosen: Plan, statistics: Statistics, seconds: 
         "seed": problem.seed,
         "seconds": round(seconds, 4),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "flatness": _own_version(),
+        "flatness": own_version(),
         "torch": torch.__version__,
     }
 
@@ -52,7 +52,7 @@ def with_own_risk(meta: dict[str, Any], problem: Problem) -> dict[str, Any]:
 def facts(problem: Problem, chosen: Plan) -> dict[str, Any]:
     """What must be the same in all processes that measure together."""
     return {
-        "weights": _model_fingerprint(problem.model),
+        "weights": model_fingerprint(problem.model),
         "dtype": str(problem.dtype),
         "measures": [measure.name for measure in chosen.measures],
         "options": repr(chosen.options),
@@ -78,7 +78,7 @@ def shares(problem: Problem) -> dict[str, Any]:
     return {"processes": len(parts), "data_fingerprint": f"{code:x}"}
 
 
-def _model_fingerprint(model: nn.Module) -> str:
+def model_fingerprint(model: nn.Module) -> str:
     """Depends on names, shapes and values of parameters and buffers: sums, and up to 256 entries each."""
     digest = hashlib.sha256()
     numbers: list[Tensor] = []
@@ -94,7 +94,8 @@ def _model_fingerprint(model: nn.Module) -> str:
 
 
 @lru_cache(maxsize=1)
-def _own_version() -> str:
+def own_version() -> str:
+    """The version of this package."""
     try:
         return version("flatness")
     except PackageNotFoundError:

@@ -1,0 +1,103 @@
+"""Many parameter points at once: the network's forward pass with a leading axis for the point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flatness import batches
+from flatness.problem import Problem
+from flatness.unfolded import AsProducts
+
+ENGINES = ("looped", "grouped", "unfolded")
+"""How points are evaluated. ``looped``: one after the other. ``grouped``: all at once through `torch.vmap`,
+which makes a batch of products out of linear layers and a grouped convolution out of convolutions.
+``unfolded``: the same with convolutions written as products over unfolded images."""
+
+LOSS, WRONG, COUNTED = range(3)
+"""Columns of what `Stacked.sums` returns."""
+
+
+class _Caller(nn.Module):
+    """What `functional_call` calls: the problem's forward pass, with the model as a submodule."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        self.model = problem.model
+        self._outputs = problem.outputs
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        return self._outputs(batch)
+
+
+class Stacked:
+    """Sums over a batch at several parameter points. Everything happens in a guarded problem, without graphs.
+
+    Args:
+        problem: The model, data and loss.
+        engine: One of `ENGINES`.
+
+    Attributes:
+        norms: The batch norms of the model.
+    """
+
+    def __init__(self, problem: Problem, engine: str) -> None:
+        self.problem, self.engine = problem, engine
+        # Made aside: a module's attributes are restored when the problem's guard ends, this one is not its.
+        self._caller = _Caller(problem).eval()
+        self.norms = [module for module in problem.model.modules() if isinstance(module, _BatchNorm)]
+
+    def sums(self, moved: dict[str, Tensor], batch: Any) -> Tensor:
+        """Σℓ, wrong predictions and predictions that count, (points, 3) in float64.
+
+        Args:
+            moved: Parameters and buffers that differ between points, each with a leading axis for the point.
+            batch: A placed batch.
+        """
+        return self._over_points(lambda values: self._sums_of(values, batch), moved)
+
+    def track(self, moved: dict[str, Tensor], batch: Any, share: float) -> None:
+        """Move the batch norms' statistics among `moved` towards those of a batch, by a share."""
+        settings = [(norm, norm.momentum) for norm in self.norms]
+        try:
+            for norm in self.norms:
+                norm.training, norm.momentum = True, share
+            self._over_points(lambda values: self._call(values, batch)[0].flatten()[:1], moved)
+        finally:
+            for norm, momentum in settings:
+                norm.training, norm.momentum = False, momentum
+
+    def _over_points(self, one: Callable[[dict[str, Tensor]], Tensor], moved: dict[str, Tensor]) -> Tensor:
+        if self.engine == "looped":
+            count = len(next(iter(moved.values())))
+            rows = [one({name: value[i] for name, value in moved.items()}) for i in range(count)]
+            return torch.stack(rows)
+        with AsProducts(self.engine == "banded") if self.engine in ("unfolded", "banded") else nullcontext():
+            return torch.vmap(one)(moved)
+
+    def _call(self, values: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
+        named = {f"model.{name}": value for name, value in values.items()}
+        return functional_call(self._caller, named, (batch,))
+
+    def _sums_of(self, values: dict[str, Tensor], batch: Any) -> Tensor:
+        loss = self.problem.loss
+        items = loss.lay_out(*self._call(values, batch))
+        total = loss.values(items).sum(dtype=torch.float64)
+        mistakes = loss.mistakes(items)
+        return torch.cat([total[None], total.new_zeros(2) if mistakes is None else mistakes])
+
+
+def accuracy_of(sums: Tensor) -> Tensor:
+    """The share of right predictions, NaN where there are no classes."""
+    return 1 - sums[:, WRONG] / sums[:, COUNTED]
+
+
+def bytes_of(batch: Any) -> int:
+    """Memory that a batch takes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in batches.tensors_in(batch))

@@ -1,0 +1,110 @@
+"""A table of points filled chunk by chunk: what is there is not computed again, Ctrl-C keeps what is done."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatness.errors import OptionError, ReportError, listed
+from flatness.landscape.points import Points
+from flatness.landscape.storage import Array, read_arrays
+from flatness.progress import ProgressBar
+
+_SAVE_EVERY = 5.0
+
+
+@dataclass
+class Table:
+    """Loss and accuracy of rows of points; NaN in both where nothing was computed yet.
+
+    Attributes:
+        loss: (rows, points).
+        accuracy: Likewise.
+        done: Which points are computed.
+        interrupted: Whether Ctrl-C ended the work.
+        save: Called now and then, and at the end, to keep what is there.
+        bar: Counts points.
+    """
+
+    loss: Array
+    accuracy: Array
+    done: Array
+    bar: ProgressBar
+    save: Callable[[], None] = lambda: None
+    interrupted: bool = False
+    _saved: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def empty(cls, rows: int, points: int, progress: bool) -> Table:
+        """A table without values."""
+        nothing = np.full((rows, points), np.nan)
+        done = np.zeros((rows, points), dtype=bool)
+        return cls(nothing, nothing.copy(), done, ProgressBar("landscape", rows * points, progress))
+
+    def take(self, arrays: dict[str, Array]) -> None:
+        """Go on from what an earlier run computed."""
+        self.loss[:], self.accuracy[:], self.done[:] = arrays["loss"], arrays["accuracy"], arrays["done"]
+        self.bar.advance(int(self.done.sum()))
+
+    def fill(self, row: int, points: Points, coefficients: torch.Tensor) -> None:
+        """Evaluate the points of a row that are missing.
+
+        Args:
+            row: Which row.
+            points: The network, with its directions.
+            coefficients: (points, directions), where each point of the row lies.
+        """
+        missing = np.flatnonzero(~self.done[row])
+        try:
+            while len(missing) and not self.interrupted:
+                chunk, missing = missing[: points.chunk], missing[points.chunk :]
+                found = points(coefficients[torch.from_numpy(chunk)]).numpy()
+                self.loss[row, chunk], self.accuracy[row, chunk] = found[:, 0], found[:, 1]
+                self.done[row, chunk] = True
+                self.bar.advance(len(chunk))
+                if time.monotonic() - self._saved > _SAVE_EVERY:
+                    self.save()
+                    self._saved = time.monotonic()
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def notes(self) -> list[str]:
+        """What there is to say when points are missing."""
+        if self.done.all():
+            return []
+        return [
+            f"interrupted: {int(self.done.sum())} of {self.done.size} points were computed, the others "
+            "are NaN"
+        ]
+
+
+def resumed(path: str | os.PathLike[str] | None, kind: str, asked: dict[str, Any]) -> dict[str, Array] | None:
+    """The arrays of an earlier run of the same call; None where there is none.
+
+    Raises:
+        OptionError: When the file holds something else.
+    """
+    if path is None or not Path(path).exists():
+        return None
+    try:
+        _, arrays, meta = read_arrays(path, kind)
+    except ReportError as error:
+        raise OptionError(
+            f"Expected resume to be a file of an earlier {kind}, or a new one, but {path} is something else. "
+            "Choose another name."
+        ) from error
+    before = meta.get("asked", {})
+    changed = [name for name in asked if before.get(name) != asked[name]]
+    if changed:
+        raise OptionError(
+            f"Expected resume to be a file of the same {kind} but {path} was made with another "
+            f"{listed(name.replace('_', ' ') for name in changed)}. Choose another name, or remove the file."
+        )
+    return arrays

@@ -1,0 +1,129 @@
+"""What `landscape.line` found: curves over a common axis, saved and drawn without the network."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatness.landscape.captions import AXES, batch_norm_words, number_of
+from flatness.landscape.storage import Array, read_arrays, write_arrays
+
+if TYPE_CHECKING:
+    import pandas
+
+KIND = "line"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Loss and accuracy along lines in parameter space.
+
+    Attributes:
+        positions: t of the points θ + t·d, (points,).
+        loss: The risk at each, (lines, points); NaN where it was not computed, infinite where it overflowed.
+        accuracy: The share of right predictions, likewise; NaN for losses without classes.
+        done: Which points were computed.
+        groups: Name of the curve that each line belongs to.
+        labels: What each line is: which network of its group, which direction.
+        meta: Where it comes from: directions, data, loss, settings.
+        notes: What the user should know.
+    """
+
+    positions: Array
+    loss: Array
+    accuracy: Array
+    done: Array
+    groups: tuple[str, ...]
+    labels: tuple[str, ...]
+    meta: dict[str, Any] = field(default_factory=dict, repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every point was computed."""
+        return bool(self.done.all())
+
+    def rows(self, group: str) -> Array:
+        """Places of the lines of a group."""
+        return np.array([row for row, name in enumerate(self.groups) if name == group], dtype=int)
+
+    def mean(self, group: str, quantity: str = "loss") -> Array:
+        """The mean over the lines of a group, (points,)."""
+        return getattr(self, quantity)[self.rows(group)].mean(0)
+
+    def band(self, group: str, quantity: str = "loss") -> tuple[Array, Array]:
+        """Mean ± one standard deviation over the lines of a group, no further than its lines go."""
+        values = getattr(self, quantity)[self.rows(group)]
+        with np.errstate(invalid="ignore"):  # infinite losses have no deviation
+            spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
+            mean = values.mean(0)
+            return np.maximum(mean - spread, values.min(0)), np.minimum(mean + spread, values.max(0))
+
+    def curvatures(self, half_width: float | None = None) -> Array:
+        """Second derivative of each line at t = 0: of the parabola through the points next to 0.
+
+        Args:
+            half_width: How far from 0 points count; the three nearest ones when None.
+        """
+        t = self.positions
+        if half_width is None:
+            near = np.sort(np.argsort(np.abs(t), kind="stable")[:3])
+        else:
+            near = np.flatnonzero(np.abs(t) <= half_width)
+        return 2 * np.polyfit(t[near], self.loss[:, near].T, 2)[0]
+
+    def caption(self) -> str:
+        """What a picture of it shows, in a sentence or two."""
+        names = list(dict.fromkeys(self.groups))
+        counts = {len(self.rows(name)) for name in names}
+        several = max(counts) > 1
+        spread = "; mean and standard deviation over " + number_of(counts, "line") if several else ""
+        samples = self.meta.get("samples")
+        data = f" on {samples:,} samples" if samples else ""
+        along = AXES.get(str(self.meta.get("directions")), AXES["given"])
+        return f"{self.meta.get('loss', 'loss')}{data} along {along}{spread}.{batch_norm_words(self.meta)}"
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A tidy table: group, line, position, loss, accuracy."""
+        import pandas
+
+        points = len(self.positions)
+        return pandas.DataFrame(
+            {
+                "group": np.repeat(self.groups, points),
+                "line": np.repeat(self.labels, points),
+                "position": np.tile(self.positions, len(self.groups)),
+                "loss": self.loss.ravel(),
+                "accuracy": self.accuracy.ravel(),
+            }
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write arrays and meta to an .npz file, at once or not at all."""
+        arrays = {name: getattr(self, name) for name in ("positions", "loss", "accuracy", "done")}
+        named = {"groups": list(self.groups), "labels": list(self.labels), "notes": list(self.notes)}
+        write_arrays(path, KIND, arrays, {**self.meta, **named})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Line:
+        """Read what `save` wrote."""
+        _, arrays, meta = read_arrays(path, KIND)
+        groups, labels, notes = (tuple(meta.pop(name)) for name in ("groups", "labels", "notes"))
+        return cls(**arrays, groups=groups, labels=labels, meta=meta, notes=notes)
+
+    def __str__(self) -> str:
+        """The caption, and where each group starts and how far it rises."""
+        lines = [self.caption()]
+        for name in dict.fromkeys(self.groups):
+            mean = self.mean(name)
+            low, high = self.positions[0], self.positions[-1]
+            center = mean[np.abs(self.positions).argmin()]
+            lines.append(
+                f"{name}: loss {mean[0]:.4g} at {low:g}, {center:.4g} at 0, {mean[-1]:.4g} at {high:g}"
+            )
+        return "\n  ".join([*lines, *self.notes])
+
+    __repr__ = __str__

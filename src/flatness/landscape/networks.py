@@ -1,0 +1,103 @@
+"""Which networks a call is about: one, several that make one curve, or several curves by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.batches import describe
+from flatness.errors import CheckpointError, ModelError, listed
+
+Networks = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[nn.Module]]
+"""A network; several, which make one mean and band; or any of these by name, a curve for each name."""
+
+Weights = nn.Module | Mapping[str, Tensor]
+"""Weights of a network: the network itself, or its state dict."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One network of a call.
+
+    Attributes:
+        group: Name of the curve it belongs to.
+        number: Its place in the group.
+        model: The network.
+    """
+
+    group: str
+    number: int
+    model: nn.Module
+
+
+def members_of(model: Any) -> list[Member]:
+    """The networks of a call, group by group."""
+    groups = model if isinstance(model, Mapping) else {"network": model}
+    members = []
+    for group, networks in groups.items():
+        several = networks if isinstance(networks, (list, tuple)) else [networks]
+        members += [Member(str(group), number, network) for number, network in enumerate(several)]
+    if not members:
+        raise ModelError("Expected at least one network but got none. Pass the model, a list, or a dict.")
+    for member in members:
+        if not isinstance(member.model, nn.Module):
+            raise ModelError(
+                f"Expected networks to be torch.nn.Modules but {member.group!r} holds "
+                f"{describe(member.model)}. Load checkpoints into models first."
+            )
+    return members
+
+
+def state_of(weights: Any) -> dict[str, Tensor]:
+    """Floating-point parameters and buffers by name, detached."""
+    found = dict(weights.state_dict()) if isinstance(weights, nn.Module) else weights
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise CheckpointError(
+            f"Expected a network or its state dict but got {describe(weights)}. For example "
+            "torch.load(path, weights_only=True)."
+        )
+    return {str(name): value.detach() for name, value in found.items() if value.is_floating_point()}
+
+
+def difference(model: nn.Module, weights: Any, what: str) -> dict[str, Tensor]:
+    """Where other weights lie, seen from a model: parameters and buffers by name, in float64.
+
+    Args:
+        model: The network.
+        weights: Another network, or a state dict.
+        what: How to call them in an error.
+
+    Raises:
+        CheckpointError: When the weights are those of another network.
+    """
+    here, there = state_of(model), state_of(weights)
+    missing = [name for name in here if name not in there]
+    unexpected = [name for name in there if name not in here]
+    shapes = [
+        f"{name} {list(there[name].shape)} for {list(value.shape)}"
+        for name, value in here.items()
+        if name in there and there[name].shape != value.shape
+    ]
+    problems = [
+        f"{label} {listed(names, 4)}"
+        for label, names in (("missing:", missing), ("unexpected:", unexpected), ("other shapes:", shapes))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"Expected {what} to be weights of the same network but they differ: {'; '.join(problems)}. Pass "
+            "checkpoints of one architecture."
+        )
+    moved: dict[str, Tensor] = {}
+    owners: set[int] = set()
+    for name, value in here.items():
+        # A tied parameter has several names in a state dict; it moves once.
+        if value.data_ptr() in owners and value.numel():
+            continue
+        owners.add(value.data_ptr())
+        moved[name] = there[name].to(value.device, torch.float64) - value.double()
+    return moved

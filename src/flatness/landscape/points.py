@@ -1,0 +1,239 @@
+"""Loss and accuracy of a network at many points θ + Σ_k c_k d_k of its parameter space.
+
+Points are evaluated in chunks. A chunk is one pass over the data, which stays on the device between chunks
+when it fits there. On a CPU the points of a chunk take turns on every micro-batch; on a GPU they run
+together, each layer with a leading axis for the point, by the engine that is faster in a trial.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness import batches
+from flatness.errors import FlatnessError
+from flatness.landscape.engines import LOSS, Stacked, accuracy_of, bytes_of
+from flatness.memory import fits, kept_budget, ran_out
+from flatness.probe import first_run
+from flatness.problem import Problem
+
+BATCH_NORM = ("as_is", "recomputed")
+"""Statistics of batch norm: those of the model at every point, or computed anew there."""
+
+Direction = Mapping[str, Tensor]
+"""A change of parameters, and perhaps of buffers, by name; what is not named stays."""
+
+# Points that share a pass: on a CPU few, so that an interrupt loses little.
+_CHUNK = {"cpu": 8, "cuda": 64}
+_TRIAL_POINTS, _TRIAL_SAMPLES = 16, 64
+_FAR = "the engine for many points at once does not take this network; points were evaluated one by one"
+
+
+class Points:
+    """A network, seen from its parameters θ. Use it inside ``with problem.guarded():``.
+
+    Args:
+        problem: The model, data and loss.
+        batch_norm: One of `BATCH_NORM`.
+        engine: One of `engines.ENGINES`; None chooses by device and a trial.
+        chunk: Points per pass over the data; None chooses.
+        fixed_batch: Whether the size of micro-batches is the user's, and stays.
+
+    Attributes:
+        loss: E at θ, weight decay included.
+        accuracy: The share of right predictions at θ; NaN where there are no classes.
+        engine: The engine in use.
+        chunk: Points per pass over the data.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        batch_norm: str = "as_is",
+        engine: str | None = None,
+        chunk: int | None = None,
+        fixed_batch: bool = False,
+    ) -> None:
+        self.problem = problem
+        self.engine = engine or "looped"
+        self.chunk = chunk or _CHUNK.get(problem.device.type, 8)
+        self._stacked = Stacked(problem, self.engine)
+        self._recompute = batch_norm == "recomputed" and bool(self._stacked.norms)
+        self._values = {
+            name: value.detach()
+            for name, value in (*problem.model.named_parameters(), *problem.model.named_buffers())
+        }
+        self._directions: dict[str, Tensor] = {}
+        self._kept: list[Any] | None = []
+        first_run(problem, problem.example(2))
+        if engine is None and problem.device.type == "cuda":
+            self._choose_engine(fixed_batch)
+        self._normaliser = 0.0
+        self.loss, self.accuracy = self._at_theta()
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether the network has batch norm."""
+        return bool(self._stacked.norms)
+
+    def along(self, directions: Sequence[Direction]) -> Points:
+        """The same points, with directions d_k to go along."""
+        names = dict.fromkeys(name for direction in directions for name in direction)
+        self._directions = {}
+        for name in names:
+            zero = torch.zeros_like(self._values[name], dtype=torch.float64)
+            parts = [direction[name].to(zero) if name in direction else zero for direction in directions]
+            stacked = torch.stack(parts)
+            if bool(stacked.any()):
+                self._directions[name] = stacked
+        return self
+
+    def __call__(self, coefficients: Tensor) -> Tensor:
+        """E and accuracy at θ + Σ_k c_k d_k: (points, 2), float64 on the host, for c (points, K)."""
+        coefficients = coefficients.to(self.problem.device, torch.float64)
+        found: list[Tensor] = []
+        if fits(lambda: found.append(self._evaluate(coefficients)), self.problem.device):
+            return found[0]
+        if len(coefficients) == 1:
+            # From here on batches are streamed, and halved where they do not fit.
+            self._kept = None
+            return self._evaluate(coefficients)
+        half = len(coefficients) // 2
+        self.chunk = max(1, min(self.chunk, half))
+        return torch.cat([self(coefficients[:half]), self(coefficients[half:])])
+
+    def _evaluate(self, coefficients: Tensor) -> Tensor:
+        count = len(coefficients)
+        if not self._directions:
+            return torch.tensor([[self.loss, self.accuracy]], dtype=torch.float64).expand(count, 2).clone()
+        moved = self._moved(coefficients)
+        with torch.no_grad():
+            if self._recompute:
+                moved |= self._statistics(moved, count)
+            sums = torch.zeros(count, 3, dtype=torch.float64, device=self.problem.device)
+
+            def step(batch: Any) -> None:
+                part = self._stacked.sums(moved, batch)
+                sums.add_(part)
+
+            self._pass(step)
+        loss = sums[:, LOSS] / self._normaliser + self._penalty(moved, count)
+        return torch.stack([loss, accuracy_of(sums)], dim=1).cpu()
+
+    def _moved(self, coefficients: Tensor) -> dict[str, Tensor]:
+        """θ + Σ c_k d_k by name, added in float64 and rounded once."""
+        return {
+            name: (self._values[name].double() + torch.tensordot(coefficients, D, 1)).to(
+                self._values[name].dtype
+            )
+            for name, D in self._directions.items()
+        }
+
+    def _penalty(self, moved: dict[str, Tensor], count: int) -> Tensor:
+        decay = self.problem.weight_decay
+        total = torch.zeros(count, dtype=torch.float64, device=self.problem.device)
+        if decay:
+            for name, parameter in self.problem.model.named_parameters():
+                value = moved.get(name, parameter.detach()[None])
+                total = total + value.double().square().flatten(1).sum(1)
+        return 0.5 * decay * total
+
+    def _statistics(self, moved: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+        """Statistics of the batch norms at each point: means over micro-batches, weighed by samples."""
+        norms = {id(buffer) for norm in self._stacked.norms for buffer in norm.buffers()}
+        found = {
+            name: buffer.detach().expand(count, *buffer.shape).clone()
+            for name, buffer in self.problem.model.named_buffers()
+            if id(buffer) in norms
+        }
+        seen = 0
+
+        def step(batch: Any) -> None:
+            nonlocal seen
+            n = batches.size_of(batch)
+            trial = {name: value.clone() for name, value in found.items()}
+            self._stacked.track({**moved, **trial}, batch, n / (seen + n))
+            found.update(trial)
+            seen += n
+
+        self._pass(step)
+        return found
+
+    def _pass(self, step: Callable[[Any], None]) -> None:
+        """One pass over the data: over what is kept of it, or streamed."""
+        if self._kept is None:
+            self.problem.stream(step, "landscape")
+        else:
+            for batch in self._kept:
+                step(batch)
+
+    def _at_theta(self) -> tuple[float, float]:
+        """E and accuracy of the network as it is; targets are checked, and the data kept if it fits."""
+        problem, kept, held = self.problem, [], 0
+        sums = torch.zeros(1, 3, dtype=torch.float64, device=problem.device)
+        total = torch.zeros((), dtype=torch.float64, device=problem.device)
+        budget = kept_budget(problem.device)
+
+        def step(batch: Any) -> None:
+            nonlocal held
+            items = problem.items(batch)
+            values = problem.loss.values(items).sum(dtype=torch.float64)
+            wrong = problem.loss.mistakes(items)
+            sums[0].add_(torch.cat([values[None], values.new_zeros(2) if wrong is None else wrong]))
+            total.add_(problem.loss.normaliser(items))
+            held += bytes_of(batch)
+            if held <= budget:
+                kept.append(batch)
+
+        with torch.no_grad():
+            problem.stream(step, "landscape")
+        self._kept = kept if held <= budget else None
+        self._normaliser = float(total)
+        if not bool(sums.isfinite().all()):
+            problem.locate_bad_loss()
+        loss = sums[:, LOSS] / total + self._penalty({}, 1)
+        return float(loss), float(accuracy_of(sums))
+
+    def _choose_engine(self, fixed_batch: bool) -> None:
+        """Try the engines on a few points and samples: the faster one, and how many samples fit with it."""
+        problem = self.problem
+        example = problem.example(_TRIAL_SAMPLES)
+        moved = {
+            name: value.detach().expand(_TRIAL_POINTS, *value.shape).clone()
+            for name, value in problem.model.named_parameters()
+        }
+        timed: dict[str, tuple[float, int]] = {}
+        for name in ("unfolded", "grouped"):
+            try:
+                timed[name] = _trial(partial(Stacked(problem, name).sums, moved, example), problem.device)
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                if isinstance(error, FlatnessError) or ran_out(error):
+                    raise
+        if not timed:
+            problem.notes.append(_FAR)
+            return
+        self.engine = min(timed, key=lambda name: timed[name][0])
+        self._stacked = Stacked(problem, self.engine)
+        if not fixed_batch:
+            each = max(1, timed[self.engine][1] // (_TRIAL_POINTS * batches.size_of(example)))
+            problem.micro_batch = max(1, kept_budget(problem.device) // 2 // (each * self.chunk))
+
+
+def _trial(work: Callable[[], Tensor], device: torch.device) -> tuple[float, int]:
+    """Seconds and bytes of some work on a GPU, the second time it is done."""
+    with torch.no_grad():
+        work()
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        started = time.perf_counter()
+        for _ in range(3):
+            work()
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started, torch.cuda.max_memory_allocated(device) - before
