@@ -3,7 +3,11 @@
 Arrays first: every function returns a result that saves, loads and is drawn without the network.
 """
 
+from flatness.landscape.densities import density
+from flatness.landscape.density_result import Density
 from flatness.landscape.line_result import Line
 from flatness.landscape.lines import line
+from flatness.landscape.surface_result import Surface
+from flatness.landscape.surfaces import surface
 
-__all__ = ["Line", "line"]
+__all__ = ["Density", "Line", "Surface", "density", "line", "surface"]

@@ -50,7 +50,9 @@ class Table:
 
     def take(self, arrays: dict[str, Array]) -> None:
         """Go on from what an earlier run computed."""
-        self.loss[:], self.accuracy[:], self.done[:] = arrays["loss"], arrays["accuracy"], arrays["done"]
+        for name in ("loss", "accuracy", "done"):
+            own = getattr(self, name)
+            own[:] = arrays[name].reshape(own.shape)
         self.bar.advance(int(self.done.sum()))
 
     def fill(self, row: int, points: Points, coefficients: torch.Tensor) -> None:

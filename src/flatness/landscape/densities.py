@@ -1,0 +1,297 @@
+"""`flatness.landscape.density`: how the eigenvalues of the Hessian are distributed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.hessian_operator import HessianOperator
+from flatness.curvature.network_spectrum import SpectrumRequest, inverse_metric_root
+from flatness.curvature.parameter_space import ParameterSpace
+from flatness.curvature.quadrature import LanczosRuns, random_signs
+from flatness.errors import LayerError, OptionError, listed, nearest
+from flatness.forward import Forward
+from flatness.landscape.density_result import KIND, Density, SpectralQuadrature
+from flatness.landscape.filling import resumed
+from flatness.landscape.networks import Member, Networks, members_of
+from flatness.landscape.setting import identity_of
+from flatness.landscape.storage import Array
+from flatness.layers import find_layers, select_layers
+from flatness.planning import make_plan
+from flatness.problem import Problem
+from flatness.progress import ProgressBar
+from flatness.provenance import own_version
+from flatness.ranks import separately
+
+METRICS = ("euclidean", "layerwise", "nodewise")
+"""D of D^½ H D^½: 1, ‖W_l‖² on every tensor (rangamani2019, Def. 3), or θ_i² (§6)."""
+_CURVATURES = ("hessian", "gauss_newton")
+_PARAMETERS = ("all", "weights")
+_BASIS_BYTES = 1024 * 2**20
+_INTERRUPTED = "interrupted:"
+
+
+@separately()
+def density(
+    model: Networks,
+    data: Any,
+    loss: Any = "cross_entropy",
+    *,
+    metric: str = "euclidean",
+    layers: str | list[str] | None = None,
+    parameters: str = "all",
+    runs: int = 10,
+    steps: int = 80,
+    curvature: str = "hessian",
+    resume: str | os.PathLike[str] | None = None,
+    forward: Forward | None = None,
+    weight_decay: float = 0.0,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Density:
+    """The density of the eigenvalues of the Hessian, or of D^½ H D^½, by stochastic Lanczos quadrature.
+
+    With ``metric="layerwise"`` layer-wise rescaled copies of a network have the same density, with
+    "nodewise" neuron-wise rescaled ones too; the Hessian's own density they do not share.
+
+    Args:
+        model: A network, or networks by name, a curve for each.
+        data: As for `flatness.measure`.
+        loss: As for `flatness.measure`.
+        metric: One of `METRICS`. Parameters without a metric, which are zero, are left out.
+        layers: None for the whole network; a name, a list of names or "all" for the Hessians of the weights
+            of these layers, a curve for each.
+        parameters: "all", or "weights" for those with two axes or more.
+        runs: Random starting vectors; the band is over them.
+        steps: Lanczos steps, each a product with the Hessian for every run.
+        curvature: "hessian" or "gauss_newton".
+        resume: A file: networks in it are not computed again, and what is computed is kept there.
+        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        weight_decay: Adds weight_decay·I to the Hessian.
+        batch_size: Samples per micro-batch; chosen by memory when None.
+        device: Work on a copy of the model there.
+        dtype: Work on a copy of the model in that precision.
+        seed: Seed of the starting vectors.
+        progress: Whether to show a bar on work of more than two seconds.
+
+    Returns:
+        A `Density`: print it; `.curve(name, grid)`, `.spectra[name].power_sum(2)`; `.save` it. After Ctrl-C
+        it holds what the steps made so far say. `flatness.show.landscape.save_density` draws it.
+
+    Example:
+        >>> import torch, flatness
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        >>> data = torch.randn(50, 4), torch.randint(3, (50,))
+        >>> density = flatness.landscape.density(model, data, runs=4, steps=20)
+        >>> trace, stderr = density.spectra["network"].power_sum(1)
+        >>> len(density.grid())
+        2001
+    """
+    _check(metric, parameters, runs, steps, curvature)
+    members = members_of(model)
+    setting = {
+        "forward": forward,
+        "weight_decay": weight_decay,
+        "batch_size": batch_size,
+        "device": device,
+        "dtype": dtype,
+        "seed": seed,
+        "progress": progress,
+    }
+    problems = [Problem(member.model, data, loss, **setting) for member in members]
+    identity = identity_of(problems) | {
+        "metric": metric,
+        "layers": layers,
+        "parameters": parameters,
+        "runs": runs,
+        "steps": steps,
+        "curvature": curvature,
+    }
+    return _Census(members, problems, identity, resume).run()
+
+
+def _check(metric: Any, parameters: Any, runs: Any, steps: Any, curvature: Any) -> None:
+    choices = {
+        "metric": (metric, METRICS),
+        "parameters": (parameters, _PARAMETERS),
+        "curvature": (curvature, _CURVATURES),
+    }
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise OptionError(
+                f"Expected {name} to be one of {', '.join(known)} but got {value!r}.{nearest(value, known)}"
+            )
+    for name, value, example in (("runs", runs, 10), ("steps", steps, 80)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(
+                f"Expected {name} to be a whole number of at least 1 but got {value!r}. For example "
+                f"{name}={example}."
+            )
+
+
+@dataclass
+class _Census:
+    """One call: network after network."""
+
+    members: list[Member]
+    problems: list[Problem]
+    asked: dict[str, Any]
+    resume: str | os.PathLike[str] | None
+    spectra: dict[str, SpectralQuadrature] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def run(self) -> Density:
+        self._go_on()
+        for member, problem in zip(self.members, self.problems, strict=True):
+            name = self._name(member)
+            if name not in self.finished and not self.interrupted:
+                with problem.guarded():
+                    self._network(name, problem)
+                if self.resume is not None:
+                    self._density().save(self.resume)
+        return self._density()
+
+    def _go_on(self) -> None:
+        """Take over the networks that an earlier run finished."""
+        if self.resume is None:
+            return
+        first = self.problems[0]
+        with first.guarded():
+            first.stream(lambda batch: None, "data")
+        self.asked["data"] = f"{first.fingerprint or 0:x}"
+        if resumed(self.resume, KIND, self.asked) is None:
+            return
+        before = Density.load(self.resume)
+        self.facts = dict(before.meta)
+        self.finished, self.owners = list(before.meta["finished"]), dict(before.meta["owners"])
+        self.spectra = {
+            label: own for label, own in before.spectra.items() if self.owners[label] in self.finished
+        }
+        self.notes = [note for note in before.notes if not note.startswith(_INTERRUPTED)]
+
+    def _name(self, member: Member) -> str:
+        several = sum(other.group == member.group for other in self.members) > 1
+        return f"{member.group} {member.number + 1}" if several else member.group
+
+    def _density(self) -> Density:
+        meta = {**self.facts, "asked": self.asked, "finished": self.finished, "owners": self.owners}
+        return Density(dict(self.spectra), meta, tuple(dict.fromkeys(self.notes)))
+
+    def _network(self, name: str, problem: Problem) -> None:
+        plan = make_plan(
+            problem,
+            measures="riemannian_spectral_norm",
+            layers=None,
+            method="auto",
+            curvature=self.asked["curvature"],
+            options=None,
+        )
+        space = ParameterSpace(problem)
+        operator = HessianOperator(space, curvature=self.asked["curvature"], graph_bytes=plan.graph_bytes)
+        parts = _parts(space, self.asked)
+        several = len(parts) > 1 or self.asked["layers"] is not None
+        for part, root in parts.items():
+            label = (part if name == "network" else f"{name}: {part}") if several else name
+            self.owners[label] = name
+            if not self.interrupted:
+                self._spectrum(label, operator, root)
+        self.facts |= {
+            "metric": self.asked["metric"],
+            "loss": problem.loss.name,
+            "steps": self.asked["steps"],
+            "samples": problem.samples,
+            "model": type(problem.model).__name__,
+            "curvature": self.asked["curvature"],
+            "flatness": own_version(),
+        }
+        self.notes += problem.notes
+        if not self.interrupted:
+            self.finished.append(name)
+
+    def _spectrum(self, label: str, operator: HessianOperator, root: Tensor) -> None:
+        """All runs of one spectrum, as many side by side as their bases leave room for."""
+        runs, steps = self.asked["runs"], self.asked["steps"]
+        mask = root > 0
+        dimension = int(mask.sum())
+        if not dimension:
+            self.notes.append(f"{label}: left out, as all its parameters are zero")
+            return
+        start = random_signs(runs, mask, operator.space.problem.seed)
+        together = max(1, _BASIS_BYTES // (8 * len(root) * min(steps, dimension)))
+        found = []
+        problem = operator.space.problem
+        shown, problem.progress = problem.progress, False
+        with ProgressBar(f"density of {label}", runs * min(steps, dimension), shown) as bar:
+            for first in range(0, runs, together):
+                lanczos = LanczosRuns(start[first : first + together], steps)
+                self._drive(lanczos, operator, root, bar, label)
+                if lanczos.made:
+                    found.append(lanczos.quadrature())
+                if self.interrupted:
+                    break
+        problem.progress = shown
+        if found:
+            nodes, weights = (
+                _stacked([part.nodes for part in found]),
+                _stacked([part.weights for part in found]),
+            )
+            self.spectra[label] = SpectralQuadrature(nodes, weights, dimension)
+
+    def _drive(
+        self, lanczos: LanczosRuns, operator: HessianOperator, root: Tensor, bar: ProgressBar, label: str
+    ) -> None:
+        """Make the steps, until Ctrl-C."""
+        try:
+            while not lanczos.done:
+                asked = [root * vector for vector in lanczos.query()]
+                lanczos.tell(torch.stack([root * product for product in operator(asked)]))
+                bar.advance(len(asked))
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.notes.insert(
+                0, f"{_INTERRUPTED} {label} after {lanczos.made} of {lanczos.steps} steps of Lanczos"
+            )
+
+
+def _stacked(parts: list[Tensor]) -> Array:
+    """Rows of several runs, with zeros after the end of shorter ones."""
+    most = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1])) for part in parts]).numpy()
+
+
+def _parts(space: ParameterSpace, asked: dict[str, Any]) -> dict[str, Tensor]:
+    """D^½ by the name of what is looked at; 0 on what is not part of it."""
+    request = SpectrumRequest(metric=asked["metric"], parameters=asked["parameters"])
+    root = inverse_metric_root(space, request)
+    if asked["layers"] is None:
+        return {"network": root}
+    available = find_layers(space.problem.model)
+    everything = asked["layers"] == "all" and "all" not in available
+    names = select_layers(available, list(available), None if everything else asked["layers"])
+    weights = {name: available[name].weight_name for name in names}
+    missing = [name for name, weight in weights.items() if weight not in space.parameters]
+    if missing:
+        raise LayerError(
+            f"Expected layers whose weight is a parameter but {listed(missing)} compute it from others. "
+            "Leave "
+            "them out."
+        )
+    masks = {
+        name: space.per_parameter(
+            lambda own, value, weight=weight: torch.tensor(float(own == weight), device=value.device)
+        )
+        for name, weight in weights.items()
+    }
+    return {name: root * mask for name, mask in masks.items()}

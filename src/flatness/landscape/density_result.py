@@ -1,0 +1,156 @@
+"""What `landscape.density` found: quadratures of spectra, saved and drawn without the network."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatness.landscape.storage import Array, read_arrays, write_arrays
+from flatness.tables import format_value
+
+if TYPE_CHECKING:
+    import pandas
+
+KIND = "density"
+_POINTS = 2001
+_METRICS = {
+    "euclidean": "the Hessian",
+    "layerwise": "D^½ H D^½, every tensor in units of its own length,",
+    "nodewise": "D^½ H D^½, every parameter in units of its own size,",
+}
+
+
+@dataclass(frozen=True)
+class SpectralQuadrature:
+    """Gauss quadratures of one spectrum, a row for each run.
+
+    Attributes:
+        nodes: Places, (runs, steps).
+        weights: Shares of the spectrum at these places; each row sums to 1.
+        dimension: N, the number of eigenvalues.
+    """
+
+    nodes: Array
+    weights: Array
+    dimension: int
+
+    def power_sum(self, power: int) -> tuple[float, float]:
+        """Σ λ^power over all eigenvalues, and the standard error of the estimate.
+
+        power=1 is the trace, power=2 the squared Frobenius norm.
+        """
+        runs = self.dimension * (self.weights * self.nodes**power).sum(1)
+        error = float(runs.std(ddof=1)) / len(runs) ** 0.5 if len(runs) > 1 else float("nan")
+        return float(runs.mean()), error
+
+
+@dataclass(frozen=True)
+class Density:
+    """Densities of the eigenvalues of Hessians, by name: of networks, of their layers.
+
+    Attributes:
+        spectra: Quadratures by name.
+        meta: Where it comes from: metric, data, loss, settings.
+        notes: What the user should know.
+    """
+
+    spectra: dict[str, SpectralQuadrature]
+    meta: dict[str, Any] = field(default_factory=dict, repr=False)
+    notes: tuple[str, ...] = ()
+
+    def width(self) -> float:
+        """The width of the Gaussian that curves are smoothed with by default: 1/100 of the range."""
+        low, high = self._range()
+        return max(high - low, 1e-12) / 100
+
+    def grid(self, width: float | None = None) -> Array:
+        """Evenly spaced λ that hold all spectra."""
+        low, high = self._range()
+        room = 4 * (width or self.width())
+        return np.linspace(low - room, high + room, _POINTS)
+
+    def curve(self, name: str, grid: Array, width: float | None = None) -> tuple[Array, Array]:
+        """The density at each λ of a grid, smoothed by a Gaussian, and its standard error over runs.
+
+        Args:
+            name: Which spectrum.
+            grid: Where.
+            width: Standard deviation of the Gaussian; `width()` when None.
+        """
+        own, sigma = self.spectra[name], width or self.width()
+        runs = np.zeros((len(own.nodes), len(grid)))
+        for nodes, weights, run in zip(own.nodes, own.weights, runs, strict=True):
+            bumps = np.exp(-0.5 * ((grid[:, None] - nodes) / sigma) ** 2) / (sigma * np.sqrt(2 * np.pi))
+            run[:] = bumps @ weights
+        several = len(runs) > 1
+        error = runs.std(0, ddof=1) / len(runs) ** 0.5 if several else np.full(len(grid), np.nan)
+        return runs.mean(0), error
+
+    def _range(self) -> tuple[float, float]:
+        counted = [own.nodes[own.weights > 1e-14] for own in self.spectra.values()]
+        return min(float(nodes.min()) for nodes in counted), max(float(nodes.max()) for nodes in counted)
+
+    def caption(self) -> str:
+        """What a picture of it shows, in a sentence or two."""
+        what = _METRICS.get(str(self.meta.get("metric")), "the Hessian")
+        runs = len(next(iter(self.spectra.values())).nodes)
+        samples = self.meta.get("samples")
+        data = f" on {samples:,} samples" if samples else ""
+        return (
+            f"Density of the eigenvalues of {what} of {self.meta.get('loss', 'the loss')}{data}; mean and "
+            "two "
+            f"standard errors over {runs} run{'' if runs == 1 else 's'} of Lanczos with "
+            f"{self.meta.get('steps', '?')} steps, smoothed by a Gaussian of width {self.width():.2g}."
+        )
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A tidy table: name, run, node, weight."""
+        import pandas
+
+        frames = []
+        for name, own in self.spectra.items():
+            runs, steps = own.nodes.shape
+            columns = {
+                "name": name,
+                "run": np.repeat(np.arange(runs), steps),
+                "node": own.nodes.ravel(),
+                "weight": own.weights.ravel(),
+            }
+            frames.append(pandas.DataFrame(columns))
+        return pandas.concat(frames, ignore_index=True)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write arrays and meta to an .npz file, at once or not at all."""
+        arrays = {}
+        for place, own in enumerate(self.spectra.values()):
+            arrays |= {f"nodes {place}": own.nodes, f"weights {place}": own.weights}
+        dimensions = {name: own.dimension for name, own in self.spectra.items()}
+        write_arrays(path, KIND, arrays, {**self.meta, "spectra": dimensions, "notes": list(self.notes)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Density:
+        """Read what `save` wrote."""
+        _, arrays, meta = read_arrays(path, KIND)
+        spectra = {
+            name: SpectralQuadrature(arrays[f"nodes {place}"], arrays[f"weights {place}"], dimension)
+            for place, (name, dimension) in enumerate(meta.pop("spectra").items())
+        }
+        notes = tuple(meta.pop("notes"))
+        return cls(spectra, meta, notes)
+
+    def __str__(self) -> str:
+        """The caption; for each spectrum its ends, trace and Frobenius norm."""
+        lines = [self.caption()]
+        for name, own in self.spectra.items():
+            counted = own.nodes[own.weights > 1e-14]
+            trace, square = (format_value(*own.power_sum(power)) for power in (1, 2))
+            lines.append(
+                f"{name}: {own.dimension:,} eigenvalues from {counted.min():.4g} to {counted.max():.4g}, "
+                f"trace {trace}, ‖·‖²_F {square}"
+            )
+        return "\n  ".join([*lines, *self.notes])
+
+    __repr__ = __str__
