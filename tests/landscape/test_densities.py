@@ -89,7 +89,7 @@ def test_the_curve_is_the_smoothed_histogram_of_the_eigenvalues():
     model, data = network()
     values = torch.linalg.eigvalsh(dense(model, data)).numpy()
     found = density(model, data, runs=30, steps=40, **QUIET)
-    grid, width = found.grid(), found.width()
+    grid, width = found.grid("network"), found.width("network")
     bumps = np.exp(-0.5 * ((grid[:, None] - values) / width) ** 2) / (width * np.sqrt(2 * np.pi))
     mean, error = found.curve("network", grid)
     assert np.trapezoid(mean, grid) == pytest.approx(1.0, abs=1e-3)
@@ -129,7 +129,7 @@ def test_rescaled_copies_coincide_in_the_metric_and_differ_without_it():
     for kind, metric in (("layerwise", "layerwise"), ("neuronwise", "nodewise")):
         networks = {"original": model, "copy": flatness.rescale(model, data[0][:2], kind=kind, seed=3)}
         found = density(networks, data, metric=metric, runs=3, steps=12, **QUIET)
-        grid = found.grid()
+        grid = found.grid("original")
         same, _ = found.curve("original", grid)
         np.testing.assert_allclose(found.curve("copy", grid)[0], same, rtol=1e-5, atol=1e-8)
         plain = density(networks, data, runs=3, steps=12, **QUIET)

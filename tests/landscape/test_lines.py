@@ -220,7 +220,7 @@ def test_recomputed_batch_norm_statistics_are_those_of_the_data_at_every_point()
     assert small.loss[0, 2] == pytest.approx(risk_and_accuracy(other.eval(), data)[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["grouped", "unfolded"])
+@pytest.mark.parametrize("engine", ["grouped", "unfolded", "banded"])
 @pytest.mark.parametrize("batch_norm", ["as_is", "recomputed"])
 def test_all_engines_agree(engine, batch_norm):
     model, data = convolutional()
@@ -232,6 +232,42 @@ def test_all_engines_agree(engine, batch_norm):
             points = Points(problem, batch_norm=batch_norm, engine=name, fixed_batch=True).along(directions)
             found.append(points(torch.tensor([[0.3, -0.2], [0.0, 0.5], [0.0, 0.0]])))
     torch.testing.assert_close(*found, rtol=1e-11, atol=0)
+
+
+def test_the_fastest_engine_that_takes_the_network_is_chosen(monkeypatch):
+    from flatness.landscape import choosing
+
+    model, data = convolutional()
+    problem = Problem(model, data, progress=False)
+    speeds = {"unfolded": 2.0, "banded": 1.0, "grouped": 3.0}
+
+    def memory(work, device):
+        with torch.no_grad():
+            assert work().shape == (8, 3)
+        return 8 * 16 * 1000  # a thousand bytes per point and sample
+
+    def seconds(work, device):
+        with torch.no_grad():
+            assert work().shape == (64, 3)
+        return speeds[work.func.__self__.engine]
+
+    monkeypatch.setattr(choosing, "_memory", memory)
+    monkeypatch.setattr(choosing, "_seconds", seconds)
+    monkeypatch.setattr(choosing, "kept_budget", lambda device: 2 * 64 * 1000 * 12)
+    with problem.guarded():
+        assert choosing.choose_engine(problem, 64) == choosing.Choice("banded", 12)
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.fc(x) if self.fc(x).sum() > 0 else -self.fc(x)
+
+    problem = Problem(Branches(), (torch.randn(5, 4), torch.randint(3, (5,))), progress=False)
+    with problem.guarded():
+        assert choosing.choose_engine(problem, 64) is None
 
 
 def test_several_networks_make_curves_with_mean_and_band():

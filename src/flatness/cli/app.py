@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from flatness.cli import bound, catalogue, check, compare, demo, measure, study
+from flatness.cli import bound, catalogue, check, compare, demo, landscape, measure, study
 from flatness.cli.answers import INTERRUPTED, answer, interrupted, plain_output
 from flatness.cli.help import Group
 
@@ -23,6 +23,7 @@ Example:
     flatness compare a.json b.json
     flatness check net.pt --model mynets:build --data digits
     flatness bound net.pt --model mynets:build --data digits
+    flatness landscape surface net.pt --model mynets:build --data digits
     flatness study run petzka2019-mnist --scale smoke
 """
 
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
 )
-for command in (demo, measure, catalogue, compare, check, bound, study):
+for command in (demo, measure, catalogue, compare, check, landscape, bound, study):
     command.register(app)
 
 

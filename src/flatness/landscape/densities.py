@@ -92,7 +92,7 @@ def density(
         >>> data = torch.randn(50, 4), torch.randint(3, (50,))
         >>> density = flatness.landscape.density(model, data, runs=4, steps=20)
         >>> trace, stderr = density.spectra["network"].power_sum(1)
-        >>> len(density.grid())
+        >>> len(density.grid("network"))
         2001
     """
     _check(metric, parameters, runs, steps, curvature)

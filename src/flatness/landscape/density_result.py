@@ -61,15 +61,15 @@ class Density:
     meta: dict[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
 
-    def width(self) -> float:
-        """The width of the Gaussian that curves are smoothed with by default: 1/100 of the range."""
-        low, high = self._range()
+    def width(self, name: str) -> float:
+        """The width of the Gaussian that a spectrum is smoothed with by default: 1/100 of its range."""
+        low, high = self.ends(name)
         return max(high - low, 1e-12) / 100
 
-    def grid(self, width: float | None = None) -> Array:
-        """Evenly spaced λ that hold all spectra."""
-        low, high = self._range()
-        room = 4 * (width or self.width())
+    def grid(self, name: str, width: float | None = None) -> Array:
+        """Evenly spaced λ that hold a spectrum."""
+        low, high = self.ends(name)
+        room = 4 * (width or self.width(name))
         return np.linspace(low - room, high + room, _POINTS)
 
     def curve(self, name: str, grid: Array, width: float | None = None) -> tuple[Array, Array]:
@@ -78,9 +78,9 @@ class Density:
         Args:
             name: Which spectrum.
             grid: Where.
-            width: Standard deviation of the Gaussian; `width()` when None.
+            width: Standard deviation of the Gaussian; `width(name)` when None.
         """
-        own, sigma = self.spectra[name], width or self.width()
+        own, sigma = self.spectra[name], width or self.width(name)
         runs = np.zeros((len(own.nodes), len(grid)))
         for nodes, weights, run in zip(own.nodes, own.weights, runs, strict=True):
             bumps = np.exp(-0.5 * ((grid[:, None] - nodes) / sigma) ** 2) / (sigma * np.sqrt(2 * np.pi))
@@ -89,9 +89,11 @@ class Density:
         error = runs.std(0, ddof=1) / len(runs) ** 0.5 if several else np.full(len(grid), np.nan)
         return runs.mean(0), error
 
-    def _range(self) -> tuple[float, float]:
-        counted = [own.nodes[own.weights > 1e-14] for own in self.spectra.values()]
-        return min(float(nodes.min()) for nodes in counted), max(float(nodes.max()) for nodes in counted)
+    def ends(self, name: str) -> tuple[float, float]:
+        """The smallest and the largest eigenvalue that a run met."""
+        own = self.spectra[name]
+        counted = own.nodes[own.weights > 1e-14]
+        return float(counted.min()), float(counted.max())
 
     def caption(self) -> str:
         """What a picture of it shows, in a sentence or two."""
@@ -103,7 +105,7 @@ class Density:
             f"Density of the eigenvalues of {what} of {self.meta.get('loss', 'the loss')}{data}; mean and "
             "two "
             f"standard errors over {runs} run{'' if runs == 1 else 's'} of Lanczos with "
-            f"{self.meta.get('steps', '?')} steps, smoothed by a Gaussian of width {self.width():.2g}."
+            f"{self.meta.get('steps', '?')} steps, smoothed by a Gaussian of 1/100 of the range."
         )
 
     def to_frame(self) -> pandas.DataFrame:
@@ -145,10 +147,10 @@ class Density:
         """The caption; for each spectrum its ends, trace and Frobenius norm."""
         lines = [self.caption()]
         for name, own in self.spectra.items():
-            counted = own.nodes[own.weights > 1e-14]
+            low, high = self.ends(name)
             trace, square = (format_value(*own.power_sum(power)) for power in (1, 2))
             lines.append(
-                f"{name}: {own.dimension:,} eigenvalues from {counted.min():.4g} to {counted.max():.4g}, "
+                f"{name}: {own.dimension:,} eigenvalues from {low:.4g} to {high:.4g}, "
                 f"trace {trace}, ‖·‖²_F {square}"
             )
         return "\n  ".join([*lines, *self.notes])

@@ -12,13 +12,14 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatness import batches
+from flatness.convolutions import AsProducts
 from flatness.problem import Problem
-from flatness.unfolded import AsProducts
 
-ENGINES = ("looped", "grouped", "unfolded")
+ENGINES = ("looped", "grouped", "unfolded", "banded")
 """How points are evaluated. ``looped``: one after the other. ``grouped``: all at once through `torch.vmap`,
 which makes a batch of products out of linear layers and a grouped convolution out of convolutions.
-``unfolded``: the same with convolutions written as products over unfolded images."""
+``unfolded`` and ``banded``: the same with convolutions written as products over unfolded images, or of whole
+image rows with the band matrix of the kernel."""
 
 LOSS, WRONG, COUNTED = range(3)
 """Columns of what `Stacked.sums` returns."""

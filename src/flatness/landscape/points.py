@@ -7,18 +7,16 @@ together, each layer with a leading axis for the point, by the engine that is fa
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness import batches
-from flatness.errors import FlatnessError
+from flatness.landscape.choosing import choose_engine
 from flatness.landscape.engines import LOSS, Stacked, accuracy_of, bytes_of
-from flatness.memory import fits, kept_budget, ran_out
+from flatness.memory import fits, kept_budget
 from flatness.probe import first_run
 from flatness.problem import Problem
 
@@ -30,8 +28,7 @@ Direction = Mapping[str, Tensor]
 
 # Points that share a pass: on a CPU few, so that an interrupt loses little.
 _CHUNK = {"cpu": 8, "cuda": 64}
-_TRIAL_POINTS, _TRIAL_SAMPLES = 16, 64
-_FAR = "the engine for many points at once does not take this network; points were evaluated one by one"
+_ONE_BY_ONE = "torch.vmap does not take this network; its points were evaluated one by one"
 
 
 class Points:
@@ -73,7 +70,7 @@ class Points:
         self._kept: list[Any] | None = []
         first_run(problem, problem.example(2))
         if engine is None and problem.device.type == "cuda":
-            self._choose_engine(fixed_batch)
+            self._choose(fixed_batch)
         self._normaliser = 0.0
         self.loss, self.accuracy = self._at_theta()
 
@@ -173,6 +170,16 @@ class Points:
             for batch in self._kept:
                 step(batch)
 
+    def _choose(self, fixed_batch: bool) -> None:
+        choice = choose_engine(self.problem, self.chunk)
+        if choice is None:
+            self.problem.notes.append(_ONE_BY_ONE)
+            return
+        self.engine = choice.engine
+        self._stacked = Stacked(self.problem, self.engine)
+        if not fixed_batch:
+            self.problem.micro_batch = choice.samples
+
     def _at_theta(self) -> tuple[float, float]:
         """E and accuracy of the network as it is; targets are checked, and the data kept if it fits."""
         problem, kept, held = self.problem, [], 0
@@ -199,41 +206,3 @@ class Points:
             problem.locate_bad_loss()
         loss = sums[:, LOSS] / total + self._penalty({}, 1)
         return float(loss), float(accuracy_of(sums))
-
-    def _choose_engine(self, fixed_batch: bool) -> None:
-        """Try the engines on a few points and samples: the faster one, and how many samples fit with it."""
-        problem = self.problem
-        example = problem.example(_TRIAL_SAMPLES)
-        moved = {
-            name: value.detach().expand(_TRIAL_POINTS, *value.shape).clone()
-            for name, value in problem.model.named_parameters()
-        }
-        timed: dict[str, tuple[float, int]] = {}
-        for name in ("unfolded", "grouped"):
-            try:
-                timed[name] = _trial(partial(Stacked(problem, name).sums, moved, example), problem.device)
-            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                if isinstance(error, FlatnessError) or ran_out(error):
-                    raise
-        if not timed:
-            problem.notes.append(_FAR)
-            return
-        self.engine = min(timed, key=lambda name: timed[name][0])
-        self._stacked = Stacked(problem, self.engine)
-        if not fixed_batch:
-            each = max(1, timed[self.engine][1] // (_TRIAL_POINTS * batches.size_of(example)))
-            problem.micro_batch = max(1, kept_budget(problem.device) // 2 // (each * self.chunk))
-
-
-def _trial(work: Callable[[], Tensor], device: torch.device) -> tuple[float, int]:
-    """Seconds and bytes of some work on a GPU, the second time it is done."""
-    with torch.no_grad():
-        work()
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        started = time.perf_counter()
-        for _ in range(3):
-            work()
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started, torch.cuda.max_memory_allocated(device) - before

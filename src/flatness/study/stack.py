@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flatness.unfolded import AsProducts
+from flatness.convolutions import AsProducts
 
 ENGINES = ("looped", "grouped", "unfolded", "banded")
 """How a stack runs forward. ``looped``: one network after the other. ``grouped``: all at once through

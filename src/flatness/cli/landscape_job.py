@@ -1,0 +1,154 @@
+"""One run of ``flatness landscape``: networks loaded, the landscape computed, files written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from torch import nn
+
+import flatness
+from flatness.batches import tensors_in
+from flatness.checkpoints import fit_checkpoint, read_checkpoint
+from flatness.cli.answers import INTERRUPTED, UsageError, printable, usage_of
+from flatness.cli.job import DataRequest, checkpoints_of, load
+from flatness.cli.output import terminal_width
+from flatness.cli.sources import load_device, load_dtype, load_function, load_loss, load_model
+from flatness.errors import LayerError, OptionError
+from flatness.show.landscape_page import Landscape, write_landscape
+
+__all__ = ["DataRequest", "Request", "density", "finish", "line", "surface"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the three commands share, in the words of the command line."""
+
+    checkpoints: list[str]
+    model: str
+    model_arguments: dict[str, Any]
+    data: DataRequest
+    loss: str
+    forward: str | None
+    device: str | None
+    dtype: str | None
+    setting: dict[str, Any]
+
+
+def line(request: Request, asked: dict[str, Any], between: str | None, file: Path | None) -> Landscape:
+    """Lines from every checkpoint, or from one to another."""
+    networks = _networks(request)
+    if between is not None:
+        if len(networks) > 1:
+            raise UsageError(f"Expected one checkpoint with --between but got {len(networks)}.")
+        (path,) = checkpoints_of([between])
+        asked = {**asked, "between": _loaded(request, path)}
+    return _called(request, flatness.landscape.line, _alone(networks), asked, file)
+
+
+def surface(request: Request, asked: dict[str, Any], trajectory: list[str], file: Path | None) -> Landscape:
+    """A plane around one checkpoint, or that of trajectories."""
+    paths = checkpoints_of(request.checkpoints)
+    if len(paths) > 1:
+        raise UsageError(
+            f"Expected one checkpoint in the middle but got {len(paths)}. Give the others as --trajectory."
+        )
+    if not trajectory:
+        return _called(request, flatness.landscape.surface, _alone(_networks(request)), asked, file)
+    trajectories: dict[str, list[nn.Module]] = {}
+    for given in trajectory:
+        name, equals, place = given.partition("=")
+        steps = checkpoints_of([place if equals else given])
+        label = name if equals else Path(given).stem or "trajectory"
+        trajectories.setdefault(label, []).extend(_loaded(request, path) for path in steps)
+    middle = _loaded(request, paths[0]) if paths else next(iter(trajectories.values()))[-1]
+    asked = {**asked, "trajectory": trajectories}
+    return _called(request, flatness.landscape.surface, middle, asked, file)
+
+
+def density(request: Request, asked: dict[str, Any], copies: int, file: Path | None) -> Landscape:
+    """Spectra of every checkpoint, and of rescaled copies."""
+    networks = _networks(request)
+    if copies:
+        if len(networks) > 1:
+            raise UsageError(f"Expected one checkpoint with --copies but got {len(networks)}.")
+        (original,) = networks.values()
+        example = next(tensors_in(next(iter(_batches(load(request.data).batches)))))[:2]
+        networks = {"original": original} | {
+            f"rescaled {place + 1}": flatness.rescale(original, example, kind="layerwise", seed=place)
+            for place in range(copies)
+        }
+    return _called(request, flatness.landscape.density, _alone(networks), asked, file)
+
+
+def _batches(data: Any) -> Any:
+    """Something whose first element holds inputs: a pair of tensors, or batches."""
+    return [data] if isinstance(data, (tuple, list)) and len(data) == 2 else data
+
+
+def _networks(request: Request) -> dict[str, nn.Module]:
+    """A network for every checkpoint by its name; the model as built where there is none."""
+    paths = checkpoints_of(request.checkpoints)
+    if not paths:
+        typer.echo(
+            "note: no checkpoint was given: the weights are those that the model was built with", err=True
+        )
+        return {"network": _loaded(request, None)}
+    names = [path.stem for path in paths]
+    unique = len(set(names)) == len(names)
+    return {
+        name if unique else str(path): _loaded(request, path) for name, path in zip(names, paths, strict=True)
+    }
+
+
+def _alone(networks: dict[str, nn.Module]) -> Any:
+    """One network as itself: its curve needs no name."""
+    return next(iter(networks.values())) if len(networks) == 1 else networks
+
+
+def _loaded(request: Request, path: Path | None) -> nn.Module:
+    network = load_model(request.model, request.model_arguments, request.setting["seed"])
+    if path is not None:
+        for note in fit_checkpoint(network, read_checkpoint(path), str(path)):
+            typer.echo(f"note: {note}", err=True)
+    return network.eval()
+
+
+def _called(
+    request: Request, function: Any, networks: Any, asked: dict[str, Any], file: Path | None
+) -> Landscape:
+    try:
+        return function(
+            networks,
+            load(request.data).batches,
+            load_loss(request.loss),
+            forward=load_function(request.forward, "--forward") if request.forward else None,
+            device=load_device(request.device) if request.device else None,
+            dtype=load_dtype(request.dtype) if request.dtype else None,
+            resume=file,
+            **request.setting,
+            **asked,
+        )
+    except (OptionError, LayerError) as error:
+        hint = " --fresh computes it anew." if "Expected resume" in str(error) else ""
+        raise usage_of(type(error)(f"{error}{hint}")) from error
+
+
+def finish(found: Landscape, out: Path | None, as_csv: bool) -> int:
+    """Print and write; the exit status says whether Ctrl-C ended the work."""
+    import textwrap
+
+    if as_csv:
+        typer.echo(found.to_frame().to_csv(index=False), nl=False)
+    else:
+        for text in str(found).splitlines():
+            typer.echo(printable(textwrap.fill(text.strip(), terminal_width(), subsequent_indent="  ")))
+    if out is not None:
+        files = write_landscape(out, found)
+        typer.echo(f"\nwritten to {out}: {', '.join(files)}", err=as_csv)
+    interrupted = any(note.startswith("interrupted:") for note in found.notes)
+    if interrupted and out is not None:
+        typer.echo("run the same command again to go on", err=True)
+    return INTERRUPTED if interrupted else 0

@@ -1,0 +1,82 @@
+"""Which engine evaluates many points at once fastest on a GPU, and on how many samples at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flatness import batches
+from flatness.errors import FlatnessError
+from flatness.landscape.engines import Stacked
+from flatness.memory import kept_budget, ran_out
+from flatness.problem import Problem
+
+_CONTENDERS = ("unfolded", "banded", "grouped")
+# A first look at the memory that a sample takes at a point; then a race over more samples, so that the
+# launches of kernels do not decide it.
+_FEW_POINTS, _FEW_SAMPLES, _RACE_SAMPLES = 8, 16, 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, and how many samples of a batch it takes at all points of a chunk together."""
+
+    engine: str
+    samples: int
+
+
+def choose_engine(problem: Problem, points: int) -> Choice | None:
+    """The fastest engine for so many points at once; None where none takes the network."""
+    budget = kept_budget(problem.device) // 2
+    few = problem.example(_FEW_SAMPLES)
+    taken: dict[str, int] = {}
+    for engine in _CONTENDERS:
+        try:
+            used = _memory(_work(problem, engine, _FEW_POINTS, few), problem.device)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            if isinstance(error, FlatnessError) or ran_out(error):
+                raise
+        else:
+            taken[engine] = max(1, used // (_FEW_POINTS * batches.size_of(few)))
+    if not taken:
+        return None
+    room = {engine: max(1, budget // (points * each)) for engine, each in taken.items()}
+    example = problem.example(min(_RACE_SAMPLES, *room.values()))
+    seconds = {engine: _seconds(_work(problem, engine, points, example), problem.device) for engine in taken}
+    best = min(seconds, key=lambda engine: seconds[engine])
+    return Choice(best, room[best])
+
+
+def _work(problem: Problem, engine: str, points: int, example: object) -> Callable[[], Tensor]:
+    moved = {
+        name: value.detach().expand(points, *value.shape).clone()
+        for name, value in problem.model.named_parameters()
+    }
+    return partial(Stacked(problem, engine).sums, moved, example)
+
+
+def _memory(work: Callable[[], Tensor], device: torch.device) -> int:
+    """Bytes that some work takes at its peak."""
+    with torch.no_grad():
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+
+
+def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    """The shortest of three turns, after one that warms up."""
+    turns = []
+    with torch.no_grad():
+        for _ in range(4):
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            work()
+            torch.cuda.synchronize(device)
+            turns.append(time.perf_counter() - started)
+    return min(turns[1:])

@@ -1,0 +1,87 @@
+"""How pictures of landscapes look: light or dark, at the width of a column of print, legible in grey."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from flatness.files import replacing
+from flatness.landscape.storage import Array
+
+WIDTH = 3.5
+"""Inches: a column."""
+DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1)))
+"""Lines differ in these too, for those who do not see colours."""
+_DOTS = 240
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of paper, text, quiet text and rules."""
+
+    paper: str
+    ink: str
+    quiet: str
+    rule: str
+
+
+LIGHT = Theme("#ffffff", "#1b1d21", "#555b66", "#dddfe4")
+DARK = Theme("#16181c", "#e8eaee", "#a9b0bc", "#363b45")
+# The darkest colour of the palette, on a dark ground.
+_LIGHTER = {"#0072b2": "#4aa3df", "#777777": "#a5a5a5"}
+
+
+def settings(theme: Theme) -> Any:
+    """Settings of matplotlib."""
+    return {
+        "font.size": 8,
+        "axes.labelsize": 8,
+        "xtick.labelsize": 7,
+        "ytick.labelsize": 7,
+        "legend.fontsize": 7,
+        "figure.facecolor": theme.paper,
+        "axes.facecolor": theme.paper,
+        "savefig.facecolor": theme.paper,
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.ink,
+        "axes.edgecolor": theme.quiet,
+        "xtick.color": theme.quiet,
+        "ytick.color": theme.quiet,
+        "xtick.labelcolor": theme.ink,
+        "ytick.labelcolor": theme.ink,
+        "axes.linewidth": 0.6,
+        "xtick.major.width": 0.6,
+        "ytick.major.width": 0.6,
+        "svg.hashsalt": "flatness",
+    }
+
+
+def tidy(axes: Axes, theme: Theme) -> None:
+    """Rules behind the curves, no box around them."""
+    axes.grid(True, color=theme.rule, linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
+
+
+def colour_on(theme: Theme, colour: str) -> str:
+    """A colour of the palette, light enough for the ground it is on."""
+    return _LIGHTER.get(colour, colour) if theme is DARK else colour
+
+
+def is_wide(finite: Array, ratio: float) -> bool:
+    """Whether positive numbers span more than a ratio, and want a logarithmic axis."""
+    return bool(len(finite)) and float(finite.min()) > 0 and float(finite.max() / finite.min()) > ratio
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a picture in the format that its name says, at once or not at all."""
+    suffix = os.path.splitext(os.fspath(path))[1].lstrip(".") or "png"
+    # Without the date, the same data gives the same file.
+    metadata = {"Date": None} if suffix == "svg" else {}
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=suffix, dpi=_DOTS, metadata=metadata)

@@ -1,0 +1,177 @@
+"""Pictures and pages of landscapes, drawn from arrays alone."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flatness.errors import ReportError
+from flatness.landscape import Density, Line, Surface
+from flatness.landscape.density_result import SpectralQuadrature
+from flatness.show.landscape import save_density, save_line
+from flatness.show.landscape_page import load_landscape, write_landscape
+from flatness.show.surfaces import _round_numbers, _scaled, save_contour, save_relief
+
+HOSTILE = "</figcaption><script>alert(1)</script>\"'&"
+
+
+def a_line(loss=None):
+    t = np.linspace(-1, 1, 9)
+    rows = np.stack([1 + scale * t**2 for scale in (1.0, 1.5, 4.0)]) if loss is None else loss
+    return Line(
+        positions=t,
+        loss=rows,
+        accuracy=1 / (1 + np.abs(rows)),
+        done=np.isfinite(rows) | np.isinf(rows),
+        groups=("small", "small", "large"),
+        labels=("direction 1", "direction 2", "direction 1"),
+        meta={"loss": "cross_entropy", "directions": "layer", "samples": 10},
+    )
+
+
+def a_surface(**changes):
+    x, y = np.linspace(-1, 1, 9), np.linspace(-1, 1, 7)
+    loss = 0.5 + x**2 + 2 * y[:, None] ** 2
+    given = {
+        "x": x, "y": y, "loss": loss, "accuracy": 1 / (1 + loss), "done": np.ones(loss.shape, dtype=bool),
+        "meta": {"loss": "mse", "directions": "filter", "samples": 10},
+    }  # fmt: skip
+    return Surface(**{**given, **changes})
+
+
+def a_density():
+    own = SpectralQuadrature(np.array([[0.0, 1.0], [0.1, 1.2]]), np.array([[0.9, 0.1], [0.95, 0.05]]), 100)
+    far = SpectralQuadrature(100 * own.nodes, own.weights, 100)
+    return Density(
+        {"network": own, "copy": far}, {"loss": "mse", "metric": "layerwise", "steps": 2, "samples": 10}
+    )
+
+
+DRAW = {
+    "line": (save_line, a_line),
+    "contour": (save_contour, a_surface),
+    "relief": (save_relief, a_surface),
+    "density": (save_density, a_density),
+}
+
+
+@pytest.mark.parametrize("name", DRAW)
+@pytest.mark.parametrize("dark", [False, True])
+def test_pictures_are_a_column_wide_and_on_the_ground_asked_for(tmp_path, name, dark):
+    draw, make = DRAW[name]
+    draw(tmp_path / "a.png", make(), dark=dark)
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.width == 840  # 3.5 inches
+        assert picture.convert("RGB").getpixel((2, 2)) == ((22, 24, 28) if dark else (255, 255, 255))
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_drawings_are_the_same_every_time_and_whole(tmp_path, name):
+    draw, make = DRAW[name]
+    draw(tmp_path / "a.svg", make())
+    draw(tmp_path / "b.svg", make())
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+
+
+def test_a_surface_reads_in_grey_lighter_is_higher(tmp_path):
+    save_contour(tmp_path / "a.png", a_surface())
+    with Image.open(tmp_path / "a.png") as picture:
+        grey = np.asarray(picture.convert("L"))
+    height, width = grey.shape
+    middle = grey[int(0.45 * height), int(0.5 * width)]
+    corner = grey[int(0.06 * height), int(0.22 * width)]
+    assert int(corner) > int(middle) + 50
+
+
+def test_losses_that_are_not_finite_are_clipped_in_the_picture_and_kept_in_the_data(tmp_path):
+    surface = a_surface()
+    loss = surface.loss.copy()
+    loss[0, 0], loss[0, 1], loss[3, 4] = np.inf, np.nan, np.nan
+    done = surface.done.copy()
+    done[3, 4] = False
+    broken = a_surface(loss=loss, done=done)
+    values, levels, _ = _scaled(broken, "loss")
+    top = float(loss[np.isfinite(loss)].max())
+    assert levels[-1] == top
+    # Overflow to infinity or NaN is as high as the scale goes; what was not computed is left empty.
+    assert values[0, 0] == values[0, 1] == top
+    assert values.mask[3, 4]
+    assert values.mask.sum() == 1
+    save_contour(tmp_path / "a.png", broken)
+    save_relief(tmp_path / "a.png", broken)
+    assert np.isinf(broken.loss[0, 0])
+    line = a_line()
+    rows = line.loss.copy()
+    rows[0, 0], rows[2, 5:] = np.inf, np.nan
+    save_line(tmp_path / "a.png", a_line(rows))
+
+
+def test_a_few_far_points_do_not_take_all_colours():
+    loss = a_surface().loss.copy()
+    loss[0, 0] = 1e9
+    _, levels, _ = _scaled(a_surface(loss=loss), "loss")
+    assert levels[-1] == pytest.approx(1e4 * loss.min())
+    accuracy = np.full(loss.shape, 0.5)
+    _, levels, norm = _scaled(a_surface(accuracy=accuracy), "accuracy")
+    assert levels[-1] > levels[0]
+    assert (norm.vmin, norm.vmax) == (levels[0], levels[-1])
+
+
+def test_levels_are_round_numbers_inside_the_scale():
+    for low, high in ((1.363, 9.26), (1e-4, 30.0), (0.1, 0.5)):
+        surface = a_surface(loss=np.linspace(low, high, 63).reshape(7, 9))
+        _, levels, norm = _scaled(surface, "loss")
+        found = _round_numbers(norm, levels)
+        assert 3 <= len(found) <= 12
+        assert all(low < level < high for level in found)
+        assert all(float(f"{level:.2g}") == level for level in found)
+
+
+def test_an_interrupted_surface_with_one_row_is_drawn(tmp_path):
+    surface = a_surface()
+    loss = np.full(surface.loss.shape, np.nan)
+    loss[0] = surface.loss[0]
+    save_contour(tmp_path / "a.png", a_surface(loss=loss, done=~np.isnan(loss)))
+    save_relief(tmp_path / "b.png", a_surface(loss=loss, done=~np.isnan(loss)))
+
+
+@pytest.mark.parametrize("make", [a_line, a_surface, a_density])
+def test_a_folder_holds_data_pictures_and_a_page_that_needs_no_network(tmp_path, make):
+    found = make()
+    files = write_landscape(tmp_path / "out", found)
+    assert sorted(files) == sorted(path.name for path in (tmp_path / "out").iterdir())
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"(src|href|srcset)=\"(?!data:|#)", page)
+    assert page.count("<figure>") == sum(name.endswith(".svg") for name in files)
+    data = next(name for name in files if name.endswith(".npz"))
+    assert str(load_landscape(tmp_path / "out" / data)) == str(found)
+
+
+def test_text_of_users_is_escaped_in_the_page(tmp_path):
+    surface = a_surface(paths={HOSTILE: np.array([[0.1, 0.2], [0.5, 0.5]])}, notes=(HOSTILE,))
+    surface.meta["plane_shares"] = {HOSTILE: 0.5}
+    write_landscape(tmp_path, surface)
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in page
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "other.npz"
+    np.savez(path, loss=np.ones(3))
+    for load in (Line.load, Surface.load, Density.load, load_landscape):
+        with pytest.raises(ReportError) as caught:
+            load(path)
+    assert str(caught.value) == (
+        f"Expected a line or surface or density saved by flatness but {path} is something else. Pass a "
+        "file that "
+        "save wrote."
+    )
+    a_surface().save(path)
+    with pytest.raises(ReportError) as caught:
+        Line.load(path)
+    assert str(caught.value) == (
+        f"Expected a line saved by flatness but {path} holds surface. Pass a file that save wrote."
+    )
