@@ -14,7 +14,7 @@ from flatness.losses.resolve import LOSS_NAMES
 from flatness.measures.catalogue import measures
 from flatness.models import MODELS
 
-COMMANDS = ("demo", "measure", "measures", "compare", "check", "bound", "study")
+COMMANDS = ("demo", "measure", "measures", "compare", "check", "bound", "landscape", "study")
 
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
@@ -67,8 +67,8 @@ def test_no_command_at_all_is_answered_with_the_help(tmp_path):
     [
         (
             ["mesure"],
-            "Expected a command, one of demo, measure, measures, compare, check, bound, study, but got "
-            "'mesure'. "
+            "Expected a command, one of demo, measure, measures, compare, check, bound, landscape, study, "
+            "but got 'mesure'. "
             "Did you mean 'measure'?",
         ),
         (

@@ -152,6 +152,7 @@ def test_a_folder_holds_data_pictures_and_a_page_that_needs_no_network(tmp_path,
 
 def test_text_of_users_is_escaped_in_the_page(tmp_path):
     surface = a_surface(paths={HOSTILE: np.array([[0.1, 0.2], [0.5, 0.5]])}, notes=(HOSTILE,))
+    surface.paths["_$a$b$"] = surface.paths[HOSTILE]
     surface.meta["plane_shares"] = {HOSTILE: 0.5}
     write_landscape(tmp_path, surface)
     page = (tmp_path / "index.html").read_text(encoding="utf-8")

@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
 )
-for command in (demo, measure, catalogue, compare, check, landscape, bound, study):
+for command in (demo, measure, catalogue, compare, check, bound, landscape, study):
     command.register(app)
 
 

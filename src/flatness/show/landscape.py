@@ -19,7 +19,19 @@ from flatness.landscape.density_result import Density
 from flatness.landscape.line_result import Line
 from flatness.landscape.storage import Array
 from flatness.show.points import looks
-from flatness.show.themes import DARK, DASHES, LIGHT, WIDTH, Theme, colour_on, is_wide, save, settings, tidy
+from flatness.show.themes import (
+    DARK,
+    DASHES,
+    LIGHT,
+    WIDTH,
+    Theme,
+    colour_on,
+    is_wide,
+    save,
+    settings,
+    tidy,
+    written,
+)
 
 # Losses of a wider range than this ratio are drawn on a logarithmic axis.
 _WIDE = 20.0
@@ -58,7 +70,7 @@ def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
         axes.fill_between(line.positions, low, high, color=colour, alpha=0.18, linewidth=0)
         mean = _shown(line.mean(name, quantity))
         style = DASHES[number % len(DASHES)]
-        axes.plot(line.positions, mean, color=colour, linestyle=style, linewidth=1.5, label=name)
+        axes.plot(line.positions, mean, color=colour, linestyle=style, linewidth=1.5, label=written(name))
         away = line.done[line.rows(name)].all(0) & ~np.isfinite(line.mean(name, quantity))
         if quantity == "loss" and away.any():
             edge = np.full(int(away.sum()), 0.98)
@@ -100,7 +112,12 @@ def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool =
             axes.fill_between(grid, *edges, where=shown, alpha=0.2, linewidth=0, color=colour)
             style = DASHES[number % len(DASHES)]
             axes.plot(
-                grid, np.where(shown, mean, np.nan), linestyle=style, linewidth=1.2, label=name, color=colour
+                grid,
+                np.where(shown, mean, np.nan),
+                linestyle=style,
+                linewidth=1.2,
+                label=written(name),
+                color=colour,
             )
         axes.set_yscale("log")
         axes.set_ylim(bottom, 2 * top)

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from flatness.landscape.storage import Array
 from flatness.landscape.surface_result import Surface
 from flatness.show.points import looks
-from flatness.show.themes import DARK, DASHES, LIGHT, WIDTH, is_wide, save, settings
+from flatness.show.themes import DARK, DASHES, LIGHT, WIDTH, is_wide, save, settings, written
 
 _MARKERS = {
     "circle": "o",
@@ -166,7 +166,7 @@ def _draw_paths(axes: Axes, surface: Surface) -> None:
         spots = surface.paths[name]
         (drawn,) = axes.plot(
             spots[:, 0], spots[:, 1], color=colours.get(colour, colour), marker=_MARKERS[shape], markersize=3,
-            linewidth=1.0, linestyle=DASHES[number % len(DASHES)], label=name,
+            linewidth=1.0, linestyle=DASHES[number % len(DASHES)], label=written(name),
         )  # fmt: skip
         drawn.set_path_effects(outline)
     (center,) = axes.plot([0], [0], "+", color="white", markersize=8, markeredgewidth=1.4)

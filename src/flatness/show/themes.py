@@ -73,6 +73,11 @@ def colour_on(theme: Theme, colour: str) -> str:
     return _LIGHTER.get(colour, colour) if theme is DARK else colour
 
 
+def written(name: str) -> str:
+    """A name as a legend writes it: no formulas between dollars, and none left out for an underscore."""
+    return (" " if name.startswith("_") else "") + name.replace("$", "\\$")
+
+
 def is_wide(finite: Array, ratio: float) -> bool:
     """Whether positive numbers span more than a ratio, and want a logarithmic axis."""
     return bool(len(finite)) and float(finite.min()) > 0 and float(finite.max() / finite.min()) > ratio
