@@ -23,6 +23,7 @@ PAGES = (
     "how-to/several-processes",
     "how-to/studies",
     "how-to/during-training",
+    "how-to/landscapes",
 )
 GALLERY = ("gallery/petzka2021-labels", "gallery/petzka2021-bound")
 

@@ -10,6 +10,7 @@ import flatness
 from flatness.curvature.quadrature import LanczosRuns
 from flatness.errors import OptionError
 from flatness.landscape import Density, density
+from flatness.landscape.density_result import SpectralQuadrature
 from oracle import hessian, mean_risk
 from untouched import untouched
 
@@ -83,6 +84,12 @@ def test_moments_are_the_trace_and_the_squared_frobenius_norm():
     values = torch.linalg.eigvalsh(H)
     assert full.nodes.max() == pytest.approx(float(values[-1]), rel=1e-9)
     assert full.nodes.min() == pytest.approx(float(values[0]), rel=1e-9)
+
+
+def test_power_sums_count_every_eigenvalue():
+    own = SpectralQuadrature(np.full((2, 3), 2.0), np.full((2, 3), 1 / 3), 50)
+    assert own.power_sum(1) == (pytest.approx(100), pytest.approx(0))
+    assert own.power_sum(2) == (pytest.approx(200), pytest.approx(0))
 
 
 def test_the_curve_is_the_smoothed_histogram_of_the_eigenvalues():
