@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import flatness
 from flatness.curvature.quadrature import LanczosRuns
-from flatness.errors import OptionError
+from flatness.errors import LayerError, OptionError
 from flatness.landscape import Density, density
 from flatness.landscape.density_result import SpectralQuadrature
 from oracle import hessian, mean_risk
@@ -114,6 +114,25 @@ def test_layers_have_spectra_of_their_own_blocks():
         within(own.power_sum(1), float(H.trace()))
         within(own.power_sum(2), float(H.square().sum()))
     assert list(density(model, data, layers="last", runs=1, steps=2, **QUIET).spectra) == ["4"]
+
+
+def test_projections_that_share_a_packed_weight_have_no_spectrum_of_their_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(12, 3)
+    )
+    data = torch.randn(8, 3, 4), torch.randint(3, (8,))
+    found = density(model.double(), (data[0].double(), data[1]), layers="all", runs=1, steps=2, **QUIET)
+    assert list(found.spectra) == ["0.self_attn.out_proj", "0.linear1", "0.linear2", "2"]
+    note = "left out, without a weight of their own: 0.self_attn.q, 0.self_attn.k, 0.self_attn.v"
+    assert note in found.notes
+    with pytest.raises(LayerError) as caught:
+        density(model, (data[0].double(), data[1]), layers="0.self_attn.q", **QUIET)
+    assert str(caught.value) == (
+        "Expected layers whose weight is a parameter of its own but 0.self_attn.q share a packed one or "
+        "compute "
+        "theirs from others. Leave them out."
+    )
 
 
 def test_metrics_and_weight_decay_enter_the_spectrum():

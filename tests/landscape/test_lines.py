@@ -297,6 +297,33 @@ def test_only_parameters_of_the_layers_asked_for_move():
     assert set(direction) == {"2.weight"}
 
 
+def test_a_tied_weight_moves_once_under_its_first_name():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+            self.head.weight = self.embedding.weight
+            self.double()
+
+        def forward(self, x):
+            return self.head(self.embedding(x))
+
+    torch.manual_seed(0)
+    model, data = Tied(), (torch.randint(6, (9,)), torch.randint(6, (9,)))
+    for kind in ("layer", "filter", "relative_flatness"):
+        (direction,) = _directions_of(model, data, kind, 1, layers="head")
+        assert list(direction) == ["embedding.weight"]
+        found = line(model, data, directions=kind, layers="head", count=1, points=3, **QUIET)
+        expected = risk_and_accuracy(moved(model, direction, 1.0), data)[0]
+        assert found.loss[0, 2] == pytest.approx(expected, rel=1e-12)
+    other = Tied()
+    found = line(model, data, between=other, points=3, span=(0, 1), **QUIET)
+    assert found.loss[0, 2] == pytest.approx(risk_and_accuracy(other, data)[0], rel=1e-12)
+    assert list(flatness.landscape.density(model, data, layers="head", runs=1, steps=2, **QUIET).spectra) == [
+        "head"
+    ]
+
+
 def test_directions_may_be_given_in_several_forms():
     model, data = smooth()
     parameters = dict(model.named_parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,17 +86,21 @@ def _by_name(space: ParameterSpace, vector: Tensor) -> dict[str, Tensor]:
     }
 
 
-def feature_directions(layers: Iterable[Layer], generator: torch.Generator) -> dict[str, Tensor]:
+def feature_directions(layers: Mapping[str, Layer], generator: torch.Generator) -> dict[str, Tensor]:
     """W·A in every layer, A a random orthogonal matrix each: t moves features by t of their length.
 
     E(W + t W A) − E(W) is feature robustness (petzka2021, eq. 7); over A its curvature averages to κ_Tr / m.
+
+    Args:
+        layers: The layers, by the name of their weight.
+        generator: Where A comes from.
     """
     kernel = kernel_of("orthogonal", None)
     direction = {}
-    for layer in layers:
+    for name, layer in layers.items():
         V = random_directions(layer.matrix(), kernel, 1, generator)[0].to(layer.weight.device)
         laid = V[0].T if isinstance(layer, TransposedLinearLayer) else V.reshape(layer.weight.shape)
-        direction[layer.weight_name] = laid
+        direction[name] = laid
     return direction
 
 

@@ -13,11 +13,11 @@ from flatness.curvature.hessian_operator import HessianOperator
 from flatness.curvature.network_spectrum import SpectrumRequest, inverse_metric_root
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.quadrature import LanczosRuns, random_signs
-from flatness.errors import LayerError, OptionError, listed, nearest
+from flatness.errors import OptionError, listed, nearest
 from flatness.forward import Forward
 from flatness.landscape.density_result import KIND, Density, SpectralQuadrature
 from flatness.landscape.filling import resumed
-from flatness.landscape.networks import Member, Networks, members_of
+from flatness.landscape.networks import Member, Networks, members_of, own_weights, without_weight
 from flatness.landscape.setting import identity_of
 from flatness.landscape.storage import Array
 from flatness.layers import find_layers, select_layers
@@ -280,14 +280,11 @@ def _parts(space: ParameterSpace, asked: dict[str, Any]) -> dict[str, Tensor]:
     available = find_layers(space.problem.model)
     everything = asked["layers"] == "all" and "all" not in available
     names = select_layers(available, list(available), None if everything else asked["layers"])
-    weights = {name: available[name].weight_name for name in names}
-    missing = [name for name, weight in weights.items() if weight not in space.parameters]
-    if missing:
-        raise LayerError(
-            f"Expected layers whose weight is a parameter but {listed(missing)} compute it from others. "
-            "Leave "
-            "them out."
-        )
+    weights, without = own_weights(space.problem.model, [available[name] for name in names])
+    if without and not (everything and weights):
+        raise without_weight(without)
+    if without:
+        space.problem.notes.append(f"left out, without a weight of their own: {listed(without)}")
     masks = {
         name: space.per_parameter(
             lambda own, value, weight=weight: torch.tensor(float(own == weight), device=value.device)

@@ -16,6 +16,7 @@ from flatness.landscape.curvature_directions import (
     takes_feature_directions,
     top_eigenvectors,
 )
+from flatness.landscape.networks import own_weights, parameter_names, without_weight
 from flatness.landscape.random_directions import filter_normalized, layer_normalized
 from flatness.layers import find_layers, select_layers
 from flatness.problem import Problem
@@ -131,7 +132,11 @@ def _moving(model: nn.Module, asked: Asked) -> list[str]:
     if asked.layers is not None:
         available = find_layers(model)
         chosen = [available[name] for name in _layers(model, asked)]
-        own = {name for layer in chosen for name in (layer.weight_name, layer.bias_name)}
+        weights, without = own_weights(model, chosen)
+        if without:
+            raise without_weight(without)
+        biases = {parameter_names(model).get(layer.bias_name) for layer in chosen}
+        own = {*weights.values(), *biases}
         names = [name for name in names if name in own]
     if not names:
         raise LayerError(
@@ -149,7 +154,12 @@ def _layers(model: nn.Module, asked: Asked) -> list[str]:
 def _feature_directions(model: nn.Module, asked: Asked, generator: torch.Generator) -> Chosen:
     available = find_layers(model)
     names = _layers(model, asked)
-    layers = [available[name] for name in names if takes_feature_directions(available[name])]
+    weights, _ = own_weights(model, [available[name] for name in names])
+    layers = {
+        weight: available[name]
+        for name, weight in weights.items()
+        if takes_feature_directions(available[name])
+    }
     if not layers:
         raise LayerError(
             "Expected a Linear or convolution layer to perturb the features of but got "

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatness import batches
 from flatness.convolutions import AsProducts
+from flatness.landscape.pooling import FastPooling
 from flatness.problem import Problem
 
 ENGINES = ("looped", "grouped", "unfolded", "banded")
@@ -77,7 +78,8 @@ class Stacked:
     def _over_points(self, one: Callable[[dict[str, Tensor]], Tensor], moved: dict[str, Tensor]) -> Tensor:
         if self.engine == "looped":
             count = len(next(iter(moved.values())))
-            rows = [one({name: value[i] for name, value in moved.items()}) for i in range(count)]
+            with FastPooling() if self.problem.device.type == "cpu" else nullcontext():
+                rows = [one({name: value[i] for name, value in moved.items()}) for i in range(count)]
             return torch.stack(rows)
         with AsProducts(self.engine == "banded") if self.engine in ("unfolded", "banded") else nullcontext():
             return torch.vmap(one)(moved)

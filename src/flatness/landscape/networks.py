@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flatness.batches import describe
-from flatness.errors import CheckpointError, ModelError, listed
+from flatness.errors import CheckpointError, LayerError, ModelError, listed
+from flatness.layers.view import Layer
 
 Networks = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[nn.Module]]
 """A network; several, which make one mean and band; or any of these by name, a curve for each name."""
@@ -50,6 +51,40 @@ def members_of(model: Any) -> list[Member]:
                 f"{describe(member.model)}. Load checkpoints into models first."
             )
     return members
+
+
+def parameter_names(model: nn.Module) -> dict[str, str]:
+    """Every name that a parameter goes by, to the one that ``model.named_parameters()`` gives it.
+
+    They differ for tied parameters, which have several.
+    """
+    first = {id(value): name for name, value in model.named_parameters()}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(value)] for name, value in everything}
+
+
+def own_weights(model: nn.Module, layers: Iterable[Layer]) -> tuple[dict[str, str], list[str]]:
+    """Parameters that are the weights of layers, by the layers' names; and layers that have none.
+
+    Those share a packed weight, as the projections of attention do, or compute theirs from other parameters.
+    """
+    known, sizes = parameter_names(model), {name: value.numel() for name, value in model.named_parameters()}
+    found, without = {}, []
+    for layer in layers:
+        name = known.get(layer.weight_name)
+        if name is not None and sizes[name] == layer.weight.numel():
+            found[layer.name] = name
+        else:
+            without.append(layer.name)
+    return found, without
+
+
+def without_weight(names: list[str]) -> LayerError:
+    """The error about layers whose weight is not a parameter of its own."""
+    return LayerError(
+        f"Expected layers whose weight is a parameter of its own but {listed(names)} share a packed one or "
+        "compute theirs from others. Leave them out."
+    )
 
 
 def state_of(weights: Any) -> dict[str, Tensor]:
