@@ -53,6 +53,25 @@ def test_a_smoke_run_goes_through_the_whole_pipeline(folder):
     assert table.out.startswith("quantity,measure,layer,reduction,n,pearson,")
 
 
+def test_an_experiment_is_run_and_shown_like_any_study(tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        'title = "Mine"\n[experiment]\nname = "petzka2021_bound"\nseparations = [1, 2]\nsamples = 60\n'
+        "draws = 5\n[scale.smoke.experiment]\ndatasets = 2\n"
+    )
+    ran, again, table = run_several(
+        ["study", "run", "mine.toml", "--scale", "smoke", "--jobs", "1"],
+        ["study", "show", "mine-smoke"],
+        ["study", "show", "mine-smoke", "--csv"],
+        cwd=tmp_path,
+    )
+    assert ran.status == 0, ran.err
+    assert ran.out.startswith("Mine (mine, scale smoke)\n4 data sets in 2 units of work: 2 done.\n")
+    assert ran.out.endswith("written to mine-smoke: rows.csv, summary.csv, figures/ (4 files)\n")
+    assert longest_line(ran.out) <= 80
+    assert again.out == ran.out
+    assert table.out == (tmp_path / "mine-smoke" / "summary.csv").read_text()
+
+
 def test_lists_and_wrong_words(folder):
     listed, unknown, scale, key, empty = run_several(
         ["study", "list"],
@@ -62,7 +81,8 @@ def test_lists_and_wrong_words(folder):
         ["study", "show", "."],
         cwd=folder,
     )
-    assert "petzka2021-cifar10            450 networks" in listed.out
+    assert "petzka2021-cifar10             450 networks  LeNet-5 on CIFAR-10" in listed.out
+    assert "petzka2021-labels            1000 data sets  Does flatness" in listed.out
     assert unknown.status == 2
     assert unknown.err.endswith("Did you mean 'petzka2021-cifar10'?\n")
     assert scale.err == (

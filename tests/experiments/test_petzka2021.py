@@ -8,8 +8,9 @@ import torch
 import flatness
 from flatness.errors import OptionError
 from flatness.experiments.four_gaussians import FourGaussians
-from flatness.experiments.petzka2021_bound import petzka2021_bound, published_script_bound
+from flatness.experiments.petzka2021_bound import petzka2021_bound
 from flatness.experiments.petzka2021_labels import petzka2021_labels
+from flatness.experiments.published_script import published_script_bound
 from flatness.experiments.reversed_network import SCALE, reversed_network
 from flatness.generalization.fitting import Ridge
 
@@ -101,6 +102,9 @@ def test_the_bound_is_the_sum_of_its_terms_and_near_its_direct_estimate():
         )
     (summary,) = found.summary()
     assert summary["bound"] == pytest.approx(sum(row["bound"] for row in found.rows) / 6)
+    plain = petzka2021_bound([1.0], 2, samples=60, draws=5, published_script=False, progress=False)
+    assert "published_script" not in plain.rows[0]
+    assert "published_holds" not in plain.summary()[0]
 
 
 def test_the_published_script_computes_the_error_rate():

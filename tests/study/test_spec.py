@@ -6,6 +6,7 @@ import pytest
 
 from flatness.errors import MeasureError, SpecError
 from flatness.study import names, read_spec
+from flatness.study.experimenting import unit_key
 from flatness.study.grid import digest
 from flatness.study.spec import Spec
 from studies import SMALL, configurations, study
@@ -21,10 +22,14 @@ def message(content, scale="paper"):
 @pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
 def test_every_study_of_the_package_reads_at_every_scale(name, scale):
     spec = read_spec(name, scale)
-    keys = [one.key for one in spec.configurations]
-    assert len(keys) == len(set(keys)) >= 6
     assert spec.title
     assert spec.content["claim"]
+    if spec.experiment is not None:
+        keys = [unit_key(spec.experiment.name, unit) for unit in spec.units]
+        assert len(keys) == len(set(keys)) >= 4
+        return
+    keys = [one.key for one in spec.configurations]
+    assert len(keys) == len(set(keys)) >= 6
     if scale == "smoke":
         assert len(keys) <= 16
 
@@ -34,6 +39,9 @@ def test_sizes_are_those_of_the_papers():
     assert sizes["petzka2019-cifar10"] == 4 * 4 * 9
     assert sizes["petzka2021-cifar10"] == 5 * 3 * 3 * 10
     assert sizes["rangamani2019-batch"] == 4 * 2 * 5
+    assert read_spec("petzka2021-labels").size == "1000 data sets"
+    assert read_spec("petzka2021-bound").size == "800 data sets"
+    assert read_spec("rangamani2019-invariance").size == "20 comparisons"
     assert {sizes[name] for name in sizes if name.startswith("tsuzuku2020")} == {99}
 
 
@@ -75,7 +83,8 @@ def test_the_smoke_scale_of_a_file_without_one_is_a_few_networks():
 def test_unknown_keys_are_answered_with_the_nearest():
     assert message({**SMALL, "grdi": {}}) == (
         "Expected a key of a study file but the study has 'grdi'. Did you mean 'grid'? Known: title, paper, "
-        "claim, parts, scale, data, model, grid, stop, train, measure, gap, rescale, analysis, checkpoints."
+        "claim, parts, scale, data, model, grid, stop, train, measure, gap, rescale, analysis, checkpoints, "
+        "experiment."
     )
     assert message(study(grid={"learning_rat": 0.1})) == (
         "Expected a key of [grid] but the study has 'learning_rat'. Did you mean 'learning_rate'? Known: "

@@ -43,7 +43,7 @@ def list_studies() -> None:
 
     for name in names():
         spec = read_spec(name)
-        typer.echo(f"{name:28} {len(spec.configurations):>4} networks  {spec.title}")
+        typer.echo(f"{name:26} {spec.size:>16}  {spec.title}")
 
 
 def run(
@@ -126,7 +126,8 @@ def show(
         typer.Argument(metavar="DIR", help="A folder that 'study run' wrote, or a file of 'study pack'."),
     ],
     as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print the table of correlations as CSV instead.")
+        bool,
+        typer.Option("--csv", help="Print the table that is shown, in full, as CSV instead."),
     ] = False,
 ) -> None:
     """Show a study: the summary in the terminal; its page, tables and figures are made anew in its folder.
@@ -134,16 +135,18 @@ def show(
     Example:
         flatness study show petzka2019-mnist-smoke
     """
-    from flatness.study import load
+    from flatness.study import ExperimentStudy, load
 
     study = load(folder)
-    if as_csv:
+    if not as_csv:
+        study.path.mkdir(parents=True, exist_ok=True)
+        study.write_tables()
+        _present(study)
+    elif isinstance(study, ExperimentStudy):
+        typer.echo(study.summary_frame().to_csv(index=False), nl=False)
+    else:
         for part in study.spec.parts:
             typer.echo(study.correlations(part).to_csv(index=False), nl=False)
-        return
-    study.path.mkdir(parents=True, exist_ok=True)
-    study.write_tables()
-    _present(study)
 
 
 def _present(study: Any) -> None:
@@ -151,11 +154,14 @@ def _present(study: Any) -> None:
     from flatness.files import write_text
     from flatness.show.study import write_figures
     from flatness.show.study_page import render_study
-    from flatness.study.summary import summary_text
+    from flatness.study import Study
 
-    typer.echo(printable(summary_text(study, terminal_width())))
+    typer.echo(printable(study.text(terminal_width())))
     figures = write_figures(study)
     pictures = f", figures/ ({len(figures)} files)" if figures else ""
-    write_text(study.path / "index.html", render_study(study))
+    page = ""
+    if isinstance(study, Study):
+        write_text(study.path / "index.html", render_study(study))
+        page = ", index.html"
     tables = ", ".join(sorted(path.name for path in study.path.glob("*.csv")))
-    typer.echo(f"\nwritten to {study.path}: {tables}{pictures}, index.html")
+    typer.echo(f"\nwritten to {study.path}: {tables}{pictures}{page}")

@@ -7,35 +7,32 @@ paper leaves open.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import joblib
 import numpy as np
 import torch
-from scipy import stats
 
+from flatness.correlate import COEFFICIENTS, correlation
 from flatness.errors import OptionError
+from flatness.experiments.experiment import Experiment, Row, chunks, positive, trend, whole
 from flatness.experiments.four_gaussians import FourGaussians
 from flatness.experiments.reversed_network import reversed_network
-from flatness.files import write_text
+from flatness.experiments.rows import Rows
 from flatness.generalization.fitting import Ridge
 from flatness.generalization.kernels import UniformBall
 from flatness.generalization.local_losses import moves
 from flatness.measuring import measure
 from flatness.progress import ProgressBar
 
-if TYPE_CHECKING:
-    import pandas
-
 SEPARATIONS = (0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
-_KINDS = {"pearson": stats.pearsonr, "spearman": stats.spearmanr, "kendall": stats.kendalltau}
+_MEANS = ("gap", "relative_flatness", "flips")
 
 
 @dataclass(frozen=True)
-class LabelsExperiment:
+class LabelsExperiment(Rows):
     """What the experiment found.
 
     Attributes:
@@ -43,44 +40,28 @@ class LabelsExperiment:
             (share of moves by up to δ = 0.1 that change the true label), error (of the reverse propagation).
     """
 
-    rows: tuple[dict[str, float], ...]
-
-    def to_frame(self) -> pandas.DataFrame:
-        """The rows as a table."""
-        import pandas as pd
-
-        return pd.DataFrame(list(self.rows))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as CSV."""
-        write_text(path, self.to_frame().to_csv(index=False))
-
-    def correlations(
-        self, kind: str = "pearson", level: float = 0.95, resamples: int = 1000
-    ) -> list[dict[str, float]]:
-        """Correlation of flatness and gap at each separation, with a bootstrap interval over data sets.
+    def correlations(self, kind: str = "pearson", resamples: int = 1000) -> list[dict[str, float]]:
+        """Correlation of flatness and gap at each separation, with a 95 % bootstrap interval over data sets.
 
         Args:
             kind: "pearson", "spearman" or "kendall".
-            level: Of the interval.
             resamples: Bootstrap samples.
         """
-        if kind not in _KINDS:
-            raise OptionError(f"Expected one of {', '.join(_KINDS)} but got {kind!r}. Use kind='pearson'.")
+        if kind not in COEFFICIENTS:
+            raise OptionError(
+                f"Expected one of {', '.join(COEFFICIENTS)} but got {kind!r}. Use kind='pearson'."
+            )
         found = []
-        for separation in sorted({row["separation"] for row in self.rows}):
-            rows = [row for row in self.rows if row["separation"] == separation]
+        for separation, rows in self.by_separation():
             flat = np.array([row["relative_flatness"] for row in rows])
             gap = np.array([row["gap"] for row in rows])
-            draws = np.random.default_rng(0).integers(len(rows), size=(resamples, len(rows)))
-            resampled = [float(_KINDS[kind](flat[draw], gap[draw])[0]) for draw in draws]
-            low, high = np.nanquantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+            value = correlation(flat, gap, kind, resamples=resamples, permutations=0)
             found.append(
                 {
                     "separation": separation,
-                    "correlation": float(_KINDS[kind](flat, gap)[0]),
-                    "low": float(low),
-                    "high": float(high),
+                    "correlation": value.value,
+                    "low": value.low,
+                    "high": value.high,
                     "gap": float(gap.mean()),
                     "relative_flatness": float(flat.mean()),
                     "flips": float(np.mean([row["flips"] for row in rows])),
@@ -157,3 +138,61 @@ def _one(
         }
     finally:
         torch.set_num_threads(threads)
+
+
+def _units(options: Mapping[str, Any]) -> list[Row]:
+    positive(options, "separations")
+    whole(options, "datasets", "training", "test")
+    shared = {name: options[name] for name in ("training", "test", "penalty", "seed")}
+    return [
+        {"separation": float(separation), "first": first, "count": count, **shared}
+        for separation in options["separations"]
+        for first, count in chunks(options["datasets"])
+    ]
+
+
+def _work(unit: Mapping[str, Any]) -> list[Row]:
+    numbers = range(unit["first"], unit["first"] + unit["count"])
+    rest = (unit["training"], unit["test"], unit["penalty"], unit["seed"])
+    return [_one(unit["separation"], number, *rest) for number in numbers]
+
+
+def _summary(rows: Sequence[Row]) -> list[Row]:
+    found = LabelsExperiment(tuple(rows))
+    kinds = {kind: found.correlations(kind) for kind in COEFFICIENTS}
+    table = []
+    for place, (separation, own) in enumerate(found.by_separation()):
+        entry: Row = {"separation": separation, "n": len(own)}
+        for kind, values in kinds.items():
+            entry |= {kind: values[place]["correlation"]}
+            entry |= {f"{kind}_{end}": values[place][end] for end in ("low", "high")}
+        table.append(entry | {name: kinds["pearson"][place][name] for name in _MEANS})
+    return table
+
+
+def _verdict(table: Sequence[Row]) -> str:
+    separations, values = ([row[name] for row in table] for name in ("separation", "pearson"))
+    return (
+        "The paper: the correlation of flatness and gap rises with class separation. Here Pearson's r goes "
+        f"from {values[0]:+.2f} to {values[-1]:+.2f}; over the separations it {trend(separations, values)}."
+    )
+
+
+LABELS = Experiment(
+    name="petzka2021_labels",
+    options={
+        "separations": SEPARATIONS,
+        "datasets": 100,
+        "training": 500,
+        "test": 4500,
+        "penalty": 1.0,
+        "seed": 0,
+    },
+    scales={"smoke": {"separations": [0.5, 1.0, 2.0, 5.0], "datasets": 10}, "small": {"datasets": 30}},
+    counted="data sets",
+    units=_units,
+    work=_work,
+    summary=_summary,
+    verdict=_verdict,
+)
+"""Fig. 3 as a study."""

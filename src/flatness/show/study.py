@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatness.show.experiments import write_experiment_figures
 from flatness.show.plots import save_intervals, save_scatter
 from flatness.show.points import Point
+from flatness.study.experimenting import ExperimentStudy
 from flatness.study.gaps import AXIS_LABELS
 from flatness.study.results import Study
 
@@ -19,12 +21,14 @@ _BARS = 24
 _FORMS = (".png", ".svg")
 
 
-def write_figures(study: Study) -> list[str]:
+def write_figures(study: Study | ExperimentStudy) -> list[str]:
     """Draw a study into its folder ``figures`` and return the names of the files.
 
     A scatter per headline quantity against the gap, coloured by a hyperparameter; bars of Kendall's τ with
     their intervals; and, where networks were also measured after rescaling, both scatters and both bars.
     """
+    if isinstance(study, ExperimentStudy):
+        return write_experiment_figures(study)
     folder = study.path / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     written: list[str] = []

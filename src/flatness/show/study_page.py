@@ -7,12 +7,12 @@ from html import escape
 from typing import Any
 from urllib.parse import quote
 
+from flatness.correlate import COEFFICIENTS
 from flatness.show.document import document
 from flatness.show.markup import Cell, row, table
 from flatness.show.points import Point
 from flatness.show.study_data import study_data
 from flatness.show.svg import scatter
-from flatness.study.correlate import COEFFICIENTS
 from flatness.study.correlations import FEWEST
 from flatness.study.gaps import AXIS_LABELS
 from flatness.study.results import Study

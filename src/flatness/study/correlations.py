@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatness.study.correlate import COEFFICIENTS, correlation, family_null
+from flatness.correlate import COEFFICIENTS, correlation, family_null
 from flatness.study.granulated import granulated
 from flatness.study.table import measure_columns
 
@@ -112,7 +112,7 @@ def _add_null(
     table: pandas.DataFrame, kept: pandas.DataFrame, columns: Sequence[str], permutations: int, seed: int
 ) -> None:
     """Columns of the permutation null; over the networks for which every quantity is known."""
-    known = kept[["gap", *columns]].astype(float)
+    known: Any = kept[["gap", *columns]].astype(float)
     whole = known[np.isfinite(known).all(axis=1)]
     names = ("p_value", "null_95", "p_family", "null_95_family")
     if len(whole) < FEWEST or permutations < 1:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from flatness.errors import OptionError, nearest
 from flatness.study import ray_backend
-from flatness.study.cohorts import Unit
-from flatness.study.work import Orders, do_unit
+from flatness.study.work import Orders
+
+T = TypeVar("T")
 
 EXECUTORS = ("local", "ray")
 """``local``: processes on this machine. ``ray``: the machines of a Ray cluster, or a Ray started here; the
 study's folder must be one that all of them see."""
 
 
-def execute(units: Sequence[Unit], orders: Orders, executor: str, jobs: int) -> Iterator[bool]:
+def execute(
+    units: Sequence[T], orders: Orders, executor: str, jobs: int, do: Callable[[T, Orders], bool]
+) -> Iterator[bool]:
     """Do all units, several at a time, and yield for each, as they end, whether it is done.
 
     Args:
@@ -25,11 +28,12 @@ def execute(units: Sequence[Unit], orders: Orders, executor: str, jobs: int) -> 
         orders: What each is told.
         executor: One of `EXECUTORS`.
         jobs: Processes at a time.
+        do: What does a unit; it can be called in another process.
     """
     check_executor(executor)
     if executor == "local" and (jobs == 1 or len(units) == 1):
-        return (do_unit(unit, orders) for unit in units)
-    return _parallel(units, orders, executor, jobs)
+        return (do(unit, orders) for unit in units)
+    return _parallel(units, orders, executor, jobs, do)
 
 
 def check_executor(executor: str) -> None:
@@ -43,7 +47,9 @@ def check_executor(executor: str) -> None:
         ray_backend.check()
 
 
-def _parallel(units: Sequence[Unit], orders: Orders, executor: str, jobs: int) -> Iterator[bool]:
+def _parallel(
+    units: Sequence[T], orders: Orders, executor: str, jobs: int, do: Callable[[T, Orders], bool]
+) -> Iterator[bool]:
     from joblib import Parallel, delayed, parallel_config
 
     if executor == "ray":
@@ -51,7 +57,7 @@ def _parallel(units: Sequence[Unit], orders: Orders, executor: str, jobs: int) -
         backend = "ray"
     else:
         backend, orders = "loky", replace(orders, parent=os.getpid())
-    tasks = [delayed(do_unit)(unit, _on_device(orders, number)) for number, unit in enumerate(units)]
+    tasks = [delayed(do)(unit, _on_device(orders, number)) for number, unit in enumerate(units)]
     with parallel_config(backend, n_jobs=jobs):
         # Ray's backend cannot hand out results as they come.
         asked: dict[str, Any] = {} if executor == "ray" else {"return_as": "generator_unordered"}

@@ -29,6 +29,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     ANY: (object,),
 }
 
+EXPERIMENT = "experiment"
+"""The table that stands in the place of data, model and grid."""
+
 AXES: dict[str, Any] = {
     "initialization": "default",
     "batch_size": 64,
@@ -79,6 +82,7 @@ TABLES: dict[str, dict[str, str]] = {
     "rescale": {"kind": TEXT, "low": NUMBER, "high": NUMBER, "seed": WHOLE, "measures": ANY},
     "analysis": {"keep": LIST, "headline": LIST, "colour": TEXT, "resamples": WHOLE, "permutations": WHOLE},
     "checkpoints": {"paths": ANY, "pattern": TEXT, "table": TEXT},
+    EXPERIMENT: {},  # its name, and options that are checked once the experiment is known
 }
 """Every table of a study file and what its keys take; the nameless one is the top of the file."""
 
@@ -94,7 +98,8 @@ def check_layout(content: Mapping[str, Any], where: str) -> None:
     for name, value in content.items():
         if name in TABLES and name:
             _expect(value, TABLE, f"[{name}]", where)
-            _check_table(value, TABLES[name], f"[{name}]", where)
+            if name != EXPERIMENT:
+                _check_table(value, TABLES[name], f"[{name}]", where)
         elif name in TABLES[""]:
             _expect(value, TABLES[""][name], name, where)
         else:

@@ -163,8 +163,12 @@ class Study:
                 write_text(self.path / name, text)
         return list(written)
 
+    def text(self, width: int | None = None) -> str:
+        """The summary that the terminal shows."""
+        return summary_text(self, width)
+
     def __str__(self) -> str:
         """The summary."""
-        return summary_text(self)
+        return self.text()
 
     __repr__ = __str__

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from flatness.errors import OptionError
+from flatness.progress import ProgressBar
 from flatness.study.archive import SUFFIX, read_archive
 from flatness.study.cohorts import Unit, units, usual_at_once, usual_device, usual_jobs
 from flatness.study.executors import check_executor, execute
+from flatness.study.experimenting import ExperimentStudy, do_experiment
 from flatness.study.found import found_checkpoints
 from flatness.study.grid import Configuration
 from flatness.study.objects import load_split, make_model
@@ -21,7 +25,7 @@ from flatness.study.records import FAILED, Folder
 from flatness.study.results import Study
 from flatness.study.spec import Spec, make_spec, read_spec
 from flatness.study.watch import Watch
-from flatness.study.work import Orders
+from flatness.study.work import Orders, do_unit
 
 
 def run(
@@ -36,7 +40,7 @@ def run(
     checkpoint_every: float = 60.0,
     retry: bool = False,
     progress: bool = True,
-) -> Study:
+) -> Study | ExperimentStudy:
     """Train many networks, measure them, and relate flatness to the generalisation gap.
 
     Every network has a record of its own in `out`. A run that is killed is resumed by running it again: what
@@ -55,7 +59,8 @@ def run(
         progress: Whether to show how far it is.
 
     Returns:
-        The study, as `load` gives it: `print` it, or see its tables.
+        The study, as `load` gives it: `print` it, or see its tables. One of networks has `correlations`; one
+        that is an experiment has `rows` and `summary`.
 
     Raises:
         SpecError: The file asks for something that does not exist.
@@ -80,26 +85,54 @@ def run(
     jobs = usual_jobs(place) if jobs is None else jobs
     _check_numbers(jobs, minutes, checkpoint_every)
     folder = Folder(out)
-    work = plan_units(chosen, place)
-    _check_sources(work)
-    with folder.locked():
-        for _ in folder.all_records():  # refuse records of another version before any work
-            pass
-        if retry:
-            _forget_failures(folder)
-        networks = [one for unit in work for one in unit.configurations]
-        folder.write_study(_saved(chosen, networks))
-        until = time.time() + 60 * minutes
-        orders = Orders(str(folder.path), chosen.parts, str(place), until, checkpoint_every)
-        with Watch(folder, [one.key for one in networks], progress):
-            for _ in execute(work, orders, executor, jobs):
-                pass
+    until = time.time() + 60 * minutes
+    orders = Orders(str(folder.path), chosen.parts, str(place), until, checkpoint_every)
+    if chosen.experiment is None:
+        _run_networks(chosen, folder, orders, executor, jobs, retry, progress)
+    else:
+        _run_experiment(chosen, folder, orders, executor, jobs, retry, progress)
     study = load(out)
     study.write_tables()
     return study
 
 
-def load(out: str | os.PathLike[str]) -> Study:
+def _run_networks(
+    spec: Spec, folder: Folder, orders: Orders, executor: str, jobs: int, retry: bool, progress: bool
+) -> None:
+    work = plan_units(spec, torch.device(orders.device))
+    _check_sources(work)
+    with _opened(folder, retry):
+        networks = [one for unit in work for one in unit.configurations]
+        folder.write_study(_saved(spec, networks))
+        with Watch(folder, [one.key for one in networks], progress):
+            for _ in execute(work, orders, executor, jobs, do_unit):
+                pass
+
+
+def _run_experiment(
+    spec: Spec, folder: Folder, orders: Orders, executor: str, jobs: int, retry: bool, progress: bool
+) -> None:
+    experiment = spec.experiment
+    assert experiment is not None
+    tasks = [(experiment.name, unit) for unit in spec.units]
+    with _opened(folder, retry), ProgressBar(experiment.counted, len(tasks), progress) as bar:
+        folder.write_study(_saved(spec, []))
+        for _ in execute(tasks, orders, executor, jobs, do_experiment):
+            bar.advance()
+
+
+@contextmanager
+def _opened(folder: Folder, retry: bool) -> Iterator[None]:
+    """The folder for this run alone; records of another version are refused before any work."""
+    with folder.locked():
+        for _ in folder.all_records():
+            pass
+        if retry:
+            _forget_failures(folder)
+        yield
+
+
+def load(out: str | os.PathLike[str]) -> Study | ExperimentStudy:
     """The study in a folder that `run` wrote to, finished or not, or in an archive that `pack` wrote.
 
     The tables and figures of an archive go into a folder of its name beside it, once they are asked for.
@@ -113,8 +146,10 @@ def load(out: str | os.PathLike[str]) -> Study:
     spec = make_spec(
         saved["name"], "paper", saved["content"], str(out if packed else folder.path / "study.json")
     )
-    spec = Spec(spec.name, saved["scale"], spec.content, spec.parts, spec.configurations)
+    spec = replace(spec, scale=saved["scale"])
     records = {record["key"]: record for record in found}
+    if spec.experiment is not None:
+        return ExperimentStudy(spec, records, folder.path)
     return Study(spec, saved["networks"], records, folder.path)
 
 

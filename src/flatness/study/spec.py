@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from flatness.errors import SpecError, nearest
+from flatness.experiments.catalogue import experiment
+from flatness.experiments.experiment import Experiment
 from flatness.measures.catalogue import resolve_options, select_measures
 from flatness.study.conditions import parse_condition
 from flatness.study.gaps import GAPS
 from flatness.study.grid import Configuration, expanded, thinned
-from flatness.study.layout import SCALES, check_layout, merged
+from flatness.study.layout import EXPERIMENT, SCALES, TABLES, check_layout, merged
 from flatness.study.losses import LOSSES
 from flatness.study.optimizers import OPTIMIZERS
 
@@ -35,6 +37,7 @@ class Spec:
         content: The file with the scale's changes in place, as plain dictionaries.
         parts: The same for every part; a study without parts has one, named "".
         configurations: Every network to train (or to load), in the order of the grid.
+        units: The work of an experiment, for a study that is one; it then has neither parts nor networks.
     """
 
     name: str
@@ -42,6 +45,20 @@ class Spec:
     content: Mapping[str, Any]
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     configurations: tuple[Configuration, ...] = ()
+    units: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def experiment(self) -> Experiment | None:
+        """The experiment that this study is; None for a study of networks."""
+        named = self.content.get(EXPERIMENT)
+        return None if named is None else experiment(named.get("name"), self.name)
+
+    @property
+    def size(self) -> str:
+        """How much there is: "450 networks"."""
+        if self.experiment is None:
+            return f"{len(self.configurations)} networks"
+        return f"{sum(unit.get('count', 1) for unit in self.units)} {self.experiment.counted}"
 
     @property
     def title(self) -> str:
@@ -98,6 +115,8 @@ def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "
 
 def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> Spec:
     """The study that checked content describes."""
+    if EXPERIMENT in content:
+        return _experiment_spec(name, scale, content, where)
     at_scale = _scaled(content, scale)
     parts = {
         part: {key: value for key, value in merged(at_scale, over).items() if key not in ("parts", "scale")}
@@ -110,6 +129,22 @@ def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> 
         limit = settings.get("grid", {}).get("at_most")
         configurations += thinned(found, limit) if limit else found
     return Spec(name, scale, at_scale, parts, tuple(configurations))
+
+
+def _experiment_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> Spec:
+    others = [table for table in TABLES if table not in ("", EXPERIMENT) and table in content]
+    if others:
+        raise SpecError(
+            f"Expected [{EXPERIMENT}] instead of a grid of networks but {where} has [{others[0]}] too. "
+            "Leave one of them out."
+        )
+    found = experiment(content[EXPERIMENT].get("name"), where)
+    over = {} if scale == "paper" else content.get("scale", {}).get(scale, {EXPERIMENT: found.scales[scale]})
+    at_scale = merged({key: value for key, value in content.items() if key != "scale"}, over)
+    given = {key: value for key, value in at_scale[EXPERIMENT].items() if key != "name"}
+    options = found.chosen(given, where)
+    at_scale[EXPERIMENT] = {"name": found.name, **options}
+    return Spec(name, scale, at_scale, units=tuple(found.units(options)))
 
 
 def _content(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:

@@ -56,7 +56,7 @@ def do_unit(unit: Unit, orders: Orders) -> bool:
     Returns:
         Whether all of it is done; False when time ran out.
     """
-    _end_with(orders.parent)
+    end_with(orders.parent)
     folder, device = Folder(orders.folder), torch.device(orders.device)
     with _tf32(False):
         try:
@@ -165,7 +165,7 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
     except Exception as error:
         _fail(one, folder, orders, "measuring", error, record)
         return
-    folder.write_record(one.key, {**record, **_now(orders)})
+    folder.write_record(one.key, {**record, **stamp(orders)})
 
 
 def _loaded(one: Configuration, folder: Folder) -> nn.Module:
@@ -183,16 +183,22 @@ def _fail(
     error: Exception,
     record: Mapping[str, Any] | None = None,
 ) -> None:
-    first = (str(error).strip().splitlines() or [""])[0]
-    reason = f"{doing}: {type(error).__name__}: {first}"
+    reason = f"{doing}: {reason_of(error)}"
     folder.write_record(one.key, {**(record or _head(one, orders)), "status": FAILED, "reason": reason})
 
 
+def reason_of(error: Exception) -> str:
+    """An error in one line."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
+
+
 def _head(one: Configuration, orders: Orders) -> dict[str, Any]:
-    return {"part": one.part, "configuration": one.content(), **_now(orders)}
+    return {"part": one.part, "configuration": one.content(), **stamp(orders)}
 
 
-def _now(orders: Orders) -> dict[str, Any]:
+def stamp(orders: Orders) -> dict[str, Any]:
+    """What produced a record, and when."""
     return {
         "environment": environment(torch.device(orders.device)),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -222,11 +228,11 @@ def _tf32(allowed: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """In a worker process: end when the process that started it is gone, also when that was killed."""
-    if not parent or os.getppid() != parent or getattr(_end_with, "watching", False):
+    if not parent or os.getppid() != parent or getattr(end_with, "watching", False):
         return
-    _end_with.watching = True  # type: ignore[attr-defined]
+    end_with.watching = True  # type: ignore[attr-defined]
 
     def watch() -> None:
         while os.getppid() == parent:

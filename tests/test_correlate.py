@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flatness.study.correlate import COEFFICIENTS, correlation, family_null, weighted
+from flatness.correlate import COEFFICIENTS, correlation, family_null, weighted
 
 SCIPY = {"pearson": stats.pearsonr, "spearman": stats.spearmanr, "kendall": stats.kendalltau}
 GENERATOR = np.random.default_rng(7)
