@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from command import run, run_several
+from command import longest_line, run, run_several
 
 ARGUMENTS = ("bound", "-m", "mlp", "--model-arg", "sizes=[64,12,10]", "-d", "digits", "--limit", "120")
 
@@ -13,6 +13,7 @@ def test_the_bound_is_printed_with_what_it_assumes_and_written(tmp_path):
     outcome = run(*ARGUMENTS, "--delta", "0.1", "--out", "found", cwd=tmp_path)
     assert outcome.status == 0, outcome.err
     assert outcome.out.startswith("generalisation bound at fc2: n = 120, m = 12, δ = 0.1\n")
+    assert longest_line(outcome.out) <= 80
     for part in ("representativeness: ", "flatness term: ", "bound: ", "uniform bound: ", "assumed\n"):
         assert part in outcome.out
     assert "infinite [bound; features distributed like a Gaussian]" in outcome.out
@@ -27,6 +28,7 @@ def test_wrong_words_are_answered_in_one_line(tmp_path):
     wrong = {
         ("--kernel", "unifrom"): "Did you mean 'uniform'?",
         ("--delta", "-1"): "Expected delta to be a positive number",
+        ("--delta", "rules"): "Expected delta to be a positive number or 'rule' but got 'rules'.",
         ("--layer", "fc9"): "Did you mean 'fc2'?",
     }
     outcomes = run_several(*([*ARGUMENTS, *words] for words in wrong), cwd=tmp_path)

@@ -15,6 +15,7 @@ import small
 from flatness.errors import OptionError
 from flatness.generalization.assumptions import extreme_eigenvalues, smooth_density
 from flatness.generalization.chosen_layer import choose_layer
+from flatness.generalization.expansion import TOLERANCE
 from flatness.generalization.kernels import kernel_of
 from flatness.generalization.rate_constants import gaussian_laplacian, inverse_moment, rate_constants
 from networks import CASES
@@ -45,13 +46,76 @@ def test_the_terms_are_what_they_say(found):
     assert {term.kind for term in found.terms} == {"approximation"}
 
 
-def test_the_rule_for_delta_is_the_default():
+def test_the_rule_for_delta_can_be_asked_for():
     model = small.network()
-    bound = flatness.generalization_bound(model, small.data(60), progress=False, draws=4)
+    bound = flatness.generalization_bound(model, small.data(60), delta="rule", progress=False, draws=4)
     assert bound.delta == pytest.approx(60 ** (-1 / 10))
     assert bound.term("flatness term").value == pytest.approx(
         bound.delta**2 / 12 * bound.rate[0].flatness * 12
     )
+    assert len(bound.terms) == 6
+
+
+def confident():
+    """Linear, with large weights."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 3, dtype=torch.float64)
+    model = nn.Linear(3, 2).double()
+    model.weight.data = torch.tensor([[-9.0, 0, 0], [9.0, 0, 0]], dtype=torch.float64)
+    return model, (x, (x[:, 0] > 0).long())
+
+
+def test_delta_is_the_largest_at_which_the_expansion_holds_and_the_rule_stands_beside_it():
+    """All samples at one margin of 6 logits: flat until features move by as much, steep from there."""
+    torch.manual_seed(0)
+    x = 0.7 * torch.randn(60, 8, dtype=torch.float64)
+    x[:, 0] = x[:, 0].sign()
+    y = (x[:, 0] > 0).long()
+    model = nn.Linear(8, 2, bias=False).double()
+    model.weight.data = 3.0 * torch.eye(8, dtype=torch.float64)[[0, 0]] * torch.tensor([[-1.0], [1.0]])
+    bound = flatness.generalization_bound(model, (x, y), penalty=1e-3, progress=False)
+    rule = 60 ** (-1 / 12)
+    halvings = math.log2(rule / bound.delta)
+    assert halvings == pytest.approx(round(halvings))
+    assert halvings >= 1
+    assert bound.delta == bound.representativeness.delta
+    # E_F over the uniform ball, by many more draws than the library takes, from the definition.
+    generator = torch.Generator().manual_seed(7)
+    # κ_Tr by hand: mean ‖x‖² (Σ p_k ‖w_k‖² − ‖Σ p_k w_k‖²) with p = 1/(1 + e⁶) of the wrong class.
+    p = 1 / (1 + math.exp(6))
+    flat = float(x.square().sum(1).mean()) * (9 - 9 * (1 - 2 * p) ** 2)
+
+    def ratio(delta):
+        normal = torch.randn(2000, *x.shape, generator=generator, dtype=torch.float64)
+        radii = torch.rand(2000, len(x), 1, generator=generator, dtype=torch.float64) ** (1 / 8)
+        xi = delta * x.norm(dim=1)[:, None] * radii * normal / normal.norm(dim=2, keepdim=True)
+        with torch.no_grad():
+            losses = [
+                F.cross_entropy(model((x + sign * xi).flatten(0, 1)), y.repeat(2000)) for sign in (1, -1)
+            ]
+            change = float(sum(losses) / 2 - F.cross_entropy(model(x), y))
+        return change / (delta**2 * 0.8 * flat / 16)
+
+    assert abs(ratio(bound.delta) - 1) < TOLERANCE + 0.05
+    assert abs(ratio(2 * bound.delta) - 1) > TOLERANCE - 0.05
+    (named,) = [one for one in bound.assumptions if one.name == "second-order expansion"]
+    assert named.holds
+    assert named.value == pytest.approx(ratio(bound.delta), abs=0.15)
+    wide = flatness.generalization_bound(model, (x, y), delta="rule", penalty=1e-3, progress=False)
+    for name in ("representativeness", "flatness term", "bound"):
+        beside = bound.term(f"{name} at the rule's δ")
+        assert beside.value == pytest.approx(wide.term(name).value)
+        assert beside.source == f"δ = |S|^(−1/(4+m)) = {rule:.3g}"
+    assert wide.assumptions[-1].holds is False
+    assert any(
+        note.startswith("δ is the largest of |S|^(−1/(4+m)) = 0.711 and its halves") for note in bound.notes
+    )
+
+
+def test_where_nothing_moves_there_is_no_expansion_to_check():
+    bound = flatness.generalization_bound(small.network(), small.data(60), kernel="point", progress=False)
+    assert bound.delta == pytest.approx(60 ** (-1 / 10))
+    assert len(bound.assumptions) == 4
 
 
 def test_the_rate_is_infinite_for_a_gaussian_and_a_heuristic_from_the_sample(found):
@@ -142,11 +206,7 @@ def test_a_minimum_is_recognised():
 
 def test_a_sum_below_the_gap_is_not_called_a_bound():
     """A confident head and a δ of 0.7: the risk rises by far more than its second-order expansion."""
-    torch.manual_seed(0)
-    x = torch.randn(60, 3, dtype=torch.float64)
-    y = (x[:, 0] > 0).long()
-    model = nn.Linear(3, 2).double()
-    model.weight.data = torch.tensor([[-9.0, 0, 0], [9.0, 0, 0]], dtype=torch.float64)
+    model, (x, y) = confident()
     wide, narrow = (
         flatness.generalization_bound(model, (x, y), delta=delta, penalty=1e-3, progress=False)
         for delta in (0.7, 1e-4)

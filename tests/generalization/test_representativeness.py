@@ -173,7 +173,7 @@ def test_layers_without_one_vector_per_sample_are_refused():
     case = CASES["cnn_max_pool"]
     with pytest.raises(LayerError) as error:
         flatness.representativeness(case.build(), (case.x, case.y), layer="conv2", progress=False)
-    assert str(error.value).startswith(
-        "Expected a layer with one feature vector per sample but 'conv2' is a Conv2d that meets "
+    assert str(error.value) == (
+        "Expected a layer with one feature vector per sample but 'conv2' is a Conv2d that meets 4 positions. "
+        "Choose a Linear layer after pooling or flattening."
     )
-    assert str(error.value).endswith("positions. Choose a Linear layer after pooling or flattening.")

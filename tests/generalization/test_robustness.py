@@ -108,8 +108,11 @@ def test_theorem_5_on_last_layers_and_on_smooth_hidden_ones(case, name, pairs):
     case = CASES[case]
     model = case.build()
     m = oracle.weight_matrix(model.get_submodule(name)).shape[2]
-    found = robustness(model, (case.x, case.y), layer=name, delta=0.01, matrices=pairs, steps=1)
-    predicted = 0.01**2 / (2 * m) * kappa(model, name, case.x, case.y)
+    found = robustness(model, (case.x, case.y), layer=name, delta=0.01, matrices=pairs, steps=1, compare=True)
+    flat = kappa(model, name, case.x, case.y)
+    predicted = 0.01**2 / (2 * m) * flat
+    assert abs(found.relative_flatness - flat) <= 4 * found.relative_flatness_stderr + 1e-6 * flat
+    assert found.ratio == pytest.approx(1.0, abs=0.02)
     # Terms of order α⁴ are 10⁻⁴ of it.
     assert abs(found.value - predicted) < 4 * found.stderr + 1e-3 * predicted
     assert found.stderr < 0.01 * predicted
@@ -229,7 +232,29 @@ def test_the_worst_matrix_is_worse_than_random_ones():
     random = robustness(model, data, layer="fc2", delta=0.2, matrices=A, steps=1)
     assert worst.value > max(random.per_matrix)
     assert worst.converged
-    assert worst.notes[0] == "the best of 2 ascents over ‖A‖ ≤ 1: a lower bound on the worst case"
+    assert worst.notes[0] == (
+        "the best of 2 ascents over ‖A‖ ≤ 1 at every step: a lower bound on the worst case"
+    )
+
+
+def test_the_worst_matrix_is_sought_at_every_delta():
+    """Away from a minimum the worst direction turns with δ: from the gradient's to the curvature's."""
+    x = draw(60, 4) * torch.tensor([5.0, 0.3, 0.3, 0.3]).double()
+    model = nn.Linear(4, 1, bias=False).double()
+    model.weight.data = torch.tensor([[0.2, 1.0, 1.0, 1.0]]).double()
+    y = x @ torch.tensor([[0.2], [4.0], [4.0], [4.0]]).double()  # the gradient is across the curvature
+    options = {"loss": "squared_error", "distribution": "worst", "matrices": 3, "iterations": 200}
+    deltas = [0.05, 0.2, 1.0]
+    curve = robustness(model, (x, y), delta=deltas, **options).curve
+    w, error = model.weight.detach()[0], (model(x) - y).detach()[:, 0]
+    for delta, value in zip(deltas, curve, strict=True):
+        # WA is any row of length ≤ ‖w‖: the trust-region problem with gradient g and Hessian H.
+        g, H = 2 * x.T @ error / 60, 2 * x.T @ x / 60
+        exact = oracle.trust_region_maximum(g, H, delta * float(w.norm()))
+        assert value == pytest.approx(exact, rel=1e-3)
+    # The worst row at δ = 1, shortened to δ = 0.05, does far less than the worst there.
+    shortened = robustness(model, (x, y), delta=[0.05], **options).value
+    assert curve[0] == pytest.approx(shortened, rel=1e-3)
 
 
 def test_results_are_saved_and_read_back(tmp_path):

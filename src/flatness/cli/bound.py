@@ -37,8 +37,12 @@ def bound(
     forward: o.Forward = None,
     layer: Annotated[str, typer.Option(help="Name of a Linear layer, or last.", metavar="NAME")] = "last",
     delta: Annotated[
-        float | None,
-        typer.Option(help="Size of the perturbation.  [default: n^(-1/(4+m))]", metavar="X"),
+        str | None,
+        typer.Option(
+            help="Size of the perturbation: a number, or rule for n^(-1/(4+m)).  "
+            "[default: that, halved until the second-order expansion holds]",
+            metavar="X",
+        ),
     ] = None,
     kernel: Annotated[str, typer.Option(help=f"{', '.join(_KERNELS)}.", metavar="NAME")] = "uniform",
     sigma: Annotated[
@@ -71,7 +75,7 @@ def bound(
     """
     arguments = {
         "layer": layer,
-        "delta": delta,
+        "delta": _delta(delta),
         "kernel": choice(kernel, "--kernel", _KERNELS),
         "sigma": sigma,
         "fitter": choice(fitter, "--fitter", _FITTERS),
@@ -88,9 +92,19 @@ def bound(
 
     request = job.DataRequest(data, split, data_dir, limit, standardize)
     found = _bound(job, model, built, checkpoints, request, loss, forward, (device, dtype), arguments)
-    typer.echo(found.to_json() if as_json else printable(str(found)))
+    from flatness.cli.output import folded, terminal_width
+
+    typer.echo(found.to_json() if as_json else folded(printable(str(found)), terminal_width()))
     if out is not None:
         typer.echo(f"\nwritten to {out}: {', '.join(_written(out, found))}", err=as_json)
+
+
+def _delta(text: str | None) -> float | str | None:
+    """A number where it is one; the library says what else it can be."""
+    try:
+        return text if text is None else float(text)
+    except ValueError:
+        return text
 
 
 def _bound(

@@ -28,6 +28,21 @@ def terminal_width() -> int:
     return min(max(shutil.get_terminal_size((80, 24)).columns, _NARROWEST), _WIDEST)
 
 
+def folded(text: str, width: int) -> str:
+    """Text with every line broken to this width; what is broken off is indented below its line.
+
+    >>> print(folded("  term: a long explanation", 16))
+      term: a long
+        explanation
+    """
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()))
+        fill = {"initial_indent": indent, "subsequent_indent": indent + "  ", "break_on_hyphens": False}
+        lines.append(textwrap.fill(line, width, **fill))
+    return "\n".join(lines)
+
+
 def print_report(entry: Entry) -> None:
     """One checkpoint: the table of its layers."""
     assert entry.report is not None

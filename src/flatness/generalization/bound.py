@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +14,16 @@ from flatness.errors import NotExactError, OptionError
 from flatness.forward import Forward
 from flatness.generalization.assumptions import Assumption, at_minimum, smooth_density
 from flatness.generalization.bound_result import BoundTerm, GeneralizationBound
+from flatness.generalization.bound_terms import bound_terms, rule_terms
 from flatness.generalization.chosen_layer import (
     ChosenLayer,
     choose_layer,
     collect_features,
     require_all_through,
 )
-from flatness.generalization.fitting import fitter_of
-from flatness.generalization.kernels import Kernel, bandwidth, check_delta, kernel_of
+from flatness.generalization.expansion import Expansion, assumed, expansions, given_delta, why_smaller
+from flatness.generalization.fitting import Predictor, fitter_of
+from flatness.generalization.kernels import Kernel, bandwidth, kernel_of
 from flatness.generalization.locally_constant import LabelConstancy, label_constancy
 from flatness.generalization.rate_constants import rate_constants
 from flatness.generalization.representativeness import (
@@ -36,6 +40,7 @@ from flatness.result import Report
 from flatness.tables import format_value
 
 _LABEL_SAMPLES = 1000
+_AT_ONCE = 20_000
 # A sum this share of the gap below the gap is worth a warning; less is within what refits differ by.
 _BELOW = 0.1
 
@@ -47,7 +52,7 @@ def generalization_bound(
     loss: Any = "cross_entropy",
     *,
     layer: str = "last",
-    delta: float | None = None,
+    delta: float | str | None = None,
     kernel: str | Kernel = "uniform",
     sigma: float | None = None,
     fitter: Any = "auto",
@@ -69,7 +74,8 @@ def generalization_bound(
         data: Its training data.
         loss: As for `flatness.measure`.
         layer: Name of a Linear layer, or "last".
-        delta: δ; the rule |S|^(−1/(4+m)) when None.
+        delta: δ; "rule" for |S|^(−1/(4+m)); None for the largest of that and its halves at which the
+            second-order expansion holds (`expansion.TOLERANCE`), with the rule's terms below.
         kernel: Of the local distributions, as for `representativeness`.
         sigma: Of the truncated normal.
         fitter: What refits ψ in every fold, as for `representativeness`.
@@ -99,7 +105,7 @@ def generalization_bound(
             f"Expected failure to be a probability between 0 and 1 but got {failure!r}. For example "
             "failure=0.05."
         )
-    shape = kernel_of(kernel, sigma)
+    shape, given = kernel_of(kernel, sigma), given_delta(delta)
     setting = {
         "forward": forward,
         "batch_size": batch_size,
@@ -110,90 +116,77 @@ def generalization_bound(
     }
     problem = Problem(model, data, loss, **setting)
     fitter_of(fitter, problem.loss, 1, penalty)
-    given_delta = None if delta is None else check_delta(delta)
     with problem.guarded():
-        chosen = choose_layer(problem, layer)
-        require_all_through(chosen)
-        z, y = collect_features(problem, chosen)
-        check_folds(folds, len(z))
-        check_features(z)
-        outputs, largest = _outputs_and_losses(problem)
-        step = bandwidth(*z.shape) if given_delta is None else given_delta
+        seen = _look(problem, layer, folds)
+        chosen, z, y = seen.chosen, seen.z, seen.y
         flat, notes = _flatness(model, data, loss, chosen, setting)
         kappa = flat.value("relative_flatness", layer=chosen.name) if flat else None
+        tried = expansions(_predictor(problem, chosen), z, y, problem.loss, shape, kappa, given, seed)
+        step, rule = tried[-1].delta, bandwidth(*z.shape)
         minimum = at_minimum(chosen, kappa, step)
         labels = _labels(problem, chosen, z, y, seed)
-    found = cross_validated(
-        z,
-        y,
-        fitter_of(fitter, problem.loss, outputs, penalty),
-        problem.loss,
-        kernel=shape,
-        delta=step,
-        folds=folds,
-        draws=draws,
-        seed=seed,
-        layer=chosen.name,
-        notes=tuple(layer_notes(chosen)),
+    refit = fitter_of(fitter, problem.loss, seen.outputs, penalty)
+    represented = functools.partial(
+        cross_validated, z, y, refit, problem.loss, kernel=shape, folds=folds, draws=draws, seed=seed
     )
-    terms = _terms(found, flat, chosen, shape, step)
-    notes += _below_the_gap(found, terms)
+    found = represented(delta=step, layer=chosen.name, notes=tuple(layer_notes(chosen)))
+    terms = bound_terms(found, flat, chosen, shape)
+    notes += _below_the_gap(found, terms, tried[-1])
+    if given is None and step < rule:
+        terms += rule_terms(represented(delta=rule), flat, chosen, shape)
+        notes.append(why_smaller(tried))
+    rate = (
+        ()
+        if kappa is None
+        else rate_constants(z, shape, kappa / (2 * chosen.features), seen.largest, failure)
+    )
     return GeneralizationBound(
         layer=chosen.name,
         samples=len(z),
         features=chosen.features,
         delta=step,
         terms=tuple(terms),
-        rate=()
-        if kappa is None
-        else rate_constants(z, shape, kappa / (2 * chosen.features), largest, failure),
-        assumptions=(*minimum, _label_assumption(labels), smooth_density(z)),
+        rate=rate,
+        assumptions=(*minimum, _label_assumption(labels), smooth_density(z), *assumed(tried[-1])),
         representativeness=found,
         labels=labels,
         notes=tuple(dict.fromkeys([*notes, *found.notes, *problem.notes])),
     )
 
 
-def _terms(
-    found: Representativeness, flat: Report | None, chosen: ChosenLayer, kernel: Kernel, delta: float
-) -> list[BoundTerm]:
-    m, d = chosen.features, chosen.layer.output_units
-    cross = "cross-validated, eq. 3: the paper says it is then technically not a bound"
-    terms = [BoundTerm("representativeness", found.value, found.stderr, "approximation", cross)]
-    kappa = flat.result("relative_flatness", layer=chosen.name) if flat else None
-    maximal = flat.value("maximal_relative_flatness", layer=chosen.name) if flat else None
-    factor = delta**2 / (2 * m)
+@dataclass(frozen=True)
+class _Seen:
+    """What the layer's samples are: features, targets, number of outputs and largest loss."""
 
-    def add(name: str, value: float | None, stderr: float, source: str) -> None:
-        terms.append(BoundTerm(name, value, stderr, "approximation", source))
-
-    def total(value: float | None) -> float | None:
-        return None if value is None else found.value + value
-
-    term = factor * kappa.value if kappa else None
-    error = factor * kappa.stderr if kappa else 0.0
-    add("flatness term", term, error, "δ²/(2m) κ_Tr, Theorem 5: up to O(δ³), at a minimum, labels held")
-    whole = (found.stderr**2 + error**2) ** 0.5
-    add("bound", total(term), whole, "representativeness + flatness term, §5")
-    tau2 = kernel.second_moment(m)
-    sharper = tau2 * term if term is not None else None
-    add("with the kernel's radius", total(sharper), whole, f"the same with E[r²] = {tau2:.3g} δ² for δ²")
-    uniform = delta**2 * d / 2 * maximal if maximal is not None else None
-    add("uniform flatness term", uniform, 0.0, "(δ²d/2) κ^φ, Theorem 14: over all ‖A‖ ≤ 1, up to O(δ³)")
-    add("uniform bound", total(uniform), found.stderr, "Theorem 15 (without its second Σ_s, a slip)")
-    return terms
+    chosen: ChosenLayer
+    z: Tensor
+    y: Tensor
+    outputs: int
+    largest: float
 
 
-def _below_the_gap(found: Representativeness, terms: list[BoundTerm]) -> list[str]:
+def _look(problem: Problem, layer: str, folds: int) -> _Seen:
+    chosen = choose_layer(problem, layer)
+    require_all_through(chosen)
+    z, y = collect_features(problem, chosen)
+    check_folds(folds, len(z))
+    check_features(z)
+    return _Seen(chosen, z, y, *_outputs_and_losses(problem))
+
+
+def _below_the_gap(found: Representativeness, terms: list[BoundTerm], expansion: Expansion) -> list[str]:
     """Warn where the sum lies below the gap it should bound: the flatness term misses a part of E_F."""
     value = {term.name: term.value for term in terms}
     whole, flat = value["bound"], value["flatness term"]
     if whole is None or flat is None or found.gap - whole <= _BELOW * abs(found.gap):
         return []
+    advice = "pass a smaller delta, at which the expansion holds"
+    if expansion.holds:
+        advice = "the network's own ψ does as the flatness term says, but the refitted one is less robust"
     return [
         f"no bound here: it lies below the cross-validated gap of {format_value(found.gap)}, since the risk "
         f"of the refitted ψ rises by {format_value(found.robustness)} under the perturbation and the "
-        f"flatness term is {format_value(flat)}; pass a smaller delta, at which the expansion holds"
+        f"flatness term is {format_value(flat)}; {advice}"
     ]
 
 
@@ -225,16 +218,26 @@ def _outputs_and_losses(problem: Problem) -> tuple[int, float]:
 
 def _labels(problem: Problem, chosen: ChosenLayer, z: Tensor, y: Tensor, seed: int) -> LabelConstancy:
     """Definition 9 with the nearest sample's label in place of the unknown y(·)."""
+    with torch.no_grad():
+        return label_constancy(
+            _predictor(problem, chosen),
+            z[:_LABEL_SAMPLES],
+            y[:_LABEL_SAMPLES],
+            problem.loss,
+            seed=seed,
+            layer=chosen.name,
+        )
+
+
+def _predictor(problem: Problem, chosen: ChosenLayer) -> Predictor:
+    """ψ of the network itself, as a function of the layer's features; inside ``with problem.guarded():``."""
     batch = problem.example(2)
 
     def predict(features: Tensor) -> Tensor:
-        outputs = chosen.perturbed.outputs_of(batch, features.to(problem.device, problem.dtype))
-        return outputs.double().cpu()
+        parts = features.to(problem.device, problem.dtype).split(_AT_ONCE)
+        return torch.cat([chosen.perturbed.outputs_of(batch, part).double().cpu() for part in parts])
 
-    with torch.no_grad():
-        return label_constancy(
-            predict, z[:_LABEL_SAMPLES], y[:_LABEL_SAMPLES], problem.loss, seed=seed, layer=chosen.name
-        )
+    return predict
 
 
 def _label_assumption(labels: LabelConstancy) -> Assumption:

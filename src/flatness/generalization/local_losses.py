@@ -14,8 +14,8 @@ from flatness.losses import Loss
 Labels = Callable[[Tensor], Tensor]
 """The true label function y(z): features (n, m) → targets."""
 
-# Rows that are moved and predicted at once.
-_ROWS = 200_000
+# Numbers that moved features take at once: 160 MB.
+_NUMBERS = 20_000_000
 
 
 def moves(z: Tensor, kernel: Kernel, delta: float, pairs: int, generator: Generator) -> Tensor:
@@ -44,7 +44,7 @@ def local_losses(
     n = len(z)
     pairs = max(1, draws // 2)
     total, squares = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
-    size = max(1, _ROWS // (2 * n))
+    size = max(1, _NUMBERS // (2 * z.numel()))
     for start in range(0, pairs, size):
         xi = moves(z, kernel, delta, min(size, pairs - start), generator)
         moved = torch.cat([z + xi, z - xi]).flatten(0, 1)

@@ -22,13 +22,23 @@ _HALVINGS = 6
 
 
 def worst_matrices(
-    perturbed: PerturbedLayer, delta: float, restarts: int, iterations: int, seed: int
+    perturbed: PerturbedLayer,
+    delta: float,
+    restarts: int,
+    iterations: int,
+    seed: int,
+    start: Tensor | None = None,
 ) -> tuple[Tensor, bool]:
-    """Matrices A (restarts, G, m, m) that each ascended to, best first; and whether all ascents ended."""
+    """Matrices A (restarts, G, m, m) that each ascended to, best first; and whether all ascents ended.
+
+    With a `start` (1, G, m, m) of norm at most 1 there is one ascent more, from there.
+    """
     problem = perturbed.problem
     G, _, m = perturbed.W.shape
     generator = torch.Generator().manual_seed(seed)
-    A = orthonormal_frames(restarts * G, m, m, generator).reshape(restarts, G, m, m).to(problem.device)
+    A = orthonormal_frames(restarts * G, m, m, generator).reshape(restarts, G, m, m)
+    A = (A if start is None else torch.cat([A, start])).to(problem.device)
+    restarts = len(A)
     risks, gradients = _ascent(perturbed, A, delta)
     active = torch.ones(restarts, dtype=torch.bool)
     with ProgressBar("worst matrix", iterations, problem.progress) as bar:
