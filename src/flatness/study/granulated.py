@@ -31,8 +31,8 @@ class Granulated:
         sign_error: For each axis, the share of pairs that differ in it alone and that the measure orders
             wrongly; ties count one half.
         information: For each axis, the mutual information of the signs of the differences in measure and
-            gap over pairs that agree in this axis, divided by the entropy of the gap's sign: 0 to 1. "none":
-            over all pairs.
+            gap over pairs of networks, given the values of both in this axis, divided by the entropy of the
+            gap's sign given the same: 0 to 1. "none": given nothing.
         least_information: The smallest of it over all sets of at most two axes (Jiang et al.'s 𝒦).
     """
 
@@ -117,24 +117,30 @@ def _sign_error(agreement: Array, axis: str, places: dict[str, NDArray[np.int64]
 
 
 def _information(x: Array, g: Array, given: Sequence[str], places: dict[str, NDArray[np.int64]]) -> float:
-    """I(V_x; V_g | U) / H(V_g | U) over ordered pairs that agree in `given`, V the sign of a difference.
+    """I(V_x; V_g | U) / H(V_g | U) over ordered pairs of networks, V the sign of a difference.
 
-    U is the values that a pair agrees in, weighted by its number of pairs; pairs with a tie are left out.
+    U is the values that *both* networks have in the axes `given`, so that whatever those axes tell about the
+    order of the gaps does not count for the measure. A value of U weighs by its number of pairs; pairs with a
+    tie are left out. NaN where U alone tells the order of all gaps.
     """
-    information = entropy = total = 0.0
-    for rows in _cells(places, given, len(x)):
-        sx, sg = np.sign(x[rows][:, None] - x[rows]), np.sign(g[rows][:, None] - g[rows])
-        untied = (sx != 0) & (sg != 0)
-        pairs = int(untied.sum())
-        if pairs == 0:
-            continue
-        agree = float((sx == sg)[untied].mean())
-        # With both orders of every pair each sign is a fair coin, so H(V_g) is one bit and I is 1 − h(agree).
-        information += pairs * (1 - _binary_entropy(agree))
-        entropy += pairs
-        total += pairs
-    return float(information / entropy) if total else float("nan")
+    n = len(x)
+    cells = np.zeros((n, n), np.int64)
+    for axis in given:
+        codes = places[axis]
+        size = int(codes.max()) + 1
+        cells = cells * size**2 + codes[:, None] * size + codes[None, :]
+    more, larger = x[:, None] - x[None, :], g[:, None] - g[None, :]
+    kept = (more != 0) & (larger != 0) & ~np.isnan(more) & ~np.isnan(larger)
+    _, cell = np.unique(cells[kept], return_inverse=True)
+    which = 4 * cell + 2 * (more[kept] > 0) + (larger[kept] > 0)
+    counts = np.bincount(which, minlength=4 * (int(cell.max(initial=-1)) + 1)).reshape(-1, 2, 2).astype(float)
+    of_gap = _entropies(counts.sum(1))
+    shared = _entropies(counts.sum(2)) + of_gap - _entropies(counts.reshape(-1, 4))
+    return float(shared.sum() / of_gap.sum()) if of_gap.sum() > 0 else float("nan")
 
 
-def _binary_entropy(p: float) -> float:
-    return 0.0 if p in (0.0, 1.0) else float(-p * np.log2(p) - (1 - p) * np.log2(1 - p))
+def _entropies(counts: Array) -> Array:
+    """Entropy in bits of every row of counts, times the row's sum."""
+    totals = counts.sum(1, keepdims=True)
+    share = np.divide(counts, totals, out=np.ones_like(counts), where=counts > 0)
+    return -(counts * np.log2(share)).sum(1)
