@@ -52,7 +52,7 @@ def test_information_by_hand():
 
 
 def test_information_is_what_the_definition_says_term_by_term():
-    """I(V_μ; V_g | U_S) / H(V_g | U_S) by sums over a dictionary, for all sets of at most two of three axes."""
+    """I(V_μ; V_g | U_S) / H(V_g | U_S) by sums over a dictionary, for sets of at most two of three axes."""
     generator = np.random.default_rng(4)
     rows = [(a, b, c, seed) for a in range(3) for b in range(2) for c in range(2) for seed in range(3)]
     axes = {name: [row[place] for row in rows] for place, name in enumerate(("a", "b", "c", "seed"))}

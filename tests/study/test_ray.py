@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
 import flatness
 from flatness.errors import OptionError
+from flatness.study import ray_backend
 from studies import study
 
 INSTALLED = importlib.util.find_spec("ray") is not None
@@ -33,8 +35,11 @@ def test_a_local_ray_gives_the_records_of_one_process(tmp_path):
     assert mine.equals(theirs)
 
 
-@pytest.mark.skipif(INSTALLED, reason="ray is installed")
-def test_without_ray_the_message_says_what_to_install(tmp_path):
+def test_without_ray_the_message_says_what_to_install(tmp_path, monkeypatch):
+    def absent(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(ray_backend, "importlib", SimpleNamespace(import_module=absent))
     with pytest.raises(OptionError) as caught:
         flatness.study.run(study(), tmp_path, executor="ray")
     assert str(caught.value) == (

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from flatness.errors import ModelError
+from flatness.study.optimizers import SGD
+from flatness.study.program import Program
 from flatness.study.stack import ENGINES, Stack
 
 
@@ -56,3 +59,40 @@ def test_networks_that_stay_keep_their_weights():
     assert torch.equal(stack.weights(1)["0.bias"], networks[1][0].bias)
     stack.flat.zero_()
     assert stack.weights(1)["0.weight"].abs().sum() == 0  # parameters are views of `flat`
+
+
+@pytest.mark.parametrize("engine", ["looped", "grouped"])
+def test_frozen_parameters_stay_where_they_are(engine):
+    networks = [nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(2)]
+    for network in networks:
+        network[0].requires_grad_(False)
+    before = [copy.deepcopy(network.state_dict()) for network in networks]
+    stack = Stack(networks, torch.device("cpu"), engine)
+    assert stack.flat.shape == (2, 4 * 2 + 2)
+    settings = {name: torch.full((2, 1), 0.5) for name in ("learning_rate", "momentum", "weight_decay")}
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    program = Program(stack, SGD(settings, stack.flat, {}), x, y, "cross_entropy")
+    for _ in range(3):
+        program.step(torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    for row, network in enumerate(networks):
+        # The same with torch's optimizer over what is not frozen.
+        optimizer = torch.optim.SGD(network[2].parameters(), 0.5, momentum=0.5, weight_decay=0.5)
+        part = slice(3 * row, 3 * row + 3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(x[part]), y[part]).backward()
+            optimizer.step()
+        found = stack.weights(row)
+        for name, value in network.state_dict().items():
+            torch.testing.assert_close(found[name], value)
+        assert torch.equal(found["0.weight"], before[row]["0.weight"])
+        assert not torch.equal(found["2.weight"], before[row]["2.weight"])
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_refused():
+    with pytest.raises(ModelError) as caught:
+        Stack([nn.Linear(3, 2).requires_grad_(False)], torch.device("cpu"), "looped")
+    assert str(caught.value) == (
+        "Expected a model with parameters that can be trained but all of its parameters are frozen. "
+        "Set requires_grad, or take it as a checkpoint: [checkpoints]."
+    )

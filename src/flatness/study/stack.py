@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flatness.convolutions import AsProducts
+from flatness.errors import ModelError
 
 ENGINES = ("looped", "grouped", "unfolded", "banded")
 """How a stack runs forward. ``looped``: one network after the other. ``grouped``: all at once through
@@ -23,8 +24,9 @@ the same as products of whole image rows with the band matrix of the kernel."""
 class Stack:
     """Parameters and buffers of networks of one shape.
 
-    All parameters live in `flat`, (networks, parameters); `parameters` are views into it with a leading axis
-    for the network, so that an optimizer needs a handful of operations however many layers there are.
+    All parameters that are trained live in `flat`, (networks, parameters); `parameters` are views into it
+    with a leading axis for the network, so that an optimizer needs a handful of operations however many
+    layers there are. Frozen parameters (``requires_grad`` is False) are among the buffers and never move.
 
     Args:
         networks: At least one; they are copied.
@@ -34,16 +36,24 @@ class Stack:
 
     def __init__(self, networks: Sequence[nn.Module], device: torch.device, engine: str) -> None:
         first = networks[0]
-        self.shapes = {name: value.shape for name, value in first.named_parameters()}
+        trained = {name: value for name, value in first.named_parameters() if value.requires_grad}
+        if not trained:
+            raise ModelError(
+                "Expected a model with parameters that can be trained but all of its parameters are frozen. "
+                "Set requires_grad, or take it as a checkpoint: [checkpoints]."
+            )
+        self.shapes = {name: value.shape for name, value in trained.items()}
+        named = [dict(network.named_parameters()) for network in networks]
         rows = [
-            torch.cat([value.detach().reshape(-1).float().cpu() for value in network.parameters()])
-            for network in networks
+            torch.cat([own[name].detach().reshape(-1).float().cpu() for name in trained]) for own in named
         ]
         self.flat = torch.stack(rows).to(device)
-        self.buffers = {
-            name: torch.stack([dict(network.named_buffers())[name] for network in networks]).to(device)
-            for name, _ in first.named_buffers()
-        }
+        fixed = [name for name in named[0] if name not in trained]
+        held = [
+            {**dict(network.named_buffers()), **{name: own[name].detach() for name in fixed}}
+            for network, own in zip(networks, named, strict=True)
+        ]
+        self.buffers = {name: torch.stack([own[name] for own in held]).to(device) for name in held[0]}
         self.skeleton = copy.deepcopy(first).to("meta").train()
         self.engine = engine
         self.parameters = self._views()
