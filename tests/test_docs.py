@@ -25,7 +25,7 @@ PAGES = (
     "how-to/during-training",
     "how-to/landscapes",
 )
-GALLERY = ("gallery/petzka2021-labels", "gallery/petzka2021-bound")
+GALLERY = ("gallery/petzka2021-labels", "gallery/petzka2021-bound", "gallery/rangamani2019-invariance")
 
 
 @pytest.fixture
