@@ -6,18 +6,19 @@ computes, which is another quantity (see `published_script_bound`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import joblib
 import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
 
-from flatness.experiments.experiment import Experiment, Row, chunks, positive, trend, whole
+from flatness.experiments.data_sets import all_rows, rows_of, units_of
+from flatness.experiments.experiment import Experiment, Row, positive, trend
 from flatness.experiments.four_gaussians import FourGaussians
 from flatness.experiments.published_script import published_script_bound
 from flatness.experiments.reversed_network import reversed_network
@@ -28,7 +29,6 @@ from flatness.generalization.kernels import kernel_of
 from flatness.generalization.representativeness import cross_validated
 from flatness.losses import resolve_loss
 from flatness.measuring import measure
-from flatness.progress import ProgressBar
 
 SEPARATIONS = (0.5, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
 _TEST = 20_000
@@ -100,27 +100,22 @@ def petzka2021_bound(
         jobs: Processes, of one thread each.
         progress: Whether to show a bar.
     """
-    options = {
-        "samples": samples,
-        "folds": folds,
-        "delta": delta,
-        "draws": draws,
-        "kernel": kernel,
-        "penalty": penalty,
-        "published_script": published_script,
-        "seed": seed,
-    }
-    calls = [
-        joblib.delayed(_one)(separation, number, **options)
-        for separation in separations
-        for number in range(datasets)
-    ]
-    rows: list[dict[str, float]] = []
-    with ProgressBar("data sets", len(calls), progress) as bar:
-        for row in joblib.Parallel(n_jobs=jobs, return_as="generator")(calls):
-            rows.append(row)  # type: ignore[arg-type]
-            bar.advance()
-    return BoundExperiment(tuple(rows))
+    rows = all_rows(
+        _one,
+        separations,
+        datasets,
+        jobs,
+        progress,
+        samples=samples,
+        folds=folds,
+        delta=delta,
+        draws=draws,
+        kernel=kernel,
+        penalty=penalty,
+        published_script=published_script,
+        seed=seed,
+    )
+    return BoundExperiment(rows)
 
 
 def _one(
@@ -175,25 +170,10 @@ def _relative_flatness(z: Tensor, y: Tensor, predictor: LinearPredictor, seed: i
     return report.value("relative_flatness", layer="fc5")
 
 
-_SHARED = ("samples", "folds", "delta", "draws", "kernel", "penalty", "published_script", "seed")
-
-
 def _units(options: Mapping[str, Any]) -> list[Row]:
-    positive(options, "separations", "delta")
-    whole(options, "datasets", "samples", "folds", "draws")
+    positive(options, "delta")
     kernel_of(options["kernel"])
-    shared = {name: options[name] for name in _SHARED}
-    return [
-        {"separation": float(separation), "first": first, "count": count, **shared}
-        for separation in options["separations"]
-        for first, count in chunks(options["datasets"])
-    ]
-
-
-def _work(unit: Mapping[str, Any]) -> list[Row]:
-    options = {name: unit[name] for name in _SHARED}
-    numbers = range(unit["first"], unit["first"] + unit["count"])
-    return [_one(unit["separation"], number, **options) for number in numbers]
+    return units_of(options, "samples", "folds", "draws")
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
@@ -228,7 +208,7 @@ BOUND = Experiment(
     scales={"smoke": {"datasets": 3}, "small": {"datasets": 20}},
     counted="data sets",
     units=_units,
-    work=_work,
+    work=functools.partial(rows_of, _one),
     summary=_summary,
     verdict=_verdict,
 )

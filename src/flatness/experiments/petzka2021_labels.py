@@ -7,17 +7,18 @@ paper leaves open.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import joblib
 import numpy as np
 import torch
 
 from flatness.correlate import COEFFICIENTS, correlation
 from flatness.errors import OptionError
-from flatness.experiments.experiment import Experiment, Row, chunks, positive, trend, whole
+from flatness.experiments.data_sets import all_rows, rows_of, units_of
+from flatness.experiments.experiment import Experiment, Row, trend
 from flatness.experiments.four_gaussians import FourGaussians
 from flatness.experiments.reversed_network import reversed_network
 from flatness.experiments.rows import Rows
@@ -25,7 +26,6 @@ from flatness.generalization.fitting import Ridge
 from flatness.generalization.kernels import UniformBall
 from flatness.generalization.local_losses import moves
 from flatness.measuring import measure
-from flatness.progress import ProgressBar
 
 SEPARATIONS = (0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
 _MEANS = ("gap", "relative_flatness", "flips")
@@ -93,17 +93,8 @@ def petzka2021_labels(
         jobs: Processes, of one thread each.
         progress: Whether to show a bar.
     """
-    calls = [
-        joblib.delayed(_one)(separation, number, training, test, penalty, seed)
-        for separation in separations
-        for number in range(datasets)
-    ]
-    rows: list[dict[str, float]] = []
-    with ProgressBar("data sets", len(calls), progress) as bar:
-        for row in joblib.Parallel(n_jobs=jobs, return_as="generator")(calls):
-            rows.append(row)  # type: ignore[arg-type]
-            bar.advance()
-    return LabelsExperiment(tuple(rows))
+    options = {"training": training, "test": test, "penalty": penalty, "seed": seed}
+    return LabelsExperiment(all_rows(_one, separations, datasets, jobs, progress, **options))
 
 
 def _one(
@@ -141,20 +132,7 @@ def _one(
 
 
 def _units(options: Mapping[str, Any]) -> list[Row]:
-    positive(options, "separations")
-    whole(options, "datasets", "training", "test")
-    shared = {name: options[name] for name in ("training", "test", "penalty", "seed")}
-    return [
-        {"separation": float(separation), "first": first, "count": count, **shared}
-        for separation in options["separations"]
-        for first, count in chunks(options["datasets"])
-    ]
-
-
-def _work(unit: Mapping[str, Any]) -> list[Row]:
-    numbers = range(unit["first"], unit["first"] + unit["count"])
-    rest = (unit["training"], unit["test"], unit["penalty"], unit["seed"])
-    return [_one(unit["separation"], number, *rest) for number in numbers]
+    return units_of(options, "training", "test")
 
 
 def _summary(rows: Sequence[Row]) -> list[Row]:
@@ -191,7 +169,7 @@ LABELS = Experiment(
     scales={"smoke": {"separations": [0.5, 1.0, 2.0, 5.0], "datasets": 10}, "small": {"datasets": 30}},
     counted="data sets",
     units=_units,
-    work=_work,
+    work=functools.partial(rows_of, _one),
     summary=_summary,
     verdict=_verdict,
 )

@@ -215,15 +215,14 @@ def cross_validated(
         rest = order[~torch.isin(order, part)]
         predict = fit(z[rest], y[rest])
         with torch.no_grad():
-            test = sample_losses(loss, predict(z[part]), y[part])
+            held[part] = sample_losses(loss, predict(z[part]), y[part])
             train = sample_losses(loss, predict(z[rest]), y[rest])
             local, variance = local_losses(
                 predict, z[rest], y[rest], loss, kernel, delta, draws, generator, labels
             )
-        held[part] = test
         moved[rest] += local / (folds - 1)
         noise += float(variance.sum()) / len(rest) ** 2 / folds**2
-        rows.append((float(test.mean()), float(train.mean()), float(local.mean())))
+        rows.append((float(held[part].mean()), float(train.mean()), float(local.mean())))
     per_fold = tuple(test - local for test, _, local in rows)
     return Representativeness(
         measure="representativeness",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,8 +92,8 @@ def feature_robustness(
         >>> abs(robustness.ratio - 1) < 0.1  # Theorem 5
         True
     """
-    alphas = _steps(delta, steps)
     _check_route(through)
+    asked = _Asked(_steps(delta, steps), matrices, distribution, sigma, through, seed, iterations)
     setting = {
         "forward": forward,
         "batch_size": batch_size,
@@ -105,9 +105,21 @@ def feature_robustness(
     problem = Problem(model, data, loss, **setting)
     with problem.guarded():
         chosen = choose_layer(problem, layer)
-        run = _worst_run if distribution == "worst" else _family_run
-        found = run(chosen, alphas, matrices, distribution, sigma, through, seed, iterations)
+        found = (_worst_run if distribution == "worst" else _family_run)(chosen, asked)
     return _finished(found, problem, chosen, compare, (model, data, loss), setting)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Which perturbations: the arguments of `feature_robustness` that say so, `alphas` the steps up to δ."""
+
+    alphas: list[float]
+    matrices: int | Tensor
+    distribution: str | Kernel
+    sigma: float | None
+    through: str
+    seed: int
+    iterations: int
 
 
 class _Run:
@@ -131,17 +143,9 @@ class _Run:
         return (changes[:K] + changes[K:]) / 2 if self.paired else changes
 
 
-def _family_run(
-    chosen: ChosenLayer,
-    alphas: list[float],
-    matrices: int | Tensor,
-    distribution: str | Kernel,
-    sigma: float | None,
-    through: str,
-    seed: int,
-    iterations: int,
-) -> _Run:
+def _family_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
     """Given matrices, or random ones with their negatives."""
+    alphas, matrices, through = asked.alphas, asked.matrices, asked.through
     if isinstance(matrices, bool) or not isinstance(matrices, int):
         A = given_matrices(matrices, chosen.layer)
         evaluate = given_perturbations(chosen, A, alphas, through)
@@ -158,10 +162,10 @@ def _family_run(
             f"Expected at least 2 random matrices, for a standard error, but got {matrices}. For example "
             f"matrices={_PAIRS}."
         )
-    kernel = kernel_of(distribution, sigma)
+    kernel = kernel_of(asked.distribution, asked.sigma)
     signed = [*alphas, *(-alpha for alpha in alphas)]
     evaluate = random_perturbations(
-        chosen, kernel, matrices, signed, through, torch.Generator().manual_seed(seed)
+        chosen, kernel, matrices, signed, through, torch.Generator().manual_seed(asked.seed)
     )
     K = len(alphas)
     changes = loss_changes(
@@ -172,17 +176,9 @@ def _family_run(
     return run
 
 
-def _worst_run(
-    chosen: ChosenLayer,
-    alphas: list[float],
-    matrices: int | Tensor,
-    distribution: str | Kernel,
-    sigma: float | None,
-    through: str,
-    seed: int,
-    iterations: int,
-) -> _Run:
+def _worst_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
     """The best of several ascents at every step; each also goes on from the worst of the step before."""
+    alphas, matrices = asked.alphas, asked.matrices
     if not isinstance(matrices, int):
         raise OptionError(
             "Expected matrices to be the number of random starts with distribution='worst' but got a tensor. "
@@ -193,7 +189,7 @@ def _worst_run(
     A, before, ended = None, alphas[0], True
     for alpha in alphas:
         start = None if A is None else A[:1] * (before / alpha)  # the same perturbation, of norm ≤ 1
-        A, own_ended = worst_matrices(chosen.perturbed, alpha, restarts, iterations, seed, start)
+        A, own_ended = worst_matrices(chosen.perturbed, alpha, restarts, asked.iterations, asked.seed, start)
         evaluate = given_perturbations(chosen, A[:1], [alpha], "weights")
         found.append(loss_changes(chosen.perturbed, evaluate, 1, 1, [0], "feature robustness"))
         before, ended = alpha, ended and own_ended
