@@ -97,6 +97,8 @@ def test_a_record_that_is_cut_off_is_never_there(tmp_path):
     loaded = flatness.study.load(tmp_path)
     assert loaded.rows == found.rows
     assert str(loaded) == str(found)
+    packed = flatness.study.load(flatness.study.pack(tmp_path, tmp_path / "kept.json.xz"))
+    assert packed.rows == found.rows
 
 
 def test_tables_and_figures_are_written(tmp_path):
