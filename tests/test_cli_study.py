@@ -89,7 +89,8 @@ def test_lists_and_wrong_words(folder):
         "error: Expected --scale to be one of smoke, small, paper but got 'smoky'. Did you mean 'smoke'?\n"
     )
     assert (
-        key.err == "error: Expected a command, one of list, run, show, but got 'rum'. Did you mean 'run'?\n"
+        key.err
+        == "error: Expected a command, one of list, run, pack, show, but got 'rum'. Did you mean 'run'?\n"
     )
     assert empty.status == 1
     assert "has no readable study.json" in empty.err
