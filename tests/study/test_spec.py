@@ -84,7 +84,7 @@ def test_unknown_keys_are_answered_with_the_nearest():
     assert message({**SMALL, "grdi": {}}) == (
         "Expected a key of a study file but the study has 'grdi'. Did you mean 'grid'? Known: title, paper, "
         "claim, parts, scale, data, model, grid, stop, train, measure, gap, rescale, analysis, checkpoints, "
-        "experiment."
+        "lines, experiment."
     )
     assert message(study(grid={"learning_rat": 0.1})) == (
         "Expected a key of [grid] but the study has 'learning_rat'. Did you mean 'learning_rate'? Known: "

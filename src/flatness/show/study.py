@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatness.show.experiments import write_experiment_figures
+from flatness.show.landscape import save_line
 from flatness.show.plots import save_intervals, save_scatter
 from flatness.show.points import Point
 from flatness.study.experimenting import ExperimentStudy
@@ -34,10 +35,11 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
     written: list[str] = []
     for part, settings in study.spec.parts.items():
         kept = study.kept(part)
+        written += _lines(folder, study, part)
         if len(kept) < 3:
             continue
         gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
-        colour = _colour(study, settings)
+        colour = study.colour(part)
         for name in study.headline():
             for column in (name, f"{name}:rescaled"):
                 if column in kept:
@@ -46,10 +48,11 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
     return written
 
 
-def _colour(study: Study, settings: Any) -> str:
-    """The hyperparameter that colours the points: the file's choice, else the first that varies."""
-    asked = settings.get("analysis", {}).get("colour")
-    return asked or next((columns[0] for columns in study.axes().values()), "status")
+def _lines(folder: Path, study: Study, part: str) -> list[str]:
+    found = study.lines(part)
+    if found is None:
+        return []
+    return [_saved(folder / f"{_file(part)}lines{form}", save_line, found) for form in _FORMS]
 
 
 def _scatter(

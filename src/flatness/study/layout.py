@@ -82,6 +82,14 @@ TABLES: dict[str, dict[str, str]] = {
     "rescale": {"kind": TEXT, "low": NUMBER, "high": NUMBER, "seed": WHOLE, "measures": ANY},
     "analysis": {"keep": LIST, "headline": LIST, "colour": TEXT, "resamples": WHOLE, "permutations": WHOLE},
     "checkpoints": {"paths": ANY, "pattern": TEXT, "table": TEXT},
+    "lines": {
+        "directions": TEXT,
+        "count": WHOLE,
+        "points": WHOLE,
+        "span": NUMBER,
+        "samples": WHOLE,
+        "seed": WHOLE,
+    },
     EXPERIMENT: {},  # its name, and options that are checked once the experiment is known
 }
 """Every table of a study file and what its keys take; the nameless one is the top of the file."""

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.errors import StudyError, nearest
 from flatness.files import write_text
+from flatness.landscape.line_result import Line
 from flatness.study.conditions import parse_condition
 from flatness.study.correlations import correlation_table
 from flatness.study.granulated import SEED
+from flatness.study.lines import lines_together
 from flatness.study.records import readable_disk_errors
 from flatness.study.spec import Spec
 from flatness.study.summary import summary_text
@@ -137,6 +139,16 @@ class Study:
         table.insert(0, ("n", ""), grouped.size())
         return table.reset_index()
 
+    def colour(self, part: str) -> str:
+        """The hyperparameter that tells networks apart in pictures: the file's, or the first that varies."""
+        asked = self.spec.parts[part].get("analysis", {}).get("colour")
+        return asked or next((columns[0] for columns in self.axes().values()), "status")
+
+    def lines(self, part: str = "") -> Line | None:
+        """Losses along lines through the networks, grouped by `colour`; None where the file asks for none."""
+        rows: list[dict[str, Any]] = self.kept(part).to_dict("records")
+        return lines_together(rows, self.records, self.colour(part))
+
     def headline(self) -> list[str]:
         """The quantities that the study is about: those its file names, else the network's own values."""
         frame = self._frame
@@ -147,7 +159,7 @@ class Study:
         return found or [name for name in measure_columns(frame) if ":network" in name][:6]
 
     def write_tables(self) -> list[str]:
-        """Write ``networks.csv``, ``correlations.csv`` and ``groups.csv`` and return their names."""
+        """Write ``networks.csv``, ``correlations.csv``, ``groups.csv``, ``lines.csv``; return their names."""
         written = {"networks.csv": self._frame.to_csv(index=False)}
         if len(self.kept()) >= 3:
             tables = [(part, self.correlations(part)) for part in self.spec.parts]
@@ -158,6 +170,10 @@ class Study:
             flat = self.groups()
             flat.columns = [":".join(filter(None, names)) for names in flat.columns]
             written["groups.csv"] = flat.to_csv(index=False)
+        for part in self.spec.parts:
+            found = self.lines(part)
+            if found is not None:
+                written[f"lines-{part}.csv" if part else "lines.csv"] = found.to_frame().to_csv(index=False)
         with readable_disk_errors(self.path):
             for name, text in written.items():
                 write_text(self.path / name, text)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
+from flatness.study.experiment_text import wrapped
 from flatness.study.gaps import AXIS_LABELS
+from flatness.study.lines import compared
 
 _SHOWN = 16
 
@@ -26,6 +28,10 @@ def summary_text(study: Any, width: int | None = None) -> str:
     for part, settings in study.spec.parts.items():
         gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
         lines += ["", *_part_lines(study, part, gap, width)]
+        along = study.lines(part)
+        if along is not None:
+            said = [*str(along).split("\n"), compared(along)]
+            lines += ["", *(piece for line in said for piece in wrapped(line, width))]
     return "\n".join(lines)
 
 

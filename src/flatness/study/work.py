@@ -22,6 +22,7 @@ from flatness.study.cohorts import Unit
 from flatness.study.environment import environment
 from flatness.study.evaluate import evaluation
 from flatness.study.grid import Configuration, digest
+from flatness.study.lines import lines_key, walked
 from flatness.study.measuring import measured, measuring_key
 from flatness.study.objects import Split, load_split, make_model, training_targets
 from flatness.study.records import FAILED, Folder, readable_disk_errors
@@ -83,7 +84,9 @@ def _final(folder: Folder, one: Configuration, orders: Orders) -> bool:
         return True
     if not _wants_measuring(record["status"], orders.parts[one.part]):
         return "evaluation" in record
-    return record.get("measuring", {}).get("key") == measuring_key(orders.parts[one.part])
+    settings = orders.parts[one.part]
+    walked_or_not_asked = lines_key(settings) in (None, record.get("lines", {}).get("key"))
+    return record.get("measuring", {}).get("key") == measuring_key(settings) and walked_or_not_asked
 
 
 def _wants_measuring(status: str, settings: Mapping[str, Any]) -> bool:
@@ -159,7 +162,12 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
         if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
             record |= {"status": DIVERGED, "reason": "the loss of the trained network is not finite"}
         elif _wants_measuring(record["status"], settings):
-            record["measuring"] = measured(model, train, loss, one.axes.get("seed", 0), one.key, settings)
+            seed = one.axes.get("seed", 0)
+            if record.get("measuring", {}).get("key") != measuring_key(settings):
+                record["measuring"] = measured(model, train, loss, seed, one.key, settings)
+                folder.write_record(one.key, {**record, **stamp(orders)})  # lines may take long
+            if lines_key(settings) not in (None, record.get("lines", {}).get("key")):
+                record["lines"] = walked(model, train, loss, seed, settings)
     except (StudyError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
