@@ -22,6 +22,7 @@ import flatness
 from flatness.show.plots import save_intervals
 from flatness.show.study import write_figures
 from flatness.study import Study
+from flatness.study.experimenting import ExperimentStudy
 
 GALLERY = Path(__file__).parent / "gallery"
 RECORDS = GALLERY / "records"
@@ -33,9 +34,16 @@ BLOCK = re.compile(r"(<!-- made: (\w+)(?: ([\w-]+))? -->\n)(.*?)(<!-- /made -->)
 
 
 @functools.cache
-def study(name: str) -> Study:
-    """A study of the gallery; its figures go into a temporary folder."""
+def loaded(name: str) -> Study | ExperimentStudy:
+    """A study or experiment of the gallery."""
     return flatness.study.load(RECORDS / f"{name}.json.xz")
+
+
+def study(name: str) -> Study:
+    """A study of networks."""
+    found = loaded(name)
+    assert isinstance(found, Study), f"{name} is no study of networks"
+    return found
 
 
 def number(value: float, digits: int = 2) -> str:
@@ -118,6 +126,32 @@ def brief(name: str) -> str:
     return table(["measure", "τ with the gap (95 %)", "within a hyperparameter, Ψ", "between seeds"], lines)
 
 
+def summary(name: str) -> str:
+    """What an experiment found."""
+    found = loaded(name)
+    assert isinstance(found, ExperimentStudy), f"{name} is no experiment"
+    rows = found.summary
+    ends = ("_low", "_high", "_stderr")
+    columns = [
+        key for key in rows[0] if not any(key.endswith(e) and key.removesuffix(e) in rows[0] for e in ends)
+    ]
+    lines = [[_cell(row, key) for key in columns] for row in rows]
+    return table([key.replace("_", " ") for key in columns], lines)
+
+
+def _cell(row: dict[str, Any], key: str) -> str:
+    text = _short(row[key])
+    if f"{key}_low" in row:
+        return f"{text} ({_short(row[f'{key}_low'])} to {_short(row[f'{key}_high'])})"
+    return f"{text} ± {row[f'{key}_stderr']:.1g}" if f"{key}_stderr" in row else text
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3g}".replace("-", "−", 1 if value < 0 else 0) if isinstance(value, float) else str(value)
+
+
 def cost(name: str) -> str:
     """What the run took, as the records say."""
     records = study(name).records.values()
@@ -153,6 +187,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "headline": headline,
     "catalogue": catalogue,
     "brief": brief,
+    "summary": summary,
     "cost": cost,
     "claims": claims,
 }
@@ -166,10 +201,14 @@ def filled(text: str) -> str:
 
 def draw(name: str) -> None:
     """The figures of a study's page: correlation bars, and a scatter for each of the first two quantities."""
-    found = study(name)
+    found = loaded(name)
     with tempfile.TemporaryDirectory() as folder:
         found.path = Path(folder)
         write_figures(found)
+        if isinstance(found, ExperimentStudy):
+            for file in (Path(folder) / "figures").glob("*.png"):
+                shutil.copy(file, GALLERY / f"{name.split('-')[0]}-{file.name}")
+            return
         for file in sorted((Path(folder) / "figures").glob("*correlations.png")):
             shutil.copy(file, GALLERY / f"{name}-{file.name}")
         for quantity in found.headline()[:2]:
