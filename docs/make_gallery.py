@@ -22,6 +22,7 @@ import flatness
 from flatness.show.plots import save_intervals
 from flatness.show.study import write_figures
 from flatness.study import Study
+from flatness.study.experiment_text import belongs, cell
 from flatness.study.experimenting import ExperimentStudy
 
 GALLERY = Path(__file__).parent / "gallery"
@@ -131,25 +132,9 @@ def summary(name: str) -> str:
     found = loaded(name)
     assert isinstance(found, ExperimentStudy), f"{name} is no experiment"
     rows = found.summary
-    ends = ("_low", "_high", "_stderr")
-    columns = [
-        key for key in rows[0] if not any(key.endswith(e) and key.removesuffix(e) in rows[0] for e in ends)
-    ]
-    lines = [[_cell(row, key) for key in columns] for row in rows]
-    return table([key.replace("_", " ") for key in columns], lines)
-
-
-def _cell(row: dict[str, Any], key: str) -> str:
-    text = _short(row[key])
-    if f"{key}_low" in row:
-        return f"{text} ({_short(row[f'{key}_low'])} to {_short(row[f'{key}_high'])})"
-    return f"{text} ± {row[f'{key}_stderr']:.1g}" if f"{key}_stderr" in row else text
-
-
-def _short(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.3g}".replace("-", "−", 1 if value < 0 else 0) if isinstance(value, float) else str(value)
+    columns = [name for name in rows[0] if not belongs(name, rows[0])]
+    lines = [[cell(row, name) for name in columns] for row in rows]
+    return table([name.replace("_", " ") for name in columns], lines)
 
 
 def cost(name: str) -> str:

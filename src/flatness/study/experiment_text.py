@@ -11,7 +11,7 @@ _GAP = "  "
 
 def table_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     """A line per row; where a row does not fit, the columns that do not go below, in a table of their own."""
-    columns = {name: [_cell(row, name) for row in rows] for name in rows[0] if not _belongs(name, rows[0])}
+    columns = {name: [cell(row, name) for row in rows] for name in rows[0] if not belongs(name, rows[0])}
     sizes = {name: max(len(name), *map(len, cells)) for name, cells in columns.items()}
     first, *rest = columns
     lines: list[str] = []
@@ -28,12 +28,13 @@ def table_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     return lines
 
 
-def _belongs(name: str, row: Mapping[str, Any]) -> bool:
+def belongs(name: str, row: Mapping[str, Any]) -> bool:
     """Whether a column is the error or an end of the interval of another."""
     return any(name.endswith(end) and name.removesuffix(end) in row for end in ("_stderr", "_low", "_high"))
 
 
-def _cell(row: Mapping[str, Any], name: str) -> str:
+def cell(row: Mapping[str, Any], name: str) -> str:
+    """A value with its interval or error."""
     text = _number(row[name])
     if f"{name}_low" in row:
         return f"{text} [{_number(row[f'{name}_low'])}, {_number(row[f'{name}_high'])}]"
