@@ -191,10 +191,10 @@ def test_conditions_filter_and_are_counted(tmp_path):
 def test_a_network_that_fails_is_a_row_and_may_be_tried_again(tmp_path, monkeypatch):
     measured = work.measured
 
-    def fail_on_seed_1(model, train, loss, seed, key, settings):
+    def fail_on_seed_1(model, train, loss, seed, *others):
         if seed == 1:
             raise ValueError("no luck\nreally")
-        return measured(model, train, loss, seed, key, settings)
+        return measured(model, train, loss, seed, *others)
 
     monkeypatch.setattr(work, "measured", fail_on_seed_1)
     found = run(study(), tmp_path)
@@ -358,3 +358,37 @@ def test_an_archive_is_the_study_without_weights(finished, tmp_path):
         StudyError, match=r"^Expected an archive that 'flatness study pack' wrote but .* is not"
     ):
         flatness.study.load(broken)
+
+
+def test_measuring_goes_on_after_its_last_pass(tmp_path, monkeypatch):
+    """Killed between two passes over a network, the first is not done again, nothing is lost or doubled."""
+    content = study(
+        grid={"seed": 1, "learning_rate": 0.1},
+        measure={"measures": ["hessian_trace"], "subset": {"measures": ["sam_sharpness"], "samples": 40}},
+        rescale={"low": 5.0, "high": 25.0},
+    )
+    whole = run(content, tmp_path / "whole")
+    asked = []
+
+    def interrupted(model, data, **arguments):
+        asked.append(arguments["measures"])
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return flatness.measure(model, data, **arguments)
+
+    monkeypatch.setattr("flatness.study.measuring.measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(content, tmp_path / "cut")
+    assert flatness.study.load(tmp_path / "cut").filtered_out() == {"not measured yet": 1}
+    cut = run(content, tmp_path / "cut")
+    assert asked == [
+        ["hessian_trace"],
+        ["sam_sharpness"],
+        ["hessian_trace"],
+        ["hessian_trace"],
+        ["sam_sharpness"],
+    ]
+    (expected,), (found,) = whole.records.values(), cut.records.values()
+    assert records.SO_FAR not in found
+    for part in ("results", "rescaled", "notes", "risk", "key"):
+        assert found["measuring"][part] == expected["measuring"][part]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,32 +35,54 @@ def measured(
     seed: int,
     key: str,
     settings: Mapping[str, Any],
+    so_far: Mapping[str, Any] | None = None,
+    keep: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """The `measuring` part of a record: values of layers and network, perhaps also of a rescaled copy."""
-    started = time.perf_counter()
+    """The `measuring` part of a record: values of layers and network, perhaps also of a rescaled copy.
+
+    Args:
+        model: The network.
+        train: What it was trained on.
+        loss: The loss's name.
+        seed: Of what is random.
+        key: The network's key; the rescaling depends on it.
+        settings: The study's tables.
+        so_far: What `keep` was last given, if it was measured in the same way.
+        keep: Called after each pass with what has been found.
+    """
     passes = _passes(train, {"loss": loss, "progress": False, "seed": seed}, settings.get("measure", {}))
+    own = measuring_key(settings)
     found: dict[str, Any] = {
-        "key": measuring_key(settings),
+        "key": own,
         "samples": len(passes[0].data[0]),
         "results": [],
         "notes": [],
+        "seconds": 0.0,
+        "passes": 0,
     }
-    for each in passes:
-        for report in _reports(model, each, found["notes"]):
-            found.setdefault("risk", report.meta["risk"])
-            found["results"] += [{**row, **each.label} for row in _rows(report)]
-            found["notes"] += [note for note in report.notes if note not in found["notes"]]
+    if so_far is not None and so_far["key"] == own:
+        found = dict(so_far)
+    steps = [(model, each, "results") for each in passes]
     if "rescale" in settings:
-        equal = _rescaled(model, train[0], key, settings)
-        wanted = settings["rescale"].get("measures")
-        found["rescaled"] = [
-            row
-            for each in passes
-            if (some := each.of(wanted)) is not None
-            for report in _reports(equal, some, [])
-            for row in _rows(report)
-        ]
-    return {**found, "seconds": round(time.perf_counter() - started, 3)}
+        equal, wanted = _rescaled(model, train[0], key, settings), settings["rescale"].get("measures")
+        steps += [(equal, some, "rescaled") for each in passes if (some := each.of(wanted)) is not None]
+        found.setdefault("rescaled", [])
+    for network, asked, place in steps[found["passes"] :]:
+        _add(found, network, asked, place)
+        keep(found)
+    return {name: value for name, value in found.items() if name != "passes"}
+
+
+def _add(found: dict[str, Any], network: nn.Module, asked: _Pass, place: str) -> None:
+    """Put what one pass finds where it belongs."""
+    started = time.perf_counter()
+    notes = found["notes"] if place == "results" else []
+    for report in _reports(network, asked, notes):
+        found.setdefault("risk", report.meta["risk"])
+        found[place] += [{**row, **(asked.label if place == "results" else {})} for row in _rows(report)]
+        notes += [note for note in report.notes if note not in notes]
+    found["seconds"] = round(found["seconds"] + time.perf_counter() - started, 3)
+    found["passes"] += 1
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ VERSION = 1
 """Of records; one of another version is refused."""
 
 FAILED = "failed"
+SO_FAR = "measured_so_far"
+"""Where a record keeps what was found by a measuring that is not over."""
 
 
 class Folder:

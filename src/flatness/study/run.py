@@ -21,7 +21,7 @@ from flatness.study.experimenting import ExperimentStudy, do_experiment
 from flatness.study.found import found_checkpoints
 from flatness.study.grid import Configuration
 from flatness.study.objects import load_split, make_model
-from flatness.study.records import FAILED, Folder
+from flatness.study.records import FAILED, SO_FAR, Folder
 from flatness.study.results import Study
 from flatness.study.spec import Spec, make_spec, read_spec
 from flatness.study.watch import Watch
@@ -190,7 +190,7 @@ def _forget_failures(folder: Folder) -> None:
         if record["status"] == FAILED:
             if "training" in record:
                 status, reason = record["training"]["status"], record["training"]["reason"]
-                kept = {name: value for name, value in record.items() if name != "measuring"}
+                kept = {name: value for name, value in record.items() if name not in ("measuring", SO_FAR)}
                 folder.write_record(record["key"], {**kept, "status": status, "reason": reason})
             else:
                 (folder.records / f"{record['key']}.json").unlink()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flatness.progress import ProgressBar
-from flatness.study.records import Folder
+from flatness.study.records import SO_FAR, Folder
 from flatness.study.train import Cohort
 
 _LOOK_EVERY, _LINE_EVERY = 1.0, 60.0
@@ -103,7 +103,7 @@ class Watch:
             except OSError:
                 continue
             trained += 1
-            if any(sign in text for sign in _FINAL):
+            if any(sign in text for sign in _FINAL) and f'"{SO_FAR}"' not in text:
                 self._final.add(key)
         return trained, len(self._final), sum(map(_share, self._folder.training.glob("*.json")))
 

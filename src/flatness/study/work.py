@@ -25,7 +25,7 @@ from flatness.study.grid import Configuration, digest
 from flatness.study.lines import lines_key, walked
 from flatness.study.measuring import measured, measuring_key
 from flatness.study.objects import Split, load_split, make_model, training_targets
-from flatness.study.records import FAILED, Folder, readable_disk_errors
+from flatness.study.records import FAILED, SO_FAR, Folder, readable_disk_errors
 from flatness.study.train import CONVERGED, DIVERGED, Cohort, OutOfTimeError, Training
 from flatness.study.watch import Progress
 
@@ -164,7 +164,12 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
         elif _wants_measuring(record["status"], settings):
             seed = one.axes.get("seed", 0)
             if record.get("measuring", {}).get("key") != measuring_key(settings):
-                record["measuring"] = measured(model, train, loss, seed, one.key, settings)
+                before = record.pop(SO_FAR, None)
+
+                def keep(found: dict[str, Any]) -> None:
+                    folder.write_record(one.key, {**record, SO_FAR: found, **stamp(orders)})
+
+                record["measuring"] = measured(model, train, loss, seed, one.key, settings, before, keep)
                 folder.write_record(one.key, {**record, **stamp(orders)})  # lines may take long
             if lines_key(settings) not in (None, record.get("lines", {}).get("key")):
                 record["lines"] = walked(model, train, loss, seed, settings)
