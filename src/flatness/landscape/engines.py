@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatness import batches
 from flatness.convolutions import AsProducts
-from flatness.landscape.pooling import FastPooling
+from flatness.pooling import FastPooling
 from flatness.problem import Problem
 
 ENGINES = ("looped", "grouped", "unfolded", "banded")

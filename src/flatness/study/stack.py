@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from flatness.convolutions import AsProducts
 from flatness.errors import ModelError
+from flatness.pooling import FastPooling
 
 ENGINES = ("looped", "grouped", "unfolded", "banded")
 """How a stack runs forward. ``looped``: one network after the other. ``grouped``: all at once through
@@ -74,7 +75,10 @@ class Stack:
         """(networks, samples, …) → (networks, samples, outputs); network i sees x[i]."""
         if self.engine == "looped":
             return torch.stack([self._one(*self._row(i), x[i]) for i in range(len(self))])
-        with AsProducts(self.engine == "banded") if self.engine in ("unfolded", "banded") else nullcontext():
+        with ExitStack() as rewritten:
+            if self.engine in ("unfolded", "banded"):
+                rewritten.enter_context(AsProducts(self.engine == "banded"))
+                rewritten.enter_context(FastPooling(derivatives=True))
             return torch.vmap(self._one, randomness="different")(self.parameters, self.buffers, x)
 
     def _one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:

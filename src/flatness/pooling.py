@@ -1,0 +1,123 @@
+"""Max pooling over windows side by side by elementwise maxima: the same values, in less time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_POOLINGS = (F.max_pool2d, torch.max_pool2d)
+_LARGEST = 16  # a window with derivatives takes a few operations for each of its places
+
+
+class FastPooling(TorchFunctionMode):
+    """Inside, max pooling over windows side by side is a few elementwise maxima.
+
+    torch's own kernel notes where each maximum came from as eight bytes an entry, and wants images laid out
+    in its own way. Windows that overlap, padding and dilation run as usual.
+
+    Args:
+        derivatives: Whether to note where maxima came from, in a byte each, and to have a derivative; the
+            first of equal entries gets it, as with torch's.
+    """
+
+    def __init__(self, derivatives: bool = False) -> None:
+        self._derivatives = derivatives
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace max_pool2d."""
+        given = _plain(*args, **(kwargs or {})) if func in _POOLINGS else None
+        if given is None:
+            return func(*args, **(kwargs or {}))
+        x, (rows, columns) = given
+        if not self._derivatives:
+            return _maxima(x, (rows, columns))
+        if rows * columns > _LARGEST:
+            return func(*args, **(kwargs or {}))
+        return _Traced.apply(x, rows, columns)[0]  # type: ignore[index]
+
+
+def _plain(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> tuple[Tensor, tuple[int, int]] | None:
+    """The image and the window, or None for pooling that is not done here."""
+    size = _two(kernel_size)
+    if ceil_mode or return_indices or _two(padding) != (0, 0) or _two(dilation) != (1, 1):
+        return None
+    if (stride or stride == 0) and _two(stride) != size:
+        return None
+    fits = input.dim() >= 3 and all(n >= k > 0 for n, k in zip(input.shape[-2:], size, strict=True))
+    return (input, size) if fits else None
+
+
+def _two(value: Any) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    return (pair[0], pair[0]) if len(pair) == 1 else pair
+
+
+def _maxima(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Rows first: they are contiguous."""
+    for axis, k in ((-2, size[0]), (-1, size[1])):
+        windows = x.narrow(axis, 0, x.shape[axis] // k * k).unflatten(axis, (-1, k))
+        within = windows.dim() - 1 if axis == -1 else windows.dim() - 2
+        best = windows.select(within, 0)
+        for place in range(1, k):
+            best = torch.maximum(best, windows.select(within, place))
+        x = best
+    return x
+
+
+def _places(x: Tensor, rows: int, columns: int) -> list[Tensor]:
+    """For every place in a window, what all windows have there: views of (…, h/rows, w/columns)."""
+    height, width = x.shape[-2] // rows * rows, x.shape[-1] // columns * columns
+    return [x[..., i:height:rows, j:width:columns] for i in range(rows) for j in range(columns)]
+
+
+class _Traced(torch.autograd.Function):
+    """Maxima with the place in its window that each came from."""
+
+    @staticmethod
+    def forward(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        first, *others = _places(x, rows, columns)
+        best, origin = first, torch.zeros_like(first, dtype=torch.uint8)
+        for number, values in enumerate(others, start=1):
+            origin.masked_fill_(values > best, number)
+            best = torch.maximum(best, values)
+        return best.clone() if best is first else best, origin
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: tuple[Tensor, Tensor]) -> None:
+        """Keep the origins, and how the image lay in memory."""
+        x, ctx.rows, ctx.columns = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+        ctx.shape, ctx.stride = x.shape, torch.empty_like(x, device="meta").stride()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        """Each derivative goes where its maximum came from."""
+        (origin,) = ctx.saved_tensors
+        rows, columns, shape = ctx.rows, ctx.columns, ctx.shape
+        found = torch.empty_strided(shape, ctx.stride, dtype=gradient.dtype, device=gradient.device)
+        if shape[-2] % rows or shape[-1] % columns:
+            found.zero_()  # the rest that is in no window
+        zero = gradient.new_zeros(())
+        for number, place in enumerate(_places(found, rows, columns)):
+            torch.where(origin == number, gradient, zero, out=place)
+        return found, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        """More images at once are more images."""
+        x, rows, columns = args
+        assert in_dims[0] is not None
+        return _Traced.apply(x.movedim(in_dims[0], 0), rows, columns), (0, 0)
