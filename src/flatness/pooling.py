@@ -37,7 +37,7 @@ class FastPooling(TorchFunctionMode):
             return _maxima(x, (rows, columns))
         if rows * columns > _LARGEST:
             return func(*args, **(kwargs or {}))
-        return _Traced.apply(x, rows, columns)[0]  # type: ignore[index]
+        return _Traced.apply(x, rows, columns)[0]
 
 
 def _plain(
