@@ -17,6 +17,34 @@ from flatness.models import mlp
 
 SOURCE = ["-m", "mlp", "--model-arg", "sizes=[64,8,10]", "-d", "digits", "--limit", "80", "--no-progress"]
 
+SQUARES = """
+import torch
+
+def error(output, target):
+    return (output - torch.nn.functional.one_hot(target, 10)).square().sum(1)
+"""
+
+# Stands still in the second chunk of points, once: the passes before are a first look, θ, and eight points.
+WAITING = """
+import time
+from pathlib import Path
+from flatness.models import mlp
+
+calls = 0
+
+def wait(module, inputs):
+    global calls
+    calls += len(inputs[0]) == 80
+    if calls == 12 and not Path("waiting").exists():
+        Path("waiting").touch()
+        time.sleep(100)
+
+def build():
+    model = mlp([64, 8, 10], seed=0)
+    model.register_forward_pre_hook(wait)
+    return model
+"""
+
 
 def checkpoints(folder, count=3):
     for seed in range(count):
@@ -34,17 +62,18 @@ def test_help_shows_an_example_within_the_terminal(name, columns, tmp_path):
 
 def test_lines_surfaces_and_densities_are_written_and_drawn_again(tmp_path):
     checkpoints(tmp_path)
-    line, between, surface, plane, density, again = run_several(
+    regression = ["--loss", "nets:error", "--points", "2"]
+    (tmp_path / "nets.py").write_text(SQUARES, encoding="utf-8")
+    line, between, plane, density, again = run_several(
         ["landscape", "line", "e0.pt", "e1.pt", *SOURCE, "--points", "5", "--count", "2", "--out", "line"],
         ["landscape", "line", "e0.pt", "--between", "e1.pt", *SOURCE, "--points", "5", "--span=0,1", "--csv"],
-        ["landscape", "surface", "e0.pt", *SOURCE, "--points", "3", "--out", "surface"],
-        ["landscape", "surface", *SOURCE, "--points", "3", "--trajectory", "run=.", "--out", "plane"],
+        ["landscape", "surface", *SOURCE, *regression, "--trajectory", "run=.", "--out", "plane"],
         ["landscape", "density", "e0.pt", *SOURCE, "--runs", "2", "--steps", "4", "--metric", "layerwise",
          "--copies", "1", "--out", "density"],
-        ["landscape", "show", "surface/surface.npz", "--out", "again"],
+        ["landscape", "show", "line/line.npz", "--out", "again"],
         cwd=tmp_path,
     )  # fmt: skip
-    for outcome in (line, between, surface, plane, density, again):
+    for outcome in (line, between, plane, density, again):
         assert outcome.status == 0, outcome.err
         assert longest_line(outcome.out.split("\nwritten to")[0]) <= 80
     assert line.out.endswith(
@@ -60,13 +89,32 @@ def test_lines_surfaces_and_densities_are_written_and_drawn_again(tmp_path):
     drawn = Surface.load(tmp_path / "plane" / "surface.npz")
     assert drawn.paths["run"].shape == (3, 2)
     np.testing.assert_allclose(drawn.paths["run"][-1], 0, atol=1e-6)
+    assert {file.name for file in (tmp_path / "plane").iterdir()} == {
+        "index.html", "surface.npz", "surface.csv", "contour.png", "contour.svg", "contour-dark.png",
+        "relief.png", "relief.svg", "relief-dark.png",
+    }  # fmt: skip
     spectra = Density.load(tmp_path / "density" / "density.npz").spectra
     assert list(spectra) == ["original", "rescaled 1"]
     first, second = (own.nodes.max() for own in spectra.values())
     assert first == pytest.approx(second, rel=1e-4)
-    assert (tmp_path / "again" / "contour.png").read_bytes() == (
-        tmp_path / "surface" / "contour.png"
-    ).read_bytes()
+    pictures = [tmp_path / folder / "line.png" for folder in ("line", "again")]
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+
+
+def test_a_path_with_an_equals_sign_is_a_trajectory_of_its_own_name(tmp_path):
+    folder = tmp_path / "lr=0.1"
+    folder.mkdir()
+    checkpoints(folder)
+    base = ["landscape", "surface", *SOURCE, "--points", "2"]
+    plain, pattern, named = run_several(
+        [*base, "--trajectory", "lr=0.1"],
+        [*base, "--trajectory", "lr=0.1/*.pt"],
+        [*base, "--trajectory", "a run=lr=0.1"],
+        cwd=tmp_path,
+    )
+    for outcome, name in ((plain, "lr=0.1"), (pattern, "lr=0.1"), (named, "a run")):
+        assert outcome.status == 0, outcome.err
+        assert f"100 % of {name} (" in " ".join(outcome.out.split())
 
 
 def test_wrong_words_are_answered_in_one_line(tmp_path):
@@ -92,38 +140,55 @@ def test_wrong_words_are_answered_in_one_line(tmp_path):
 
 
 def test_another_landscape_in_the_same_folder_is_refused_unless_fresh(tmp_path):
-    checkpoints(tmp_path)
-    base = ["landscape", "line", "e0.pt", *SOURCE, "--points", "3", "--count", "1", "--out", "line"]
-    first, other, fresh = run_several(
-        base, [*base, "--seed", "1"], [*base, "--seed", "1", "--fresh"], cwd=tmp_path
+    checkpoints(tmp_path, 1)
+    torch.save(mlp([64, 9, 10], seed=0).state_dict(), tmp_path / "other.pt")
+    base = ["landscape", "density", "e0.pt", *SOURCE, "--runs", "1", "--steps", "2", "--out", "density"]
+    wrong, missing = [*base, "--fresh", "--layers", "fc9"], [*base, "--fresh"]
+    missing[2] = "other.pt"
+    first, *failed, kept, other, fresh = run_several(
+        base, wrong, missing, base, [*base, "--seed", "1"], [*base, "--seed", "1", "--fresh"], cwd=tmp_path
     )
-    assert first.status == 0
+    assert first.status == kept.status == 0
+    # What failed has not cost the data that was there.
+    assert [outcome.status for outcome in failed] == [2, 1]
     assert other.status == 2
     assert other.err == (
-        "error: Expected resume to be a file of the same line but line/line.npz was made with another seed. "
-        "Choose another name, or remove the file. --fresh computes it anew.\n"
+        "error: Expected resume to be a file of the same density but density/density.npz was made with other "
+        "settings: seed. Choose another name, or remove the file. --fresh computes it anew.\n"
     )
     assert fresh.status == 0
+    assert not list((tmp_path / "density").glob(".*"))
+
+
+def test_a_folder_that_cannot_be_one_is_refused_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    outcome = run("landscape", "line", *SOURCE, "--out", "file/line", cwd=tmp_path)
+    assert outcome.status == 2
+    assert outcome.err == f"error: Expected --out to be a folder but {tmp_path / 'file'} is a file.\n"
 
 
 def test_ctrl_c_writes_what_is_there_and_the_same_command_goes_on(tmp_path):
-    checkpoints(tmp_path)
-    words = ["landscape", "surface", "e0.pt", *SOURCE, "--points", "150", "--out", "surface"]
+    (tmp_path / "nets.py").write_text(WAITING, encoding="utf-8")
+    words = ["landscape", "line", "-m", "nets:build", *SOURCE[4:], "--points", "20", "--count", "1"]
     process = subprocess.Popen(
-        command(*words), cwd=tmp_path, env=environment(80), text=True,
+        command(*words, "--out", "line"), cwd=tmp_path, env=environment(80), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    # The first file is written five seconds after the start of the work.
     deadline = time.monotonic() + 120
-    while not (tmp_path / "surface" / "surface.npz").exists() and time.monotonic() < deadline:
+    while not (tmp_path / "waiting").exists() and time.monotonic() < deadline:
         assert process.poll() is None, "done before it was interrupted"
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert "interrupted: " in out
+    assert "interrupted: 8 of 20 points were computed, the others are NaN" in out
     assert "run the same command again to go on" in err
-    part = Surface.load(tmp_path / "surface" / "surface.npz")
-    assert 0 < part.done.sum() < part.done.size
-    assert (tmp_path / "surface" / "contour.png").exists()
+    part = Line.load(tmp_path / "line" / "line.npz")
+    assert part.done.tolist() == [[True] * 8 + [False] * 12]
+    assert (tmp_path / "line" / "line.png").exists()
+    again = run(*words, "--out", "line", cwd=tmp_path)
+    assert again.status == 0, again.err
+    whole = Line.load(tmp_path / "line" / "line.npz")
+    assert whole.complete
+    np.testing.assert_array_equal(whole.loss[:, :8], part.loss[:, :8])

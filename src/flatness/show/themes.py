@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +75,19 @@ def colour_on(theme: Theme, colour: str) -> str:
 
 
 def written(name: str) -> str:
-    """A name as a legend writes it: no formulas between dollars, and none left out for an underscore."""
+    """A name as a legend writes it: no formulas between dollars, none left out for an underscore or too long.
+
+    >>> written("_a"), written("a" * 30 + "b" * 30)
+    (' _a', 'aaaaaaaaaaaaaaaaaa…bbbbbbbbbbbbbbbbbbbbb')
+    """
+    if len(name) > 40:
+        name = f"{name[:18]}…{name[-21:]}"
     return (" " if name.startswith("_") else "") + name.replace("$", "\\$")
 
 
 def is_wide(finite: Array, ratio: float) -> bool:
     """Whether positive numbers span more than a ratio, and want a logarithmic axis."""
-    return bool(len(finite)) and float(finite.min()) > 0 and float(finite.max() / finite.min()) > ratio
+    return bool(len(finite)) and float(finite.min()) > 0 and float(finite.max()) > ratio * float(finite.min())
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
@@ -88,5 +95,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     suffix = os.path.splitext(os.fspath(path))[1].lstrip(".") or "png"
     # Without the date, the same data gives the same file.
     metadata = {"Date": None} if suffix == "svg" else {}
-    with replacing(path) as temporary:
+    with replacing(path) as temporary, warnings.catch_warnings():
+        # Names in scripts that the font lacks are boxes in the picture; they stay whole in data and page.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(temporary, format=suffix, dpi=_DOTS, metadata=metadata)
