@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import NullFormatter, NullLocator
 
 from flatness.landscape.density_result import Density
 from flatness.landscape.line_result import Line
@@ -123,6 +123,7 @@ def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool =
             )
         axes.set_yscale("log")
         axes.set_ylim(bottom, 2 * top)
+        axes.yaxis.set_minor_formatter(NullFormatter())
         _density_axis(axes, density)
         axes.set_ylabel("density")
         if len(density.spectra) > 1:
