@@ -20,7 +20,7 @@ Span = float | tuple[float, float]
 """Half the length of an axis around 0, or both ends."""
 
 
-def ends_of(span: object) -> tuple[float, float]:
+def ends_of(span: Any) -> tuple[float, float]:
     """Both ends of an axis.
 
     >>> ends_of(0.5), ends_of((0, 1))

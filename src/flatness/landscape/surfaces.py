@@ -102,8 +102,8 @@ def surface(
     check_asked(asked)
     trajectories = None if trajectory is None else _alone(trajectories_of(trajectory), asked)
     check_batch_norm(batch_norm)
-    several = isinstance(points, (tuple, list)) and len(points) == 2
-    across, up = (points_of(count) for count in (points if several else (points, points)))
+    counts = points if isinstance(points, (tuple, list)) and len(points) == 2 else (points, points)
+    across, up = (points_of(count) for count in counts)
     ends = None if span is None and trajectories is not None else _ends(1.0 if span is None else span)
     problem = Problem(
         model,
