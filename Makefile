@@ -38,7 +38,8 @@ test: lint  ## lint, then all tests and the examples in docstrings
 reference: $(STAMP)  ## write docs/reference from the catalogue
 	$(BIN)/python docs/make_reference.py
 
-pictures: $(STAMP)  ## write docs/pictures from pages; needs Chromium and its driver
+pictures: $(STAMP)  ## draw all pictures of README and docs; pages need Chromium and its driver
+	$(BIN)/python docs/make_landscapes.py
 	$(BIN)/python docs/make_pictures.py
 
 gallery: $(STAMP)  ## make figures and tables of docs/gallery from the kept records

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/how-to/landscapes.md: ``python docs/make_landscapes.py`` (a minute).
+"""Makes the pictures of docs/how-to/landscapes.md: ``make pictures``, or this file alone (a minute).
 
 A small network on scikit-learn's digits, trained with small and with large batches, and with two optimizers.
 """
@@ -67,6 +67,7 @@ def main() -> None:
     for metric in ("euclidean", "layerwise"):
         density = flatness.landscape.density(copies, data, metric=metric, runs=10, steps=60, **quiet)
         save_density(PICTURES / f"density-{metric}.png", density)
+        save_density(PICTURES / f"density-{metric}-dark.png", density, dark=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "img", "br", "input", "circle", "path", "line"}
+VOID = {"meta", "img", "source", "br", "input", "circle", "path", "line"}
 
 
 class Checker(HTMLParser):

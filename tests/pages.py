@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
+
+from flatness.landscape import Surface
 from flatness.result import Report, Result
 from flatness.show.invariance_page import render_invariance
+from flatness.show.landscape_page import write_landscape
 from flatness.show.page import Page, render
 from flatness.show.study_page import render_study
 from flatness.study.correlations import correlation_table
@@ -113,6 +120,33 @@ def pending_study() -> Study:
     return made
 
 
+def single_study() -> Study:
+    """One network."""
+    return made_up_study({"seed": 1}, layers=1)
+
+
+def odd_report() -> Report:
+    """Values that no bar can show."""
+    given = report()
+    odd = (math.inf, math.nan, -1.0)
+    results = [
+        replace(result, value=odd[place]) if place < len(odd) else result
+        for place, result in enumerate(given.results)
+    ]
+    return replace(given, results=tuple(results))
+
+
+def landscape() -> str:
+    """A surface with a path whose name tries to become markup."""
+    loss = 1.0 + np.arange(9.0).reshape(3, 3)
+    axis, path = np.linspace(-1, 1, 3), {HOSTILE: np.zeros((2, 2))}
+    shares = {"loss": "mse", "plane_shares": {HOSTILE: 1.0}}
+    found = Surface(axis, axis, loss, loss * np.nan, loss > 0, path, meta=shares, notes=(HOSTILE,))
+    with tempfile.TemporaryDirectory() as folder:
+        write_landscape(Path(folder), found)
+        return (Path(folder) / "index.html").read_text(encoding="utf-8")
+
+
 PAGES = {
     "study": lambda: render_study(small_study()),
     "parts": lambda: render_study(
@@ -128,5 +162,8 @@ PAGES = {
         Page(HOSTILE, {HOSTILE: report(name=HOSTILE), "b": report()}, {"c": HOSTILE})
     ),
     "check": lambda: render_invariance(check()),
+    "single": lambda: render_study(single_study()),
+    "odd report": lambda: render(Page("Odd", {"net": odd_report()})),
+    "landscape": landscape,
     "hostile check": lambda: render_invariance(check(HOSTILE)),
 }

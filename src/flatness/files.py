@@ -18,10 +18,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     Readers see the old file or the new one, never half.
     """
     target = Path(path)
-    if not target.parent.is_dir():
-        raise OptionError(
-            f"Expected a path in an existing folder but got {str(path)!r}. Make the folder first."
-        )
+    check_folder(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         yield temporary
@@ -30,6 +27,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Refuse a path whose folder is not there or cannot be written to."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise OptionError(
+            f"Expected a path in an existing folder but got {str(path)!r}. Make the folder first."
+        )
+    if not os.access(folder, os.W_OK):
+        raise OptionError(
+            f"Expected a path in a folder that can be written to but got {str(path)!r}. Choose "
+            "another folder."
+        )
 
 
 def _flush(path: Path) -> None:

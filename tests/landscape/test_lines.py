@@ -459,8 +459,8 @@ def test_bad_input_gets_whole_sentences(tmp_path):
     path = tmp_path / "line.npz"
     line(model, data, count=1, points=3, resume=path, **QUIET)
     assert refused(OptionError, model, data, count=1, points=3, span=2.0, seed=1, resume=path) == (
-        f"Expected resume to be a file of the same line but {path} was made with another seed, span. Choose "
-        "another name, or remove the file."
+        f"Expected resume to be a file of the same line but {path} was made with other settings: seed, span. "
+        "Choose another name, or remove the file."
     )
     path.write_text("something")
     assert refused(OptionError, model, data, resume=path) == (

@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from flatness.show.landscape import save_density, save_line
 from flatness.show.landscape_page import load_landscape, write_landscape
 from flatness.show.surfaces import _round_numbers, _scaled, save_contour, save_relief
 
+NAMES = ("数据", "a" * 120, "")
 HOSTILE = "</figcaption><script>alert(1)</script>\"'&"
 
 
@@ -49,31 +51,44 @@ def a_density():
     )
 
 
+def a_hostile_surface():
+    """A surface with names that would be markup, or formulas."""
+    path = np.array([[0.1, 0.2], [0.5, 0.5]])
+    surface = a_surface(paths={HOSTILE: path, "_$a$b$": path}, notes=(HOSTILE,))
+    surface.meta["plane_shares"] = {HOSTILE: 0.5}
+    return surface
+
+
+MADE = {"line": a_line, "surface": a_hostile_surface, "density": a_density}
 DRAW = {
-    "line": (save_line, a_line),
-    "contour": (save_contour, a_surface),
-    "relief": (save_relief, a_surface),
-    "density": (save_density, a_density),
+    "line": (save_line, "line"),
+    "contour": (save_contour, "surface"),
+    "relief": (save_relief, "surface"),
+    "density": (save_density, "density"),
 }
 
 
-@pytest.mark.parametrize("name", DRAW)
-@pytest.mark.parametrize("dark", [False, True])
-def test_pictures_are_a_column_wide_and_on_the_ground_asked_for(tmp_path, name, dark):
-    draw, make = DRAW[name]
-    draw(tmp_path / "a.png", make(), dark=dark)
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.width == 840  # 3.5 inches
-        assert picture.convert("RGB").getpixel((2, 2)) == ((22, 24, 28) if dark else (255, 255, 255))
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder of each landscape, by its name, and the names of the files in it."""
+    made = {}
+    for name, make in MADE.items():
+        folder = tmp_path_factory.mktemp(name) / "out"
+        made[name] = folder, write_landscape(folder, make())
+    return made
 
 
 @pytest.mark.parametrize("name", DRAW)
-def test_drawings_are_the_same_every_time_and_whole(tmp_path, name):
-    draw, make = DRAW[name]
-    draw(tmp_path / "a.svg", make())
-    draw(tmp_path / "b.svg", make())
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+def test_pictures_are_a_column_wide_on_their_ground_and_the_same_every_time(written, tmp_path, name):
+    draw, kind = DRAW[name]
+    folder, _ = written[kind]
+    for file, ground in ((f"{name}.png", (255, 255, 255)), (f"{name}-dark.png", (22, 24, 28))):
+        with Image.open(folder / file) as picture:
+            assert picture.width == 840  # 3.5 inches
+            assert picture.convert("RGB").getpixel((2, 2)) == ground
+    draw(tmp_path / "again.svg", MADE[kind]())
+    assert (tmp_path / "again.svg").read_bytes() == (folder / f"{name}.svg").read_bytes()
+    assert ElementTree.parse(tmp_path / "again.svg").getroot().tag.endswith("svg")
 
 
 def test_a_surface_reads_in_grey_lighter_is_higher(tmp_path):
@@ -138,25 +153,31 @@ def test_an_interrupted_surface_with_one_row_is_drawn(tmp_path):
     save_relief(tmp_path / "b.png", a_surface(loss=loss, done=~np.isnan(loss)))
 
 
-@pytest.mark.parametrize("make", [a_line, a_surface, a_density])
-def test_a_folder_holds_data_pictures_and_a_page_that_needs_no_network(tmp_path, make):
-    found = make()
-    files = write_landscape(tmp_path / "out", found)
-    assert sorted(files) == sorted(path.name for path in (tmp_path / "out").iterdir())
-    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", MADE)
+def test_a_folder_holds_data_pictures_and_a_page_that_needs_no_network(written, name):
+    folder, files = written[name]
+    assert sorted(files) == sorted(path.name for path in folder.iterdir())
+    page = (folder / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"(src|href|srcset)=\"(?!data:|#)", page)
     assert page.count("<figure>") == sum(name.endswith(".svg") for name in files)
-    data = next(name for name in files if name.endswith(".npz"))
-    assert str(load_landscape(tmp_path / "out" / data)) == str(found)
+    assert str(load_landscape(folder / f"{name}.npz")) == str(MADE[name]())
 
 
-def test_text_of_users_is_escaped_in_the_page(tmp_path):
-    surface = a_surface(paths={HOSTILE: np.array([[0.1, 0.2], [0.5, 0.5]])}, notes=(HOSTILE,))
-    surface.paths["_$a$b$"] = surface.paths[HOSTILE]
-    surface.meta["plane_shares"] = {HOSTILE: 0.5}
-    write_landscape(tmp_path, surface)
-    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+def test_text_of_users_is_escaped_in_the_page(written):
+    folder, _ = written["surface"]
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    assert "&lt;script&gt;alert" in page
     assert "<script>alert" not in page
+
+
+def test_what_no_axis_reaches_is_drawn_without_a_warning(tmp_path):
+    """Losses at the end of float64, names without end or in scripts that the font lacks, no point at all."""
+    save_line(tmp_path / "a.png", replace(a_line(np.geomspace(1, 1e308, 27).reshape(3, 9)), groups=NAMES))
+    nothing = np.full((7, 9), np.nan)
+    empty = a_surface(loss=nothing, accuracy=nothing, done=nothing > 0)
+    for draw in (save_contour, save_relief):
+        draw(tmp_path / "a.png", empty)
+    assert _scaled(a_surface(loss=np.geomspace(1e-300, 1e300, 63).reshape(7, 9)), "loss")[1][-1] == 1e-296
 
 
 def test_other_files_are_refused(tmp_path):

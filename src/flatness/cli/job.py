@@ -70,7 +70,7 @@ def run(request: Request, form: str, out: Path | None) -> int:
     sort = check_sort(request.sort, chosen_measures(request.measures)) if request.sort else None
     data = load(request.data)
     if out is not None:
-        _check_folder(out)
+        check_folder(out)
     measure_one = _measuring(request, model, data, arguments)
     if len(paths) <= 1:
         path = paths[0] if paths else None
@@ -95,7 +95,7 @@ def checkpoints_of(paths: list[str]) -> list[Path]:
         raise usage_of(error) from error
 
 
-def _check_folder(out: Path) -> None:
+def check_folder(out: Path) -> None:
     """Refuse a folder that cannot be written to before anything is measured for it."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not existing.is_dir():

@@ -94,8 +94,10 @@ def line(
         device=device,
         dtype=dtype,
         setting={"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress},
+        out=out,
+        fresh=fresh,
     )
-    raise typer.Exit(job.finish(job.line(request, asked, between, _file(out, "line", fresh)), out, as_csv))
+    raise typer.Exit(job.finish(job.line(request, asked, between), out, as_csv))
 
 
 def surface(
@@ -155,8 +157,10 @@ def surface(
         device=device,
         dtype=dtype,
         setting={"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress},
+        out=out,
+        fresh=fresh,
     )
-    found = job.surface(request, asked, list(trajectory or ()), _file(out, "surface", fresh))
+    found = job.surface(request, asked, list(trajectory or ()))
     raise typer.Exit(job.finish(found, out, as_csv))
 
 
@@ -218,8 +222,10 @@ def density(
         device=device,
         dtype=dtype,
         setting={"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress},
+        out=out,
+        fresh=fresh,
     )
-    found = job.density(request, asked, copies, _file(out, "density", fresh))
+    found = job.density(request, asked, copies)
     raise typer.Exit(job.finish(found, out, as_csv))
 
 
@@ -268,16 +274,3 @@ def _spanned(text: str | None) -> dict[str, Any]:
     if len(ends) not in (1, 2):
         raise UsageError(f"Expected --span to be a number or two with a comma between but got {text!r}.")
     return {"span": ends[0] if len(ends) == 1 else (ends[0], ends[1])}
-
-
-def _file(out: Path | None, name: str, fresh: bool) -> Path | None:
-    """The file to go on with."""
-    if out is None:
-        return None
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"Expected --out to be a folder but {out} is a file.")
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"{name}.npz"
-    if fresh:
-        file.unlink(missing_ok=True)
-    return file

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import flatness
 from flatness.batches import tensors_in
 from flatness.checkpoints import fit_checkpoint, read_checkpoint
 from flatness.cli.answers import INTERRUPTED, UsageError, printable, usage_of
-from flatness.cli.job import DataRequest, checkpoints_of, load
+from flatness.cli.job import DataRequest, check_folder, checkpoints_of, load
 from flatness.cli.output import terminal_width
 from flatness.cli.sources import load_device, load_dtype, load_function, load_loss, load_model
 from flatness.errors import LayerError, OptionError
@@ -35,9 +38,16 @@ class Request:
     device: str | None
     dtype: str | None
     setting: dict[str, Any]
+    out: Path | None
+    fresh: bool
+
+    def __post_init__(self) -> None:
+        """Refuse a folder that cannot be written to before anything is computed for it."""
+        if self.out is not None:
+            check_folder(self.out)
 
 
-def line(request: Request, asked: dict[str, Any], between: str | None, file: Path | None) -> Landscape:
+def line(request: Request, asked: dict[str, Any], between: str | None) -> Landscape:
     """Lines from every checkpoint, or from one to another."""
     networks = _networks(request)
     if between is not None:
@@ -45,10 +55,10 @@ def line(request: Request, asked: dict[str, Any], between: str | None, file: Pat
             raise UsageError(f"Expected one checkpoint with --between but got {len(networks)}.")
         (path,) = checkpoints_of([between])
         asked = {**asked, "between": _loaded(request, path)}
-    return _called(request, flatness.landscape.line, _alone(networks), asked, file)
+    return _called(request, flatness.landscape.line, _alone(networks), asked)
 
 
-def surface(request: Request, asked: dict[str, Any], trajectory: list[str], file: Path | None) -> Landscape:
+def surface(request: Request, asked: dict[str, Any], trajectory: list[str]) -> Landscape:
     """A plane around one checkpoint, or that of trajectories."""
     paths = checkpoints_of(request.checkpoints)
     if len(paths) > 1:
@@ -56,19 +66,31 @@ def surface(request: Request, asked: dict[str, Any], trajectory: list[str], file
             f"Expected one checkpoint in the middle but got {len(paths)}. Give the others as --trajectory."
         )
     if not trajectory:
-        return _called(request, flatness.landscape.surface, _alone(_networks(request)), asked, file)
+        return _called(request, flatness.landscape.surface, _alone(_networks(request)), asked)
     trajectories: dict[str, list[nn.Module]] = {}
     for given in trajectory:
-        name, equals, place = given.partition("=")
-        steps = checkpoints_of([place if equals else given])
-        label = name if equals else Path(given).stem or "trajectory"
-        trajectories.setdefault(label, []).extend(_loaded(request, path) for path in steps)
+        name, place = _named(given)
+        steps = [_loaded(request, path) for path in checkpoints_of([place])]
+        trajectories.setdefault(name, []).extend(steps)
     middle = _loaded(request, paths[0]) if paths else next(iter(trajectories.values()))[-1]
     asked = {**asked, "trajectory": trajectories}
-    return _called(request, flatness.landscape.surface, middle, asked, file)
+    return _called(request, flatness.landscape.surface, middle, asked)
 
 
-def density(request: Request, asked: dict[str, Any], copies: int, file: Path | None) -> Landscape:
+def _named(given: str) -> tuple[str, str]:
+    """The name of a trajectory and its path; a path that is there may hold a "=" of its own.
+
+    >>> _named("adam=runs/adam"), _named("runs/adam"), _named("runs/adam/*.pt")
+    (('adam', 'runs/adam'), ('runs/adam', 'runs/adam'), ('runs/adam', 'runs/adam/*.pt'))
+    """
+    name, equals, place = given.partition("=")
+    if equals and name and not Path(given).exists() and not glob(given):
+        return name, place
+    folder = Path(given).parent if any(sign in given for sign in "*?[") else Path(given)
+    return str(folder), given
+
+
+def density(request: Request, asked: dict[str, Any], copies: int) -> Landscape:
     """Spectra of every checkpoint, and of rescaled copies."""
     networks = _networks(request)
     if copies:
@@ -80,7 +102,7 @@ def density(request: Request, asked: dict[str, Any], copies: int, file: Path | N
             f"rescaled {place + 1}": flatness.rescale(original, example, kind="layerwise", seed=place)
             for place in range(copies)
         }
-    return _called(request, flatness.landscape.density, _alone(networks), asked, file)
+    return _called(request, flatness.landscape.density, _alone(networks), asked)
 
 
 def _batches(data: Any) -> Any:
@@ -116,24 +138,42 @@ def _loaded(request: Request, path: Path | None) -> nn.Module:
     return network.eval()
 
 
-def _called(
-    request: Request, function: Any, networks: Any, asked: dict[str, Any], file: Path | None
-) -> Landscape:
+def _called(request: Request, function: Any, networks: Any, asked: dict[str, Any]) -> Landscape:
     try:
-        return function(
-            networks,
-            load(request.data).batches,
-            load_loss(request.loss),
-            forward=load_function(request.forward, "--forward") if request.forward else None,
-            device=load_device(request.device) if request.device else None,
-            dtype=load_dtype(request.dtype) if request.dtype else None,
-            resume=file,
-            **request.setting,
-            **asked,
-        )
+        with _file(request, function.__name__) as file:
+            return function(
+                networks,
+                load(request.data).batches,
+                load_loss(request.loss),
+                forward=load_function(request.forward, "--forward") if request.forward else None,
+                device=load_device(request.device) if request.device else None,
+                dtype=load_dtype(request.dtype) if request.dtype else None,
+                resume=file,
+                **request.setting,
+                **asked,
+            )
     except (OptionError, LayerError) as error:
         hint = " --fresh computes it anew." if "Expected resume" in str(error) else ""
         raise usage_of(type(error)(f"{error}{hint}")) from error
+
+
+@contextmanager
+def _file(request: Request, name: str) -> Iterator[Path | None]:
+    """The file to go on with. With --fresh the one that is there is given up once there is a new one."""
+    if request.out is None:
+        yield None
+        return
+    request.out.mkdir(parents=True, exist_ok=True)
+    file = request.out / f"{name}.npz"
+    before = file.with_name(f".{file.name}.before")
+    if request.fresh and file.exists():
+        file.replace(before)
+    try:
+        yield file
+    finally:
+        if before.exists() and not file.exists():
+            before.replace(file)
+        before.unlink(missing_ok=True)
 
 
 def finish(found: Landscape, out: Path | None, as_csv: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ Span = float | tuple[float, float]
 """Half the length of an axis around 0, or both ends."""
 
 
-def ends_of(span: object) -> tuple[float, float]:
+def ends_of(span: Any) -> tuple[float, float]:
     """Both ends of an axis.
 
     >>> ends_of(0.5), ends_of((0, 1))
     ((-0.5, 0.5), (0.0, 1.0))
     """
-    pair: Any = (-span, span) if isinstance(span, (int, float)) else span
+    pair: Any = (-span, span) if _is_number(span) else span
     ends = list(pair) if isinstance(pair, (tuple, list)) else []
     numbers = all(_is_number(end) and math.isfinite(end) for end in ends)
     if len(ends) != 2 or not numbers or ends[0] >= ends[1]:
@@ -37,18 +38,51 @@ def ends_of(span: object) -> tuple[float, float]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def positions_of(span: tuple[float, float], points: Any) -> Array:
-    """Evenly spaced positions; one of them is exactly 0 where the spacing allows it."""
-    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+def whole_number(name: str, value: Any, least: int, example: int) -> int:
+    """A number of things, also one of NumPy's."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(
-            f"Expected points to be a whole number of at least 2 but got {points!r}. For example points=51."
+            f"Expected {name} to be a whole number of at least {least} but got {value!r}. For example "
+            f"{name}={example}."
         )
+    return int(value)
+
+
+def points_of(points: Any) -> int:
+    """How many points an axis has."""
+    return whole_number("points", points, 2, 51)
+
+
+def positions_of(span: tuple[float, float], points: int) -> Array:
+    """Evenly spaced positions; whole numbers among them, such as 0 and 1, are met exactly."""
     positions = np.linspace(span[0], span[1], points)
     step = (span[1] - span[0]) / (points - 1)
-    return np.where(np.abs(positions) < 1e-9 * step, 0.0, positions)
+    return np.where(np.abs(positions - positions.round()) < 1e-9 * step, positions.round(), positions)
+
+
+def span_between(points: int) -> tuple[float, float]:
+    """A span about half as far beyond 0 and 1 as they are apart, with a point at each of both.
+
+    >>> span_between(21), span_between(2)
+    ((-0.5, 1.5), (0.0, 1.0))
+    """
+    beyond = (points - 1) // 4
+    inside = points - 1 - 2 * beyond
+    return -beyond / inside, 1 + beyond / inside
+
+
+def as_tensors(directions: Any) -> Any:
+    """The same with NumPy's arrays as tensors."""
+    if isinstance(directions, np.ndarray):
+        return torch.from_numpy(directions)
+    if isinstance(directions, Mapping):
+        return {name: as_tensors(value) for name, value in directions.items()}
+    if isinstance(directions, (list, tuple)):
+        return [as_tensors(value) for value in directions]
+    return directions
 
 
 def check_batch_norm(batch_norm: Any) -> None:

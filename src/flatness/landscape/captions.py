@@ -28,6 +28,16 @@ def batch_norm_words(meta: Mapping[str, Any]) -> str:
     return _BATCH_NORM.get(str(meta.get("batch_norm")), "").format(batch=meta.get("micro_batch", "?"))
 
 
+def data_words(meta: Mapping[str, Any]) -> str:
+    """On how much data, to go after the name of a loss; nothing where that is not known.
+
+    >>> data_words({"samples": 1}), data_words({"samples": 2000})
+    (' on 1 sample', ' on 2,000 samples')
+    """
+    samples = meta.get("samples")
+    return f" on {samples:,} sample{'' if samples == 1 else 's'}" if samples else ""
+
+
 def number_of(counts: Collection[int], word: str) -> str:
     """How many, where groups may differ.
 

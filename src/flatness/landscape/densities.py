@@ -15,6 +15,7 @@ from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.quadrature import LanczosRuns, random_signs
 from flatness.errors import OptionError, listed, nearest
 from flatness.forward import Forward
+from flatness.landscape.arguments import whole_number
 from flatness.landscape.density_result import KIND, Density, SpectralQuadrature
 from flatness.landscape.filling import resumed
 from flatness.landscape.networks import Member, Networks, members_of, own_weights, without_weight
@@ -95,7 +96,8 @@ def density(
         >>> len(density.grid("network"))
         2001
     """
-    _check(metric, parameters, runs, steps, curvature)
+    _check(metric, parameters, curvature)
+    runs, steps = whole_number("runs", runs, 1, 10), whole_number("steps", steps, 1, 80)
     members = members_of(model)
     setting = {
         "forward": forward,
@@ -118,7 +120,7 @@ def density(
     return _Census(members, problems, identity, resume).run()
 
 
-def _check(metric: Any, parameters: Any, runs: Any, steps: Any, curvature: Any) -> None:
+def _check(metric: Any, parameters: Any, curvature: Any) -> None:
     choices = {
         "metric": (metric, METRICS),
         "parameters": (parameters, _PARAMETERS),
@@ -128,12 +130,6 @@ def _check(metric: Any, parameters: Any, runs: Any, steps: Any, curvature: Any) 
         if value not in known:
             raise OptionError(
                 f"Expected {name} to be one of {', '.join(known)} but got {value!r}.{nearest(value, known)}"
-            )
-    for name, value, example in (("runs", runs, 10), ("steps", steps, 80)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(
-                f"Expected {name} to be a whole number of at least 1 but got {value!r}. For example "
-                f"{name}={example}."
             )
 
 
@@ -159,9 +155,20 @@ class _Census:
             if name not in self.finished and not self.interrupted:
                 with problem.guarded():
                     self._network(name, problem)
-                if self.resume is not None:
+                if self.resume is not None and self.spectra:
                     self._density().save(self.resume)
+        if not self.spectra:
+            self._nothing()
         return self._density()
+
+    def _nothing(self) -> None:
+        """Say why there is no spectrum at all."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        raise OptionError(
+            f"Expected parameters that are not all zero, as metric={self.asked['metric']!r} has them in "
+            "units of their own size, but got none. Pass metric='euclidean', or other layers."
+        )
 
     def _go_on(self) -> None:
         """Take over the networks that an earlier run finished."""

@@ -74,10 +74,6 @@ def check_asked(asked: Asked) -> None:
             f"Expected directions to be one of {', '.join(KINDS)}, or the directions themselves, but got "
             f"{asked.directions!r}.{nearest(asked.directions, KINDS)}"
         )
-    if isinstance(asked.count, bool) or not isinstance(asked.count, int) or asked.count < 1:
-        raise OptionError(
-            f"Expected count to be a whole number of at least 1 but got {asked.count!r}. For example count=5."
-        )
     if asked.parameters not in (None, *_PARAMETERS):
         raise OptionError(
             f"Expected parameters to be 'all', 'weights' or None but got {asked.parameters!r}. None takes "

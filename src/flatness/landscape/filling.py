@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from flatness.errors import OptionError, ReportError, listed
+from flatness.files import check_folder
 from flatness.landscape.points import Points
 from flatness.landscape.storage import Array, read_arrays
 from flatness.progress import ProgressBar
@@ -91,9 +93,12 @@ def resumed(path: str | os.PathLike[str] | None, kind: str, asked: dict[str, Any
     """The arrays of an earlier run of the same call; None where there is none.
 
     Raises:
-        OptionError: When the file holds something else.
+        OptionError: When the file holds something else, or cannot be written.
     """
-    if path is None or not Path(path).exists():
+    if path is None:
+        return None
+    check_folder(path)
+    if not Path(path).exists():
         return None
     try:
         _, arrays, meta = read_arrays(path, kind)
@@ -103,10 +108,12 @@ def resumed(path: str | os.PathLike[str] | None, kind: str, asked: dict[str, Any
             "Choose another name."
         ) from error
     before = meta.get("asked", {})
-    changed = [name for name in asked if before.get(name) != asked[name]]
+    # What was asked for now went through no file yet, which makes lists of tuples.
+    now = json.loads(json.dumps(asked))
+    changed = [name for name in now if before.get(name) != now[name]]
     if changed:
         raise OptionError(
-            f"Expected resume to be a file of the same {kind} but {path} was made with another "
+            f"Expected resume to be a file of the same {kind} but {path} was made with other settings: "
             f"{listed(name.replace('_', ' ') for name in changed)}. Choose another name, or remove the file."
         )
     return arrays

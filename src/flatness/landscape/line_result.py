@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatness.landscape.captions import AXES, batch_norm_words, number_of
+from flatness.errors import OptionError
+from flatness.landscape.captions import AXES, batch_norm_words, data_words, number_of
 from flatness.landscape.storage import Array, read_arrays, write_arrays
 
 if TYPE_CHECKING:
@@ -52,12 +53,13 @@ class Line:
 
     def mean(self, group: str, quantity: str = "loss") -> Array:
         """The mean over the lines of a group, (points,)."""
-        return getattr(self, quantity)[self.rows(group)].mean(0)
+        with np.errstate(over="ignore"):
+            return getattr(self, quantity)[self.rows(group)].mean(0)
 
     def band(self, group: str, quantity: str = "loss") -> tuple[Array, Array]:
         """Mean ± one standard deviation over the lines of a group, no further than its lines go."""
         values = getattr(self, quantity)[self.rows(group)]
-        with np.errstate(invalid="ignore"):  # infinite losses have no deviation
+        with np.errstate(invalid="ignore", over="ignore"):  # infinite losses have no deviation
             spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
             mean = values.mean(0)
             return np.maximum(mean - spread, values.min(0)), np.minimum(mean + spread, values.max(0))
@@ -73,6 +75,11 @@ class Line:
             near = np.sort(np.argsort(np.abs(t), kind="stable")[:3])
         else:
             near = np.flatnonzero(np.abs(t) <= half_width)
+        if len(near) < 3:
+            raise OptionError(
+                f"Expected at least 3 points near 0 for a curvature but got {len(near)}. Compute the line "
+                "with more points, or pass a larger half_width."
+            )
         return 2 * np.polyfit(t[near], self.loss[:, near].T, 2)[0]
 
     def caption(self) -> str:
@@ -81,10 +88,9 @@ class Line:
         counts = {len(self.rows(name)) for name in names}
         several = max(counts) > 1
         spread = "; mean and standard deviation over " + number_of(counts, "line") if several else ""
-        samples = self.meta.get("samples")
-        data = f" on {samples:,} samples" if samples else ""
         along = AXES.get(str(self.meta.get("directions")), AXES["given"])
-        return f"{self.meta.get('loss', 'loss')}{data} along {along}{spread}.{batch_norm_words(self.meta)}"
+        loss = f"{self.meta.get('loss', 'loss')}{data_words(self.meta)}"
+        return f"{loss} along {along}{spread}.{batch_norm_words(self.meta)}"
 
     def to_frame(self) -> pandas.DataFrame:
         """A tidy table: group, line, position, loss, accuracy."""
@@ -120,9 +126,10 @@ class Line:
         for name in dict.fromkeys(self.groups):
             mean = self.mean(name)
             low, high = self.positions[0], self.positions[-1]
-            center = mean[np.abs(self.positions).argmin()]
+            center = np.abs(self.positions).argmin()
             lines.append(
-                f"{name}: loss {mean[0]:.4g} at {low:g}, {center:.4g} at 0, {mean[-1]:.4g} at {high:g}"
+                f"{name}: loss {mean[0]:.4g} at {low:g}, {mean[center]:.4g} at "
+                f"{self.positions[center]:.3g}, {mean[-1]:.4g} at {high:g}"
             )
         return "\n  ".join([*lines, *self.notes])
 

@@ -10,7 +10,17 @@ import torch
 
 from flatness.errors import ModelError, OptionError
 from flatness.forward import Forward
-from flatness.landscape.arguments import Span, check_batch_norm, digest, ends_of, positions_of
+from flatness.landscape.arguments import (
+    Span,
+    as_tensors,
+    check_batch_norm,
+    digest,
+    ends_of,
+    points_of,
+    positions_of,
+    span_between,
+    whole_number,
+)
 from flatness.landscape.directions import Asked, Chosen, check_asked, choose_directions
 from flatness.landscape.filling import Table, resumed
 from flatness.landscape.line_result import KIND, Line
@@ -20,8 +30,6 @@ from flatness.landscape.setting import facts_of, identity_of
 from flatness.landscape.storage import Array
 from flatness.problem import Problem
 from flatness.ranks import separately
-
-_BETWEEN_SPAN = (-0.5, 1.5)
 
 
 @separately()
@@ -68,7 +76,8 @@ def line(
         between: Another network of the same architecture, or its state dict, to go to instead: θ at t = 0,
             the other at t = 1; floating-point buffers go along.
         points: Number of points on each line.
-        span: t runs from −span to span, or between two ends; 1 by default, (−0.5, 1.5) with `between`.
+        span: t runs from −span to span, or between two ends; 1 by default. With `between` about (−0.5, 1.5),
+            so that points lie at both networks.
         parameters: "all", or "weights" for those with two axes or more; None takes what `directions` usually
             moves, which is all but for "filter".
         layers: Only parameters of these layers move; all by default.
@@ -95,9 +104,10 @@ def line(
         >>> line.loss.shape, line.mean("network").shape
         ((3, 11), (11,))
     """
-    asked = _asked(directions, count, between, parameters, layers, seed)
-    ends = ends_of((1.0 if between is None else _BETWEEN_SPAN) if span is None else span)
-    positions = positions_of(ends, points)
+    count, points = whole_number("count", count, 1, 5), points_of(points)
+    asked = _asked(as_tensors(directions), count, between, parameters, layers, seed)
+    usual = 1.0 if between is None else span_between(points)
+    positions = positions_of(ends_of(usual if span is None else span), points)
     check_batch_norm(batch_norm)
     members = members_of(model)
     if between is not None and len(members) > 1:
@@ -117,11 +127,12 @@ def line(
     identity = identity_of(problems) | {
         "directions": _name_of(asked, between),
         "count": count,
-        "span": list(ends),
+        "span": [float(positions[0]), float(positions[-1])],
         "points": points,
         "parameters": parameters,
         "layers": layers,
         "batch_norm": batch_norm,
+        "batch_size": batch_size if batch_norm == "recomputed" else None,
     }
     walk = _Walk(
         members, problems, asked, between, positions, batch_norm, batch_size is not None, identity, resume
@@ -142,6 +153,11 @@ def _asked(
     if between is not None and not (isinstance(directions, str) and directions == "layer"):
         raise OptionError(
             "Expected directions or between but got both: between is itself a direction. Leave one out."
+        )
+    if between is not None and not (layers is None and parameters is None):
+        raise OptionError(
+            "Expected between alone but got layers or parameters too: everything that differs moves. Leave "
+            "them out."
         )
     return asked
 
@@ -194,7 +210,6 @@ class _Walk:
             chosen = self._directions(problem, member)
             self._remember(member, points, chosen)
             points.along(chosen.vectors)
-            self.notes += problem.notes
             if self.table is None:
                 self.rows = len(chosen.vectors)
                 self.table = self._table(problem)
@@ -203,6 +218,7 @@ class _Walk:
                 coefficients = torch.zeros(len(self.positions), self.rows, dtype=torch.float64)
                 coefficients[:, number] = torch.from_numpy(self.positions)
                 self.table.fill(place * self.rows + number, points, coefficients)
+            self.notes += problem.notes
 
     def _directions(self, problem: Problem, member: Member) -> Chosen:
         if self.between is None:

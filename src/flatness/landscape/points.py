@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatness import batches
+from flatness.errors import OptionError
 from flatness.landscape.choosing import choose_engine
 from flatness.landscape.engines import LOSS, Stacked, accuracy_of, bytes_of
 from flatness.memory import fits, kept_budget
@@ -28,6 +29,7 @@ Direction = Mapping[str, Tensor]
 
 # Points that share a pass: on a CPU few, so that an interrupt loses little.
 _CHUNK = {"cpu": 8, "cuda": 64}
+_LEFT_ALONE = "batch norm's statistics leave out batches of a single sample"
 _ONE_BY_ONE = "torch.vmap does not take this network; its points were evaluated one by one"
 
 
@@ -149,17 +151,31 @@ class Points:
             for name, buffer in self.problem.model.named_buffers()
             if id(buffer) in norms
         }
-        seen = 0
+        seen, alone = 0, 0
 
         def step(batch: Any) -> None:
-            nonlocal seen
+            nonlocal seen, alone
             n = batches.size_of(batch)
             trial = {name: value.clone() for name, value in found.items()}
-            self._stacked.track({**moved, **trial}, batch, n / (seen + n))
+            try:
+                self._stacked.track({**moved, **trial}, batch, n / (seen + n))
+            except ValueError as error:
+                # torch's word about a single sample, which has no variance.
+                if n > 1 or "more than 1 value per channel" not in str(error):
+                    raise
+                alone += 1
+                return
             found.update(trial)
             seen += n
 
         self._pass(step)
+        if not seen:
+            raise OptionError(
+                "Expected batches of at least 2 samples to compute batch norm's statistics from but got "
+                "single samples. Pass a larger batch_size, more data, or batch_norm='as_is'."
+            )
+        if alone and _LEFT_ALONE not in self.problem.notes:
+            self.problem.notes.append(_LEFT_ALONE)
         return found
 
     def _pass(self, step: Callable[[Any], None]) -> None:

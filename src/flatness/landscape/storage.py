@@ -41,7 +41,15 @@ def read_arrays(path: str | os.PathLike[str], *kinds: str) -> tuple[str, dict[st
         with np.load(path, allow_pickle=False) as content:
             arrays = {name: content[name] for name in content.files}
         meta = json.loads(str(arrays.pop(_META)))
-    except (ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+    except (
+        IsADirectoryError,
+        ValueError,
+        KeyError,
+        EOFError,
+        AttributeError,
+        TypeError,
+        zipfile.BadZipFile,
+    ) as error:
         raise ReportError(
             f"Expected a {wanted} saved by flatness but {path} is something else. Pass a file that save "
             "wrote."

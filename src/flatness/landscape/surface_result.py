@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatness.landscape.captions import AXES, batch_norm_words
+from flatness.landscape.captions import AXES, batch_norm_words, data_words
 from flatness.landscape.storage import Array, read_arrays, write_arrays
 
 if TYPE_CHECKING:
@@ -56,13 +56,11 @@ class Surface:
         kind = str(self.meta.get("directions"))
         along = AXES.get(kind, AXES["given"])
         where = along if kind == "trajectory" else f"the plane of two {along}"
-        samples = self.meta.get("samples")
-        data = f" on {samples:,} samples" if samples else ""
         shares = self.meta.get("plane_shares", {})
         held = ", ".join(f"{100 * share:.0f} % of {name}" for name, share in shares.items())
         plane = f" The plane holds {held} (squared distances from the network)." if held else ""
         words = batch_norm_words(self.meta)
-        return f"{self.meta.get('loss', 'loss')}{data} on {where}.{plane}{words}"
+        return f"{self.meta.get('loss', 'loss')}{data_words(self.meta)} on {where}.{plane}{words}"
 
     def to_frame(self) -> pandas.DataFrame:
         """A tidy table: x, y, loss, accuracy."""

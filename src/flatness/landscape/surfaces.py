@@ -12,7 +12,15 @@ from torch import nn
 
 from flatness.errors import ModelError, OptionError
 from flatness.forward import Forward
-from flatness.landscape.arguments import Span, check_batch_norm, digest, ends_of, positions_of
+from flatness.landscape.arguments import (
+    Span,
+    as_tensors,
+    check_batch_norm,
+    digest,
+    ends_of,
+    points_of,
+    positions_of,
+)
 from flatness.landscape.directions import Asked, Chosen, check_asked, choose_directions
 from flatness.landscape.filling import Table, resumed
 from flatness.landscape.networks import state_of
@@ -88,17 +96,15 @@ def surface(
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"Expected one network in the middle of the surface but got {type(model).__name__}. Pass the "
-            "model, "
-            "and others as trajectory=."
+            "model, and others as trajectory=."
         )
-    asked = Asked(directions, 2, parameters, layers, seed)
+    asked = Asked(as_tensors(directions), 2, parameters, layers, seed)
     check_asked(asked)
-    trajectories = None if trajectory is None else trajectories_of(trajectory)
+    trajectories = None if trajectory is None else _alone(trajectories_of(trajectory), asked)
     check_batch_norm(batch_norm)
-    counts = points if isinstance(points, tuple) and len(points) == 2 else (points, points)
+    counts = points if isinstance(points, (tuple, list)) and len(points) == 2 else (points, points)
+    across, up = (points_of(count) for count in counts)
     ends = None if span is None and trajectories is not None else _ends(1.0 if span is None else span)
-    for count in counts:
-        positions_of((0.0, 1.0), count)
     problem = Problem(
         model,
         data,
@@ -111,8 +117,17 @@ def surface(
         seed=seed,
         progress=progress,
     )
-    survey = _Survey(problem, asked, trajectories, counts, ends, batch_norm, resume)
-    return survey.run(fixed_batch=batch_size is not None)
+    survey = _Survey(problem, asked, trajectories, (across, up), ends, batch_norm, resume, batch_size)
+    return survey.run()
+
+
+def _alone(trajectories: dict[str, list[Any]], asked: Asked) -> dict[str, list[Any]]:
+    if asked.kind != "filter" or not (asked.layers is None and asked.parameters is None):
+        raise OptionError(
+            "Expected trajectory alone but got directions, layers or parameters too: the checkpoints say "
+            "where the plane lies. Leave one out."
+        )
+    return trajectories
 
 
 def _ends(span: Any) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -131,11 +146,12 @@ class _Survey:
     ends: tuple[tuple[float, float], tuple[float, float]] | None
     batch_norm: str
     resume: str | os.PathLike[str] | None
+    batch_size: int | None
 
-    def run(self, fixed_batch: bool) -> Surface:
+    def run(self) -> Surface:
         problem = self.problem
         with problem.guarded():
-            points = Points(problem, batch_norm=self.batch_norm, fixed_batch=fixed_batch)
+            points = Points(problem, batch_norm=self.batch_norm, fixed_batch=self.batch_size is not None)
             plane = None if self.trajectories is None else principal_plane(problem.model, self.trajectories)
             chosen = self._directions(plane)
             x, y = self._axes(plane)
@@ -179,8 +195,7 @@ class _Survey:
             if len(chosen.vectors) != 2:
                 raise OptionError(
                     f"Expected two directions for a surface but got {len(chosen.vectors)}. Pass a list of "
-                    "two, or "
-                    "draw a line."
+                    "two, or draw a line."
                 )
             return chosen
         labels = ["first principal direction", "second principal direction"]
@@ -207,6 +222,7 @@ class _Survey:
             "parameters": self.asked.parameters,
             "layers": self.asked.layers,
             "batch_norm": self.batch_norm,
+            "batch_size": self.batch_size if self.batch_norm == "recomputed" else None,
             "data": f"{self.problem.fingerprint or 0:x}",
         }
 

@@ -15,11 +15,17 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-_FOOT = "Smaller values are flatter. Press a column's heading to sort by it."
+FOOT = "Smaller values are flatter. Press a column's heading to sort by it."
+"""How to read tables of measures."""
 
 
 def document(
-    title: str, lead: Sequence[str], body: str, scripts: Sequence[str] = ("tables",), data: object = None
+    title: str,
+    lead: Sequence[str],
+    body: str,
+    scripts: Sequence[str] = ("tables",),
+    data: object = None,
+    foot: str = FOOT,
 ) -> str:
     """A whole page.
 
@@ -29,6 +35,7 @@ def document(
         body: What comes after them, as HTML.
         scripts: Names of the scripts it runs, in this order; ``tables`` sorts.
         data: What the scripts read, if anything.
+        foot: How to read the page, under it.
     """
     script = '"use strict";\n' + "".join(_asset(f"{name}.js") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -46,7 +53,7 @@ def document(
         f'<a class="skip" href="#main">Skip to the results</a>\n'
         f"<header><h1>{escape(title)}</h1>{paragraphs}</header>\n"
         f'<main id="main">\n{body}\n</main>\n'
-        f"<footer><p>{_FOOT}</p>"
+        f"<footer><p>{escape(foot)}</p>"
         f'<p id="said" role="status" aria-live="polite"></p></footer>\n'
         f"{block}<script>{script}</script>\n</body>\n</html>\n"
     )

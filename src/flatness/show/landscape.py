@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import NullFormatter, NullLocator
 
 from flatness.landscape.density_result import Density
 from flatness.landscape.line_result import Line
@@ -35,6 +35,8 @@ from flatness.show.themes import (
 
 # Losses of a wider range than this ratio are drawn on a logarithmic axis.
 _WIDE = 20.0
+# Losses from here on are drawn like infinite ones: no axis reaches that far.
+_FAR = 1e100
 
 
 def save_line(path: str | os.PathLike[str], line: Line, *, dark: bool = False) -> None:
@@ -59,7 +61,7 @@ def save_line(path: str | os.PathLike[str], line: Line, *, dark: bool = False) -
 
 def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
     values = getattr(line, quantity)
-    finite = values[np.isfinite(values)]
+    finite = values[np.isfinite(_shown(values))]
     logarithmic = quantity == "loss" and is_wide(finite, _WIDE)
     for number, (name, (colour, _)) in enumerate(looks(line.groups).items()):
         colour = colour_on(theme, colour)
@@ -71,7 +73,7 @@ def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
         mean = _shown(line.mean(name, quantity))
         style = DASHES[number % len(DASHES)]
         axes.plot(line.positions, mean, color=colour, linestyle=style, linewidth=1.5, label=written(name))
-        away = line.done[line.rows(name)].all(0) & ~np.isfinite(line.mean(name, quantity))
+        away = line.done[line.rows(name)].all(0) & np.isnan(mean)
         if quantity == "loss" and away.any():
             edge = np.full(int(away.sum()), 0.98)
             axes.plot(
@@ -121,6 +123,7 @@ def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool =
             )
         axes.set_yscale("log")
         axes.set_ylim(bottom, 2 * top)
+        axes.yaxis.set_minor_formatter(NullFormatter())
         _density_axis(axes, density)
         axes.set_ylabel("density")
         if len(density.spectra) > 1:
@@ -141,7 +144,8 @@ def _density_axis(axes: Axes, density: Density) -> None:
 
 
 def _shown(values: Array) -> Array:
-    return np.where(np.isfinite(values), values, np.nan)
+    """What has a place in the picture: NaN for the rest."""
+    return np.where(np.abs(values) < _FAR, values, np.nan)
 
 
 def _along(meta: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ _TITLES = {
     Surface: "Loss over a plane in parameter space",
     Density: "Density of the Hessian's eigenvalues",
 }
+_FOOT = "The data are in the files beside this page; 'flatness landscape show' draws them again."
 
 
 def load_landscape(path: str | Path) -> Landscape:
@@ -56,7 +57,7 @@ def write_landscape(folder: Path, found: Landscape) -> list[str]:
             files.append(file)
         figures.append(_figure(folder / f"{picture}.png", folder / f"{picture}-dark.png", words))
     lead = [found.caption(), *(line.strip() for line in str(found).splitlines()[1:])]
-    write_page(folder / "index.html", Page(_TITLES[type(found)], {}, lead=lead, figures=figures))
+    write_page(folder / "index.html", Page(_TITLES[type(found)], {}, lead=lead, figures=figures, foot=_FOOT))
     return ["index.html", *files]
 
 

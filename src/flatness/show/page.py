@@ -10,7 +10,7 @@ from html import escape
 
 from flatness.files import write_text
 from flatness.result import Report, Result
-from flatness.show.document import document
+from flatness.show.document import FOOT, document
 from flatness.show.markup import Cell, row, table
 from flatness.show.overview import overview_columns
 from flatness.tables import column_of, format_value, place_of, report_grid, title
@@ -30,6 +30,7 @@ class Page:
         figures: Pictures, as `flatness.show.svg` draws them.
         facts: Columns of the overview that reports carry in their ``meta``: key and heading.
         first: Columns of measures that the overview shows before the others.
+        foot: How to read it, under it.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Page:
     figures: Sequence[str] = ()
     facts: Mapping[str, str] = field(default_factory=lambda: {"risk": "risk"})
     first: Sequence[str] = ()
+    foot: str = FOOT
 
 
 def write_page(path: str | os.PathLike[str], page: Page) -> None:
@@ -55,7 +57,8 @@ def render(page: Page) -> str:
     body += [
         _section(number, name, report, opened) for number, (name, report) in enumerate(page.reports.items())
     ]
-    return document(page.title, page.lead, "".join(body), ("tables", "plot", "figures", "bars"))
+    scripts = ("tables", "plot", "figures", "bars")
+    return document(page.title, page.lead, "".join(body), scripts, foot=page.foot)
 
 
 def _overview(page: Page) -> str:

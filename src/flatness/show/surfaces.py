@@ -33,6 +33,8 @@ _MARKERS = {
 # Losses of a wider range than this ratio have logarithmic colours.
 _WIDE = 3.0
 _LEVELS = 25
+# The scale of a surface without a finite point.
+_NOTHING = (0.0, 1.0)
 
 
 def save_contour(
@@ -84,9 +86,11 @@ def save_relief(
             x, y, heights, facecolors=colours, rcount=len(surface.y), ccount=len(surface.x),
             linewidth=0.15, edgecolor="#00000030", antialiased=True, shade=False,
         )  # fmt: skip
-        bottom, top = float(np.nanmin(heights)), float(np.nanmax(heights))
+        known = heights[np.isfinite(heights)]
+        bottom, top = (float(known.min()), float(known.max())) if len(known) else _NOTHING
         floor = bottom - 0.35 * max(top - bottom, 1e-12)
-        axes.contour(x, y, heights, levels=10, zdir="z", offset=floor, cmap="viridis", linewidths=0.7)
+        if top > bottom and len(known):
+            axes.contour(x, y, heights, levels=10, zdir="z", offset=floor, cmap="viridis", linewidths=0.7)
         axes.set_zlim(floor, top)
         axes.set_xlabel(surface.labels[0], labelpad=-5)
         axes.set_ylabel(surface.labels[1], labelpad=-5)
@@ -123,7 +127,7 @@ def _scaled(surface: Surface, quantity: str) -> tuple[Any, Array, Normalize]:
     """
     values = np.array(getattr(surface, quantity), dtype=float)
     finite = values[np.isfinite(values)]
-    finite = finite if len(finite) else np.array([0.0, 1.0])
+    finite = finite if len(finite) else np.array(_NOTHING)
     low, high = float(finite.min()), float(finite.max())
     if quantity == "loss" and is_wide(finite, _WIDE):
         high = min(high, 1e4 * low)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 from flatness.files import replacing
 from flatness.landscape.storage import Array
@@ -74,19 +79,44 @@ def colour_on(theme: Theme, colour: str) -> str:
 
 
 def written(name: str) -> str:
-    """A name as a legend writes it: no formulas between dollars, and none left out for an underscore."""
+    """A name as a legend writes it: no formulas between dollars, none left out for an underscore or too long.
+
+    >>> written("_a"), written("a" * 30 + "b" * 30)
+    (' _a', 'aaaaaaaaaaaaaaaaaa…bbbbbbbbbbbbbbbbbbbbb')
+    """
+    if len(name) > 40:
+        name = f"{name[:18]}…{name[-21:]}"
     return (" " if name.startswith("_") else "") + name.replace("$", "\\$")
 
 
 def is_wide(finite: Array, ratio: float) -> bool:
     """Whether positive numbers span more than a ratio, and want a logarithmic axis."""
-    return bool(len(finite)) and float(finite.min()) > 0 and float(finite.max() / finite.min()) > ratio
+    return bool(len(finite)) and float(finite.min()) > 0 and float(finite.max()) > ratio * float(finite.min())
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a picture in the format that its name says, at once or not at all."""
     suffix = os.path.splitext(os.fspath(path))[1].lstrip(".") or "png"
-    # Without the date, the same data gives the same file.
-    metadata = {"Date": None} if suffix == "svg" else {}
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=suffix, dpi=_DOTS, metadata=metadata)
+    with replacing(path) as temporary, warnings.catch_warnings():
+        # Names in scripts that the font lacks are boxes in the picture; they stay whole in data and page.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        if suffix == "png":
+            _save_png(figure, temporary)
+        else:
+            # Without the date, the same data gives the same file.
+            metadata = {"Date": None} if suffix == "svg" else {}
+            figure.savefig(temporary, format=suffix, dpi=_DOTS, metadata=metadata)
+
+
+def _save_png(figure: Figure, path: Path) -> None:
+    """A PNG of 256 colours, a third as large: more do not show in a picture of a few hues."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=_DOTS)
+    with Image.open(drawn) as opened:
+        picture = opened.convert("RGB")
+    few = picture.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    # The ground is what it was, not a mean of colours like it.
+    palette, ground = few.getpalette() or [], 3 * int(np.asarray(few)[0, 0])
+    palette[ground : ground + 3] = np.asarray(picture)[0, 0].tolist()
+    few.putpalette(palette)
+    few.save(path, format="PNG", optimize=True, dpi=(_DOTS, _DOTS))
