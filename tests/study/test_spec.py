@@ -76,8 +76,24 @@ def test_the_smoke_scale_of_a_file_without_one_is_a_few_networks():
     spec = read_spec(study(grid={"seed": 40}), "smoke")
     assert isinstance(spec, Spec)
     assert len(spec.configurations) == 8
-    assert spec.configurations[0].data["limit"] == 512
     assert spec.parts[""]["measure"]["which"] == "all"
+
+
+@pytest.mark.parametrize(("scale", "limit", "epochs"), [("smoke", 512, 2), ("small", 5000, 20)])
+def test_a_scale_takes_from_a_file_and_never_adds(scale, limit, epochs):
+    large = study(data={"limit": 40000}, stop={"epochs": 100})
+    shrunk = read_spec(large, scale).parts[""]
+    assert (shrunk["data"]["limit"], shrunk["stop"]["epochs"]) == (limit, epochs)
+    tiny = study(data={"limit": 120}, stop={"epochs": 1}, grid={"at_most": 4})
+    for content in (tiny, {**tiny, "parts": {"one": {}}}):
+        spec = read_spec(content, scale)
+        (part,) = spec.parts.values()
+        assert (part["data"]["limit"], part["data"]["test_limit"], part["stop"]["epochs"]) == (120, 60, 1)
+        assert len(spec.configurations) == 4
+    own = {**large, "parts": {"one": {"data": {"limit": 90}}}}
+    assert read_spec(own, scale).parts["one"]["data"]["limit"] == 90
+    experiment = {"experiment": {"name": "petzka2021_bound", "separations": [1.0], "datasets": 2}}
+    assert read_spec(experiment, scale).size == "2 data sets"
 
 
 def test_unknown_keys_are_answered_with_the_nearest():
@@ -139,6 +155,85 @@ def test_values_that_make_no_sense_are_refused():
     )
     with pytest.raises(MeasureError):
         read_spec(study(measure={"measures": ["relative_flatnes"]}))
+
+
+@pytest.mark.parametrize(
+    ("table", "given", "least"),
+    [
+        ("measure", {"samples": -5}, 1),
+        ("measure.subset", {"samples": 0}, 1),
+        ("stop", {"epochs": 0}, 1),
+        ("train", {"at_once": -2}, 1),
+        ("grid", {"at_most": -1}, 1),
+        ("lines", {"points": 1}, 2),
+        ("analysis", {"permutations": -1}, 0),
+    ],
+)
+def test_numbers_that_would_fail_every_network_are_refused_before_training(table, given, least):
+    outer, _, inner = table.partition(".")
+    ((key, value),) = given.items()
+    changes = {inner: {**given, "measures": ["sam_sharpness"]}} if inner else given
+    assert message(study(**{outer: changes})) == (
+        f"Expected {key} in [{table}] to be at least {least} but the study has {value}."
+    )
+
+
+def test_names_and_ranges_that_would_fail_every_network_are_refused_before_training():
+    assert message(study(rescale={"low": 5, "high": 1})) == (
+        "Expected 0 < low ≤ high in [rescale] but the study has low = 5, high = 1."
+    )
+    assert message(study(rescale={"kind": "layrwise"})) == (
+        "Expected kind in [rescale] to be one of layerwise, neuronwise, permutation, output but the study "
+        "has 'layrwise'. Did you mean 'layerwise'?"
+    )
+    assert message(study(lines={"span": -1})) == (
+        "Expected span in [lines] to be positive but the study has -1."
+    )
+    assert message(study(lines={"directions": "layers"})) == (
+        "Expected directions in [lines] to be one of layer, filter, eigenvectors, relative_flatness but the "
+        "study has 'layers'. Did you mean 'layer'?"
+    )
+    assert message(study(measure={"method": "exct"})) == (
+        "Expected method in [measure] to be one of auto, exact, sampled but the study has 'exct'. "
+        "Did you mean 'exact'?"
+    )
+    columns = (
+        "part, initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, random_labels, "
+        "seed, status, reason, epochs, training_seconds, measuring_seconds, train_loss, test_loss, "
+        "train_accuracy, test_accuracy, train_error, test_error, gap"
+    )
+    assert message(study(analysis={"colour": "batchsize"})) == (
+        f"Expected the column of colour in [analysis] to be one of {columns} but the study has 'batchsize'. "
+        "Did you mean 'batch_size'?"
+    )
+    assert message(study(analysis={"keep": ["train_eror <= 0.1"]})) == (
+        f"Expected the column of keep in [analysis] to be one of {columns} but the study has 'train_eror'. "
+        "Did you mean 'train_error'?"
+    )
+
+
+def test_a_measure_is_asked_for_once_and_rescaled_only_if_measured():
+    """The value on fewer samples took the place of that on all, in a column of the same name."""
+    assert message(study(measure={"subset": {"samples": 50, "measures": ["hessian_trace"]}})) == (
+        "Expected a measure either in [measure] or in [measure.subset] but the study has 'hessian_trace' in "
+        "both. Name the measures of [measure] one by one and leave it out there."
+    )
+    assert message(study(measure={"subset": {"samples": 50}})) == (
+        "Expected measures in [measure.subset] but the study has none. Name those that get fewer samples."
+    )
+    assert message(study(rescale={"measures": ["weight_norm"]})) == (
+        "Expected a measure in [rescale] that is measured but the study has only weight_norm. "
+        "Put it in [measure] too."
+    )
+
+
+def test_experiments_without_work_or_with_too_few_samples_are_refused():
+    assert message({"experiment": {"name": "rangamani2019_invariance", "networks": []}}) == (
+        "Expected at least one network in [[experiment.networks]] but got an empty list."
+    )
+    assert message({"experiment": {"name": "petzka2021_bound", "samples": 5}}) == (
+        "Expected at least 2 folds in [experiment] and two samples for each but got folds = 3, samples = 5."
+    )
 
 
 def test_names_and_files_that_are_not_there():

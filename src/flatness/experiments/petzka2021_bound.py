@@ -17,6 +17,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from flatness.errors import SpecError
 from flatness.experiments.data_sets import all_rows, rows_of, units_of
 from flatness.experiments.experiment import Experiment, Row, positive, trend
 from flatness.experiments.four_gaussians import FourGaussians
@@ -173,6 +174,11 @@ def _relative_flatness(z: Tensor, y: Tensor, predictor: LinearPredictor, seed: i
 def _units(options: Mapping[str, Any]) -> list[Row]:
     positive(options, "delta")
     kernel_of(options["kernel"])
+    if options["folds"] < 2 or options["samples"] < 2 * options["folds"]:
+        raise SpecError(
+            "Expected at least 2 folds in [experiment] and two samples for each but got "
+            f"folds = {options['folds']}, samples = {options['samples']}."
+        )
     return units_of(options, "samples", "folds", "draws")
 
 

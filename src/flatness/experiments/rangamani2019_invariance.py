@@ -94,6 +94,8 @@ def _units(options: Mapping[str, Any]) -> list[Row]:
     shared = {name: options[name] for name in ("samples", "steps", "learning_rate")}
     seeds = range(options["seed"], options["seed"] + options["repetitions"])
     found = []
+    if not options["networks"]:
+        raise SpecError("Expected at least one network in [[experiment.networks]] but got an empty list.")
     for network in options["networks"]:
         _check(network)
         for factors in network["factors"]:

@@ -13,16 +13,12 @@ from typing import Any
 from flatness.errors import SpecError, nearest
 from flatness.experiments.catalogue import experiment
 from flatness.experiments.experiment import Experiment
-from flatness.measures.catalogue import resolve_options, select_measures
-from flatness.study.conditions import parse_condition
-from flatness.study.gaps import GAPS
 from flatness.study.grid import Configuration, expanded, thinned
 from flatness.study.layout import EXPERIMENT, SCALES, TABLES, check_layout, merged
-from flatness.study.losses import LOSSES
-from flatness.study.optimizers import OPTIMIZERS
+from flatness.study.settings import check_settings
 
 _SMOKE_NETWORKS, _SMALL_NETWORKS = 8, 40
-# What a scale changes where the file has no section for it.
+# What a scale changes where the file has no section for it: at most to these values, never upwards.
 _SMOKE: dict[str, Any] = {"data": {"limit": 512, "test_limit": 512}, "stop": {"epochs": 2}}
 _SMALL: dict[str, Any] = {"data": {"limit": 5000, "test_limit": 2000}, "stop": {"epochs": 20}}
 
@@ -124,7 +120,7 @@ def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> 
     }
     configurations: list[Configuration] = []
     for part, settings in parts.items():
-        _check_settings(settings, where)
+        check_settings(settings, where)
         found = expanded(part, settings, where)
         limit = settings.get("grid", {}).get("at_most")
         configurations += thinned(found, limit) if limit else found
@@ -139,7 +135,8 @@ def _experiment_spec(name: str, scale: str, content: Mapping[str, Any], where: s
             "Leave one of them out."
         )
     found = experiment(content[EXPERIMENT].get("name"), where)
-    over = {} if scale == "paper" else content.get("scale", {}).get(scale, {EXPERIMENT: found.scales[scale]})
+    usual = {} if scale == "paper" else {EXPERIMENT: found.scales[scale]}
+    over = content.get("scale", {}).get(scale, _no_more(usual, content)) if usual else {}
     at_scale = merged({key: value for key, value in content.items() if key != "scale"}, over)
     given = {key: value for key, value in at_scale[EXPERIMENT].items() if key != "name"}
     options = found.chosen(given, where)
@@ -184,45 +181,30 @@ def _scaled(content: Mapping[str, Any], scale: str) -> dict[str, Any]:
     usual = {**(_SMOKE if smoke else _SMALL), "measure": {"which": "all"}, "grid": {"at_most": networks}}
     if "checkpoints" in content:
         usual = {"grid": {"at_most": networks}}
-    over = usual if given is None else merged({"measure": {"which": "all"}} if smoke else {}, given)
     base = {key: value for key, value in content.items() if key != "scale"}
-    result = merged(base, {key: value for key, value in over.items() if key != "parts"})
+    over = usual if given is None else merged({"measure": {"which": "all"}} if smoke else {}, given)
+    general = {key: value for key, value in over.items() if key != "parts"}
+    result = merged(base, _no_more(general, base) if given is None else general)
     if "parts" in base:  # the scale's word counts, also over what a part says
-        general = {key: value for key, value in over.items() if key != "parts"}
-        result["parts"] = {part: merged(own, general) for part, own in base["parts"].items()}
+        result["parts"] = {
+            part: merged(own, _no_more(general, merged(base, own)) if given is None else general)
+            for part, own in base["parts"].items()
+        }
         result = merged(result, {"parts": over.get("parts", {})})
     return result
 
 
-def _check_settings(settings: Mapping[str, Any], where: str) -> None:
-    """Check names and values that can be checked before anything runs."""
-    if "checkpoints" not in settings and "epochs" not in settings.get("stop", {}):
-        raise SpecError(f"Expected epochs in [stop] but {where} has none. Say when to give up: epochs = 100.")
-    for table in ("data", "model"):
-        if "name" not in settings.get(table, {}):
-            raise SpecError(f'Expected name in [{table}] but {where} has none. For example name = "digits".')
-    _one_of(settings.get("gap", {}).get("kind", "loss"), GAPS, "kind in [gap]", where)
-    _one_of(settings.get("train", {}).get("loss", "cross_entropy"), LOSSES, "loss in [train]", where)
-    measure = settings.get("measure", {})
-    _one_of(measure.get("which", "converged"), ("converged", "all"), "which in [measure]", where)
-    for asked in (measure, measure.get("subset", {}), settings.get("rescale", {})):
-        resolve_options(select_measures(asked.get("measures", "default")), asked.get("options"))
-    for condition in settings.get("analysis", {}).get("keep", ()):
-        parse_condition(condition, where)
-    for optimizer in _values(settings, "optimizer"):
-        _one_of(optimizer, OPTIMIZERS, "optimizer in [grid]", where)
+def _no_more(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The package's changes for a scale, with the file's own number where that is smaller.
 
-
-def _values(settings: Mapping[str, Any], axis: str) -> list[Any]:
-    grid = settings.get("grid", {})
-    own = grid.get(axis, [])
-    together = [value for row in grid.get("together", ()) for value in row.get(axis, ())]
-    return [*(own if isinstance(own, list) else [own]), *together]
-
-
-def _one_of(value: Any, known: Any, what: str, where: str) -> None:
-    if value not in known:
-        raise SpecError(
-            f"Expected {what} to be one of {', '.join(known)} but {where} has {value!r}."
-            f"{nearest(value, known)}"
-        )
+    >>> _no_more({"stop": {"epochs": 20}, "data": {"limit": 512}}, {"stop": {"epochs": 3}, "data": {}})
+    {'stop': {'epochs': 3}, 'data': {'limit': 512}}
+    """
+    found: dict[str, Any] = {}
+    for key, value in usual.items():
+        said = own.get(key)
+        if isinstance(value, Mapping):
+            found[key] = _no_more(value, said) if isinstance(said, Mapping) else value
+        else:
+            found[key] = min(value, said) if isinstance(value, int) and isinstance(said, int) else value
+    return found

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 PENDING = "pending"
 _EVALUATED = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
+_ERRORS = ("train_error", "test_error", "gap")
+OUTCOMES = ("status", "reason", "epochs", "training_seconds", "measuring_seconds", *_EVALUATED, *_ERRORS)
+"""Columns of the table of networks beside their hyperparameters and measures."""
 
 
 def column_name(row: Mapping[str, Any]) -> str:
@@ -66,7 +69,7 @@ def _outcome(record: Mapping[str, Any], gap: str) -> dict[str, Any]:
         row["test_error"] = 1 - evaluated["test_accuracy"]
         row["gap"] = GAPS[gap](evaluated)
     else:
-        row |= {"train_error": None, "test_error": None, "gap": None}
+        row |= dict.fromkeys(_ERRORS)
     return row
 
 
