@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from command import longest_line, run, run_several
+from flatness.cli.output import folded
 
 ARGUMENTS = ("bound", "-m", "mlp", "--model-arg", "sizes=[64,12,10]", "-d", "digits", "--limit", "120")
 
@@ -36,3 +37,16 @@ def test_wrong_words_are_answered_in_one_line(tmp_path):
         assert outcome.status == 2
         assert said in outcome.err
         assert outcome.err.count("\n") == 1
+
+
+def test_what_is_broken_off_a_line_is_indented_below_it():
+    text = "head\n  term: a long explanation\n\n      rate 1, C₁ infinite, C₂ infinite"
+    assert folded(text, 22).split("\n") == [
+        "head",
+        "  term: a long",
+        "    explanation",
+        "",
+        "      rate 1, C₁",
+        "        infinite, C₂",
+        "        infinite",
+    ]

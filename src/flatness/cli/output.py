@@ -39,7 +39,7 @@ def folded(text: str, width: int) -> str:
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()))
         fill = {"initial_indent": indent, "subsequent_indent": indent + "  ", "break_on_hyphens": False}
-        lines.append(textwrap.fill(line, width, **fill))
+        lines.append(textwrap.fill(line.lstrip(), width, **fill))
     return "\n".join(lines)
 
 
