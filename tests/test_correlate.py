@@ -73,3 +73,16 @@ def test_constants_and_handfuls_have_no_correlation():
     assert math.isnan(correlation(np.ones(9), Y[:9], "pearson").value)
     assert math.isnan(correlation(np.ones(9), Y[:9], "kendall").value)
     assert math.isnan(correlation(X[:2], Y[:2], "spearman").value)
+
+
+def test_the_null_of_a_measure_with_missing_values_is_that_of_scipy_and_leaves_others_alone():
+    generator = np.random.default_rng(3)
+    xs, y = generator.normal(size=(2, 12)), generator.integers(0, 5, 12).astype(float)
+    whole = family_null(xs, y, 60, np.random.default_rng(0))
+    xs[1, [0, 4]] = np.nan, np.inf
+    found = family_null(xs, y, 60, np.random.default_rng(0))
+    np.testing.assert_array_equal(found[0], whole[0])
+    fine = np.isfinite(xs[1])
+    orders = np.argsort(np.random.default_rng(0).random((60, 12)), axis=1)
+    expected = [stats.kendalltau(xs[1][fine], y[order][fine]).statistic for order in orders]
+    np.testing.assert_allclose(found[1], expected, rtol=1e-12)

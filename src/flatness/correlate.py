@@ -106,19 +106,24 @@ def family_null(
     """Kendall's τ_b of many measures with the same random orders of y: (measures, permutations).
 
     The largest size over the measures of one permutation is what the best of so many measures reaches by
-    chance.
+    chance. A measure that is not finite for some networks goes by the others.
     """
-    signs = np.stack([_signs(x).astype(np.float32).ravel() for x in xs])
+    signs = np.stack([_known_signs(x).astype(np.float32).ravel() for x in xs])
+    known = np.stack([np.logical_and.outer(fine, fine).ravel() for fine in np.isfinite(xs)])
+    gappy = ~known.all(axis=1)
     sy = _signs(y).astype(np.float32)
-    norms = np.sqrt((signs**2).sum(1, dtype=np.float64) * (sy**2).sum(dtype=np.float64))
+    squares = np.full((len(xs), permutations), (sy**2).sum(dtype=np.float64))
     orders = _orders(len(y), permutations, generator)
     found = []
     for start in range(0, permutations, chunk):
         part = orders[start : start + chunk]
-        found.append(signs @ sy[part[:, :, None], part[:, None, :]].reshape(len(part), -1).T)
+        shuffled = sy[part[:, :, None], part[:, None, :]].reshape(len(part), -1).T
+        found.append(signs @ shuffled)
+        if gappy.any():
+            squares[gappy, start : start + chunk] = known[gappy].astype(np.float32) @ shuffled**2
     sums = np.concatenate(found, axis=1).astype(np.float64)  # whole numbers, exact in float32 below 2^24
     with np.errstate(invalid="ignore", divide="ignore"):
-        return sums / norms[:, None]
+        return sums / np.sqrt((signs**2).sum(1, dtype=np.float64)[:, None] * squares)
 
 
 def _orders(n: int, permutations: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -157,6 +162,12 @@ def _ranks(values: Array, counts: Array) -> Array:
 
 def _signs(values: Array) -> Array:
     return np.sign(values[:, None] - values[None, :])
+
+
+def _known_signs(values: Array) -> Array:
+    """The same, 0 where one of the two is not finite."""
+    fine = np.isfinite(values)
+    return np.where(np.logical_and.outer(fine, fine), _signs(np.where(fine, values, 0.0)), 0.0)
 
 
 def _kendall(x: Array, y: Array, counts: Array) -> Array:

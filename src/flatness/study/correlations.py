@@ -111,9 +111,9 @@ def _pairs(
 def _add_null(
     table: pandas.DataFrame, kept: pandas.DataFrame, columns: Sequence[str], permutations: int, seed: int
 ) -> None:
-    """Columns of the permutation null; over the networks for which every quantity is known."""
+    """Columns of the permutation null; every quantity goes by the networks for which it is known."""
     known: Any = kept[["gap", *columns]].astype(float)
-    whole = known[np.isfinite(known).all(axis=1)]
+    whole = known[np.isfinite(known["gap"])]
     names = ("p_value", "null_95", "p_family", "null_95_family")
     if len(whole) < FEWEST or permutations < 1:
         for name in names:
