@@ -72,6 +72,27 @@ def test_an_experiment_is_run_and_shown_like_any_study(tmp_path):
     assert table.out == (tmp_path / "mine-smoke" / "summary.csv").read_text()
 
 
+def test_an_archive_beside_which_nothing_can_be_written_is_still_shown(tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        '[experiment]\nname = "petzka2021_bound"\nseparations = [1]\ndatasets = 2\nsamples = 60\ndraws = 5\n'
+    )
+    (tmp_path / "kept").write_text("a file where the folder would be")
+    ran, packed, shown = run_several(
+        ["study", "run", "mine.toml", "--jobs", "1", "--out", "study"],
+        ["study", "pack", "study", "kept.json.xz"],
+        ["study", "show", "kept.json.xz"],
+        cwd=tmp_path,
+    )
+    assert "2 data sets in 1 units of work: 1 done." in ran.out  # the scale adds nothing
+    assert packed.status == 0
+    assert shown.status == 1
+    assert shown.out.strip() == ran.out.rpartition("\nwritten to")[0].strip()
+    assert shown.err == (
+        "error: Expected a folder that can be written to but kept cannot: File exists. Choose "
+        "another folder.\n"
+    )
+
+
 def test_lists_and_wrong_words(folder):
     listed, unknown, scale, key, empty = run_several(
         ["study", "list"],

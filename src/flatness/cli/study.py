@@ -139,8 +139,6 @@ def show(
 
     study = load(folder)
     if not as_csv:
-        study.path.mkdir(parents=True, exist_ok=True)
-        study.write_tables()
         _present(study)
     elif isinstance(study, ExperimentStudy):
         typer.echo(study.summary_frame().to_csv(index=False), nl=False)
@@ -155,13 +153,19 @@ def _present(study: Any) -> None:
     from flatness.show.study import write_figures
     from flatness.show.study_page import render_study
     from flatness.study import Study
+    from flatness.study.records import readable_disk_errors
 
-    typer.echo(printable(study.text(terminal_width())))
-    figures = write_figures(study)
-    pictures = f", figures/ ({len(figures)} files)" if figures else ""
+    typer.echo(
+        printable(study.text(terminal_width()))
+    )  # first: it is there also where nothing can be written
     page = ""
-    if isinstance(study, Study):
-        write_text(study.path / "index.html", render_study(study))
-        page = ", index.html"
+    with readable_disk_errors(study.path):
+        study.path.mkdir(parents=True, exist_ok=True)
+        study.write_tables()
+        figures = write_figures(study)
+        if isinstance(study, Study):
+            write_text(study.path / "index.html", render_study(study))
+            page = ", index.html"
+    pictures = f", figures/ ({len(figures)} files)" if figures else ""
     tables = ", ".join(sorted(path.name for path in study.path.glob("*.csv")))
     typer.echo(f"\nwritten to {study.path}: {tables}{pictures}{page}")

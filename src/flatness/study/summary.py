@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 from flatness.study.experiment_text import wrapped
@@ -10,6 +11,8 @@ from flatness.study.gaps import AXIS_LABELS
 from flatness.study.lines import compared
 
 _SHOWN = 16
+_INTERVAL = 21  # characters of a coefficient with its interval
+_SHORTEST = 16
 
 
 def summary_text(study: Any, width: int | None = None) -> str:
@@ -18,13 +21,14 @@ def summary_text(study: Any, width: int | None = None) -> str:
     counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in study.counts().items())
     kept = study.kept()
     left = "; ".join(f"{n} {reason}" for reason, n in study.filtered_out().items())
-    lines = [
+    said = [
         f"{study.spec.title} ({study.spec.name}, scale {study.spec.scale})",
         f"{len(study.networks)} networks: {counts}.",
         f"In the analysis: n = {len(kept)}. Left out: {left or 'none'}.",
     ]
     if study.others:
-        lines.append(f"{study.others} records of other configurations are in the folder too and not counted.")
+        said.append(f"{study.others} records of other configurations are in the folder too and not counted.")
+    lines = [piece for line in said for piece in wrapped(line, width)]
     for part, settings in study.spec.parts.items():
         gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
         lines += ["", *_part_lines(study, part, gap, width)]
@@ -41,40 +45,55 @@ def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
     if len(kept) < 3:
         return [f"{head}{len(kept)} networks are too few for a correlation with the gap ({gap})."]
     table = study.correlations(part)
-    first = min(max(len(name) for name in table["quantity"][:_SHOWN]) + 2, max(width - 52, 24))
-    lines = [f"{head}Correlation with the gap ({gap}), n = {len(kept)}, 95 % bootstrap intervals"]
-    lines.append(
-        f"{'quantity':{first}} {'Kendall τ':^21}  {'Pearson':>7}  {'Spearman':>8}" + _more(table, None)
-    )
-    lines.append("─" * min(width, len(lines[-1])))
     headline = set(study.headline())
     shown = table[table["quantity"].isin(list(headline))] if headline & set(table["quantity"]) else table
     shown = shown if len(shown) >= 2 else table
-    for _, row in shown.head(_SHOWN).iterrows():
-        name = row["quantity"] if len(row["quantity"]) < first else row["quantity"][: first - 1] + "…"
-        interval = f"{row['kendall']:+.2f} [{row['kendall_low']:+.2f}, {row['kendall_high']:+.2f}]"
-        lines.append(
-            f"{name:{first}} {interval:^21}  {row['pearson']:>+7.2f}  {row['spearman']:>+8.2f}"
-            + _more(table, row)
-        )
+    lines = wrapped(
+        f"{head}Correlation with the gap ({gap}), n = {len(kept)}, 95 % bootstrap intervals", width
+    )
+    lines += _table_lines(table, shown.head(_SHOWN), width)
     if len(shown) > _SHOWN:
         lines.append(f"… and {len(shown) - _SHOWN} more in correlations.csv")
     family = table["null_95_family"].iloc[0]
-    lines.append(
+    by_chance = (
         f"By chance |τ| of the best of {len(table)} quantities stays below {family:.2f} "
         "in 95 % of permutations."
     )
+    return lines + wrapped(by_chance, width)
+
+
+def _table_lines(table: Any, shown: Any, width: int) -> list[str]:
+    """A line per quantity, no wider than the terminal; Spearman's ρ gives way where names would be cut."""
+    columns = {"pearson": "Pearson", "spearman": "Spearman"}
+    columns |= {
+        column: title
+        for column, title in (("granulated", "    Ψ"), ("pearson_rescaled", "rescaled r"))
+        if column in table and table[column].notna().any()
+    }
+    longest = max(len(name) for name in shown["quantity"]) + 1
+    if longest > _left(columns, width):
+        del columns["spearman"]
+    first = max(min(longest, _left(columns, width)), _SHORTEST)
+    head = "  ".join([f"{'quantity':{first}}{'Kendall τ':^{_INTERVAL}}", *columns.values()])
+    lines = [head, "─" * len(head)]
+    for _, row in shown.iterrows():
+        interval = f"{row['kendall']:+.2f} [{row['kendall_low']:+.2f}, {row['kendall_high']:+.2f}]"
+        cells = [f"{row[column]:>+{len(title)}.2f}" for column, title in columns.items()]
+        name = _shortened(row["quantity"], first - 1)
+        lines.append("  ".join([f"{name:{first}}{interval:^{_INTERVAL}}", *cells]))
     return lines
 
 
-def _more(table: Any, row: Any) -> str:
-    """Columns that only some studies have: Ψ, and Pearson's r after rescaling."""
-    cells = []
-    for column, title in (("granulated", "Ψ"), ("pearson_rescaled", "rescaled r")):
-        if column in table and table[column].notna().any():
-            cells.append(
-                f"{title:>{max(len(title), 5)}}"
-                if row is None
-                else f"{row[column]:>+{max(len(title), 5)}.2f}"
-            )
-    return "".join(f"  {cell}" for cell in cells)
+def _left(columns: Mapping[str, str], width: int) -> int:
+    """Characters that these columns leave to the names."""
+    return width - _INTERVAL - sum(2 + len(title) for title in columns.values())
+
+
+def _shortened(name: str, size: int) -> str:
+    """Cut in the middle: a name's end says which layer.
+
+    >>> _shortened("relative_flatness:network:sum", 23)
+    'relative_fl…network:sum'
+    """
+    tail = (size - 1) // 2
+    return name if len(name) <= size else f"{name[: size - 1 - tail]}…{name[len(name) - tail :]}"

@@ -1,0 +1,39 @@
+"""The table in the terminal: as wide as it, with the names that matter."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from flatness.study.summary import _table_lines
+
+NAMES = ["relative_flatness:network:sum", "riemannian_spectral_norm_nodewise:features.denseblock1"]
+
+
+def frame(names, rescaled=True):
+    shared = dict.fromkeys(("kendall", "kendall_high", "pearson", "spearman", "granulated"), 0.5)
+    more = {"pearson_rescaled": -0.25} if rescaled else {}
+    return pd.DataFrame([{"quantity": name, **shared, "kendall_low": -0.125, **more} for name in names])
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("names", [NAMES[:1], NAMES])
+def test_no_line_is_wider_than_the_terminal(names, width):
+    table = frame(names)
+    assert max(map(len, _table_lines(table, table, width))) <= width
+
+
+def test_what_is_left_out_at_80_columns_and_how_names_are_cut():
+    table = frame(NAMES)
+    narrow = _table_lines(table, table, 80)
+    assert narrow[0] == "quantity                             Kendall τ        Pearson      Ψ  rescaled r"
+    assert narrow[2] == "relative_flatness:network:sum  +0.50 [-0.12, +0.50]     +0.50  +0.50       -0.25"
+    assert narrow[3].startswith("riemannian_spec…es.denseblock1 +0.50")
+    wide = _table_lines(table, table, 120)
+    assert "Spearman" in wide[0]
+    assert NAMES[1] in wide[3]
+
+
+def test_all_columns_stay_where_they_fit():
+    table = frame(NAMES[:1], rescaled=False)
+    assert "Spearman" in _table_lines(table, table, 80)[0]
