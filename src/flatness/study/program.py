@@ -146,7 +146,7 @@ class Program:
             self.stack.engine = engine
             try:
                 seconds, gradient = self._timed_gradient(index)
-            except torch.OutOfMemoryError:
+            except RuntimeError:  # out of memory, or what this device or model cannot do in that way
                 torch.cuda.empty_cache()
                 continue
             reference = gradient if reference is None else reference
