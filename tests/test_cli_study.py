@@ -107,7 +107,8 @@ def test_lists_and_wrong_words(folder):
     assert unknown.status == 2
     assert unknown.err.endswith("Did you mean 'petzka2021-cifar10'?\n")
     assert scale.err == (
-        "error: Expected --scale to be one of smoke, small, paper but got 'smoky'. Did you mean 'smoke'?\n"
+        "error: Expected --scale to be one of smoke, small, gallery, paper but got 'smoky'. "
+        "Did you mean 'smoke'?\n"
     )
     assert (
         key.err

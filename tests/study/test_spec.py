@@ -19,7 +19,7 @@ def message(content, scale="paper"):
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
+@pytest.mark.parametrize("scale", ["smoke", "small", "gallery", "paper"])
 def test_every_study_of_the_package_reads_at_every_scale(name, scale):
     spec = read_spec(name, scale)
     assert spec.title
@@ -108,8 +108,8 @@ def test_unknown_keys_are_answered_with_the_nearest():
         "together, at_most."
     )
     assert message({**SMALL, "scale": {"huge": {}}}) == (
-        "Expected [scale.smoke] or [scale.small] but the study has [scale.huge]. The file itself is the "
-        "scale 'paper'."
+        "Expected [scale.smoke], [scale.small] or [scale.gallery] but the study has [scale.huge]. The file "
+        "itself is the scale 'paper'."
     )
 
 
@@ -243,7 +243,7 @@ def test_names_and_files_that_are_not_there():
         "Expected a study file that can be read but got no/such.toml: No such file or directory."
     )
     assert message("petzka2019-mnist", "tiny") == (
-        "Expected scale to be one of smoke, small, paper but got 'tiny'."
+        "Expected scale to be one of smoke, small, gallery, paper but got 'tiny'."
     )
 
 

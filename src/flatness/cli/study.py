@@ -11,7 +11,7 @@ from flatness.cli import options as o
 from flatness.cli.answers import FAILED, UsageError, choice, printable, usage_of
 from flatness.cli.help import Command, Group
 
-_SCALES = ("smoke", "small", "paper")
+_SCALES = ("smoke", "small", "gallery", "paper")
 _EXECUTORS = ("local", "ray")
 _ABOUT = """\
 Train many networks, measure them, and see whether flatness predicts the generalisation gap.

@@ -7,7 +7,8 @@ from typing import Any
 
 from flatness.errors import SpecError, nearest
 
-SCALES = ("smoke", "small", "paper")
+SCALES = ("smoke", "small", "gallery", "paper")
+_WRITTEN_SCALES = SCALES[:-1]  # a file has sections for these; it is itself the last
 """How much of a study runs: the whole pipeline on a few networks, an afternoon on a laptop, all of it."""
 
 NUMBER, WHOLE, TEXT, YES_NO, LIST, TABLE, ANY = (
@@ -117,10 +118,10 @@ def check_layout(content: Mapping[str, Any], where: str) -> None:
             )
     for group in ("scale", "parts"):
         for name, part in content.get(group, {}).items():
-            if group == "scale" and name not in ("smoke", "small"):
+            if group == "scale" and name not in _WRITTEN_SCALES:
                 raise SpecError(
-                    f"Expected [scale.smoke] or [scale.small] but {where} has [scale.{name}]."
-                    f"{nearest(name, ('smoke', 'small'))} The file itself is the scale 'paper'."
+                    f"Expected [scale.smoke], [scale.small] or [scale.gallery] but {where} has "
+                    f"[scale.{name}].{nearest(name, _WRITTEN_SCALES)} The file itself is the scale 'paper'."
                 )
             _expect(part, TABLE, f"[{group}.{name}]", where)
             check_layout(part, f"[{group}.{name}] of {where}")

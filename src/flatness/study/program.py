@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor
+from torch import AcceleratorError, Tensor
 
 from flatness.study.losses import LOSSES, correct
 from flatness.study.optimizers import Optimizer
-from flatness.study.stack import Stack
+from flatness.study.stack import ENGINES, Stack
 
 _WARM_UP = 3
-_ROUNDING = 0.02  # TF32 rounds factors to three digits; a wrong gradient is off by far more
+_ROUNDING = 0.1  # TF32 rounds factors to three digits, in every layer; a wrong gradient is off by far more
 
 
 class Program:
@@ -131,7 +131,7 @@ class Program:
         for name, value in buffers.items():
             self.stack.buffers[name].copy_(value)
 
-    def tune(self, index: Tensor, engines: tuple[str, ...] = ("grouped", "unfolded", "banded")) -> str:
+    def tune(self, index: Tensor, engines: tuple[str, ...] = ENGINES[1:]) -> str:
         """Choose the engine that computes gradients fastest here; nothing is trained.
 
         An engine whose recorded gradient is not that of the first one is not taken.
@@ -146,6 +146,8 @@ class Program:
             self.stack.engine = engine
             try:
                 seconds, gradient = self._timed_gradient(index)
+            except AcceleratorError:  # nothing works on the device any more
+                raise
             except RuntimeError:  # out of memory, or what this device or model cannot do in that way
                 torch.cuda.empty_cache()
                 continue

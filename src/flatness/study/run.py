@@ -50,7 +50,8 @@ def run(
         spec: The name of a study that comes with the package, the path of a ``.toml`` file, or its content.
         out: The folder of the study; made if need be.
         executor: "local" for processes on this machine, "ray" for a Ray cluster.
-        scale: "smoke" (a few networks through the whole pipeline), "small" or "paper".
+        scale: "smoke" (a few networks through the whole pipeline), "small", "gallery" (what the gallery
+            shows of a study that is too large as printed) or "paper".
         jobs: Processes at a time; None for one per GPU, or one per core without a GPU.
         device: Where to train and measure; None for a GPU where there is one.
         minutes: Time after which to save everything and return what there is.

@@ -29,7 +29,7 @@ class Spec:
 
     Attributes:
         name: What the study is called: the stem of its file.
-        scale: "smoke", "small" or "paper".
+        scale: "smoke", "small", "gallery" or "paper".
         content: The file with the scale's changes in place, as plain dictionaries.
         parts: The same for every part; a study without parts has one, named "".
         configurations: Every network to train (or to load), in the order of the grid.
@@ -95,7 +95,7 @@ def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "
 
     Args:
         source: ``"petzka2021-cifar10"``, ``"mine.toml"`` or a dictionary like such a file.
-        scale: "smoke", "small" or "paper".
+        scale: "smoke", "small", "gallery" or "paper".
 
     Raises:
         SpecError: Something in it is unknown or makes no sense; nothing has been trained then.
@@ -135,8 +135,8 @@ def _experiment_spec(name: str, scale: str, content: Mapping[str, Any], where: s
             "Leave one of them out."
         )
     found = experiment(content[EXPERIMENT].get("name"), where)
-    usual = {} if scale == "paper" else {EXPERIMENT: found.scales[scale]}
-    over = content.get("scale", {}).get(scale, _no_more(usual, content)) if usual else {}
+    usual = {EXPERIMENT: found.scales.get(scale, {})}
+    over = content.get("scale", {}).get(scale, _no_more(usual, content))
     at_scale = merged({key: value for key, value in content.items() if key != "scale"}, over)
     given = {key: value for key, value in at_scale[EXPERIMENT].items() if key != "name"}
     options = found.chosen(given, where)
@@ -172,10 +172,13 @@ def _content(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, s
 
 
 def _scaled(content: Mapping[str, Any], scale: str) -> dict[str, Any]:
-    """The content with the changes of a scale; a file without a section for it gets the package's."""
-    if scale == "paper":
-        return {key: value for key, value in content.items() if key != "scale"}
+    """The content with the changes of a scale.
+
+    A file without a section for "smoke" or "small" gets the package's; without one for "gallery", none.
+    """
     given = content.get("scale", {}).get(scale)
+    if scale == "paper" or (scale == "gallery" and given is None):
+        return {key: value for key, value in content.items() if key != "scale"}
     smoke = scale == "smoke"
     networks = _SMOKE_NETWORKS if smoke else _SMALL_NETWORKS
     usual = {**(_SMOKE if smoke else _SMALL), "measure": {"which": "all"}, "grid": {"at_most": networks}}

@@ -15,11 +15,12 @@ from flatness.convolutions import AsProducts
 from flatness.errors import ModelError
 from flatness.pooling import FastPooling
 
-ENGINES = ("looped", "grouped", "unfolded", "banded")
-"""How a stack runs forward. ``looped``: one network after the other. ``grouped``: all at once through
-`torch.vmap`, which makes a batch of products out of linear layers and a grouped convolution out of
-convolutions. ``unfolded``: the same with convolutions written as products over unfolded images. ``banded``:
-the same as products of whole image rows with the band matrix of the kernel."""
+ENGINES = ("looped", "channels_last", "grouped", "unfolded", "banded")
+"""How a stack runs forward. ``looped``: one network after the other. ``channels_last``: the same with the
+channels of images beside each other in memory, as large convolutions on a GPU want them. ``grouped``: all
+at once through `torch.vmap`, which makes a batch of products out of linear layers and a grouped convolution
+out of convolutions. ``unfolded``: the same with convolutions written as products over unfolded images.
+``banded``: the same as products of whole image rows with the band matrix of the kernel."""
 
 
 class Stack:
@@ -73,8 +74,8 @@ class Stack:
 
     def forward(self, x: Tensor) -> Tensor:
         """(networks, samples, …) → (networks, samples, outputs); network i sees x[i]."""
-        if self.engine == "looped":
-            return torch.stack([self._one(*self._row(i), x[i]) for i in range(len(self))])
+        if self.engine in ("looped", "channels_last"):
+            return torch.stack([self._alone(i, each) for i, each in enumerate(x)])
         with ExitStack() as rewritten:
             if self.engine in ("unfolded", "banded"):
                 rewritten.enter_context(AsProducts(self.engine == "banded"))
@@ -83,6 +84,17 @@ class Stack:
 
     def _one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(self.skeleton, (parameters, buffers), (x,))
+
+    def _alone(self, row: int, x: Tensor) -> Tensor:
+        """One network's outputs, from copies: a view into `flat` may begin where fast kernels cannot read."""
+        parameters, buffers = self._row(row)
+
+        def laid_out(value: Tensor) -> Tensor:
+            images = self.engine == "channels_last" and value.dim() == 4
+            return value.clone(memory_format=torch.channels_last if images else torch.contiguous_format)
+
+        copies = {name: laid_out(value) for name, value in parameters.items()}
+        return self._one(copies, buffers, laid_out(x))
 
     def _row(self, i: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return (

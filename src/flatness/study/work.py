@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import AcceleratorError, Tensor, nn
 
 from flatness.checkpoints import fit_checkpoint, read_checkpoint
 from flatness.errors import StudyError
@@ -105,15 +105,15 @@ def _train(pending: list[Configuration], unit: Unit, split: Split, folder: Folde
         done = functools.partial(_trained, split=split, folder=folder, orders=orders)
         deadline = time.monotonic() + orders.until - time.time()
         try:
-            with readable_disk_errors(folder.path), _tf32(now[0].train.get("tf32", True)):
+            with readable_disk_errors(folder.path), _training_kernels(now[0].train.get("tf32", True)):
                 Cohort(now, split, file, orders.every).train(done, deadline, Progress(file))
         except torch.OutOfMemoryError:
             if len(now) == 1:
                 raise
             at_once = len(now) // 2
             torch.cuda.empty_cache()
-        except (OutOfTimeError, StudyError, KeyboardInterrupt):
-            raise
+        except (OutOfTimeError, StudyError, KeyboardInterrupt, AcceleratorError):
+            raise  # the last: nothing works on the device any more, which is no word on the networks
         except Exception as error:
             for one in now:
                 if folder.record(one.key) is None:
@@ -173,7 +173,7 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
                 folder.write_record(one.key, {**record, **stamp(orders)})  # lines may take long
             if lines_key(settings) not in (None, record.get("lines", {}).get("key")):
                 record["lines"] = walked(model, train, loss, seed, settings)
-    except (StudyError, torch.OutOfMemoryError, KeyboardInterrupt):
+    except (StudyError, torch.OutOfMemoryError, AcceleratorError, KeyboardInterrupt):
         raise
     except Exception as error:
         _fail(one, folder, orders, "measuring", error, record)
@@ -239,6 +239,18 @@ def _tf32(allowed: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@contextmanager
+def _training_kernels(tf32: bool) -> Iterator[None]:
+    """The fastest convolutions, tried out; they are not the same on every run, as training need not be."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        with _tf32(tf32):
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def end_with(parent: int) -> None:
