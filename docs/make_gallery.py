@@ -12,6 +12,7 @@ import functools
 import math
 import re
 import shutil
+import statistics
 import tempfile
 import tomllib
 from collections.abc import Callable
@@ -101,6 +102,45 @@ def headline(name: str) -> str:
     return "\n".join(parts)
 
 
+def settings(name: str) -> str:
+    """What the networks of each setting have, over their seeds: mean ± standard deviation."""
+    found = study(name)
+    axis, quantities = found.colour(next(iter(found.spec.parts))), found.headline()
+    groups: dict[tuple[str, Any], list[dict[str, Any]]] = {}
+    for row in found.kept().to_dict("records"):
+        groups.setdefault((row["part"], row[axis]), []).append(row)
+    head = [
+        "part",
+        axis.replace("_", " "),
+        "n",
+        "training loss",
+        "test accuracy",
+        *(f"`{q}`" for q in quantities),
+    ]
+    lines = [
+        [
+            part,
+            str(value),
+            str(len(rows)),
+            *(spread([row.get(key) for row in rows]) for key in ("train_loss", "test_accuracy", *quantities)),
+        ]
+        for (part, value), rows in groups.items()
+    ]
+    return table(head, lines)
+
+
+def spread(values: list[float | None]) -> str:
+    """Mean ± standard deviation, in plain numbers where they are not too small."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    large = statistics.mean(known) >= 100
+    told = [f"{statistics.mean(known):{',.0f' if large else '.3g'}}"]
+    if len(known) > 1:
+        told.append(f"{statistics.stdev(known):{',.0f' if large else '.1g'}}")
+    return " ± ".join(told)
+
+
 def one_row_per_measure(name: str) -> list[dict[str, Any]]:
     """Every measure once: the network's value, the sum over layers where there is none of its own."""
     chosen: dict[str, dict[str, Any]] = {}
@@ -173,6 +213,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "catalogue": catalogue,
     "brief": brief,
     "summary": summary,
+    "settings": settings,
     "cost": cost,
     "claims": claims,
 }
@@ -185,7 +226,7 @@ def filled(text: str) -> str:
 
 
 def draw(name: str) -> None:
-    """The figures of a study's page: correlation bars, and a scatter for each of the first two quantities."""
+    """The figures of a study's page: correlation bars, scatters of the first two quantities, lines."""
     found = loaded(name)
     with tempfile.TemporaryDirectory() as folder:
         found.path = Path(folder)
@@ -194,12 +235,12 @@ def draw(name: str) -> None:
             for file in (Path(folder) / "figures").glob("*.png"):
                 shutil.copy(file, GALLERY / f"{name.split('-')[0]}-{file.name}")
             return
-        for file in sorted((Path(folder) / "figures").glob("*correlations.png")):
+        stems = [re.sub(r"[^\w.-]+", "-", quantity) for quantity in found.headline()]
+        wanted = ["correlations.png", *(f"scatter-{stem}.png" for stem in stems[:2]), "*lines.png"]
+        if len(found.spec.parts) > 1:  # a part has few networks: one picture of it
+            wanted = ["*-lines.png"] if "lines" in found.spec.content else [f"*-scatter-{stems[0]}.png"]
+        for file in sorted(file for name in wanted for file in (Path(folder) / "figures").glob(name)):
             shutil.copy(file, GALLERY / f"{name}-{file.name}")
-        for quantity in found.headline()[:2]:
-            stem = re.sub(r"[^\w.-]+", "-", quantity)
-            for file in (Path(folder) / "figures").glob(f"*scatter-{stem}.png"):
-                shutil.copy(file, GALLERY / f"{name}-{file.name}")
 
 
 def draw_opening() -> None:

@@ -43,15 +43,18 @@ def scale_of(values: Sequence[float]) -> Scale:
 
 
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Round numbers, as few to a power of ten as give three ticks."""
+    """Round numbers, as few to a power of ten as give three ticks; even ones where the range is too short.
+
+    >>> _log_ticks(0.0162, 0.0194)
+    (0.017, 0.018, 0.019)
+    """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found: tuple[float, ...] = ()
     for steps in (("1",), ("1", "2", "5"), ("1", "1.5", "2", "3", "5", "7")):
         ticks = [float(f"{step}e{power}") for power in powers for step in steps]
         found = tuple(tick for tick in ticks if low <= tick <= high)
         if len(found) >= _FEWEST_TICKS:
-            break
-    return found
+            return found
+    return _even_ticks(low, high)
 
 
 def _even_ticks(low: float, high: float) -> tuple[float, ...]:
