@@ -24,8 +24,9 @@ from flatness.layers import Layer, find_layers, own_parameters
 from flatness.layers.shared import EmbeddingLayer, SharedLayer
 from flatness.losses import Items
 from flatness.memory import fits, ran_out
-from flatness.probe import check_runs, first_run
+from flatness.probe import check_runs, explain, largest, run_whole
 from flatness.problem import Problem
+from flatness.randomness import Draws
 from flatness.reuse import find_reuse, reparametrised, tied_embeddings
 
 _SAMPLES = (8, 4, 2, 1)
@@ -107,18 +108,22 @@ def _examine_into(found: list[Examined], problem: Problem, size: int, last_only:
 
 
 def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
-    """Three runs: as it is, one sample alone, and recorded with gradients; more only if they show a need."""
-    first = first_run(problem, example)
+    """Two runs: one sample alone, and all recorded with gradients; more only if they show a need."""
     layers = find_layers(problem.model)
     views: dict[str, Layer | AffineModule] = {
         **layers,
         **tied_embeddings(problem.model, layers),
         **find_affine(problem.model),
     }
-    alone = run_alone(problem, example, views)
-    views = {name: view for name, view in views.items() if name not in alone.misread}
-    record = partial(_recorded, problem, example, views, last_only)
-    examined = record(check=lambda again: check_runs(problem, example, first, again, alone.logits))
+    draws = Draws(problem.model, problem.seed)
+    try:
+        alone = run_alone(problem, example, views)
+        views = {name: view for name, view in views.items() if name not in alone.misread}
+        record = partial(_recorded, problem, example, views, last_only)
+        examined = record(check=lambda items: check_runs(problem, example, items, alone.logits, draws))
+    except Exception as error:
+        explain(problem, example, error)
+        raise
     if not examined.settled:
         examined = record(copy_inputs=examined.overwrites, note_writes=True)
     _refuse_rows(examined, alone.inputs)
@@ -146,7 +151,7 @@ def _recorded(
     views: Mapping[str, Layer | AffineModule],
     last_only: bool,
     *,
-    check: Callable[[Tensor], None] = lambda logits: None,
+    check: Callable[[Items], None] | None = None,
     copy_inputs: bool = False,
     note_writes: bool = False,
 ) -> Examined:
@@ -157,15 +162,20 @@ def _recorded(
         example: A few samples.
         views: The modules to record.
         last_only: As in `examine`.
-        check: Called with the logits.
+        check: Called with the outputs, the first time that the example runs as a whole.
         copy_inputs: Whether to record copies of what layers are given.
         note_writes: Whether to watch every operator for writing in place; slow.
     """
     modules = {name: view.module for name, view in views.items()}
     with differentiable(problem.model), Recording(modules, copy_inputs=copy_inputs) as recording:
         with InPlaceOperators() if note_writes else nullcontext() as in_place:
-            items = problem.items(batches.copied(example), look=False)
-        check(items.logits.detach())
+            output, target = run_whole(problem, example)
+        items = problem.laid_out(output, target, look=False)
+        if check is not None:
+            problem.look(items)
+            problem.loss.check(output.detach(), target)
+            with recording.paused():
+                check(items)
         records = {name: calls[-1] for name, calls in recording.calls.items()}
         edges = {name: record.z_edge for name, record in records.items() if record.z_edge is not None}
         shift_invariant = problem.loss.shift_invariant
@@ -272,10 +282,10 @@ def _refuse_rows(examined: Examined, alone: Mapping[str, list[Tensor]]) -> None:
         for (name, call), (x, own) in pairs.items()
         if x.shape == (n * len(own), *own.shape[1:]) and (len(own) == 1 or name in examined.layers)
     }
-    sizes = [torch.stack([(x - own).abs().max(), own.abs().max()]) for x, own in fitting.values()]
-    # One question to the device for all modules.
-    found = torch.stack(sizes).tolist() if sizes else []
-    same = {key for key, (change, size) in zip(fitting, found, strict=True) if not change > 1e-2 * size}
+    first, own = [x for x, _ in fitting.values()], [own for _, own in fitting.values()]
+    found = largest([*torch._foreach_sub(first, own), *own]) if own else []
+    changes = zip(fitting, found[: len(own)], found[len(own) :], strict=True)
+    same = {key for key, change, size in changes if not change > 1e-2 * size}
     for (name, call), (x, _) in pairs.items():
         if (name, call) not in same:
             examined.loose.add(name)

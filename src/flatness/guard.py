@@ -103,11 +103,14 @@ def _check_batch_norm(model: nn.Module) -> None:
 
 
 def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
-    # Sums first, in one question to each device: NaN and infinity stay in a sum. Large numbers may overflow.
-    sums: dict[torch.device, list[torch.Tensor]] = {}
+    # Norms first, all in one call and one question to each device: NaN and infinity stay in a norm. Those of
+    # large numbers may overflow.
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for value in parameters.values():
-        sums.setdefault(value.device, []).append(value.detach().sum(dtype=torch.float64))
-    if all(math.isfinite(float(torch.stack(there).sum())) for there in sums.values()):
+        if value.numel():
+            kinds.setdefault((value.device, value.dtype), []).append(value.detach())
+    norms = (torch.stack(torch._foreach_norm(same)).sum(dtype=torch.float64) for same in kinds.values())
+    if all(math.isfinite(float(norm)) for norm in norms):
         return
     broken = [name for name, value in parameters.items() if not bool(value.detach().isfinite().all())]
     if broken:

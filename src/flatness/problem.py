@@ -21,6 +21,7 @@ from flatness.errors import (
 from flatness.forward import Forward, default_forward, line_for
 from flatness.guard import check_model, converted, measuring, unwrap
 from flatness.losses import Items, resolve_loss
+from flatness.losses.base import refuse
 from flatness.memory import batch_budget, fits
 from flatness.progress import ProgressBar
 from flatness.ranks import Ranks
@@ -157,14 +158,23 @@ class Problem:
             collects
                 what it finds wrong and looks later.
         """
-        try:
+        with self._located():
             if not look:
                 return self.loss.lay_out(output, target)
-            return (
-                self.loss.items(output, target)
-                if self._screen is None
-                else self._screen.items(output, target)
-            )
+            if self._screen is not None:
+                return self._screen.items(output, target)
+            return self.loss.items(output, target)
+
+    def look(self, items: Items) -> None:
+        """Look at the numbers of what was laid out without; the device is waited for."""
+        with self._located():
+            refuse(self.loss.checks(items))
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Errors about samples say where in the data they are."""
+        try:
+            yield
         except DataError as error:
             number, start, seen = self._origin
             if self._examples:

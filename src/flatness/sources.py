@@ -63,6 +63,8 @@ class Source:
         first = self._first_sample if self.samples is None else None
         with self._replayable():
             for batch in self._batches(size):
+                yield batch
+                # After it was used: a GPU is busy with it by now, and need not wait for this.
                 seen += size_of(batch)
                 codes = sample_codes(batch)
                 # Kept where they are: a GPU is asked for them once, after the last batch.
@@ -70,7 +72,6 @@ class Source:
                 if first is not None:
                     here = (codes == first.to(codes.device)).any()
                     met = here if met is None else met.to(codes.device) | here
-                yield batch
         self._check(seen, 0 if code is None else int(code), first is None or (met is not None and bool(met)))
 
     def evenly(self, most: int) -> int:
