@@ -84,7 +84,7 @@ def test_randomness_that_spares_the_first_sample_is_refused(source):
     draw = {
         "torch": lambda self: float(torch.rand(())),
         "python": lambda self: random.random(),
-        "numpy": lambda self: np.random.random_sample(),
+        "numpy": lambda self: np.random.random_sample(),  # noqa: NPY002
         "own": lambda self: float(torch.rand((), generator=self.generator)),
     }[source]
 

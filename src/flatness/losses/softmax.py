@@ -74,6 +74,8 @@ class CrossEntropy(Loss):
 
     def values(self, items: Items) -> Tensor:
         """Return Σ_T of the weighted, smoothed cross-entropies: shape (n,)."""
+        if self._knows_top(items):
+            return self._values_from_top(items)
         logits = promote(items.logits)
         n, T, _ = logits.shape
         target = items.target if _hard(items) else items.target.to(logits)
@@ -86,6 +88,20 @@ class CrossEntropy(Loss):
             label_smoothing=self.label_smoothing,
         )
         return losses.reshape(n, T).sum(1)
+
+    def _knows_top(self, items: Items) -> bool:
+        """Whether the largest output and the logarithm of its probability are known, and losses follow."""
+        full = items.logits.dtype in (torch.float32, torch.float64)
+        return "top" in items.memo and full and _hard(items) and not self.label_smoothing
+
+    def _values_from_top(self, items: Items) -> Tensor:
+        """Return Σ_T w_y (max f − f_y − log p_max): no pass over all classes."""
+        largest, log_top = items.memo["top"].unbind(2)
+        ignored = items.target == self.ignore_index
+        own = items.logits.gather(2, items.target.masked_fill(ignored, 0)[..., None])[..., 0]
+        losses = ((largest - own) - log_top).masked_fill(ignored, 0)
+        weight = None if self.weight is None else self._target_weight(items, losses.dtype)
+        return (losses if weight is None else losses * weight).sum(1)
 
     def normaliser(self, items: Items) -> Tensor:
         """Return Σ w_y over the targets that count, or the number of predictions for class probabilities."""
