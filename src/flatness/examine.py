@@ -249,7 +249,7 @@ def _refuse_undifferentiable(examined: Examined, recording: Recording, last_only
 def _backward_error(examined: Examined, names: list[str]) -> str | None:
     """What torch says against derivatives at these modules; None when there is nothing."""
     output, edges = examined.items.logits, [examined.records[name].z_edge for name in names]
-    sent = marker(output)
+    sent = marker(examined.items)
     try:
         if edges:
             arrived = torch.autograd.grad(output, edges, sent, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ class CrossEntropy(Loss):
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        return losses.reshape(n, T).sum(1)
+        return losses if T == 1 else losses.reshape(n, T).sum(1)
 
     def _knows_top(self, items: Items) -> bool:
         """Whether the largest output and the logarithm of its probability are known, and losses follow."""
@@ -107,6 +107,8 @@ class CrossEntropy(Loss):
         """Return Σ w_y over the targets that count, or the number of predictions for class probabilities."""
         if not _hard(items):
             return count(items) * items.target.shape[1]
+        if self.weight is None:
+            return self._counted(items).sum(dtype=torch.float64)
         return self._target_weight(items, torch.float64).sum()
 
     def rank(self, items: Items) -> int:
@@ -159,9 +161,15 @@ class CrossEntropy(Loss):
     def _weight(self, like: Tensor) -> Tensor | None:
         return None if self.weight is None else self.weight.to(like)
 
+    def _counted(self, items: Items) -> Tensor:
+        """Return which targets are not ignored: shape (n, T)."""
+        if "counted" not in items.memo:
+            items.memo["counted"] = items.target != self.ignore_index
+        return items.memo["counted"]
+
     def _target_weight(self, items: Items, dtype: torch.dtype) -> Tensor:
         """Return w_y, and 0 for ignored targets: shape (n, T)."""
-        counted = items.target != self.ignore_index
+        counted = self._counted(items)
         if self.weight is None:
             return counted.to(dtype)
         weight = self.weight.to(items.logits.device, dtype)
@@ -192,7 +200,7 @@ class CrossEntropy(Loss):
                 f"for {place(index, T)}. Number the classes from 0, or {skip if value < 0 else widen}."
             )
 
-        return ((target < 0) | (target >= K)) & (target != self.ignore_index), explain
+        return (target.clamp(0, K - 1) != target) & self._counted(items), explain
 
 
 class NegativeLogLikelihood(CrossEntropy):
