@@ -139,5 +139,6 @@ def refuse_made_weights(problem: Problem, examined: Examined, names: list[str]) 
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """The first name of every parameter, by all of its names."""
-    first = {id(value): name for name, value in model.named_parameters()}
-    return {name: first[id(value)] for name, value in model.named_parameters(remove_duplicate=False)}
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(value), name) for name, value in named}

@@ -24,6 +24,7 @@ from flatness.layers import Layer, find_layers, own_parameters
 from flatness.layers.shared import EmbeddingLayer, SharedLayer
 from flatness.losses import Items
 from flatness.memory import fits, ran_out
+from flatness.parts import named_modules, named_parameters
 from flatness.probe import check_runs, explain, largest, run_whole
 from flatness.problem import Problem
 from flatness.randomness import Draws
@@ -345,14 +346,14 @@ def _add_notes(model: nn.Module, examined: Examined, misread: list[str]) -> None
     covered = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in covered}
     unknown = [
         f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if name not in known and any(id(value) not in covered for value in own_parameters(module))
     ]
     notes += [
         f"{listed(names)}: W is the effective weight, made from other parameters ({kind})"
         for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items()
     ]
-    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
+    frozen = [name for name, value in named_parameters(model).items() if not value.requires_grad]
     if frozen:
         notes.append(f"frozen (requires_grad=False) and measured like all others: {listed(frozen, 4)}")
     if unknown:

@@ -23,6 +23,7 @@ from flatness.guard import check_model, converted, measuring, unwrap
 from flatness.losses import Items, resolve_loss
 from flatness.losses.base import refuse
 from flatness.memory import batch_budget, fits
+from flatness.parts import modules
 from flatness.progress import ProgressBar
 from flatness.ranks import Ranks
 from flatness.screen import Screen, screens
@@ -77,7 +78,7 @@ class Problem:
         check_options(weight_decay, batch_size, dtype, seed, forward)
         model, self.notes = unwrap(model) if isinstance(model, nn.Module) else (model, [])
         check_model(model)
-        if any(module.training for module in model.modules()):
+        if any(module.training for module in modules(model)):
             self.notes.append("the model was in training mode; measured in evaluation mode and set back")
         self.model = converted(model, usable_device(device), dtype)
         parameter = next(self.model.parameters())

@@ -15,6 +15,7 @@ from flatness import batches
 from flatness.curvature.exact import exact_statistics
 from flatness.curvature.routes import Routes
 from flatness.curvature.statistics import Statistics
+from flatness.parts import buffers, named_parameters
 from flatness.plan import Plan
 from flatness.problem import Problem
 
@@ -36,7 +37,7 @@ def provenance(
         "loss_options": problem.loss.options(),
         "curvature": chosen.curvature,
         "weight_decay": problem.weight_decay,
-        "parameters": {name: list(value.shape) for name, value in problem.model.named_parameters()},
+        "parameters": {name: list(value.shape) for name, value in named_parameters(problem.model).items()},
         "dtype": str(problem.dtype).removeprefix("torch."),
         "device": problem.device.type,
         "seed": problem.seed,
@@ -127,7 +128,7 @@ class ModelFingerprint:
         return self._found or model_fingerprint(self._model)
 
     def _state(self) -> list[tuple[int, int]]:
-        return [(id(buffer), buffer._version) for buffer in self._model.buffers()]
+        return [(id(buffer), buffer._version) for buffer in buffers(self._model)]
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flatness.parts import modules
+
 # Generators of a model's own, whose draws are not seen.
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -54,7 +56,5 @@ def _draw() -> tuple[float, float]:
 
 def _owns_generator(model: nn.Module) -> bool:
     """Whether a module of someone's own keeps a generator."""
-    own: list[Any] = [
-        module for module in model.modules() if not type(module).__module__.startswith("torch.")
-    ]
+    own: list[Any] = [module for module in modules(model) if not type(module).__module__.startswith("torch.")]
     return any(isinstance(value, _GENERATORS) for module in own for value in vars(module).values())
