@@ -12,19 +12,20 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """`model.named_modules()`: every module once, each before its submodules."""
     if type(model).named_modules is not nn.Module.named_modules:
         return list(model.named_modules())
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    stack: list[tuple[str, nn.Module]] = [("", model)]
-    while stack:
-        name, module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.append((name, module))
-        prefix = f"{name}." if name else ""
-        below = [(prefix + key, child) for key, child in module._modules.items() if child is not None]
-        stack.extend(reversed(below))
+    found: list[tuple[str, nn.Module]] = [("", model)]
+    _add_below(model, "", found, {model})
     return found
+
+
+def _add_below(
+    module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]], seen: set[nn.Module]
+) -> None:
+    for key, child in module._modules.items():
+        if child is not None and child not in seen:
+            seen.add(child)
+            found.append((prefix + key, child))
+            if child._modules:
+                _add_below(child, f"{prefix}{key}.", found, seen)
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
@@ -39,6 +40,8 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for name, module in named_modules(model):
+        if not module._parameters:
+            continue
         prefix = f"{name}." if name else ""
         for key, value in module._parameters.items():
             if value is not None and id(value) not in seen:
@@ -59,5 +62,5 @@ def buffers(model: nn.Module) -> list[Tensor]:
         or type(model).named_buffers is not nn.Module.named_buffers
     ):
         return list(model.buffers())
-    held = (value for module in modules(model) for value in module._buffers.values())
+    held = (value for module in modules(model) if module._buffers for value in module._buffers.values())
     return list({id(value): value for value in held if value is not None}.values())

@@ -22,7 +22,7 @@ from flatness.forward import Forward, default_forward, line_for
 from flatness.guard import check_model, converted, measuring, unwrap
 from flatness.losses import Items, resolve_loss
 from flatness.losses.base import refuse
-from flatness.memory import batch_budget, fits
+from flatness.memory import batch_budgets, fits
 from flatness.parts import modules
 from flatness.progress import ProgressBar
 from flatness.ranks import Ranks
@@ -205,10 +205,11 @@ class Problem:
         """Choose the micro-batch from what one sample takes, unless the user fixed it."""
         if self._fixed_batch is None:
             each = max(1, bytes_per_sample)
-            few = min(8, batch_budget(self.device, backward=False) // each)
+            forward, budget = batch_budgets(self.device, backward)
+            few = min(8, forward // each)
             # Longer batches are slower on a CPU: activations leave the caches.
             longest = 65536 if self.device.type == "cuda" else 1024
-            self.micro_batch = max(1, min(longest, max(few, batch_budget(self.device, backward) // each)))
+            self.micro_batch = max(1, min(longest, max(few, budget // each)))
 
     def stream(self, step: Callable[[Any], None], label: str, first: int | None = None) -> None:
         """One pass over the data, or over its first samples only.
