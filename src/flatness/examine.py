@@ -18,7 +18,7 @@ from flatness.curvature.parameter_products import own_parameter
 from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import marker
 from flatness.errors import ModelError, OutOfMemoryError, listed
-from flatness.graph import WRITTEN, InPlaceOperators, NetworkGraph, read_graph
+from flatness.graph import WRITTEN, InPlaceOperators, NetworkGraph, operator_name, read_graph
 from flatness.guard import differentiable
 from flatness.layers import Layer, find_layers, own_parameters
 from flatness.layers.shared import EmbeddingLayer, SharedLayer
@@ -251,6 +251,9 @@ def _backward_error(examined: Examined, names: list[str]) -> str | None:
     """What torch says against derivatives at these modules; None when there is nothing."""
     output, edges = examined.items.logits, [examined.records[name].z_edge for name in names]
     sent = marker(examined.items)
+    if len(names) == 1 and _is_output(examined.items, examined.records[names[0]]):
+        examined.marked[names[0]] = sent[:, 0]
+        return None
     try:
         if edges:
             arrived = torch.autograd.grad(output, edges, sent, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
@@ -264,6 +267,15 @@ def _backward_error(examined: Examined, names: list[str]) -> str | None:
             raise
         return str(error).split(":")[0].splitlines()[0]
     return None
+
+
+def _is_output(items: Items, record: Record) -> bool:
+    """Whether the logits are the output of that call itself, (n, K) as (n, 1, K): what is sent arrives."""
+    node, (n, T, K) = items.logits.grad_fn, items.logits.shape
+    if T != 1 or record.z_shape != (n, K) or record.z_edge is None or node is None:
+        return False
+    operands = node.next_functions
+    return operator_name(node) == "Unsqueeze" and len(operands) == 1 and operands[0] == record.z_edge[:2]
 
 
 def _refuse_rows(examined: Examined, alone: Mapping[str, list[Tensor]]) -> None:

@@ -50,7 +50,7 @@ def batch_budget(device: torch.device, backward: bool) -> int:
 
 
 def batch_budgets(device: torch.device, backward: bool) -> tuple[int, int]:
-    """`batch_budget` of a forward pass, and of what is to be done: a GPU takes its time to say what is free."""
+    """`batch_budget` of a forward pass and as asked, together: a GPU is slow to say what is free."""
     if device.type == "cuda":
         share = torch.cuda.mem_get_info(device)[0] // 4
         forward, both = min(share, 1024 * _MEGABYTE), min(share, 1536 * _MEGABYTE)
