@@ -10,7 +10,7 @@ from torch import nn
 from flatness.curvature.parameter_products import own_parameter
 from flatness.deciding import LARGEST_BRUTE_FORCE, check_twice, why_curved
 from flatness.errors import DifferentiabilityError, NotExactError, listed
-from flatness.examine import Examined
+from flatness.examined import Examined
 from flatness.guard import differentiable
 from flatness.measures.measure import Measure
 from flatness.problem import Problem

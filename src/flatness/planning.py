@@ -25,7 +25,8 @@ from flatness.curvature.routes import (
 )
 from flatness.deciding import AFFORDABLE_PASSES, Decision, decide, most_directions, output_directions, refuse
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
-from flatness.examine import Examined, examine
+from flatness.examine import examine
+from flatness.examined import Examined
 from flatness.graph import curved_operators
 from flatness.hidden_curvature import note_hidden_curvature
 from flatness.layers import SUPPORTED, select_layers

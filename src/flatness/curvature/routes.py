@@ -149,7 +149,9 @@ def _positions_are_predictions(layer: Layer, marked: Tensor, items: Items) -> bo
     delta = layer.signals(marked, items.logits.shape[0])[:, 0].transpose(1, 2)
     if delta.shape != sent.shape:
         return False
-    # Mostly they are equal, which is asked in one operation.
+    # Mostly they are equal, or one and the same.
+    if delta.data_ptr() == sent.data_ptr() and delta.stride() == sent.stride():
+        return True
     return torch.equal(delta, sent) or bool(torch.allclose(delta, sent, rtol=1e-3, atol=1e-3))
 
 
