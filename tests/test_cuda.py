@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import flatness
+from flatness.randomness import Draws
 from networks import CASES
 from small import assert_same, data, dataset, measure, network, reference
 from untouched import untouched
@@ -27,6 +28,35 @@ def test_model_and_data_anywhere_are_measured_where_asked(data_on, model_on, dev
         report = measure(model, given, device=device, batch_size=5)
     assert report.meta["device"] == (device or model_on)[:4].rstrip(":")
     assert_same(report, reference())
+
+
+@pytest.mark.parametrize("data_on", ["cpu", "cuda"])
+def test_fingerprints_do_not_depend_on_the_device(data_on):
+    given = tuple(part.to(data_on) for part in data())
+    there = measure(network().to("cuda"), given, batch_size=5).meta
+    assert there["data_fingerprint"] == reference().meta["data_fingerprint"]
+    assert there["model_fingerprint"] == reference().meta["model_fingerprint"]
+
+
+def test_draws_on_the_device_are_noticed():
+    model = network().to("cuda")
+    draws = Draws(model, 0)
+    assert not draws.any()
+    draws = Draws(model, 0)
+    torch.rand(3, device="cuda")
+    assert draws.any()
+
+
+def test_many_classes_have_the_risk_and_curvature_of_the_cpu():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 3000).double()
+    given = 4 * torch.randn(300, 16).double(), torch.randint(3000, (300,))
+    asked = {"measures": "relative_flatness", "layers": "last", "progress": False}
+    here = flatness.measure(model, given, **asked)
+    there = flatness.measure(model, given, device="cuda", **asked)
+    assert there.meta["risk"] == pytest.approx(here.meta["risk"], rel=1e-12)
+    values = [report.value("relative_flatness", layer="") for report in (there, here)]
+    assert values[0] == pytest.approx(values[1], rel=1e-10)
 
 
 @pytest.mark.parametrize(

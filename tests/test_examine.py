@@ -4,6 +4,9 @@ Networks whose numbers would be wrong, were they taken at face value, are refuse
 layers are left out with a note. Where numbers are given they are those of the dense Hessian.
 """
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +77,43 @@ def test_active_dropout_is_refused():
         "forward."
     )
     assert 0.1 < float(change) < 20
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy", "own"])
+def test_randomness_that_spares_the_first_sample_is_refused(source):
+    draw = {
+        "torch": lambda self: float(torch.rand(())),
+        "python": lambda self: random.random(),
+        "numpy": lambda self: np.random.random_sample(),  # noqa: NPY002
+        "own": lambda self: float(torch.rand((), generator=self.generator)),
+    }[source]
+
+    def compute(self, x):
+        noise = torch.zeros(len(x), 1)
+        noise[1:] = draw(self)
+        return self.head(self.fc1(x) + noise)
+
+    model = Net(compute)
+    model.generator = torch.Generator().manual_seed(0)
+    assert "two runs in evaluation mode differ" in refusal(NondeterministicError, model, data())
+
+
+def test_random_numbers_that_change_nothing_are_fine():
+    model, idle = Net(plain), Net(lambda self, x: plain(self, x) + 0 * torch.rand(()))
+    idle.load_state_dict(model.state_dict())
+    values = [measure(net, data(), measures="relative_flatness").to_frame()["value"] for net in (model, idle)]
+    assert values[0].tolist() == pytest.approx(values[1].tolist(), rel=1e-12)
+
+
+def test_outputs_that_depend_a_little_on_the_batch_size_are_fine():
+    """As in half precision: the example is run once more, and what was recorded is not touched by that."""
+    model = Net(plain)
+    other = Net(lambda self, x: plain(self, x) * (1 + 1e-3 * (len(x) == 1)))
+    other.load_state_dict(model.state_dict())
+    values = [
+        measure(net, data(), measures="relative_flatness").to_frame()["value"] for net in (model, other)
+    ]
+    assert values[0].tolist() == pytest.approx(values[1].tolist(), rel=1e-12)
 
 
 def test_dropout_modules_are_off_in_evaluation_mode():

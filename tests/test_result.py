@@ -215,6 +215,18 @@ def test_fingerprints_tell_models_and_data_apart():
     assert measure(model, (x, y)).meta["model_fingerprint"] != meta["model_fingerprint"]
 
 
+def test_the_fingerprint_of_a_model_that_writes_to_its_buffers_is_that_of_the_model_as_given():
+    import torch
+
+    from flatness.provenance import model_fingerprint
+
+    model = network()
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_pre_hook(lambda module, args: module.calls.add_(1) and None)
+    before = model_fingerprint(model)
+    assert measure(model, data()).meta["model_fingerprint"] == before == model_fingerprint(model)
+
+
 @pytest.mark.parametrize(
     "content, message",
     [

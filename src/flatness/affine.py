@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flatness.layers import own_parameters
+from flatness.parts import named_modules
 
 
 def _batch_norm(module: Any, x: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class AffineModule:
 def find_affine(model: nn.Module) -> dict[str, AffineModule]:
     """Every norm layer and PReLU that owns parameters, by name."""
     found = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         for kind, normalise in _NORMALISED:
             if isinstance(module, kind) and own_parameters(module):
                 found[name] = AffineModule(name, module, normalise)

@@ -31,9 +31,21 @@ class Alone:
     misread: list[str] = field(default_factory=list)
 
 
-def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule]) -> Alone:
-    """Run the first sample of the example, and hold every module's output against its view."""
+def run_alone(
+    problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule], *, copy_inputs: bool = False
+) -> Alone:
+    """Run the first sample of the example, and hold every module's output against its view.
+
+    Inputs that the network overwrites later on are not what modules saw: with such, it is run once more.
+
+    Args:
+        problem: The model, data and loss.
+        example: A few samples.
+        views: The modules to look at.
+        copy_inputs: Whether to copy what they see.
+    """
     inputs: dict[str, list[Tensor]] = {}
+    versions: list[tuple[Tensor, int]] = []
     misread: list[str] = []
 
     def hook(name: str, view: Layer | AffineModule) -> Any:
@@ -42,7 +54,8 @@ def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | Affine
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and isinstance(output, Tensor):
-                inputs.setdefault(name, []).append(x.detach().clone())
+                inputs.setdefault(name, []).append(x.detach().clone() if copy_inputs else x.detach())
+                versions.append((inputs[name][-1], x._version))
                 if not known and name not in misread and not view.explains(x, output, 1):
                     misread.append(name)
 
@@ -59,6 +72,8 @@ def run_alone(problem: Problem, example: Any, views: Mapping[str, Layer | Affine
     finally:
         for handle in handles:
             handle.remove()
+    if any(x._version != version for x, version in versions):
+        return run_alone(problem, example, views, copy_inputs=True)
     return Alone(items.logits, inputs, misread)
 
 

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flatness.parts import named_modules
+
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _SEQUENCES = ("src", "tgt", "memory")
 
@@ -76,7 +78,7 @@ def math_attention() -> Iterator[None]:
 def open_attention(model: nn.Module) -> list[str]:
     """Open every `nn.MultiheadAttention` of a model, and say which ones; the caller sets modules back."""
     opened = []
-    for name, module in list(model.named_modules()):
+    for name, module in named_modules(model):
         if isinstance(module, nn.MultiheadAttention) and _is_stock(module, nn.MultiheadAttention):
             for key, projection in _projections(module).items():
                 module.add_module(key, projection)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -89,6 +89,21 @@ def copied(batch: Any) -> Any:
     return map_tensors(batch, Tensor.clone)
 
 
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors on the host; those of a kind come in one copy, as their device is waited for."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    found = list(tensors)
+    for place, tensor in enumerate(found):
+        if tensor.device.type != "cpu":
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(place)
+    for places in kinds.values():
+        packed = torch.cat([found[place].reshape(-1) for place in places]).cpu()
+        parts = packed.split([found[place].numel() for place in places])
+        for place, part in zip(places, parts, strict=True):
+            found[place] = part.reshape(found[place].shape)
+    return found
+
+
 def versions(batch: Any) -> list[int]:
     """Counters that grow when a tensor of the batch is written to."""
     return [tensor._version for tensor in tensors_in(batch)]
@@ -127,8 +142,9 @@ def sample_codes(batch: Any) -> Tensor:
             flat = flat[:, _entries(flat.shape[1], flat.device)]
         bits = _as_integers(flat)
         # Every place has a number of its own: values that change places change the code.
-        own = _mixed(bits * _MIX + _places(position, bits.shape[1], bits.device)).sum(1).to(device)
-        codes = own if codes is None else codes * _MIX + own
+        places = _places(position, bits.shape[1], bits.device)
+        own = _mixed(torch.add(places, bits, alpha=_MIX)).sum(1).to(device)
+        codes = own if codes is None else torch.add(own, codes, alpha=_MIX)
     return torch.zeros(n, dtype=torch.int64, device=device) if codes is None else _mixed(codes * _MIX)
 
 
@@ -146,9 +162,9 @@ def _places(position: int, count: int, device: torch.device) -> Tensor:
 
 
 def _mixed(codes: Tensor) -> Tensor:
-    """Spread the high bits over the low ones, so that sums of codes do not cancel."""
-    codes = (codes ^ (codes >> 31)) * _MIX
-    return codes ^ (codes >> 29)
+    """Spread the high bits over the low ones, in place, so that sums of codes do not cancel."""
+    codes.bitwise_xor_(codes >> 31).mul_(_MIX)
+    return codes.bitwise_xor_(codes >> 29)
 
 
 def _as_integers(values: Tensor) -> Tensor:

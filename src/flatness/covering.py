@@ -10,7 +10,7 @@ from torch import nn
 from flatness.curvature.parameter_products import own_parameter
 from flatness.deciding import LARGEST_BRUTE_FORCE, check_twice, why_curved
 from flatness.errors import DifferentiabilityError, NotExactError, listed
-from flatness.examine import Examined
+from flatness.examined import Examined
 from flatness.guard import differentiable
 from flatness.measures.measure import Measure
 from flatness.problem import Problem
@@ -139,5 +139,6 @@ def refuse_made_weights(problem: Problem, examined: Examined, names: list[str]) 
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """The first name of every parameter, by all of its names."""
-    first = {id(value): name for name, value in model.named_parameters()}
-    return {name: first[id(value)] for name, value in model.named_parameters(remove_duplicate=False)}
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(value), name) for name, value in named}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flatness.errors import DifferentiabilityError, LossError, NotExactError, listed
-from flatness.examine import Examined
+from flatness.examined import Examined
 from flatness.graph import once_differentiable
 from flatness.losses.custom import LARGEST_OUTPUT
 from flatness.memory import ran_out

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatness import batches
 from flatness.affine import AffineModule, find_affine
@@ -17,71 +16,24 @@ from flatness.alone import run_alone
 from flatness.curvature.parameter_products import own_parameter
 from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import marker
-from flatness.errors import ModelError, OutOfMemoryError, listed
-from flatness.graph import WRITTEN, InPlaceOperators, NetworkGraph, read_graph
+from flatness.errors import ModelError, OutOfMemoryError
+from flatness.examined import Examined, add_notes
+from flatness.graph import WRITTEN, InPlaceOperators, operator_name, read_graph
 from flatness.guard import differentiable
 from flatness.layers import Layer, find_layers, own_parameters
-from flatness.layers.shared import EmbeddingLayer, SharedLayer
+from flatness.layers.shared import EmbeddingLayer
 from flatness.losses import Items
 from flatness.memory import fits, ran_out
-from flatness.probe import check_runs, first_run
+from flatness.probe import check_runs, explain, largest, run_whole
 from flatness.problem import Problem
-from flatness.reuse import find_reuse, reparametrised, tied_embeddings
+from flatness.randomness import Draws
+from flatness.reuse import find_reuse, tied_embeddings
 
 _SAMPLES = (8, 4, 2, 1)
 _CUT_OFF = "no gradient reaches it (torch.no_grad, detach or reentrant checkpointing in the forward pass)"
 # Only the math kernel of fused attention has this operator.
 _FUSED = "SafeSoftmax"
 _MATH_ATTENTION = "attention runs as its math kernel, which has second derivatives; fused kernels have none"
-
-
-@dataclass
-class Examined:
-    """A network, seen through one recorded forward pass.
-
-    Attributes:
-        items: The outputs, with their graph.
-        layers: The supported layers, by name.
-        affine: The norm layers and PReLUs that ran, by name.
-        called: Names of the layers that ran, in the order of their first call.
-        records: What was recorded, by name; the last call of each.
-        graph: What the autograd graph says.
-        refused: Why a layer, or a norm layer, cannot be measured exactly whatever follows it.
-        loose: Those of the refused that can be measured through their parameter, which no module call shows
-            sample by sample: some uses of the weight are not seen, or samples are not told apart.
-        shared: Layers whose weight is used more than once, all uses seen unless they are loose.
-        reused: How often their weight is used.
-        inputs: What the modules that use their weight were given, call by call.
-        idle: Layers that ran but do not influence the output.
-        silent: Layers and norm layers that did not run and whose parameters nothing else used.
-        overwrites: Whether the network overwrites what layers were given.
-        settled: Whether this says all; else what is overwritten was not copied, or what writes not noted.
-        marked: What arrives at modules whose output may be the network's when `marker` is sent back.
-        notes: What the user should know.
-    """
-
-    items: Items
-    layers: dict[str, Layer]
-    affine: dict[str, AffineModule]
-    called: list[str]
-    records: dict[str, Record]
-    graph: NetworkGraph
-    refused: dict[str, str] = field(default_factory=dict)
-    loose: set[str] = field(default_factory=set)
-    shared: dict[str, SharedLayer] = field(default_factory=dict)
-    reused: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    idle: set[str] = field(default_factory=set)
-    silent: list[str] = field(default_factory=list)
-    overwrites: bool = False
-    settled: bool = True
-    marked: dict[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def last(self) -> str | None:
-        """The layer that ran last among those the output depends on."""
-        return next((name for name in reversed(self.called) if name not in self.idle), None)
 
 
 def examine(problem: Problem, *, last_only: bool = False) -> Examined:
@@ -107,18 +59,22 @@ def _examine_into(found: list[Examined], problem: Problem, size: int, last_only:
 
 
 def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
-    """Three runs: as it is, one sample alone, and recorded with gradients; more only if they show a need."""
-    first = first_run(problem, example)
+    """Two runs: one sample alone, and all recorded with gradients; more only if they show a need."""
     layers = find_layers(problem.model)
     views: dict[str, Layer | AffineModule] = {
         **layers,
         **tied_embeddings(problem.model, layers),
         **find_affine(problem.model),
     }
-    alone = run_alone(problem, example, views)
-    views = {name: view for name, view in views.items() if name not in alone.misread}
-    record = partial(_recorded, problem, example, views, last_only)
-    examined = record(check=lambda again: check_runs(problem, example, first, again, alone.logits))
+    draws = Draws(problem.model, problem.seed)
+    try:
+        alone = run_alone(problem, example, views)
+        views = {name: view for name, view in views.items() if name not in alone.misread}
+        record = partial(_recorded, problem, example, views, last_only)
+        examined = record(check=lambda items: check_runs(problem, example, items, alone.logits, draws))
+    except Exception as error:
+        explain(problem, example, error)
+        raise
     if not examined.settled:
         examined = record(copy_inputs=examined.overwrites, note_writes=True)
     _refuse_rows(examined, alone.inputs)
@@ -136,7 +92,7 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
         if name in examined.affine
         or (name in examined.layers and own_parameter(problem.model, examined.layers[name]) is not None)
     }
-    _add_notes(problem.model, examined, alone.misread)
+    add_notes(problem.model, examined, alone.misread)
     return examined
 
 
@@ -146,7 +102,7 @@ def _recorded(
     views: Mapping[str, Layer | AffineModule],
     last_only: bool,
     *,
-    check: Callable[[Tensor], None] = lambda logits: None,
+    check: Callable[[Items], None] | None = None,
     copy_inputs: bool = False,
     note_writes: bool = False,
 ) -> Examined:
@@ -157,15 +113,20 @@ def _recorded(
         example: A few samples.
         views: The modules to record.
         last_only: As in `examine`.
-        check: Called with the logits.
+        check: Called with the outputs, the first time that the example runs as a whole.
         copy_inputs: Whether to record copies of what layers are given.
         note_writes: Whether to watch every operator for writing in place; slow.
     """
     modules = {name: view.module for name, view in views.items()}
     with differentiable(problem.model), Recording(modules, copy_inputs=copy_inputs) as recording:
         with InPlaceOperators() if note_writes else nullcontext() as in_place:
-            items = problem.items(batches.copied(example), look=False)
-        check(items.logits.detach())
+            output, target = run_whole(problem, example)
+        items = problem.laid_out(output, target, look=False)
+        if check is not None:
+            problem.look(items)
+            problem.loss.check(output.detach(), target)
+            with recording.paused():
+                check(items)
         records = {name: calls[-1] for name, calls in recording.calls.items()}
         edges = {name: record.z_edge for name, record in records.items() if record.z_edge is not None}
         shift_invariant = problem.loss.shift_invariant
@@ -239,7 +200,10 @@ def _refuse_undifferentiable(examined: Examined, recording: Recording, last_only
 def _backward_error(examined: Examined, names: list[str]) -> str | None:
     """What torch says against derivatives at these modules; None when there is nothing."""
     output, edges = examined.items.logits, [examined.records[name].z_edge for name in names]
-    sent = marker(output)
+    sent = marker(examined.items)
+    if len(names) == 1 and _is_output(examined.items, examined.records[names[0]]):
+        examined.marked[names[0]] = sent[:, 0]
+        return None
     try:
         if edges:
             arrived = torch.autograd.grad(output, edges, sent, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
@@ -253,6 +217,15 @@ def _backward_error(examined: Examined, names: list[str]) -> str | None:
             raise
         return str(error).split(":")[0].splitlines()[0]
     return None
+
+
+def _is_output(items: Items, record: Record) -> bool:
+    """Whether the logits are the output of that call itself, (n, K) as (n, 1, K): what is sent arrives."""
+    node, (n, T, K) = items.logits.grad_fn, items.logits.shape
+    if T != 1 or record.z_shape != (n, K) or record.z_edge is None or node is None:
+        return False
+    operands = node.next_functions
+    return operator_name(node) == "Unsqueeze" and len(operands) == 1 and operands[0] == record.z_edge[:2]
 
 
 def _refuse_rows(examined: Examined, alone: Mapping[str, list[Tensor]]) -> None:
@@ -272,10 +245,10 @@ def _refuse_rows(examined: Examined, alone: Mapping[str, list[Tensor]]) -> None:
         for (name, call), (x, own) in pairs.items()
         if x.shape == (n * len(own), *own.shape[1:]) and (len(own) == 1 or name in examined.layers)
     }
-    sizes = [torch.stack([(x - own).abs().max(), own.abs().max()]) for x, own in fitting.values()]
-    # One question to the device for all modules.
-    found = torch.stack(sizes).tolist() if sizes else []
-    same = {key for key, (change, size) in zip(fitting, found, strict=True) if not change > 1e-2 * size}
+    first, own = [x for x, _ in fitting.values()], [own for _, own in fitting.values()]
+    found = largest([*torch._foreach_sub(first, own), *own]) if own else []
+    changes = zip(fitting, found[: len(own)], found[len(own) :], strict=True)
+    same = {key for key, change, size in changes if not change > 1e-2 * size}
     for (name, call), (x, _) in pairs.items():
         if (name, call) not in same:
             examined.loose.add(name)
@@ -308,44 +281,3 @@ def _influence(problem: Problem, example: Any, examined: Examined, names: list[s
             handle.remove()
     change = (other - examined.items.logits.detach()).abs().max()
     return not bool(change <= 1e-5 * examined.items.logits.detach().abs().max())
-
-
-def _add_notes(model: nn.Module, examined: Examined, misread: list[str]) -> None:
-    notes = examined.notes
-    silent = [name for name in examined.layers if name in examined.silent]
-    if silent:
-        notes.append(f"never called in the forward pass and left out: {listed(silent)}")
-    bypassed = [
-        name for name in examined.layers if name not in examined.records and name not in examined.silent
-    ]
-    if bypassed:
-        notes.append(
-            f"their weights are used without calling them, and they are left out: {listed(bypassed)}"
-        )
-    if misread:
-        notes.append(
-            f"compute something else than their class says and are left out: {listed(misread)}; "
-            "flatness.register_layer can teach it"
-        )
-    idle = [name for name in examined.called if name in examined.idle]
-    if idle:
-        notes.append(f"the output does not depend on: {listed(idle)}")
-    known = {*examined.layers, *examined.affine, *examined.silent, *misread}
-    covered = {name for layer in examined.layers.values() for name in (layer.weight_name, layer.bias_name)}
-    covered = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in covered}
-    unknown = [
-        f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if name not in known and any(id(value) not in covered for value in own_parameters(module))
-    ]
-    notes += [
-        f"{listed(names)}: W is the effective weight, made from other parameters ({kind})"
-        for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items()
-    ]
-    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
-    if frozen:
-        notes.append(f"frozen (requires_grad=False) and measured like all others: {listed(frozen, 4)}")
-    if unknown:
-        notes.append(
-            f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it"
-        )

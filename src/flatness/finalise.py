@@ -100,6 +100,10 @@ def _layer_rows(measure: Measure, view: LayerView, row: Result, scatter: Scatter
     )
     if measure.units is None and measure.layer is None:
         return
+    if measure.layer is not None and measure.units is None and row.method == "exact":
+        value = measure.layer(view)
+        rows.add(_with(row, value) if isinstance(value, Valued) else replace(row, value=float(value)))
+        return
     values = layer_values(measure, view)
     deviations = None
     if row.method == "sampled":

@@ -158,13 +158,14 @@ def read_graph(
     curved: dict[str, list[str]] = {name: [] for name in layers}
     uses: dict[int, int] = {}
     operators: set[str] = set()
-    for node in _operands_first(output.grad_fn):
-        operator, inputs = operator_name(node), node.next_functions
+    for node, inputs in _operands_first(output.grad_fn):
+        operator = operator_name(node)
         operators.add(operator)
-        _count_reads(node, uses)
+        _count_reads(inputs, uses)
         operands = [reach.get(operand, 0) for operand, _ in inputs]
         written = operator == WRITTEN
-        blocked = 0 if node is exempt or (written and not curved_in_place) else _curved_in(node, operands)
+        plain = node is exempt or (written and not curved_in_place)
+        blocked = 0 if plain else _curved_in(node, operator, operands)
         for bit, name in enumerate(layers) if blocked else ():
             if blocked >> bit & 1:
                 found = [f"{write} on a view" for write in curved_in_place] if written else [operator]
@@ -178,20 +179,20 @@ def read_graph(
 def reads(value: Tensor) -> dict[int, int]:
     """How many operators read each parameter that a value is computed from, by the parameter's `id`."""
     uses: dict[int, int] = {}
-    for node in _operands_first(value.grad_fn):
-        _count_reads(node, uses)
+    for _, inputs in _operands_first(value.grad_fn):
+        _count_reads(inputs, uses)
     return uses
 
 
-def _count_reads(node: Any, uses: dict[int, int]) -> None:
-    for operand, _ in node.next_functions:
+def _count_reads(inputs: Any, uses: dict[int, int]) -> None:
+    for operand, _ in inputs:
         if operand is not None and hasattr(operand, "variable"):
             uses[id(operand.variable)] = uses.get(id(operand.variable), 0) + 1
 
 
 def curved_operators(output: Tensor) -> frozenset[str]:
     """Names of the operators on the way to an output that are not known to be piecewise linear."""
-    return _not_linear({operator_name(node) for node in _operands_first(output.grad_fn)})
+    return _not_linear({operator_name(node) for node, _ in _operands_first(output.grad_fn)})
 
 
 def _not_linear(operators: set[str]) -> frozenset[str]:
@@ -200,7 +201,7 @@ def _not_linear(operators: set[str]) -> frozenset[str]:
 
 def linear_operators(output: Tensor) -> frozenset[str]:
     """Names of the operators on the way to an output that are piecewise linear."""
-    return frozenset({operator_name(node) for node in _operands_first(output.grad_fn)} & _PIECEWISE_LINEAR)
+    return frozenset({operator_name(node) for node, _ in _operands_first(output.grad_fn)} & _PIECEWISE_LINEAR)
 
 
 def once_differentiable(output: Tensor) -> list[str]:
@@ -209,7 +210,7 @@ def once_differentiable(output: Tensor) -> list[str]:
     Torch does not always complain about them: where it can avoid their derivative, it takes zero for it.
     """
     found = []
-    for node in _operands_first(output.grad_fn):
+    for node, _ in _operands_first(output.grad_fn):
         backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
         code = getattr(backward, "__code__", None)
         # The decorator's wrapper is the only function of torch that stands in for a user's backward.
@@ -221,7 +222,7 @@ def once_differentiable(output: Tensor) -> list[str]:
 def custom_operators(output: Tensor) -> list[str]:
     """Names of operators behind an output whose backward someone wrote in Python."""
     nodes = _operands_first(output.grad_fn)
-    return sorted({operator_name(node) for node in nodes if hasattr(node, "_forward_cls")})
+    return sorted({operator_name(node) for node, _ in nodes if hasattr(node, "_forward_cls")})
 
 
 def trailing_log_softmax(output: Tensor) -> Any:
@@ -243,9 +244,10 @@ def only_layout_between(output: Tensor, layer: GradientEdge) -> bool:
     return node is not None
 
 
-def _curved_in(node: Any, operands: list[int]) -> int:
+def _curved_in(node: Any, operator: str, operands: list[int]) -> int:
     """The layers, as bits, in which this node is not piecewise linear, given what each operand depends on."""
-    operator = operator_name(node)
+    if not any(operands):
+        return 0
     if operator not in _PIECEWISE_LINEAR or getattr(node, "_saved_training", False):
         return _union(operands)
     curved = 0
@@ -258,22 +260,25 @@ def _curved_in(node: Any, operands: list[int]) -> int:
     return curved
 
 
-def _operands_first(root: Any) -> list[Any]:
-    """All nodes that the root depends on, each after its operands (an explicit stack: graphs can be deep)."""
-    order: list[Any] = []
+def _operands_first(root: Any) -> list[tuple[Any, Any]]:
+    """All nodes that the root depends on, each after its operands, which come with it.
+
+    An explicit stack: graphs can be deep.
+    """
+    order: list[tuple[Any, Any]] = []
     seen: set[Any] = set()
-    stack: list[tuple[Any, bool]] = [(root, False)] if root is not None else []
+    stack: list[tuple[Any, Any]] = [(root, None)] if root is not None else []
     while stack:
-        node, expanded = stack.pop()
-        if expanded:
-            order.append(node)
+        node, inputs = stack.pop()
+        if inputs is not None:
+            order.append((node, inputs))
         elif node not in seen:
             seen.add(node)
-            stack.append((node, True))
-            operands = (operand for operand, _ in node.next_functions)
-            stack.extend(
-                (operand, False) for operand in operands if operand is not None and operand not in seen
-            )
+            inputs = node.next_functions
+            stack.append((node, inputs))
+            for operand, _ in inputs:
+                if operand is not None and operand not in seen:
+                    stack.append((operand, None))
     return order
 
 

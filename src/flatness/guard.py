@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from flatness.attention import math_attention, open_attention
 from flatness.errors import ModelError, NotFiniteError, listed
+from flatness.parts import buffers, modules, named_modules, named_parameters, parameters
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, list[str]]:
@@ -35,7 +36,7 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "_orig_mod", None), nn.Module)
+    return "_orig_mod" in module._modules
 
 
 def check_model(model: object) -> None:
@@ -50,12 +51,12 @@ def check_model(model: object) -> None:
             "Expected an eager torch.nn.Module but got a TorchScript module, whose layers cannot be "
             "recorded. Pass the model before scripting."
         )
-    if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
+    if any(type(module).__module__.split(".")[0] == "peft" for module in modules(model)):
         raise ModelError(
             "Expected plain layers but got a PEFT model, whose adapters change what a layer's weight is. "
             "Call model.merge_and_unload() and measure the merged model."
         )
-    parameters = dict(model.named_parameters())
+    parameters = named_parameters(model)
     if not parameters:
         raise ModelError(
             f"Expected a model with parameters but {type(model).__name__} has none. Pass the network whose "
@@ -92,7 +93,7 @@ def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def _check_batch_norm(model: nn.Module) -> None:
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    norms = [(name, module) for name, module in named_modules(model) if isinstance(module, _BatchNorm)]
     without = [name or "the model itself" for name, module in norms if module.running_mean is None]
     if without:
         raise ModelError(
@@ -103,11 +104,14 @@ def _check_batch_norm(model: nn.Module) -> None:
 
 
 def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
-    # Sums first, in one question to each device: NaN and infinity stay in a sum. Large numbers may overflow.
-    sums: dict[torch.device, list[torch.Tensor]] = {}
+    # Norms first, all in one call and one question to each device: NaN and infinity stay in a norm. Those of
+    # large numbers may overflow.
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for value in parameters.values():
-        sums.setdefault(value.device, []).append(value.detach().sum(dtype=torch.float64))
-    if all(math.isfinite(float(torch.stack(there).sum())) for there in sums.values()):
+        if value.numel():
+            kinds.setdefault((value.device, value.dtype), []).append(value.detach())
+    norms = (torch.stack(torch._foreach_norm(same)).sum(dtype=torch.float64) for same in kinds.values())
+    if all(math.isfinite(float(norm)) for norm in norms):
         return
     broken = [name for name, value in parameters.items() if not bool(value.detach().isfinite().all())]
     if broken:
@@ -127,7 +131,7 @@ def converted(model: nn.Module, device: torch.device | None, dtype: torch.dtype 
         device.type,
         device.index or 0,
     )
-    inference = any(value.is_inference() for value in _tensors(model))
+    inference = any(value.is_inference() for value in (*parameters(model), *buffers(model)))
     if same_device and dtype in (None, sample.dtype) and not inference:
         return model
     try:
@@ -139,11 +143,6 @@ def converted(model: nn.Module, device: torch.device | None, dtype: torch.dtype 
             f"{error}. Convert the model yourself and leave device and dtype out."
         ) from error
     return duplicate.to(device=device, dtype=dtype)
-
-
-def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 @contextmanager
@@ -165,7 +164,7 @@ def measuring(model: nn.Module, seed: int) -> Iterator[None]:
         stack.enter_context(_own_randomness(model, seed))
         for kind in dict.fromkeys(("cpu", device)):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        if any(_is_compiled(module) for module in model.modules()):
+        if any(_is_compiled(module) for module in modules(model)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         yield
@@ -174,7 +173,7 @@ def measuring(model: nn.Module, seed: int) -> Iterator[None]:
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
     """Parameters that all require gradients, so that the graph shows what reads them; set back afterwards."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    frozen = [parameter for parameter in parameters(model) if not parameter.requires_grad]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -187,7 +186,7 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _restored_modules(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without backward hooks; attributes and buffers as before when it ends."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    attributes = [(module, dict(vars(module))) for module in modules(model)]
     # Parameters, buffers, submodules and hooks live in dicts, one level deeper.
     dicts = [
         (value, dict(value))
@@ -195,9 +194,12 @@ def _restored_modules(model: nn.Module) -> Iterator[None]:
         for value in before.values()
         if isinstance(value, dict)
     ]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    held = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers(model)]
+    kinds = {type(module) for module, _ in attributes}
+    stock = all(kind.train is nn.Module.train and kind.eval is nn.Module.eval for kind in kinds)
     try:
-        model.eval()
+        if not stock or any(module.training for module, _ in attributes):
+            model.eval()
         for module, _ in attributes:
             if module._backward_hooks or module._backward_pre_hooks:
                 module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
@@ -208,7 +210,7 @@ def _restored_modules(model: nn.Module) -> Iterator[None]:
         for entries, before in dicts:
             _set_back(entries, before)
         with torch.no_grad():
-            for buffer, version, value in buffers:
+            for buffer, version, value in held:
                 if buffer._version != version:
                     buffer.copy_(value)
 
@@ -252,7 +254,7 @@ def _full_precision() -> Iterator[None]:
 @contextmanager
 def _own_randomness(model: nn.Module, seed: int) -> Iterator[None]:
     """Seeded random states of torch, Python and NumPy, set back afterwards; other devices are left alone."""
-    devices = sorted({value.device.index or 0 for value in model.parameters() if value.device.type == "cuda"})
+    devices = sorted({value.device.index or 0 for value in parameters(model) if value.device.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (data sets of others draw from it)
     try:
         with torch.random.fork_rng(devices=devices):

@@ -7,7 +7,7 @@ import torch
 from flatness.curvature.parameter_products import DifferenceError, batch_product
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.errors import DifferentiabilityError, listed
-from flatness.examine import Examined
+from flatness.examined import Examined
 from flatness.graph import custom_operators
 from flatness.guard import differentiable
 from flatness.problem import Problem

@@ -22,7 +22,7 @@ from flatness.measures.catalogue import LossGroup, by_loss
 from flatness.plan import Plan
 from flatness.planning import make_plan
 from flatness.problem import Problem
-from flatness.provenance import facts, provenance, shares, with_own_risk
+from flatness.provenance import ModelFingerprint, facts, provenance, shares, with_own_risk
 from flatness.ranks import Ranks
 from flatness.result import Report, Result, joined
 from flatness.running import run_plan
@@ -150,6 +150,8 @@ def _report(
     everything: bool,
 ) -> Report:
     """Measure one group of measures that share a loss."""
+    fingerprint = ModelFingerprint(problem.model)
+    problem.source.meanwhile = fingerprint.take
     with problem.guarded():
         with problem.ranks.stage():
             chosen = make_plan(problem, measures=group.names, options=group.options, **planning)
@@ -176,7 +178,8 @@ def _report(
             for part in run.groups.without_each(statistics)
         ]
         results = with_data_errors(results, left, chosen.measures, statistics.samples)
-    meta = provenance(problem, chosen, statistics, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    meta = provenance(problem, chosen, statistics, seconds, fingerprint.result())
     if problem.ranks.count > 1:
         meta |= shares(problem)
     return Report(tuple(results), meta, (*problem.notes, *chosen.notes))

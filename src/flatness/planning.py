@@ -25,13 +25,15 @@ from flatness.curvature.routes import (
 )
 from flatness.deciding import AFFORDABLE_PASSES, Decision, decide, most_directions, output_directions, refuse
 from flatness.errors import LayerError, NotExactError, OptionError, listed, nearest
-from flatness.examine import Examined, examine
+from flatness.examine import examine
+from flatness.examined import Examined
 from flatness.graph import curved_operators
 from flatness.hidden_curvature import note_hidden_curvature
 from flatness.layers import SUPPORTED, select_layers
 from flatness.layers.linear import ProjectionLayer
 from flatness.measures.catalogue import resolve_options, select_measures
 from flatness.measures.measure import SPECTRA
+from flatness.parts import named_modules
 from flatness.plan import Plan
 from flatness.problem import Problem
 
@@ -58,7 +60,7 @@ def make_plan(
     resolved = resolve_options(chosen, options)
     chosen = [item.adapted(resolved[item.name]) if item.adapted else item for item in chosen]
     network = any(measure.network_needs or measure.explore for measure in chosen)
-    by_name = any(name == "last" for name, _ in problem.model.named_modules())
+    by_name = any(name == "last" for name, _ in named_modules(problem.model))
     examined = examine(
         problem, last_only=isinstance(layers, str) and layers == "last" and not by_name and not network
     )
@@ -184,7 +186,7 @@ def _gradient_routes(problem: Problem, examined: Examined) -> Routes:
 
 
 def _selected(problem: Problem, examined: Examined, layers: str | Iterable[str] | None) -> list[str]:
-    kinds = {name: type(module).__name__ for name, module in problem.model.named_modules()}
+    kinds = {name: type(module).__name__ for name, module in named_modules(problem.model)}
     if examined.called:
         names = select_layers(examined.layers, examined.called, layers, last=examined.last, modules=kinds)
         return _one_per_weight(problem, examined, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from flatness.errors import FlatnessError, ModelError, NondeterministicError
 from flatness.losses import Items
 from flatness.memory import ran_out
 from flatness.problem import Problem
+from flatness.randomness import Draws
 
 # Largest accepted changes of an output, relative to the largest output. Kernels differ between batch sizes.
 _SAME_BATCH = 1e-4
@@ -19,51 +21,87 @@ _OTHER_BATCH = 1e-2
 
 
 def first_run(problem: Problem, example: Any) -> Items:
-    """The first forward pass of all: errors of the model become one that shows what it was given.
-
-    A model that writes into its input is given copies from here on.
-    """
-    batch = batches.copied(example)
-    before = batches.versions(batch)
+    """Run the example as it is: errors of the model become one that shows what it was given."""
     try:
         with torch.no_grad():
-            output, target = problem.outputs(batch)
+            output, target = run_whole(problem, example)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         if isinstance(error, FlatnessError) or ran_out(error):
             raise
         reason = (str(error).splitlines() or [""])[0].rstrip(".")
         raise ModelError(
-            f"Expected the model to take batches like {batches.describe(batch)} but it raised "
+            f"Expected the model to take batches like {batches.describe(example)} but it raised "
             f"{type(error).__name__}: {reason}. Try it on one batch yourself, or say how to use a batch with "
             "forward=."
         ) from error
-    problem.copy_batches = batches.versions(batch) != before
     with torch.no_grad():
         items = problem.laid_out(output, target)
         problem.loss.check(output, target)
     return items
 
 
-def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alone: Tensor) -> None:
+def run_whole(problem: Problem, example: Any) -> tuple[Tensor, Any]:
+    """Output and target of the example. A model that writes into its input is given copies from here on."""
+    batch = batches.copied(example)
+    before = batches.versions(batch)
+    output, target = problem.outputs(batch)
+    problem.copy_batches = problem.copy_batches or batches.versions(batch) != before
+    return output, target
+
+
+def explain(problem: Problem, example: Any, error: Exception) -> None:
+    """Raise, after an error of another run, what the example run as it is raises, if it does."""
+    if not ran_out(error):
+        first_run(problem, example)
+
+
+def check_runs(problem: Problem, example: Any, items: Items, alone: Tensor, draws: Draws) -> None:
     """Refuse a model that is random or mixes samples, or a loss that is not finite on the example.
+
+    A run that drew no random numbers and gave the first sample the output that it has alone is believed;
+    otherwise the example is run as it is, to tell what is the matter.
 
     Args:
         problem: The model, data and loss.
         example: The samples that were run.
-        first: What the first run gave.
-        again: Logits of another run of the same samples.
+        items: What a run of them gave.
         alone: Logits of the first sample run alone.
+        draws: What noted random numbers that these two runs drew.
     """
+    logits = items.logits.detach()
+    with torch.no_grad():
+        total = problem.loss.values(items).sum(dtype=torch.float64)
+        scale, change, total = largest([logits, _apart(logits, alone)], total)
+    if not math.isfinite(total):
+        problem.locate_bad_loss()
+    if draws.any() or not change <= _SAME_BATCH * scale:
+        _check_first(problem, example, first_run(problem, example), logits, alone)
+
+
+def _apart(logits: Tensor, alone: Tensor) -> Tensor:
+    """How far the first sample's output is from what it is alone."""
+    if alone.shape != logits[:1].shape:
+        return torch.full_like(logits[:1], torch.inf)
+    return logits[:1] - alone
+
+
+def largest(parts: list[Tensor], *numbers: Tensor) -> list[float]:
+    """The largest size of an entry of each part, then the numbers: one question to the device for all."""
+    parts = [part if part.is_floating_point() else part.double() for part in parts]
+    sizes = torch._foreach_norm(parts, torch.inf)
+    alike = len({size.dtype for size in sizes}) == 1
+    packed = torch.stack(sizes if alike else [size.double() for size in sizes]).double()
+    return (torch.cat([packed, torch.stack(numbers).double()]) if numbers else packed).tolist()
+
+
+def _check_first(problem: Problem, example: Any, first: Items, again: Tensor, alone: Tensor) -> None:
+    """Tell from the run of the example as it is whether the model is random or mixes samples."""
     logits = first.logits
     with torch.no_grad():
-        finite = problem.loss.values(first).isfinite().all()
-        mixed = (
-            logits[:1] - alone if alone.shape == logits[:1].shape else torch.full_like(logits[:1], torch.inf)
-        )
-        parts = [finite.to(logits.dtype), *(part.abs().max() for part in (logits, logits - again, mixed))]
-        # One question to the device for all of them.
-        fine, scale, change, change_alone = torch.stack(parts).tolist()
-    if not fine:
+        total = problem.loss.values(first).sum(dtype=torch.float64)
+        parts = [logits, logits - again, _apart(logits, alone)]
+        scale, change, change_alone, total = largest(parts, total)
+    if not math.isfinite(total):
         problem.locate_bad_loss()
     scale = max(scale, 1e-30)
     if change > _SAME_BATCH * scale:

@@ -21,7 +21,9 @@ from flatness.errors import (
 from flatness.forward import Forward, default_forward, line_for
 from flatness.guard import check_model, converted, measuring, unwrap
 from flatness.losses import Items, resolve_loss
-from flatness.memory import batch_budget, fits
+from flatness.losses.base import refuse
+from flatness.memory import batch_budgets, fits
+from flatness.parts import modules
 from flatness.progress import ProgressBar
 from flatness.ranks import Ranks
 from flatness.screen import Screen, screens
@@ -76,7 +78,7 @@ class Problem:
         check_options(weight_decay, batch_size, dtype, seed, forward)
         model, self.notes = unwrap(model) if isinstance(model, nn.Module) else (model, [])
         check_model(model)
-        if any(module.training for module in model.modules()):
+        if any(module.training for module in modules(model)):
             self.notes.append("the model was in training mode; measured in evaluation mode and set back")
         self.model = converted(model, usable_device(device), dtype)
         parameter = next(self.model.parameters())
@@ -157,14 +159,23 @@ class Problem:
             collects
                 what it finds wrong and looks later.
         """
-        try:
+        with self._located():
             if not look:
                 return self.loss.lay_out(output, target)
-            return (
-                self.loss.items(output, target)
-                if self._screen is None
-                else self._screen.items(output, target)
-            )
+            if self._screen is not None:
+                return self._screen.items(output, target)
+            return self.loss.items(output, target)
+
+    def look(self, items: Items) -> None:
+        """Look at the numbers of what was laid out without; the device is waited for."""
+        with self._located():
+            refuse(self.loss.checks(items))
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Errors about samples say where in the data they are."""
+        try:
+            yield
         except DataError as error:
             number, start, seen = self._origin
             if self._examples:
@@ -194,10 +205,11 @@ class Problem:
         """Choose the micro-batch from what one sample takes, unless the user fixed it."""
         if self._fixed_batch is None:
             each = max(1, bytes_per_sample)
-            few = min(8, batch_budget(self.device, backward=False) // each)
+            forward, budget = batch_budgets(self.device, backward)
+            few = min(8, forward // each)
             # Longer batches are slower on a CPU: activations leave the caches.
             longest = 65536 if self.device.type == "cuda" else 1024
-            self.micro_batch = max(1, min(longest, max(few, batch_budget(self.device, backward) // each)))
+            self.micro_batch = max(1, min(longest, max(few, budget // each)))
 
     def stream(self, step: Callable[[Any], None], label: str, first: int | None = None) -> None:
         """One pass over the data, or over its first samples only.

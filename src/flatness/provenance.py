@@ -11,18 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatness import batches
 from flatness.curvature.exact import exact_statistics
 from flatness.curvature.routes import Routes
 from flatness.curvature.statistics import Statistics
+from flatness.parts import buffers, named_parameters
 from flatness.plan import Plan
 from flatness.problem import Problem
 
+# Numbers of a tensor up to which it is brought to the host as a whole.
+_SMALL = 1 << 16
 
-def provenance(problem: Problem, chosen: Plan, statistics: Statistics, seconds: float) -> dict[str, Any]:
+
+def provenance(
+    problem: Problem, chosen: Plan, statistics: Statistics, seconds: float, fingerprint: str
+) -> dict[str, Any]:
     """The `meta` of a report."""
     return {
         "model": type(problem.model).__name__,
-        "model_fingerprint": model_fingerprint(problem.model),
+        "model_fingerprint": fingerprint,
         "data_fingerprint": f"{problem.fingerprint or 0:x}",
         "samples": statistics.samples,
         "risk": float(statistics.risk / statistics.normaliser),
@@ -30,7 +37,7 @@ def provenance(problem: Problem, chosen: Plan, statistics: Statistics, seconds: 
         "loss_options": problem.loss.options(),
         "curvature": chosen.curvature,
         "weight_decay": problem.weight_decay,
-        "parameters": {name: list(value.shape) for name, value in problem.model.named_parameters()},
+        "parameters": {name: list(value.shape) for name, value in named_parameters(problem.model).items()},
         "dtype": str(problem.dtype).removeprefix("torch."),
         "device": problem.device.type,
         "seed": problem.seed,
@@ -81,16 +88,47 @@ def shares(problem: Problem) -> dict[str, Any]:
 def model_fingerprint(model: nn.Module) -> str:
     """Depends on names, shapes and values of parameters and buffers: sums, and up to 256 entries each."""
     digest = hashlib.sha256()
-    numbers: list[Tensor] = []
-    device = next(model.parameters()).device
+    flat: list[Tensor] = []
     for name, value in model.state_dict().items():
         digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
         if isinstance(value, Tensor) and value.numel() and not value.is_complex():
-            flat = value.detach().reshape(-1)
-            numbers.append(flat.sum(dtype=torch.float64).reshape(1).to(device))
-            numbers.append(flat[:: -(-flat.numel() // 256)].double().to(device))
-    digest.update(torch.cat(numbers).cpu().numpy().tobytes())
+            flat.append(value.detach().reshape(-1))
+    # The small ones are brought to the host together, of the others what is needed.
+    small = iter(batches.on_host([value for value in flat if value.numel() <= _SMALL]))
+    numbers: list[Tensor] = []
+    for value in flat:
+        value = next(small) if value.numel() <= _SMALL else value
+        numbers.append(value.sum(dtype=torch.float64).reshape(1))
+        numbers.append(value[:: -(-value.numel() // 256)].double())
+    digest.update(torch.cat(batches.on_host(numbers)).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+class ModelFingerprint:
+    """The fingerprint of a model that is being measured, taken while a device works.
+
+    Buffers that the network writes to come back only when measuring ends: with such, it is taken then.
+
+    Args:
+        model: The model, before it is measured.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._state()
+        self._found: str | None = None
+
+    def take(self) -> None:
+        """Take it now, if the model is as it was."""
+        if self._state() == self._before:
+            self._found = model_fingerprint(self._model)
+
+    def result(self) -> str:
+        """The fingerprint; the model must be as it was."""
+        return self._found or model_fingerprint(self._model)
+
+    def _state(self) -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in buffers(self._model)]
 
 
 @lru_cache(maxsize=1)

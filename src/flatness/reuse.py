@@ -12,6 +12,7 @@ from flatness.affine import AffineModule
 from flatness.graph import reads
 from flatness.layers import Layer
 from flatness.layers.shared import EmbeddingLayer, SharedLayer, Use
+from flatness.parts import named_modules
 
 
 @dataclass
@@ -33,7 +34,7 @@ def tied_embeddings(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, 
     weights = {id(layer.weight) for layer in layers.values()}
     return {
         name: EmbeddingLayer(name, module)
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, nn.Embedding) and module.max_norm is None and id(module.weight) in weights
     }
 

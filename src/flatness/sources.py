@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from flatness.batches import describe, sample_codes, size_of
 from flatness.errors import DataError
 
 _BATCH = 256
+_LONG_BATCH = 65536
 EMPTY = "Expected at least one sample but the data is empty. Check the data set and the loader's drop_last."
 
 
@@ -29,6 +30,8 @@ class Source:
     Attributes:
         samples: Number of samples of a full pass; None before the first.
         fingerprint: What tells this data set from another, whatever its order; None before the first pass.
+        meanwhile: Work for the host: called once, when a pass has handed out its last batch and before the
+            device that works on it is waited for.
     """
 
     def __init__(self, data: Any, seed: int) -> None:
@@ -36,12 +39,17 @@ class Source:
         self.seed = seed
         self.samples: int | None = None
         self.fingerprint: int | None = None
+        self.meanwhile: Callable[[], object] | None = None
         self._first_sample: Tensor | None = None
 
     @property
     def is_pair(self) -> bool:
         """Whether the data are two tensors, which are batched here."""
         return isinstance(self.data, _TensorPair)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return isinstance(self.data, _TensorPair) and self.data.x.is_cuda and len(self.data) > 0
 
     def first(self) -> Any:
         """The first batch that holds any sample."""
@@ -63,14 +71,23 @@ class Source:
         first = self._first_sample if self.samples is None else None
         with self._replayable():
             for batch in self._batches(size):
+                yield batch
                 seen += size_of(batch)
+                if self._on_gpu:
+                    continue
+                # After it was used: a GPU is busy with it by now, and need not wait for this.
                 codes = sample_codes(batch)
                 # Kept where they are: a GPU is asked for them once, after the last batch.
                 code = codes.sum() if code is None else code.to(codes.device) + codes.sum()
                 if first is not None:
                     here = (codes == first.to(codes.device)).any()
                     met = here if met is None else met.to(codes.device) | here
-                yield batch
+        if self._on_gpu:
+            # A GPU takes as long for few samples as for many.
+            code = torch.stack([sample_codes(batch).sum() for batch in self._batches(_LONG_BATCH)]).sum()
+        if self.meanwhile is not None:
+            work, self.meanwhile = self.meanwhile, None
+            work()
         self._check(seen, 0 if code is None else int(code), first is None or (met is not None and bool(met)))
 
     def evenly(self, most: int) -> int:

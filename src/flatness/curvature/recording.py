@@ -7,7 +7,8 @@ No copy is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -48,6 +49,7 @@ class Recording:
         self._copy_inputs = copy_inputs
         self._handles: list[Any] = []
         self._entered: dict[str, Tensor] = {}
+        self._paused = False
 
     def __enter__(self) -> Recording:
         """Install the hooks."""
@@ -68,6 +70,15 @@ class Recording:
         """Forget what was recorded."""
         self.calls.clear()
         self._entered.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which modules run as they are and nothing is recorded."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def one(self, name: str) -> Record:
         """The only call of a module."""
@@ -98,6 +109,8 @@ class Recording:
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._paused:
+                return None
             x, rebuild = _input_of(name, args, kwargs)
             if self._copy_inputs:
                 x = x.clone()
@@ -111,6 +124,8 @@ class Recording:
 
     def _after(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+            if self._paused:
+                return None
             x = self._entered.pop(name)
             replaced = self._edges and output._is_view()
             if replaced:

@@ -22,6 +22,8 @@ from flatness.layers import Layer
 _CHUNK = 64_000_000
 # Statistics of single classes: they hold three such blocks at once, the others one.
 _PER_CLASS = frozenset({"row_traces", "incoming", "diagonal", "bias", "block_traces"})
+# Statistics in which features count by the length of their rows alone.
+_OF_ROWS = frozenset({"relative"})
 # Entries of W above which it is not copied without need.
 _LARGE = 4_000_000
 
@@ -48,40 +50,45 @@ class SoftmaxHead:
             self._plain = _TotalVariance(centred) if "relative" in needs else None
             self._scaled = _TotalVariance(centred * self._V) if self._V is not None else None
 
-    def sums(self, phi: Tensor, logits: Tensor, a: Tensor) -> dict[str, Tensor]:
+    def sums(
+        self, phi: Tensor, logits: Tensor, a: Tensor, tops: list[Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """The statistics of one micro-batch, taken in chunks of rows.
 
         Args:
             phi: Features (N, m), one row per prediction.
             logits: Outputs (N, K), up to a constant per row.
             a: Weights (N,), such that the output Hessian is a·(diag p − ppᵀ).
+            tops: Gets the largest output and the logarithm of its probability, (rows, 2) for every chunk.
         """
         total: dict[str, Tensor] = {}
         rows = max(1, _CHUNK // (self._blocks * logits.shape[1]))
         for start in range(0, logits.shape[0], rows):
             part = slice(start, start + rows)
-            for name, value in self._chunk(phi[part], logits[part], a[part].to(phi.dtype)).items():
+            p = _Probabilities(logits[part], tops)
+            for name, value in self._chunk(phi[part], p, a[part].to(phi.dtype)).items():
                 total[name] = total[name] + value if name in total else value
         return total
 
-    def _chunk(self, phi: Tensor, logits: Tensor, a: Tensor) -> dict[str, Tensor]:
-        e, top, others = _exponentials_without_top(logits)
-        phi2, V = phi.square(), self._V
+    def _chunk(self, phi: Tensor, p: _Probabilities, a: Tensor) -> dict[str, Tensor]:
+        V = self._V
         sums: dict[str, Tensor] = {}
+        if self._plain is not None:
+            sums["relative"] = torch.linalg.vector_norm(phi, dim=1).square() @ (a * self._plain(p))
+        if self._needs <= _OF_ROWS:
+            return sums
+        phi2 = phi.square()
         if self._columns is not None:
-            variance = self._columns(e, top, others) * a[:, None]
+            variance = self._columns(p) * a[:, None]
             sums["outgoing"] = (phi2 * variance).sum(0)
             if "relative" in self._needs:
                 sums["relative"] = phi2.sum(1) @ variance.sum(1)
             if V is not None:
                 sums["relative_normalized"] = (phi2 @ _inverse(V).square()) @ (variance @ V.square())
-        if self._plain is not None:
-            sums["relative"] = phi2.sum(1) @ (a * self._plain(e, top, others))
         if self._scaled is not None and V is not None:
-            sums["relative_normalized"] = (phi2 @ _inverse(V).square()) @ (a * self._scaled(e, top, others))
+            sums["relative_normalized"] = (phi2 @ _inverse(V).square()) @ (a * self._scaled(p))
         if self._needs & _PER_CLASS:
-            q, r = e.div_(1 + others), others / (1 + others)
-            sums |= _row_sums(self._needs, self._W, phi, phi2, q, top, r, a)
+            sums |= _row_sums(self._needs, self._W, phi, phi2, p.others, p.top, p.r, a)
         return sums
 
 
@@ -103,16 +110,41 @@ def _centred(W: Tensor) -> Tensor:
     return W - mean
 
 
+class _Probabilities:
+    """The softmax of logits (N, K), the most likely class j apart.
+
+    Args:
+        logits: The logits.
+        tops: Gets the largest logit and the logarithm of its probability, (N, 2).
+
+    Attributes:
+        top: j (N, 1).
+        others: q, the probabilities with that of j set to 0 (N, K).
+        r: Σ q = 1 − p_j (N, 1), which does not cancel.
+    """
+
+    def __init__(self, logits: Tensor, tops: list[Tensor] | None) -> None:
+        largest, self.top = logits.max(1, keepdim=True)
+        self.others = logits.softmax(1)
+        likely = self.others.gather(1, self.top) if tops is not None else None
+        self.others.scatter_(1, self.top, 0.0)
+        self.r = self.others.sum(1, keepdim=True)
+        if tops is not None and likely is not None:
+            # Near 1 a probability has no digits left for its logarithm; r has.
+            log = torch.where(self.r < 0.5, torch.log1p(-self.r), likely.log())
+            tops.append(torch.cat([largest, log], dim=1))
+
+
 class _PerColumnVariance:
     """Var_p(W_·t) for every sample and column t: (N, m)."""
 
     def __init__(self, W: Tensor) -> None:
         self._W, self._squares = W, W.square()
 
-    def __call__(self, e: Tensor, top: Tensor, others: Tensor) -> Tensor:
-        w_top, r = self._W[top[:, 0]], others / (1 + others)
-        first = (e @ self._W) / (1 + others)
-        second = (e @ self._squares) / (1 + others) - 2 * first * w_top + r * w_top.square()
+    def __call__(self, p: _Probabilities) -> Tensor:
+        w_top, r = self._W[p.top[:, 0]], p.r
+        first = p.others @ self._W
+        second = (p.others @ self._squares) - 2 * first * w_top + r * w_top.square()
         return (second - (first - r * w_top).square()).clamp_(min=0)
 
 
@@ -122,12 +154,13 @@ class _TotalVariance:
     def __init__(self, W: Tensor) -> None:
         self._W, self._norms = W, torch.linalg.vector_norm(W, dim=1).square()
 
-    def __call__(self, e: Tensor, top: Tensor, others: Tensor) -> Tensor:
-        w_top, r = self._W[top[:, 0]], others / (1 + others)
-        first = (e @ self._W) / (1 + others)
-        norms = (e @ self._norms) / (1 + others)[:, 0]
-        second = norms - 2 * (first * w_top).sum(1) + r[:, 0] * self._norms[top[:, 0]]
-        return (second - (first - r * w_top).square().sum(1)).clamp_(min=0)
+    def __call__(self, p: _Probabilities) -> Tensor:
+        top, r = p.top[:, 0], p.r
+        w_top, first = self._W[top], p.others @ self._W
+        # ‖v‖² and what is mixed in Σ q ‖w − w_j‖², gathered: every term is O(r).
+        mixed = (torch.addcmul(first, w_top, 1 - r, value=2) * first).sum(1)
+        second = torch.addcmul(p.others @ self._norms, (r * (1 - r))[:, 0], self._norms[top])
+        return second.sub_(mixed).clamp_(min=0)
 
 
 def _row_sums(
@@ -146,17 +179,6 @@ def _row_sums(
     if "diagonal" in needs:
         sums["diagonal"] = (variance.T @ phi2)[None]
     return sums
-
-
-def _exponentials_without_top(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exponentials e = exp(f − max f) (N, K) with the largest set to 0, its index (N, 1), and Σ e (N, 1).
-
-    The probabilities are e / (1 + Σ e); dividing what is computed from e is cheaper than dividing e.
-    """
-    largest, top = logits.max(1, keepdim=True)
-    e = (logits - largest).exp_()
-    e.scatter_(1, top, 0.0)
-    return e, top, e.sum(1, keepdim=True)
 
 
 def _bernoulli_variance(q: Tensor, top: Tensor, r: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flatness import batches
 from flatness.errors import LayerError, listed
-from flatness.examine import Examined, examine
+from flatness.examine import examine
+from flatness.examined import Examined
 from flatness.generalization.perturbing import PerturbedLayer
 from flatness.graph import only_layout_between
 from flatness.layers import Layer, select_layers

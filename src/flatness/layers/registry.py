@@ -11,6 +11,7 @@ from flatness.errors import LayerError, listed, nearest
 from flatness.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
 from flatness.layers.linear import LinearLayer, ProjectionLayer, TransposedLinearLayer
 from flatness.layers.view import Layer
+from flatness.parts import named_modules
 
 _VIEWS: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: LinearLayer,
@@ -73,7 +74,7 @@ def view_of(module: nn.Module) -> type[Layer] | None:
 def find_layers(model: nn.Module) -> dict[str, Layer]:
     """Every supported layer of a model, by name, in the order of registration."""
     found: dict[str, Layer] = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         view = view_of(module)
         if view is not None:
             found[name] = view(name, module)

@@ -74,6 +74,8 @@ class CrossEntropy(Loss):
 
     def values(self, items: Items) -> Tensor:
         """Return Σ_T of the weighted, smoothed cross-entropies: shape (n,)."""
+        if self._knows_top(items):
+            return self._values_from_top(items)
         logits = promote(items.logits)
         n, T, _ = logits.shape
         target = items.target if _hard(items) else items.target.to(logits)
@@ -85,12 +87,28 @@ class CrossEntropy(Loss):
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        return losses.reshape(n, T).sum(1)
+        return losses if T == 1 else losses.reshape(n, T).sum(1)
+
+    def _knows_top(self, items: Items) -> bool:
+        """Whether the largest output and the logarithm of its probability are known, and losses follow."""
+        full = items.logits.dtype in (torch.float32, torch.float64)
+        return "top" in items.memo and full and _hard(items) and not self.label_smoothing
+
+    def _values_from_top(self, items: Items) -> Tensor:
+        """Return Σ_T w_y (max f − f_y − log p_max): no pass over all classes."""
+        largest, log_top = items.memo["top"].unbind(2)
+        ignored = items.target == self.ignore_index
+        own = items.logits.gather(2, items.target.masked_fill(ignored, 0)[..., None])[..., 0]
+        losses = ((largest - own) - log_top).masked_fill(ignored, 0)
+        weight = None if self.weight is None else self._target_weight(items, losses.dtype)
+        return (losses if weight is None else losses * weight).sum(1)
 
     def normaliser(self, items: Items) -> Tensor:
         """Return Σ w_y over the targets that count, or the number of predictions for class probabilities."""
         if not _hard(items):
             return count(items) * items.target.shape[1]
+        if self.weight is None:
+            return self._counted(items).sum(dtype=torch.float64)
         return self._target_weight(items, torch.float64).sum()
 
     def rank(self, items: Items) -> int:
@@ -143,9 +161,15 @@ class CrossEntropy(Loss):
     def _weight(self, like: Tensor) -> Tensor | None:
         return None if self.weight is None else self.weight.to(like)
 
+    def _counted(self, items: Items) -> Tensor:
+        """Return which targets are not ignored: shape (n, T)."""
+        if "counted" not in items.memo:
+            items.memo["counted"] = items.target != self.ignore_index
+        return items.memo["counted"]
+
     def _target_weight(self, items: Items, dtype: torch.dtype) -> Tensor:
         """Return w_y, and 0 for ignored targets: shape (n, T)."""
-        counted = items.target != self.ignore_index
+        counted = self._counted(items)
         if self.weight is None:
             return counted.to(dtype)
         weight = self.weight.to(items.logits.device, dtype)
@@ -176,7 +200,7 @@ class CrossEntropy(Loss):
                 f"for {place(index, T)}. Number the classes from 0, or {skip if value < 0 else widen}."
             )
 
-        return ((target < 0) | (target >= K)) & (target != self.ignore_index), explain
+        return (target.clamp(0, K - 1) != target) & self._counted(items), explain
 
 
 class NegativeLogLikelihood(CrossEntropy):
