@@ -107,11 +107,11 @@ def test_signals_that_cannot_be_kept_are_recomputed(monkeypatch):
     kept = flatness.measure(case.build(), (case.x, case.y), measures="hessian_top_eigenvalue", progress=False)
     stream = LayerOperators._stream
 
-    def full(self, visit):
+    def full(self, visit, *rest):
         if getattr(visit, "__name__", "") == "append":
             self._problem.micro_batch = 1
             raise OutOfMemoryError("no room")
-        stream(self, visit)
+        stream(self, visit, *rest)
 
     monkeypatch.setattr(LayerOperators, "_stream", full)
     streamed = flatness.measure(

@@ -20,6 +20,7 @@ from flatness.errors import (
 )
 from flatness.forward import Forward, default_forward, line_for
 from flatness.guard import check_model, converted, measuring, unwrap
+from flatness.journal import Loop, loop
 from flatness.losses import Items, resolve_loss
 from flatness.losses.base import refuse
 from flatness.memory import batch_budgets, fits
@@ -211,7 +212,15 @@ class Problem:
             longest = 65536 if self.device.type == "cuda" else 1024
             self.micro_batch = max(1, min(longest, max(few, budget // each)))
 
-    def stream(self, step: Callable[[Any], None], label: str, first: int | None = None) -> None:
+    def stream(
+        self,
+        step: Callable[[Any], None],
+        label: str,
+        first: int | None = None,
+        *,
+        state: Any = None,
+        depends_on: Any = (),
+    ) -> bool:
         """One pass over the data, or over its first samples only.
 
         Args:
@@ -220,22 +229,22 @@ class Problem:
                 out it is called again with half as many samples.
             label: What the progress bar says.
             first: How many samples to stop after.
+            state: All that the step changes, for a `flatness.journal`; without it the pass is not resumed.
+            depends_on: What the sums depend on beside the network, the data and the loss.
+
+        Returns:
+            Whether the sums of some samples, or all, come from a journal: the step has not seen those.
         """
-        seen, before = 0, self.micro_batch
-        length = before if self._fixed_batch is not None else self.source.evenly(before)
+        before = self.micro_batch
         screen = self._screen = Screen(self.loss, self.device) if self._screening else None
+        kept = state is not None and self.ranks.count == 1
+        work = loop(label, state, [self.loss.name, first, depends_on]) if kept else Loop(state)
         try:
-            with ProgressBar(label, self.source.expected_batches(length), self.progress) as bar:
-                for number, batch in enumerate(self.source.batches(length)):
-                    size = batches.size_of(batch)
-                    self._steps(step, batch, size if first is None else min(size, first - seen), number, seen)
-                    seen += size
-                    bar.advance()
-                    if screen is not None and screen.due:
-                        self._ask(screen)
-                    if first is not None and seen >= first:
-                        break
-            self._ask(screen)
+            with work:
+                self._recall(work)
+                if not work.done:
+                    self._pass(work, step, label, first, screen)
+                    self._ask(screen)
         except LossError:
             # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.
             self._screen = None
@@ -248,6 +257,46 @@ class Problem:
             self._screen = None
         if self.micro_batch < before:
             self.notes.append(f"out of memory: went on with micro-batches of {self.micro_batch}")
+        return bool(work.done or work.start)
+
+    def _pass(
+        self,
+        work: Loop,
+        step: Callable[[Any], None],
+        label: str,
+        first: int | None,
+        screen: Screen | None,
+    ) -> None:
+        seen, length = 0, self.micro_batch
+        if self._fixed_batch is None:
+            length = self.source.evenly(length)
+        length = work.facts.get("length", length)
+        with ProgressBar(label, self.source.expected_batches(length), self.progress) as bar:
+            for number, batch in enumerate(self.source.batches(length)):
+                size = batches.size_of(batch)
+                if number >= work.start:
+                    self._steps(step, batch, size if first is None else min(size, first - seen), number, seen)
+                seen += size
+                bar.advance()
+                if screen is not None and (screen.due or work.due):
+                    self._ask(screen)
+                if number >= work.start:
+                    work.reached(number + 1, length=length, **self._facts())
+                if first is not None and seen >= first:
+                    break
+        work.facts = self._facts()
+
+    def _facts(self) -> dict[str, Any]:
+        """What a pass finds out about memory and data."""
+        source = self.source
+        return {"micro_batch": self.micro_batch, "data": [source.samples, source.fingerprint]}
+
+    def _recall(self, work: Loop) -> None:
+        """Know what an earlier run of a pass found out."""
+        if work.facts:
+            self.micro_batch = min(self.micro_batch, work.facts["micro_batch"])
+            if self.source.samples is None:
+                self.source.samples, self.source.fingerprint = work.facts["data"]
 
     def _ask(self, screen: Screen | None) -> None:
         """Raise with the first wrong target if the screen has seen one."""

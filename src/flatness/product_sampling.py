@@ -14,6 +14,7 @@ from flatness.curvature.parameter_probes import ALL, ParameterEngine, unit_lengt
 from flatness.curvature.parameter_products import DifferenceError
 from flatness.curvature.sampled import SampledSums
 from flatness.curvature.statistics import Statistics
+from flatness.journal import remembered
 from flatness.plan import Plan
 from flatness.problem import Problem
 from flatness.sampling import relative_variances
@@ -59,9 +60,12 @@ def sample_products(
     probes = _FEWEST
     if routes.random:
         with problem.ranks.stage():
-            chosen = _choose(problem, plan, spreads, known, folds)
+            asked = [problem.loss.name, routes.described(), spreads, plan.precision, plan.max_passes]
+            chosen = remembered(
+                "directions", asked, lambda: list(_choose(problem, plan, spreads, known, folds))
+            )
         probes, cheaper = problem.ranks.first(chosen)
-        routes.complete |= cheaper
+        routes.complete |= frozenset(cheaper)
         plan.methods.update({name: "exact" for name in cheaper if name is not None})
     found: list[Products] = []
     error = DifferenceError()
@@ -94,7 +98,7 @@ def _remarks(plan: Plan, error: DifferenceError, probes: int) -> dict[str | None
 
 def _choose(
     problem: Problem, plan: Plan, spreads: dict[str, Tensor], known: Statistics, folds: int
-) -> tuple[int, frozenset[str | None]]:
+) -> tuple[int, list[str | None]]:
     """Random directions that promise the precision, within `max_passes`, and what is cheaper without."""
     most = plan.max_passes - plan.max_passes % 2
     routes = plan.by_parameters.only(complete=False)
@@ -117,7 +121,7 @@ def _choose(
         random = {name: probes / engine.probes * t / scale for name, t in engine.seconds.items()}
         complete = engine.seconds_complete(samples)
         cheaper = {name for name in random if complete[name] <= random[name]}
-    return probes, frozenset(cheaper)
+    return probes, list(cheaper)
 
 
 def _rest_variance(plan: Plan, known: Statistics, found: Statistics, scatter: Scatter) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from flatness.curvature.sampled import (
 )
 from flatness.curvature.statistics import Statistics
 from flatness.finalise import layer_values
+from flatness.journal import remembered
 from flatness.measures.measure import SPECTRA
 from flatness.plan import Plan
 from flatness.problem import Problem
@@ -59,7 +60,11 @@ def sample(
         budget = Budget(None, None, folds=0)
         return sampled_statistics(problem, plan.sampling, spreads, budget, groups), Scatter(), ""
     with problem.ranks.stage():
-        budget = choose_budget(problem, plan, spreads)
+        # By the time that its pilots take, hence not to be chosen a second time.
+        asked = [problem.loss.name, plan.sampling.described(), spreads, plan.precision, plan.max_passes]
+        budget = Budget(
+            *remembered("budget", asked, lambda: list(astuple(choose_budget(problem, plan, spreads))))
+        )
     budget = problem.ranks.first(budget)
     sums = sampled_statistics(problem, plan.sampling, spreads, budget, groups)
     return sums, Scatter.of(sums), _described(plan, budget)

@@ -21,6 +21,7 @@ from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import LayerRoute, Routes
 from flatness.curvature.softmax_head import SoftmaxHead
 from flatness.curvature.statistics import Statistics
+from flatness.journal import Fields
 from flatness.layers.shared import SharedLayer, Use
 from flatness.losses import Items
 from flatness.problem import Problem
@@ -54,7 +55,12 @@ def exact_statistics(
             return part
 
         with problem.ranks.stage():
-            problem.stream(stepwise(groups, found, total.merge), "curvature")
+            problem.stream(
+                stepwise(groups, found, total.merge),
+                "curvature",
+                state=Fields(total) if groups is None else None,
+                depends_on=[routes.described(), spreads],
+            )
             if not bool(total.to_host().risk.isfinite()):
                 problem.locate_bad_loss()
     return total.all_reduce(problem.ranks)

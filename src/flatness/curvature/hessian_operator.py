@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from flatness.curvature.parameter_space import ParameterSpace, explained
 from flatness.errors import DifferentiabilityError, listed
 from flatness.graph import once_differentiable
 from flatness.guard import differentiable
+from flatness.journal import Fields
 from flatness.losses import Items
 from flatness.memory import kept_budget, ran_out
 
@@ -45,6 +47,14 @@ class HessianOperator:
         self._graph_bytes = graph_bytes
         self._keep = bool(graph_bytes)
         self._kept: list[Product] | None = None
+
+    def described(self) -> list[str]:
+        """What tells its products from those of others."""
+        return [type(self).__name__, self._batch.__name__]
+
+    def state(self) -> Any:
+        """All that a product changes, other than what it keeps to be faster."""
+        return Fields(self, "gradient", "risk", "products")
 
     def __call__(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """H v for every vector, in float64; one pass over the data."""
@@ -96,10 +106,16 @@ class HessianOperator:
 
             return finish
 
-        space.each(visit, differentiate=True, label="Hessian products")
+        resumed = space.each(
+            visit,
+            differentiate=True,
+            label="Hessian products",
+            state=[totals, slope, risk],
+            depends_on=[self._batch.__name__, list(vectors)],
+        )
         self.gradient = slope / space.normaliser + space.problem.weight_decay * space.theta
         self.risk = float(risk) / space.normaliser
-        if self._keep:
+        if self._keep and not resumed:
             self._kept = kept
         return totals
 

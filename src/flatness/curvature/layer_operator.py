@@ -23,7 +23,13 @@ from flatness.curvature.exact import (
     separable_signals,
     signals,
 )
-from flatness.curvature.layer_slices import FactorSlice, GradientSlice, HessianSlice, SoftmaxSlice
+from flatness.curvature.layer_slices import (
+    FactorSlice,
+    GradientSlice,
+    HessianSlice,
+    KeptSlices,
+    SoftmaxSlice,
+)
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import LayerRoute, Routes
 from flatness.errors import OutOfMemoryError
@@ -78,7 +84,7 @@ class LayerOperators:
                 results[name][index] += product
 
         if self._kept is None:
-            self._stream(visit)
+            self._stream(visit, results, queries)
         elif not all(fits(partial(visit, slices), self._problem.device) for slices in self._kept):
             # What is kept leaves no room to multiply with it: from here on it is recomputed.
             self._kept = None
@@ -91,14 +97,16 @@ class LayerOperators:
         kept: list[dict[str, HessianSlice]] = []
         before = self._problem.micro_batch
         try:
-            self._stream(kept.append)
+            self._stream(kept.append, KeptSlices(kept))
         except OutOfMemoryError:
             kept.clear()
             self._problem.micro_batch = before
         else:
             self._kept = kept
 
-    def _stream(self, visit: Callable[[dict[str, HessianSlice]], None]) -> None:
+    def _stream(
+        self, visit: Callable[[dict[str, HessianSlice]], None], state: Any, queries: Any = None
+    ) -> None:
         routes = self._routes
         with Recording(routes.modules(), edges=routes.backward, copy_inputs=routes.copy_inputs) as recording:
 
@@ -111,7 +119,8 @@ class LayerOperators:
                 with torch.no_grad():
                     visit(slices)
 
-            self._problem.stream(step, "eigenvalues")
+            asked = [routes.described(), queries]
+            self._problem.stream(step, "eigenvalues", state=state, depends_on=asked)
 
     def _slices(self, recording: Recording, items: Items) -> Iterator[tuple[str, HessianSlice]]:
         for route in self._routes.kind("softmax head"):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.recording import Recording
+from flatness.journal import Fields
 from flatness.layers import Layer
 from flatness.layers.shared import SharedLayer
 from flatness.problem import Problem
@@ -24,14 +25,15 @@ class _Moments:
     The reference makes a constant feature's variance exactly that of rounding, also in float32.
     """
 
-    def __init__(self, reference: Tensor) -> None:
-        self.reference = reference
+    def __init__(self) -> None:
+        nothing = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.reference = self.first = self.second = nothing
         self.count = 0
-        self.first = torch.zeros_like(reference, dtype=torch.float64)
-        self.second = torch.zeros_like(reference, dtype=torch.float64)
 
     def part(self, values: Tensor) -> tuple[Tensor, Tensor, int]:
         """What values (n, units, positions) add: their first and second moment, and how many there are."""
+        if not self.count:
+            self.reference = values.mean((0, 2))
         centred = values - self.reference[:, None]
         first = centred.sum((0, 2), dtype=torch.float64)
         second = centred.square().sum((0, 2), dtype=torch.float64)
@@ -73,7 +75,7 @@ def feature_spreads(
         copy_inputs: Whether inputs are overwritten later on.
         loose: Those whose inputs are not laid out sample by sample; every row counts as one.
     """
-    moments: dict[str, _Moments] = {}
+    moments = {name: _Moments() for name in layers}
     modules = {name: layer.module for name, layer in layers.items()}
     for layer in layers.values():
         if isinstance(layer, SharedLayer):
@@ -85,18 +87,17 @@ def feature_spreads(
             with torch.no_grad():
                 items = problem.items(batch)
             n = items.logits.shape[0]
-            parts = {}
-            for name, layer in layers.items():
-                values = _values(layer, recording, None if name in loose else n)
-                if name not in moments:
-                    moments[name] = _Moments(values.mean((0, 2)))
-                parts[name] = moments[name].part(values)
+            parts = {
+                name: moments[name].part(_values(layer, recording, None if name in loose else n))
+                for name, layer in layers.items()
+            }
             # Only now: when memory runs out above, the same samples come again in smaller batches.
             for name, part in parts.items():
                 moments[name].add(part)
 
         with problem.ranks.stage():
-            problem.stream(step, "features")
+            state = {name: Fields(moment) for name, moment in moments.items()}
+            problem.stream(step, "features", state=state, depends_on=list(loose))
     if problem.ranks.count > 1:
         references = problem.ranks.first({name: moment.reference.cpu() for name, moment in moments.items()})
         for name in references:

@@ -48,7 +48,8 @@ class ParameterOperators:
                 results[name][index] += product / self._normaliser
 
         with self._problem.ranks.stage(), differentiable(self._problem.model):
-            self._problem.stream(step, "eigenvalues")
+            asked = [self._curvature, queries]
+            self._problem.stream(step, "eigenvalues", state=results, depends_on=asked)
         flat = iter(self._problem.ranks.summed([product for found in results.values() for product in found]))
         return {name: [next(flat) for _ in found] for name, found in results.items()}
 

@@ -26,6 +26,7 @@ from flatness.curvature.routes import LayerRoute
 from flatness.curvature.sampled import SampledSums
 from flatness.curvature.statistics import Statistics
 from flatness.guard import differentiable
+from flatness.journal import Fields
 from flatness.losses.base import random_signs
 from flatness.problem import Problem
 
@@ -59,6 +60,11 @@ class ParameterRoutes:
         layers = [route for route in self.layers if (route.name in self.complete) == complete]
         rest = self.rest if (None in self.complete) == complete else []
         return replace(self, layers=layers, rest=rest)
+
+    def described(self) -> list[object]:
+        """What tells them from others."""
+        layers = [[route.name, sorted(route.needs), self.parameters[route.name]] for route in self.layers]
+        return [layers, self.rest, self.curvature, self.complete]
 
     def __bool__(self) -> bool:
         """Whether there is anything to measure."""
@@ -103,6 +109,7 @@ class ParameterEngine:
         self.seconds: dict[str | None, float] = {}
         self.total = Statistics()
         self.parts = {ALL: FoldedSums(0), SIGNS: FoldedSums(folds)}
+        self._spreads = spreads
         self._blocks = list(self._made(spreads))
         # Samples of different processes need probes of their own.
         seed = problem.seed + 1_000_003 * problem.ranks.rank + 17
@@ -169,12 +176,27 @@ class ParameterEngine:
         try:
             self.problem.micro_batch = unit_length(self.problem, self.routes, first)
             with differentiable(self.problem.model):
-                self.problem.stream(stepwise(groups, self.probed, self.total.merge), label, first=first)
+                self.problem.stream(
+                    stepwise(groups, self.probed, self.total.merge),
+                    label,
+                    first,
+                    state=self._state() if groups is None else None,
+                    depends_on=[self.routes.described(), self._spreads, self.probes, self.problem.seed],
+                )
         finally:
             self.problem.micro_batch = before
         if not bool(self.total.to_host().risk.isfinite()):
             self.problem.locate_bad_loss()
         return SampledSums(self.total, self.parts)
+
+    def _state(self) -> dict[str, Any]:
+        """All that `probed` changes."""
+        return {
+            "total": Fields(self.total),
+            "parts": {name: Fields(part) for name, part in self.parts.items()},
+            "own": Fields(self, "units", "seconds", "_generator"),
+            "error": Fields(self._error),
+        }
 
     def _made(self, spreads: dict[str, Tensor]) -> Iterator[_Block]:
         starts, start = {}, 0

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from flatness.curvature.hessian_operator import HessianOperator, gauss_newton_product, hessian_product
 from flatness.curvature.parameter_space import ParameterSpace
+from flatness.journal import Fields
 from flatness.layers import Layer
 from flatness.losses import Items
 
@@ -119,6 +120,10 @@ class DifferenceOperator(HessianOperator):
     def __init__(self, space: ParameterSpace) -> None:
         super().__init__(space)
         self.error = DifferenceError()
+
+    def state(self) -> Any:
+        """All that a product changes."""
+        return [super().state(), Fields(self.error)]
 
     def __call__(self, vectors: Any) -> list[Tensor]:
         """H v for every vector, in float64; weight decay included."""

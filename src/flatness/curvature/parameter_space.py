@@ -88,7 +88,7 @@ class ParameterSpace:
             part = self.problem.loss.values(items).sum(dtype=torch.float64)
             return partial(_add, total, part)
 
-        self.each(add, vector)
+        self.each(add, vector, state=total, depends_on="risk")
         return float(total) / self.normaliser + self._penalty(vector)
 
     def error_rate(self, vector: Tensor | None = None) -> float:
@@ -104,7 +104,7 @@ class ParameterSpace:
                 )
             return partial(_add, wrong, part)
 
-        self.each(add, vector)
+        self.each(add, vector, state=wrong, depends_on="error rate")
         return float(wrong[0] / wrong[1])
 
     def gradient(self, vector: Tensor | None = None) -> tuple[float, Tensor]:
@@ -118,7 +118,7 @@ class ParameterSpace:
             part = values.detach().sum(dtype=torch.float64)
             return lambda: (_add(total, part), _add(slope, found))[0]
 
-        self.each(add, vector, differentiate=True)
+        self.each(add, vector, differentiate=True, state=[total, slope], depends_on="gradient")
         at = self.theta if vector is None else self.theta + vector
         risk = float(total) / self.normaliser + self._penalty(vector)
         return risk, slope / self.normaliser + self.problem.weight_decay * at
@@ -140,7 +140,7 @@ class ParameterSpace:
     def normaliser(self) -> float:
         """C of E = Σ ℓ_i / C, known after a pass."""
         if self._normaliser is None:
-            self.each(lambda items: lambda: None)
+            self.each(lambda items: lambda: None, state={})
         assert self._normaliser is not None
         return self._normaliser
 
@@ -151,7 +151,9 @@ class ParameterSpace:
         *,
         differentiate: bool = False,
         label: str = "risk",
-    ) -> None:
+        state: Any = None,
+        depends_on: Any = (),
+    ) -> bool:
         """One pass over the data at θ + vector.
 
         Args:
@@ -160,6 +162,11 @@ class ParameterSpace:
             vector: Where to evaluate; at θ when None.
             differentiate: Whether derivatives in the parameters are taken.
             label: What the progress bar says.
+            state: All that what `visit` returns changes; see `Problem.stream`, like the next.
+            depends_on: What that depends on beside the network there.
+
+        Returns:
+            What `Problem.stream` does.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
 
@@ -171,13 +178,18 @@ class ParameterSpace:
             finish()
             total.add_(share)
 
+        kept = {
+            "state": None if state is None else {"sums": state, "normaliser": total},
+            "depends_on": [list(self.parameters), vector, depends_on],
+        }
         with differentiable(self.problem.model):
             if vector is None:
-                self.problem.stream(step, label)
+                resumed = self.problem.stream(step, label, **kept)
             else:
                 with self.moved(vector):
-                    self.problem.stream(step, label)
+                    resumed = self.problem.stream(step, label, **kept)
         self._normaliser = float(total)
+        return resumed
 
     def _penalty(self, vector: Tensor | None) -> float:
         if not self.problem.weight_decay:

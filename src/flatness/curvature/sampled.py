@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from flatness.curvature.recording import Recording
 from flatness.curvature.routes import Routes
 from flatness.curvature.statistics import Statistics
 from flatness.curvature.weight_copies import WeightCopies
+from flatness.journal import Fields
 from flatness.layers.shared import SharedLayer
 from flatness.losses import Items
 from flatness.problem import Problem
@@ -105,7 +106,12 @@ def sampled_statistics(
     """
     engine = SampledEngine(problem, routes, spreads, budget)
     with engine.attached(), problem.ranks.stage():
-        problem.stream(stepwise(groups, engine.probed, engine.total.merge), "probes")
+        problem.stream(
+            stepwise(groups, engine.probed, engine.total.merge),
+            "probes",
+            state=engine.state() if groups is None else None,
+            depends_on=[routes.described(), spreads, astuple(budget), problem.seed],
+        )
         if not bool(engine.total.to_host().risk.isfinite()):
             problem.locate_bad_loss()
     engine.total.all_reduce(problem.ranks)
@@ -168,6 +174,14 @@ class SampledEngine:
                 for statistic, value in sums.items():
                     found.add(owner, statistic, value)
         return found
+
+    def state(self) -> dict[str, Any]:
+        """All that `probed` changes."""
+        return {
+            "total": Fields(self.total),
+            "parts": {name: Fields(part) for name, part in self.parts.items()},
+            "own": Fields(self, "_micro_batches", "_seconds", "_generator"),
+        }
 
     def finished(self) -> SampledSums:
         """What was summed."""

@@ -12,6 +12,7 @@ from flatness.curvature.layer_operator import LayerOperators
 from flatness.curvature.parameter_operator import ParameterOperators
 from flatness.curvature.product_operator import ProductOperators
 from flatness.curvature.routes import Routes
+from flatness.journal import Fields, Loop, loop
 from flatness.problem import Problem
 
 _BASIS_BYTES = 512 * 2**20
@@ -89,10 +90,14 @@ def top_eigenvalues(
             )
     shapes = {name: matrix.shape for name, matrix in matrices.items()}
     # Several processes go on as the first one decides: rounding may differ between their devices.
-    while active := problem.ranks.first([key for key, solver in solvers.items() if not solver.done]):
-        answers = _products(operators, {key: solvers[key].query() for key in active}, shapes)
-        for key in active:
-            solvers[key].tell(answers[key])
+    state = [Fields(solver) for solver in solvers.values()]
+    asked = [problem.loss.name, type(operators).__name__, curvature, wanted, tolerance, max_products]
+    with loop("eigenvalues of layers", state, asked) if problem.ranks.count == 1 else Loop(state) as work:
+        while active := problem.ranks.first([key for key, solver in solvers.items() if not solver.done]):
+            answers = _products(operators, {key: solvers[key].query() for key in active}, shapes)
+            for key in active:
+                solvers[key].tell(answers[key])
+            work.reached(work.position + 1)
     answers = _products(operators, {key: solver.vectors for key, solver in solvers.items()}, shapes)
     for key, solver in solvers.items():
         solver.verify(answers[key])

@@ -56,7 +56,7 @@ def squared_gradients(space: ParameterSpace, routes: Routes) -> Tensor:
                 if name in totals:
                     totals[name] += value.reshape(totals[name].shape)
 
-        problem.stream(step, "squared gradients")
+        problem.stream(step, "squared gradients", state=totals)
     return space.join(totals) / space.normaliser
 
 

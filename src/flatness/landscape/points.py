@@ -17,6 +17,7 @@ from flatness import batches
 from flatness.errors import OptionError
 from flatness.landscape.choosing import choose_engine
 from flatness.landscape.engines import LOSS, Stacked, accuracy_of, bytes_of
+from flatness.journal import Loop, loop
 from flatness.memory import fits, kept_budget
 from flatness.probe import first_run
 from flatness.problem import Problem
@@ -121,7 +122,7 @@ class Points:
                 part = self._stacked.sums(moved, batch)
                 sums.add_(part)
 
-            self._pass(step)
+            self._pass(step, sums, moved)
         loss = sums[:, LOSS] / self._normaliser + self._penalty(moved, count)
         return torch.stack([loss, accuracy_of(sums)], dim=1).cpu()
 
@@ -178,13 +179,17 @@ class Points:
             self.problem.notes.append(_LEFT_ALONE)
         return found
 
-    def _pass(self, step: Callable[[Any], None]) -> None:
-        """One pass over the data: over what is kept of it, or streamed."""
+    def _pass(self, step: Callable[[Any], None], state: Any = None, depends_on: Any = None) -> None:
+        """One pass over the data: over what is kept of it, or streamed; see `Problem.stream`."""
         if self._kept is None:
-            self.problem.stream(step, "landscape")
-        else:
-            for batch in self._kept:
+            self.problem.stream(step, "landscape", state=state, depends_on=depends_on)
+            return
+        sizes = [batches.size_of(batch) for batch in self._kept]
+        asked = [self.problem.loss.name, sizes, depends_on]
+        with Loop(state) if state is None else loop("kept landscape", state, asked) as work:
+            for batch in [] if work.done else self._kept[work.start :]:
                 step(batch)
+                work.reached(work.position + 1)
 
     def _choose(self, fixed_batch: bool) -> None:
         choice = choose_engine(self.problem, self.chunk)
@@ -215,8 +220,8 @@ class Points:
                 kept.append(batch)
 
         with torch.no_grad():
-            problem.stream(step, "landscape")
-        self._kept = kept if held <= budget else None
+            resumed = problem.stream(step, "landscape", state=[sums, total])
+        self._kept = kept if held <= budget and not resumed else None
         self._normaliser = float(total)
         if not bool(sums.isfinite().all()):
             problem.locate_bad_loss()

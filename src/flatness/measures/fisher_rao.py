@@ -60,7 +60,9 @@ def _mean_square(
     def visit(items: Items) -> Callable[[], None]:
         return partial(_add, total, numbers(space, items).detach().double().square().sum())
 
-    space.each(visit, differentiate=differentiate, label="Fisher-Rao norm")
+    space.each(
+        visit, differentiate=differentiate, label="Fisher-Rao norm", state=total, depends_on=numbers.__name__
+    )
     return float(total) / space.normaliser
 
 

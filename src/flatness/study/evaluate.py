@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flatness.journal import loop
 from flatness.study.losses import LOSSES, correct
 
 _BATCH = 1000
@@ -13,13 +14,16 @@ _BATCH = 1000
 @torch.no_grad()
 def risk_and_accuracy(model: nn.Module, data: tuple[Tensor, Tensor], loss: str) -> tuple[float, float]:
     """Mean loss, summed in float64, and the share of samples classified right (NaN without classes)."""
-    total = right = 0.0
-    for x, y in zip(data[0].split(_BATCH), data[1].split(_BATCH), strict=True):
-        output = model(x)
-        total += float(LOSSES[loss](output, y).double().sum())
-        right += float(correct(output, y).sum())
-    samples = len(data[0])
-    return total / samples, float("nan") if data[1].is_floating_point() else right / samples
+    sums, samples = {"loss": 0.0, "right": 0.0}, len(data[0])
+    with loop("evaluation", sums, [loss, samples, data[0][:1], data[1]]) as work:
+        for start in range(samples if work.done else work.start * _BATCH, samples, _BATCH):
+            x, y = (part[start : start + _BATCH] for part in data)
+            output = model(x)
+            sums["loss"] += float(LOSSES[loss](output, y).double().sum())
+            sums["right"] += float(correct(output, y).sum())
+            work.reached(work.position + 1)
+    accuracy = float("nan") if data[1].is_floating_point() else sums["right"] / samples
+    return sums["loss"] / samples, accuracy
 
 
 def evaluation(

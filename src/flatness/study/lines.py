@@ -34,6 +34,8 @@ def walked(
     data = (train[0][: asked.get("samples")], train[1][: asked.get("samples")])
     given = {name: asked[name] for name in _PASSED_ON if name in asked}
     found = line(model, data, loss, **given, seed=asked.get("seed", 0) + seed, progress=False)
+    if not found.done.all():
+        raise KeyboardInterrupt  # which ends a line early, elsewhere to show what there is of it
     return {
         "key": lines_key(settings),
         "samples": len(data[0]),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import UndefinedMeasureError
+from flatness.journal import about
 from flatness.measures.catalogue import select_measures
 from flatness.measuring import measure
 from flatness.result import Report
@@ -131,7 +132,8 @@ def _passes(
 def _reports(model: nn.Module, asked: _Pass, notes: list[str]) -> list[Report]:
     """What a pass finds; where a measure has no value for this network, those of the other measures."""
     try:
-        return [measure(model, asked.data, **asked.arguments)]
+        with about(model.state_dict(), len(asked.data[0]), asked.arguments):
+            return [measure(model, asked.data, **asked.arguments)]
     except UndefinedMeasureError as error:
         alone = asked.single()
         if len(alone) == 1:

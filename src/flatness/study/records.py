@@ -31,19 +31,20 @@ class Folder:
         path: The folder; made when something is written.
 
     Layout: ``study.json`` is the study as it ran, ``records/KEY.json`` a network, ``weights/KEY.safetensors``
-    its weights, ``training/COHORT.pt`` the state of networks that are still training.
+    its weights, ``training/COHORT.pt`` the state of networks that are still training, ``measuring/KEY`` that
+    of a measuring that is not over.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.records, self.weights, self.training = (
-            self.path / name for name in ("records", "weights", "training")
+        self.records, self.weights, self.training, self.measuring = (
+            self.path / name for name in ("records", "weights", "training", "measuring")
         )
 
     def make(self) -> None:
         """Make the folders."""
         with readable_disk_errors(self.path):
-            for folder in (self.records, self.weights, self.training):
+            for folder in (self.records, self.weights, self.training, self.measuring):
                 folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager

@@ -6,6 +6,7 @@ import datetime
 import functools
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from torch import AcceleratorError, Tensor, nn
 
 from flatness.checkpoints import fit_checkpoint, read_checkpoint
 from flatness.errors import StudyError
+from flatness.journal import Journal, about
 from flatness.study.cohorts import Unit
 from flatness.study.environment import environment
 from flatness.study.evaluate import evaluation
@@ -157,28 +159,44 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
         model = _loaded(one, folder).to(split.train[0].device).eval()
         train = (split.train[0], training_targets(split, one))
         loss = one.train.get("loss", "cross_entropy")
-        if "evaluation" not in record:
-            record["evaluation"] = evaluation(model, train, split.test, loss)
-        if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
-            record |= {"status": DIVERGED, "reason": "the loss of the trained network is not finite"}
-        elif _wants_measuring(record["status"], settings):
-            seed = one.axes.get("seed", 0)
-            if record.get("measuring", {}).get("key") != measuring_key(settings):
-                before = record.pop(SO_FAR, None)
+        with _journal(one, model, folder, orders) as journal:
+            if "evaluation" not in record:
+                record["evaluation"] = evaluation(model, train, split.test, loss)
+            if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
+                record |= {"status": DIVERGED, "reason": "the loss of the trained network is not finite"}
+            elif _wants_measuring(record["status"], settings):
+                seed = one.axes.get("seed", 0)
+                if record.get("measuring", {}).get("key") != measuring_key(settings):
+                    before = record.pop(SO_FAR, None)
 
-                def keep(found: dict[str, Any]) -> None:
-                    folder.write_record(one.key, {**record, SO_FAR: found, **stamp(orders)})
+                    def keep(found: dict[str, Any]) -> None:
+                        folder.write_record(one.key, {**record, SO_FAR: found, **stamp(orders)})
+                        journal.forget()
 
-                record["measuring"] = measured(model, train, loss, seed, one.key, settings, before, keep)
-                folder.write_record(one.key, {**record, **stamp(orders)})  # lines may take long
-            if lines_key(settings) not in (None, record.get("lines", {}).get("key")):
-                record["lines"] = walked(model, train, loss, seed, settings)
+                    record["measuring"] = measured(model, train, loss, seed, one.key, settings, before, keep)
+                    folder.write_record(one.key, {**record, **stamp(orders)})  # lines may take long
+                if lines_key(settings) not in (None, record.get("lines", {}).get("key")):
+                    record["lines"] = walked(model, train, loss, seed, settings)
     except (StudyError, torch.OutOfMemoryError, AcceleratorError, KeyboardInterrupt):
         raise
     except Exception as error:
         _fail(one, folder, orders, "measuring", error, record)
-        return
-    folder.write_record(one.key, {**record, **stamp(orders)})
+    else:
+        folder.write_record(one.key, {**record, **stamp(orders)})
+    shutil.rmtree(folder.measuring / one.key, ignore_errors=True)
+
+
+@contextmanager
+def _journal(one: Configuration, model: nn.Module, folder: Folder, orders: Orders) -> Iterator[Journal]:
+    """What keeps evaluating and measuring a network from beginning anew after being killed."""
+    writing = functools.partial(readable_disk_errors, folder.path)
+    journal = Journal(folder.measuring / one.key, orders.every, writing)
+    produced_by = environment(torch.device(orders.device))
+    with (
+        journal.kept(),
+        about(model.state_dict(), *(produced_by[name] for name in ("code", "torch", "device"))),
+    ):
+        yield journal
 
 
 def _loaded(one: Configuration, folder: Folder) -> nn.Module:
