@@ -9,7 +9,6 @@ computed for anything else is never found, and without a journal nothing changes
 
 from __future__ import annotations
 
-import hashlib
 import math
 import pickle
 import shutil
@@ -18,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from flatness.files import replacing
+from flatness.journal_state import digest_of, plain, restored, size_of
 
 _NOW = "now.pt"
 # Longest share of the time that may go into writing, as what must lie between two times of it.
@@ -38,40 +37,6 @@ _SMALL = 16 * 2**20
 _LARGEST = 4 * 2**30
 
 _current: ContextVar[Journal | None] = ContextVar("journal", default=None)
-
-
-class Kept(Protocol):
-    """Part of what a loop changes that knows by itself how it is written and read."""
-
-    def saved(self) -> Any:
-        """As tensors, numbers and texts in lists and dictionaries."""
-        ...
-
-    def restore(self, saved: Any) -> None:
-        """Become what was saved."""
-        ...
-
-
-class Fields:
-    """Attributes of an object as part of what a loop changes.
-
-    Args:
-        owner: The object.
-        names: Its attributes; all of them when none are named.
-    """
-
-    def __init__(self, owner: Any, *names: str) -> None:
-        self.owner, self.names = owner, names or tuple(vars(owner))
-
-    def saved(self) -> dict[str, Any]:
-        """By name."""
-        return {name: _saved(getattr(self.owner, name)) for name in self.names}
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Set them; tensors are replaced, as several attributes may be views of one."""
-        for name, value in saved.items():
-            mine = getattr(self.owner, name)
-            setattr(self.owner, name, _restore(None if isinstance(mine, Tensor) else mine, value))
 
 
 class Loop:
@@ -119,13 +84,13 @@ class Loop:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over what an earlier run wrote."""
-        _restore(self.state, saved["state"])
+        restored(self.state, saved["state"])
         self.facts, self.done = saved["facts"], saved["done"]
         self.start = self.position = saved["position"]
 
     def saved(self, *, done: bool) -> dict[str, Any]:
         """What to write."""
-        return {"state": _saved(self.state), "facts": self.facts, "position": self.position, "done": done}
+        return {"state": plain(self.state), "facts": self.facts, "position": self.position, "done": done}
 
 
 class Journal:
@@ -182,7 +147,7 @@ class Journal:
         """Drop what ended inside a loop: its state holds that now."""
         for key in loop.inside:
             if key in self._waiting:
-                self._waiting_bytes -= _bytes(self._waiting.pop(key))
+                self._waiting_bytes -= size_of(self._waiting.pop(key))
             for path, content in list(self._files.items()):
                 if content.pop(key, None) is not None and not content:
                     del self._files[path]
@@ -196,11 +161,11 @@ class Journal:
             del self._open[self._open.index(loop) :]
         if not whole:
             return
-        size = _bytes(loop.state)
+        size = size_of(loop.state)
         seconds = math.inf if loop.start else time.monotonic() - loop.started
         if size <= min(_LARGEST, seconds * _READING):
             self._waiting[loop.key] = loop.saved(done=True)
-            self._waiting_bytes += _bytes(self._waiting[loop.key])
+            self._waiting_bytes += size_of(self._waiting[loop.key])
             for around in self._open[-1:]:
                 around.inside.append(loop.key)
         self.save_if_due()
@@ -225,12 +190,12 @@ class Journal:
         if self._waiting:
             last = max(self._files, default=self.folder / "000001.pt")
             path = self.folder / f"{int(last.stem) + 1:06}.pt"
-            if _bytes(self._files.get(last, {})) < _SMALL:  # few files, however long it takes
+            if size_of(self._files.get(last, {})) < _SMALL:  # few files, however long it takes
                 path, self._waiting = last, {**self._files.get(last, {}), **self._waiting}
             _write(path, self._waiting)
             self._files[path] = _read(path)
             self._waiting, self._waiting_bytes = {}, 0
-        small = [loop for loop in self._open if _bytes(loop.state) <= _LARGEST]
+        small = [loop for loop in self._open if size_of(loop.state) <= _LARGEST]
         _write(self.folder / _NOW, {loop.key: loop.saved(done=False) for loop in small})
         self._begun = {}
 
@@ -268,77 +233,6 @@ def remembered(label: str, depends_on: Any, compute: Callable[[], list[Any]]) ->
         if not once.done:
             found[:] = compute()
     return found
-
-
-def digest_of(value: Any) -> str:
-    """Hexadecimal digits that depend on every number in nested lists and dictionaries."""
-    found = hashlib.blake2b(digest_size=16)
-    for piece in _pieces(value):
-        found.update(piece)
-    return found.hexdigest()
-
-
-def _pieces(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor):
-        yield f"{value.dtype}{list(value.shape)}".encode()
-        # As bytes: not all of torch's types are numpy's.
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, Mapping):
-        yield f"mapping of {len(value)}".encode()
-        for key, part in value.items():
-            yield from _pieces(key)
-            yield from _pieces(part)
-    elif isinstance(value, (set, frozenset)):
-        yield from _pieces(sorted(value, key=repr))
-    elif isinstance(value, (list, tuple)):
-        yield f"list of {len(value)}".encode()
-        for part in value:
-            yield from _pieces(part)
-    else:
-        yield f"{type(value).__name__} {value!r};".encode()
-
-
-def _saved(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, Mapping):
-        return {key: _saved(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_saved(part) for part in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else value.saved()
-
-
-def _restore(mine: Any, saved: Any) -> Any:
-    """What was saved: `mine` itself, changed in place, where it can be."""
-    if isinstance(mine, torch.Generator):
-        mine.set_state(saved.cpu())
-    elif isinstance(mine, Tensor) and (mine.shape, mine.dtype) == (saved.shape, saved.dtype):
-        mine.copy_(saved)
-    elif isinstance(mine, dict):
-        for key, part in saved.items():
-            mine[key] = _restore(mine.get(key), part)
-    elif isinstance(mine, list):
-        known = [*mine, *[None] * len(saved)]
-        mine[:] = [_restore(known[place], part) for place, part in enumerate(saved)]
-    elif hasattr(mine, "restore"):
-        mine.restore(saved)
-    else:
-        return _saved(saved)
-    return mine
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        return sum(map(_bytes, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_bytes, value))
-    if isinstance(value, Fields):
-        return sum(_bytes(getattr(value.owner, name)) for name in value.names)
-    return getattr(value, "bytes", 64)
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

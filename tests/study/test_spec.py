@@ -158,6 +158,26 @@ def test_values_that_make_no_sense_are_refused():
 
 
 @pytest.mark.parametrize(
+    ("axis", "value", "wanted"),
+    [
+        ("momentum", 1.0, "numbers from 0 to below 1"),
+        ("momentum", -0.1, "numbers from 0 to below 1"),
+        ("learning_rate", 0.0, "positive numbers"),
+        ("batch_size", 0, "whole numbers"),
+        ("batch_size", -4, "whole numbers"),
+        ("weight_decay", -1e-4, "numbers of at least 0"),
+        ("random_labels", 1.5, "shares from 0 to 1"),
+        ("random_labels", -0.5, "shares from 0 to 1"),
+    ],
+)
+def test_hyperparameters_out_of_range_are_refused(axis, value, wanted):
+    refusal = f"Expected {axis} to be {wanted} but the study has {value!r}."
+    assert message(study(grid={axis: value})) == refusal
+    alone = {name: given for name, given in SMALL["grid"].items() if name != axis}
+    assert message({**SMALL, "grid": {**alone, "together": [{axis: [value]}]}}) == refusal
+
+
+@pytest.mark.parametrize(
     ("table", "given", "least"),
     [
         ("measure", {"samples": -5}, 1),

@@ -21,7 +21,7 @@ from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import LayerRoute, Routes
 from flatness.curvature.softmax_head import SoftmaxHead
 from flatness.curvature.statistics import Statistics
-from flatness.journal import Fields
+from flatness.journal_state import Fields
 from flatness.layers.shared import SharedLayer, Use
 from flatness.losses import Items
 from flatness.problem import Problem

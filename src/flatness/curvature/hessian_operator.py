@@ -17,7 +17,7 @@ from flatness.curvature.parameter_space import ParameterSpace, explained
 from flatness.errors import DifferentiabilityError, listed
 from flatness.graph import once_differentiable
 from flatness.guard import differentiable
-from flatness.journal import Fields
+from flatness.journal_state import Fields
 from flatness.losses import Items
 from flatness.memory import kept_budget, ran_out
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.recording import Recording
-from flatness.journal import Fields
+from flatness.journal_state import Fields
 from flatness.layers import Layer
 from flatness.layers.shared import SharedLayer
 from flatness.problem import Problem

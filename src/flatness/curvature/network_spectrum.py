@@ -26,7 +26,8 @@ from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.power import PowerMethod
 from flatness.curvature.spectrum import default_tolerance
 from flatness.errors import UndefinedMeasureError
-from flatness.journal import Fields, loop
+from flatness.journal import loop
+from flatness.journal_state import Fields
 
 Metric = Literal["euclidean", "layerwise", "nodewise", "fisher"]
 Parameters = Literal["all", "weights"]

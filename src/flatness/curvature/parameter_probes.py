@@ -26,7 +26,7 @@ from flatness.curvature.routes import LayerRoute
 from flatness.curvature.sampled import SampledSums
 from flatness.curvature.statistics import Statistics
 from flatness.guard import differentiable
-from flatness.journal import Fields
+from flatness.journal_state import Fields
 from flatness.losses.base import random_signs
 from flatness.problem import Problem
 

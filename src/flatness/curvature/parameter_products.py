@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from flatness.curvature.hessian_operator import HessianOperator, gauss_newton_product, hessian_product
 from flatness.curvature.parameter_space import ParameterSpace
-from flatness.journal import Fields
+from flatness.journal_state import Fields
 from flatness.layers import Layer
 from flatness.losses import Items
 

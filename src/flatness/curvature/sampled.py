@@ -39,7 +39,7 @@ from flatness.curvature.recording import Recording
 from flatness.curvature.routes import Routes
 from flatness.curvature.statistics import Statistics
 from flatness.curvature.weight_copies import WeightCopies
-from flatness.journal import Fields
+from flatness.journal_state import Fields
 from flatness.layers.shared import SharedLayer
 from flatness.losses import Items
 from flatness.problem import Problem

@@ -12,7 +12,8 @@ from flatness.curvature.layer_operator import LayerOperators
 from flatness.curvature.parameter_operator import ParameterOperators
 from flatness.curvature.product_operator import ProductOperators
 from flatness.curvature.routes import Routes
-from flatness.journal import Fields, Loop, loop
+from flatness.journal import Loop, loop
+from flatness.journal_state import Fields
 from flatness.problem import Problem
 
 _BASIS_BYTES = 512 * 2**20

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from flatness import batches
 from flatness.errors import OptionError
+from flatness.journal import Loop, loop
 from flatness.landscape.choosing import choose_engine
 from flatness.landscape.engines import LOSS, Stacked, accuracy_of, bytes_of
-from flatness.journal import Loop, loop
 from flatness.memory import fits, kept_budget
 from flatness.probe import first_run
 from flatness.problem import Problem

@@ -125,7 +125,7 @@ def _axis_values(axis: str, values: Any, where: str) -> list[Any]:
 
 
 _POSITIVE = ("learning_rate",)
-_NOT_NEGATIVE = ("momentum", "weight_decay")
+_NOT_NEGATIVE = ("weight_decay",)
 
 
 def _checked(axis: str, value: Any, where: str) -> Any:
@@ -140,6 +140,8 @@ def _checked(axis: str, value: Any, where: str) -> Any:
         right, wanted = number and value > 0, "positive numbers"
     elif axis in _NOT_NEGATIVE:
         right, wanted = number and value >= 0, "numbers of at least 0"
+    elif axis == "momentum":
+        right, wanted = number and 0 <= value < 1, "numbers from 0 to below 1"
     elif axis == "random_labels":
         right, wanted = number and 0 <= value <= 1, "shares from 0 to 1"
     elif axis == "initialization":

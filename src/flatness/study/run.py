@@ -20,9 +20,9 @@ from flatness.study.executors import check_executor, execute
 from flatness.study.experimenting import ExperimentStudy, do_experiment
 from flatness.study.found import found_checkpoints
 from flatness.study.grid import Configuration
-from flatness.study.objects import load_split, make_model
 from flatness.study.records import FAILED, SO_FAR, Folder
 from flatness.study.results import Study
+from flatness.study.sources import check_sources
 from flatness.study.spec import Spec, make_spec, read_spec
 from flatness.study.watch import Watch
 from flatness.study.work import Orders, do_unit
@@ -44,7 +44,8 @@ def run(
     """Train many networks, measure them, and relate flatness to the generalisation gap.
 
     Every network has a record of its own in `out`. A run that is killed is resumed by running it again: what
-    is finished is not done twice, and networks in training lose at most the time since their last checkpoint.
+    is finished is not done twice, and what is being trained or measured goes on from where it was last
+    written down, `checkpoint_every` seconds ago at most, and the batch or micro-batch in hand.
 
     Args:
         spec: The name of a study that comes with the package, the path of a ``.toml`` file, or its content.
@@ -55,7 +56,7 @@ def run(
         jobs: Processes at a time; None for one per GPU, or one per core without a GPU.
         device: Where to train and measure; None for a GPU where there is one.
         minutes: Time after which to save everything and return what there is.
-        checkpoint_every: Seconds between two checkpoints of networks in training.
+        checkpoint_every: Seconds between two checkpoints of networks that are trained or measured.
         retry: Whether networks that failed before are tried again.
         progress: Whether to show how far it is.
 
@@ -101,7 +102,7 @@ def _run_networks(
     spec: Spec, folder: Folder, orders: Orders, executor: str, jobs: int, retry: bool, progress: bool
 ) -> None:
     work = plan_units(spec, torch.device(orders.device))
-    _check_sources(work)
+    check_sources(spec, work)
     with _opened(folder, retry):
         networks = [one for unit in work for one in unit.configurations]
         folder.write_study(_saved(spec, networks))
@@ -171,18 +172,6 @@ def _saved(spec: Spec, networks: list[Configuration]) -> dict[str, Any]:
         {"key": one.key, "part": one.part, "axes": dict(one.axes), "label": one.label()} for one in networks
     ]
     return {"name": spec.name, "scale": spec.scale, "content": dict(spec.content), "networks": listed}
-
-
-def _check_sources(work: list[Unit]) -> None:
-    """Load every data set and build every model once: what is missing is said now, not after an hour."""
-    seen: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
-    for unit in work:
-        one = unit.configurations[0]
-        if (one.data, one.model) not in seen:
-            if not any(one.data == data for data, _ in seen):
-                load_split(one.data)
-            make_model(one)
-            seen.append((one.data, one.model))
 
 
 def _forget_failures(folder: Folder) -> None:

@@ -1,0 +1,74 @@
+"""Names that only the data and the networks can judge are judged before anything trains."""
+
+from __future__ import annotations
+
+import pytest
+
+import flatness
+from flatness.errors import SpecError
+from flatness.measures.catalogue import select_measures
+from flatness.study.sources import columns_of
+from studies import study
+
+
+def refused(out, content):
+    with pytest.raises(SpecError) as caught:
+        flatness.study.run(content, out, jobs=1, progress=False)
+    assert not (out / "records").exists()  # nothing was trained, nothing was written
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("table", ["measure", "measure.subset"])
+def test_a_layer_that_the_model_does_not_have_is_refused(tmp_path, table):
+    named = {"layers": ["fc1", "fc02"]}
+    if table == "measure.subset":
+        named = {"subset": {"measures": ["sam_sharpness"], **named}}
+    assert refused(tmp_path / "out", study(measure=named)) == (
+        f"Expected layers in [{table}] to be supported layers of the model but the study has 'fc02'. "
+        "Did you mean 'fc2'? Known: fc1, fc2."
+    )
+
+
+def test_a_module_that_is_no_supported_layer_is_refused(tmp_path):
+    content = study(measure={"layers": "relu1"})
+    assert refused(tmp_path / "out", content) == (
+        "Expected layers in [measure] to be supported layers of the model but the study has 'relu1', which "
+        "is a ReLU. Known: fc1, fc2."
+    )
+
+
+def test_layers_that_are_no_names_are_refused(tmp_path):
+    assert refused(tmp_path / "out", study(measure={"layers": []})) == (
+        'Expected layers in [measure] to be "last", a name or a list of names but the study has []. '
+        "Leave it out to measure all: fc1, fc2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("relative_flatnes:fc2", "relative_flatness:fc2"),
+        ("relative_flatness:fc3", "relative_flatness:fc2"),
+        ("relative_flatness:network", "relative_flatness:network:sum"),
+    ],
+)
+def test_a_headline_that_nothing_measures_is_refused(tmp_path, given, meant):
+    content = study(analysis={"headline": ["hessian_trace:network", given]})
+    assert refused(tmp_path / "out", content) == (
+        "Expected headline in [analysis] to be columns that are measured, as measure:layer, measure:network "
+        f"or with :max or :sum behind, but the study has {given!r}. Did you mean {meant!r}?"
+    )
+
+
+def test_a_scale_may_measure_less_than_its_headline(tmp_path):
+    content = study(analysis={"headline": ["hessian_trace:network", "fisher_rao:network"]})
+    content = {**content, "scale": {"smoke": {"measure": {"measures": ["hessian_trace"]}}}}
+    found = flatness.study.run(content, tmp_path / "out", scale="smoke", jobs=1, progress=False)
+    assert found.headline() == ["hessian_trace:network"]
+
+
+def test_columns_are_those_of_a_report(tmp_path):
+    content = study(grid={"learning_rate": 0.1, "seed": 1}, measure={"measures": "all"})
+    frame = flatness.study.run(content, tmp_path / "out", jobs=1, progress=False).to_frame()
+    expected = [name for one in select_measures("all") for name in columns_of(one, ["fc1", "fc2"])]
+    assert sorted(name for name in frame.columns if ":" in name) == sorted(expected)
