@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,19 +37,40 @@ for _ in sys.stdin:
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+# The same with passes that take their time, and a byte in a file for every batch.
+SLOW = (
+    """
+import time
+from flatness import journal
+from flatness.problem import Problem
+journal._APART = 0.0  # small sums take longer to write than to compute
+steps = Problem._steps
+def slowly(problem, *arguments):
+    steps(problem, *arguments)
+    with open("batches", "ab") as file:
+        file.write(b".")
+    time.sleep(0.002)
+Problem._steps = slowly
+"""
+    + SERVER
+)
 PARALLEL = """
 import json, sys, flatness
 flatness.study.run(json.loads(sys.argv[1]), sys.argv[2], jobs=2, progress=False, checkpoint_every=0.05)
 """
 
 
-def start(script, content, out):
+PARTS = ("measuring", "lines")
+
+
+def start(script, content, out, folder=None):
     return subprocess.Popen(
         [sys.executable, "-c", script, json.dumps(content), str(out)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=environment(80),
+        cwd=folder,
     )
 
 
@@ -91,6 +113,62 @@ def test_ten_kills_change_nothing(tmp_path):
     assert list((out / "training").iterdir()) == []
     assert not list(out.glob("*/.*.part"))
     assert os.listdir(out / "records")
+
+
+MEASURED = study(
+    data={"limit": 200},
+    grid={"learning_rate": [0.1], "seed": 2},
+    measure={
+        "measures": ["relative_flatness_normalized", "riemannian_spectral_norm", "hessian_top_eigenvalue"],
+        "batch_size": 20,
+        "subset": {"samples": 100, "measures": ["pac_bayes_flatness", "epsilon_sharpness"]},
+    },
+    rescale={"measures": ["riemannian_spectral_norm"]},
+    lines={"count": 2, "points": 5},
+)
+LOST = 26
+"""Batches that a kill may cost: those of 0.05 s, each of 0.002 s at least, and the one in hand."""
+
+
+@pytest.mark.slow
+def test_kills_while_measuring_change_nothing_and_lose_little(tmp_path):
+    whole = tmp_path / "whole"
+    with start(SLOW, MEASURED, whole, tmp_path) as server:
+        server.communicate("run\n")
+    counter = tmp_path / "batches"
+    alone = counter.stat().st_size
+    out = tmp_path / "killed"
+    shutil.copytree(whole, out)
+    for path in (out / "records").iterdir():  # as they were when training was over
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({k: v for k, v in record.items() if k not in ("evaluation", *PARTS)}))
+    counter.write_bytes(b"")
+    draw, kills, ended = random.Random(3), 0, None
+    with start(SLOW, MEASURED, out, tmp_path) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        while ended != 0:
+            server.stdin.write("run\n")
+            server.stdin.flush()
+            child = int(server.stdout.readline())
+            if kills < 10:
+                before = counter.stat().st_size
+                _until(lambda: counter.stat().st_size > before, 60)  # noqa: B023 (called at once)
+                time.sleep(draw.uniform(0.0, 0.6))
+                os.kill(child, signal.SIGKILL)
+            ended = int(server.stdout.readline())
+            kills += ended != 0
+        server.stdin.close()
+    assert kills == 10
+    for path in (whole / "records").iterdir():
+        expected, found = (json.loads((place / "records" / path.name).read_text()) for place in (whole, out))
+        assert found["evaluation"] == expected["evaluation"]
+        for part in PARTS:
+            mine, theirs = ({k: v for k, v in r[part].items() if k != "seconds"} for r in (found, expected))
+            assert mine == theirs
+    lost = counter.stat().st_size - alone
+    assert 0 <= lost <= kills * LOST
+    assert list((out / "measuring").iterdir()) == []
 
 
 @pytest.mark.slow
