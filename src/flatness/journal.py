@@ -212,6 +212,11 @@ def loop(label: str, state: Any, depends_on: Any) -> Loop:
     return Loop(state) if journal is None else journal.begin(label, state, depends_on)
 
 
+def journal_in_force() -> bool:
+    """Whether loops are written down."""
+    return _current.get() is not None
+
+
 @contextmanager
 def about(*what: Any) -> Iterator[None]:
     """A context in which all loops depend on something more: the network, the settings."""
@@ -224,15 +229,6 @@ def about(*what: Any) -> Iterator[None]:
         yield
     finally:
         journal.about.pop()
-
-
-def remembered(label: str, depends_on: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-    """Plain values that must not be found anew, as they depend on how fast the machine is at the moment."""
-    found: list[Any] = []
-    with loop(label, found, depends_on) as once:
-        if not once.done:
-            found[:] = compute()
-    return found
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

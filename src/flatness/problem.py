@@ -20,7 +20,8 @@ from flatness.errors import (
 )
 from flatness.forward import Forward, default_forward, line_for
 from flatness.guard import check_model, converted, measuring, unwrap
-from flatness.journal import Loop, loop
+from flatness.journal import Loop, journal_in_force, loop
+from flatness.journal_state import digest_of
 from flatness.losses import Items, resolve_loss
 from flatness.losses.base import refuse
 from flatness.memory import batch_budgets, fits
@@ -103,6 +104,10 @@ class Problem:
         # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.
         self._origin = (0, 0, 0)
         self._examples = 0
+        self._identity: str | None = None
+        if journal_in_force() and isinstance(loss, str) and forward is None and self.source.is_pair:
+            setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
+            self._identity = digest_of([self.model.state_dict(), self.source.excerpt(), setting])
 
     @property
     def samples(self) -> int | None:
@@ -237,8 +242,7 @@ class Problem:
         """
         before = self.micro_batch
         screen = self._screen = Screen(self.loss, self.device) if self._screening else None
-        kept = state is not None and self.ranks.count == 1
-        work = loop(label, state, [self.loss.name, first, depends_on]) if kept else Loop(state)
+        work = self.loop(label, state, [first, depends_on])
         try:
             with work:
                 self._recall(work)
@@ -258,6 +262,20 @@ class Problem:
         if self.micro_batch < before:
             self.notes.append(f"out of memory: went on with micro-batches of {self.micro_batch}")
         return bool(work.done or work.start)
+
+    def loop(self, label: str, state: Any, depends_on: Any) -> Loop:
+        """Long work on this problem that a `flatness.journal` can resume.
+
+        Models and pairs of tensors can be told from others, as can losses by name; all else is not resumed.
+
+        Args:
+            label: What it does.
+            state: All that it changes; None for what cannot be resumed.
+            depends_on: What decides its outcome beside the network, the data and the loss.
+        """
+        if state is None or self._identity is None or self.ranks.count > 1:
+            return Loop(state)
+        return loop(label, state, [self._identity, depends_on])
 
     def _pass(
         self,

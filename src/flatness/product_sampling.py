@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from flatness.curvature.parameter_probes import ALL, ParameterEngine, unit_lengt
 from flatness.curvature.parameter_products import DifferenceError
 from flatness.curvature.sampled import SampledSums
 from flatness.curvature.statistics import Statistics
-from flatness.journal import remembered
 from flatness.plan import Plan
 from flatness.problem import Problem
 from flatness.sampling import relative_variances
@@ -60,10 +60,12 @@ def sample_products(
     probes = _FEWEST
     if routes.random:
         with problem.ranks.stage():
-            asked = [problem.loss.name, routes.described(), spreads, plan.precision, plan.max_passes]
-            chosen = remembered(
-                "directions", asked, lambda: list(_choose(problem, plan, spreads, known, folds))
-            )
+            # By the time that products take, hence not to be chosen a second time.
+            chosen: list[Any] = []
+            asked = [routes.described(), spreads, plan.precision, plan.max_passes]
+            with problem.loop("directions", chosen, asked) as once:
+                if not once.done:
+                    chosen += _choose(problem, plan, spreads, known, folds)
         probes, cheaper = problem.ranks.first(chosen)
         routes.complete |= frozenset(cheaper)
         plan.methods.update({name: "exact" for name in cheaper if name is not None})

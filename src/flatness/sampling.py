@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from flatness.curvature.sampled import (
 )
 from flatness.curvature.statistics import Statistics
 from flatness.finalise import layer_values
-from flatness.journal import remembered
 from flatness.measures.measure import SPECTRA
 from flatness.plan import Plan
 from flatness.problem import Problem
@@ -61,10 +61,12 @@ def sample(
         return sampled_statistics(problem, plan.sampling, spreads, budget, groups), Scatter(), ""
     with problem.ranks.stage():
         # By the time that its pilots take, hence not to be chosen a second time.
-        asked = [problem.loss.name, plan.sampling.described(), spreads, plan.precision, plan.max_passes]
-        budget = Budget(
-            *remembered("budget", asked, lambda: list(astuple(choose_budget(problem, plan, spreads))))
-        )
+        found: list[Any] = []
+        asked = [plan.sampling.described(), spreads, plan.precision, plan.max_passes]
+        with problem.loop("budget", found, asked) as once:
+            if not once.done:
+                found += astuple(choose_budget(problem, plan, spreads))
+        budget = Budget(*found)
     budget = problem.ranks.first(budget)
     sums = sampled_statistics(problem, plan.sampling, spreads, budget, groups)
     return sums, Scatter.of(sums), _described(plan, budget)

@@ -26,7 +26,6 @@ from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.power import PowerMethod
 from flatness.curvature.spectrum import default_tolerance
 from flatness.errors import UndefinedMeasureError
-from flatness.journal import loop
 from flatness.journal_state import Fields
 
 Metric = Literal["euclidean", "layerwise", "nodewise", "fisher"]
@@ -102,8 +101,8 @@ def network_spectra(
     roots = [inverse_metric_root(space, request, squared_gradients) for request in requests]
     solvers = [_solver(space, *pair) for pair in zip(requests, roots, strict=True)]
     state = {"solvers": [Fields(solver) for solver in solvers], "operator": operator.state()}
-    asked = [space.problem.loss.name, operator.described(), [list(astuple(request)) for request in requests]]
-    with loop("eigenvalues of the network", state, asked) as work:
+    asked = [operator.described(), [list(astuple(request)) for request in requests]]
+    with space.problem.loop("eigenvalues of the network", state, asked) as work:
         while active := [i for i, solver in enumerate(solvers) if not solver.done]:
             answers = operator([roots[i] * solvers[i].query().flatten() for i in active])
             for i, answer in zip(active, answers, strict=True):

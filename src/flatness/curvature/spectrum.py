@@ -12,7 +12,6 @@ from flatness.curvature.layer_operator import LayerOperators
 from flatness.curvature.parameter_operator import ParameterOperators
 from flatness.curvature.product_operator import ProductOperators
 from flatness.curvature.routes import Routes
-from flatness.journal import Loop, loop
 from flatness.journal_state import Fields
 from flatness.problem import Problem
 
@@ -92,8 +91,8 @@ def top_eigenvalues(
     shapes = {name: matrix.shape for name, matrix in matrices.items()}
     # Several processes go on as the first one decides: rounding may differ between their devices.
     state = [Fields(solver) for solver in solvers.values()]
-    asked = [problem.loss.name, type(operators).__name__, curvature, wanted, tolerance, max_products]
-    with loop("eigenvalues of layers", state, asked) if problem.ranks.count == 1 else Loop(state) as work:
+    asked = [type(operators).__name__, curvature, wanted, tolerance, max_products]
+    with problem.loop("eigenvalues of layers", state, asked) as work:
         while active := problem.ranks.first([key for key, solver in solvers.items() if not solver.done]):
             answers = _products(operators, {key: solvers[key].query() for key in active}, shapes)
             for key in active:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flatness import batches
 from flatness.errors import OptionError
-from flatness.journal import Loop, loop
 from flatness.landscape.choosing import choose_engine
 from flatness.landscape.engines import LOSS, Stacked, accuracy_of, bytes_of
 from flatness.memory import fits, kept_budget
@@ -185,8 +184,7 @@ class Points:
             self.problem.stream(step, "landscape", state=state, depends_on=depends_on)
             return
         sizes = [batches.size_of(batch) for batch in self._kept]
-        asked = [self.problem.loss.name, sizes, depends_on]
-        with Loop(state) if state is None else loop("kept landscape", state, asked) as work:
+        with self.problem.loop("kept landscape", state, [sizes, depends_on]) as work:
             for batch in [] if work.done else self._kept[work.start :]:
                 step(batch)
                 work.reached(work.position + 1)

@@ -20,7 +20,7 @@ from flatness.study.grid import digest
 from flatness.study.records import FAILED, Folder, readable_disk_errors
 from flatness.study.spec import Spec
 from flatness.study.table import PENDING
-from flatness.study.work import Orders, end_with, reason_of, stamp
+from flatness.study.work import Orders, end_with, journal_of, reason_of, stamp
 
 if TYPE_CHECKING:
     import pandas
@@ -51,7 +51,8 @@ def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
     record: dict[str, Any] = {"experiment": name, "unit": dict(unit), **stamp(orders)}
     torch.set_num_threads(1)  # units run side by side
     try:
-        record |= {"status": DONE, "reason": "", "rows": experiment(name, "the study").work(unit)}
+        with journal_of(key, folder, orders):
+            record |= {"status": DONE, "reason": "", "rows": experiment(name, "the study").work(unit)}
     except (StudyError, KeyboardInterrupt):
         raise
     except Exception as error:
@@ -59,6 +60,7 @@ def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
     finally:
         torch.set_num_threads(threads)
     folder.write_record(key, {**record, "seconds": round(time.perf_counter() - started, 3)})
+    shutil.rmtree(folder.measuring / key, ignore_errors=True)
     return True
 
 

@@ -132,7 +132,7 @@ def _passes(
 def _reports(model: nn.Module, asked: _Pass, notes: list[str]) -> list[Report]:
     """What a pass finds; where a measure has no value for this network, those of the other measures."""
     try:
-        with about(model.state_dict(), len(asked.data[0]), asked.arguments):
+        with about(asked.arguments):
             return [measure(model, asked.data, **asked.arguments)]
     except UndefinedMeasureError as error:
         alone = asked.single()

@@ -159,7 +159,7 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
         model = _loaded(one, folder).to(split.train[0].device).eval()
         train = (split.train[0], training_targets(split, one))
         loss = one.train.get("loss", "cross_entropy")
-        with _journal(one, model, folder, orders) as journal:
+        with journal_of(one.key, folder, orders) as journal:
             if "evaluation" not in record:
                 record["evaluation"] = evaluation(model, train, split.test, loss)
             if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
@@ -187,15 +187,18 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
 
 
 @contextmanager
-def _journal(one: Configuration, model: nn.Module, folder: Folder, orders: Orders) -> Iterator[Journal]:
-    """What keeps evaluating and measuring a network from beginning anew after being killed."""
+def journal_of(key: str, folder: Folder, orders: Orders) -> Iterator[Journal]:
+    """What keeps evaluating and measuring from beginning anew after being killed.
+
+    Args:
+        key: That of the record to be.
+        folder: The study's.
+        orders: How often to write, and where the work runs.
+    """
     writing = functools.partial(readable_disk_errors, folder.path)
-    journal = Journal(folder.measuring / one.key, orders.every, writing)
-    produced_by = environment(torch.device(orders.device))
-    with (
-        journal.kept(),
-        about(model.state_dict(), *(produced_by[name] for name in ("code", "torch", "device"))),
-    ):
+    journal = Journal(folder.measuring / key, orders.every, writing)
+    here = environment(torch.device(orders.device))
+    with journal.kept(), about(*(here[name] for name in ("code", "torch", "device"))):
         yield journal
 
 
