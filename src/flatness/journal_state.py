@@ -67,7 +67,7 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, Tensor):
         yield f"{value.dtype}{list(value.shape)}".encode()
         # As bytes: not all of torch's types are numpy's.
-        yield memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     elif isinstance(value, Mapping):
         yield f"mapping of {len(value)}".encode()
         for key, part in value.items():

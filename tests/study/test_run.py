@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 
 import pandas
 import pytest
@@ -12,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 import flatness
+from flatness import journal
 from flatness.checkpoints import fit_checkpoint, read_checkpoint
 from flatness.data import load
 from flatness.errors import DataError, OptionError, StudyError
 from flatness.models import mlp
+from flatness.problem import Problem
 from flatness.study import records, work
 from flatness.study.gaps import GAPS
 from studies import SMALL, study
@@ -391,3 +394,25 @@ def test_measuring_goes_on_after_its_last_pass(tmp_path, monkeypatch):
     assert records.SO_FAR not in found
     for part in ("results", "rescaled", "notes", "risk", "key"):
         assert found["measuring"][part] == expected["measuring"][part]
+
+
+def test_time_that_is_up_while_measuring_ends_the_run_and_loses_nothing(tmp_path, monkeypatch):
+    content = study(grid={"learning_rate": 0.1, "seed": 1}, measure={"measures": "riemannian_spectral_norm"})
+    whole = flatness.study.run(content, tmp_path / "whole", jobs=1, progress=False).to_frame()
+    clock = time.time
+    steps = Problem._steps
+
+    def a_year_later(*arguments):
+        monkeypatch.setattr(time, "time", lambda: clock() + 3e7)
+        return steps(*arguments)
+
+    monkeypatch.setattr(Problem, "_steps", a_year_later)
+    monkeypatch.setattr(journal, "_APART", 0.0)
+    out = tmp_path / "out"
+    stopped = flatness.study.run(content, out, jobs=1, progress=False, minutes=600, checkpoint_every=1e-6)
+    assert "riemannian_spectral_norm:network" not in stopped.to_frame()
+    assert len(list((out / "measuring").iterdir())) == 1
+    monkeypatch.undo()
+    found = flatness.study.run(content, out, jobs=1, progress=False).to_frame()
+    assert list((out / "measuring").iterdir()) == []
+    assert list(found["riemannian_spectral_norm:network"]) == list(whole["riemannian_spectral_norm:network"])

@@ -66,6 +66,8 @@ def run(
 ) -> None:
     """Train the networks of a study, measure them and correlate; run it again to go on where it stopped.
 
+    Killed at any moment it loses about a minute: training and measuring are written down that often.
+
     Example:
         flatness study run petzka2019-mnist --scale smoke
         flatness study run mine.toml --scale paper --out results --minutes 25

@@ -20,6 +20,7 @@ from flatness.study.grid import digest
 from flatness.study.records import FAILED, Folder, readable_disk_errors
 from flatness.study.spec import Spec
 from flatness.study.table import PENDING
+from flatness.study.train import OutOfTimeError
 from flatness.study.work import Orders, end_with, journal_of, reason_of, stamp
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
     try:
         with journal_of(key, folder, orders):
             record |= {"status": DONE, "reason": "", "rows": experiment(name, "the study").work(unit)}
+    except OutOfTimeError:
+        return False
     except (StudyError, KeyboardInterrupt):
         raise
     except Exception as error:

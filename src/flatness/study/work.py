@@ -177,7 +177,7 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
                     folder.write_record(one.key, {**record, **stamp(orders)})  # lines may take long
                 if lines_key(settings) not in (None, record.get("lines", {}).get("key")):
                     record["lines"] = walked(model, train, loss, seed, settings)
-    except (StudyError, torch.OutOfMemoryError, AcceleratorError, KeyboardInterrupt):
+    except (OutOfTimeError, StudyError, torch.OutOfMemoryError, AcceleratorError, KeyboardInterrupt):
         raise
     except Exception as error:
         _fail(one, folder, orders, "measuring", error, record)
@@ -188,14 +188,21 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
 
 @contextmanager
 def journal_of(key: str, folder: Folder, orders: Orders) -> Iterator[Journal]:
-    """What keeps evaluating and measuring from beginning anew after being killed.
+    """What keeps evaluating and measuring from beginning anew after being killed, or when time is up.
 
     Args:
         key: That of the record to be.
         folder: The study's.
         orders: How often to write, and where the work runs.
     """
-    writing = functools.partial(readable_disk_errors, folder.path)
+
+    @contextmanager
+    def writing() -> Iterator[None]:
+        with readable_disk_errors(folder.path):
+            yield
+        if time.time() > orders.until:
+            raise OutOfTimeError
+
     journal = Journal(folder.measuring / key, orders.every, writing)
     here = environment(torch.device(orders.device))
     with journal.kept(), about(*(here[name] for name in ("code", "torch", "device"))):
