@@ -315,6 +315,10 @@ class Problem:
             self.micro_batch = min(self.micro_batch, work.facts["micro_batch"])
             if self.source.samples is None:
                 self.source.samples, self.source.fingerprint = work.facts["data"]
+        if work.done and self.source.meanwhile is not None:
+            # Now, as in the pass itself: in a later one the network may be elsewhere.
+            meanwhile, self.source.meanwhile = self.source.meanwhile, None
+            meanwhile()
 
     def _ask(self, screen: Screen | None) -> None:
         """Raise with the first wrong target if the screen has seen one."""

@@ -81,7 +81,7 @@ def columns_of(measure: Measure, layers: Iterable[str]) -> list[str]:
 
     >>> from flatness.measures.catalogue import get_measure
     >>> columns_of(get_measure("relative_flatness"), ["fc1"])
-    ['relative_flatness:fc1', 'relative_flatness:network:max', 'relative_flatness:network:sum']
+    ['relative_flatness:fc1', 'relative_flatness:network:sum']
     """
     of_units = measure.units is not None
     places: list[tuple[str | None, str | None]] = []
