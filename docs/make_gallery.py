@@ -226,21 +226,17 @@ def filled(text: str) -> str:
 
 
 def draw(name: str) -> None:
-    """The figures of a study's page: correlation bars, scatters of the first two quantities, lines."""
+    """Those figures of a study that a page shows."""
     found = loaded(name)
+    # Experiments name their figures themselves.
+    prefix = name.split("-")[0] if isinstance(found, ExperimentStudy) else name
+    shown = "".join(page.read_text(encoding="utf-8") for page in GALLERY.glob("*.md"))
     with tempfile.TemporaryDirectory() as folder:
         found.path = Path(folder)
         write_figures(found)
-        if isinstance(found, ExperimentStudy):
-            for file in (Path(folder) / "figures").glob("*.png"):
-                shutil.copy(file, GALLERY / f"{name.split('-')[0]}-{file.name}")
-            return
-        stems = [re.sub(r"[^\w.-]+", "-", quantity) for quantity in found.headline()]
-        wanted = ["correlations.png", *(f"scatter-{stem}.png" for stem in stems[:2]), "*lines.png"]
-        if len(found.spec.parts) > 1:  # a part has few networks: one picture of it
-            wanted = ["*-lines.png"] if "lines" in found.spec.content else [f"*-scatter-{stems[0]}.png"]
-        for file in sorted(file for name in wanted for file in (Path(folder) / "figures").glob(name)):
-            shutil.copy(file, GALLERY / f"{name}-{file.name}")
+        for file in (Path(folder) / "figures").glob("*.png"):
+            if f"({prefix}-{file.name})" in shown:
+                shutil.copy(file, GALLERY / f"{prefix}-{file.name}")
 
 
 def draw_opening() -> None:
