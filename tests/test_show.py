@@ -143,8 +143,16 @@ def test_pictures_are_written_whole(tmp_path):
 
 
 def test_no_two_groups_look_alike():
-    look = looks(str(number) for number in range(40))
-    assert len(set(look.values())) == 40
+    for names in ([f"group {i}" for i in range(40)], [f"group {i} of 40" for i in range(40)]):
+        assert len(set(looks(names).values())) == 40
+
+
+def test_many_values_of_a_number_go_from_dark_to_light():
+    look = looks(f"random labels {share / 10}" for share in (3, 10, *range(3), *range(4, 10)))
+    in_order = [look[f"random labels {share / 10}"][0] for share in range(11)]
+    brightness = [sum(int(colour[i : i + 2], 16) for i in (1, 3, 5)) for colour in in_order]
+    assert brightness == sorted(brightness)
+    assert (in_order[0], in_order[-1]) == ("#00224e", "#fee838")
 
 
 def test_pictures_in_pages_say_what_they_show():
