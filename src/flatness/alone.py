@@ -54,8 +54,10 @@ def run_alone(
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and isinstance(output, Tensor):
-                inputs.setdefault(name, []).append(x.detach().clone() if copy_inputs else x.detach())
-                versions.append((inputs[name][-1], x._version))
+                copied = copy_inputs or x.is_inference()
+                inputs.setdefault(name, []).append(x.detach().clone() if copied else x.detach())
+                if not copied:
+                    versions.append((inputs[name][-1], x._version))
                 if not known and name not in misread and not view.explains(x, output, 1):
                     misread.append(name)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatness import batches
 from flatness.affine import AffineModule, find_affine
@@ -24,9 +24,11 @@ from flatness.layers import Layer, find_layers, own_parameters
 from flatness.layers.shared import EmbeddingLayer
 from flatness.losses import Items
 from flatness.memory import fits, ran_out
+from flatness.parts import modules
 from flatness.probe import check_runs, explain, largest, run_whole
 from flatness.problem import Problem
 from flatness.randomness import Draws
+from flatness.repeating import FirstOutputs
 from flatness.reuse import find_reuse, tied_embeddings
 
 _SAMPLES = (8, 4, 2, 1)
@@ -60,15 +62,15 @@ def _examine_into(found: list[Examined], problem: Problem, size: int, last_only:
 
 def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     """Two runs: one sample alone, and all recorded with gradients; more only if they show a need."""
-    layers = find_layers(problem.model)
-    views: dict[str, Layer | AffineModule] = {
-        **layers,
-        **tied_embeddings(problem.model, layers),
-        **find_affine(problem.model),
-    }
     draws = Draws(problem.model, problem.seed)
     try:
+        parts = modules(problem.model)
+        views = _views(problem.model)
         alone = run_alone(problem, example, views)
+        if modules(problem.model) != parts:
+            # The first run of all made or replaced modules.
+            views = _views(problem.model)
+            alone = run_alone(problem, example, views)
         views = {name: view for name, view in views.items() if name not in alone.misread}
         record = partial(_recorded, problem, example, views, last_only)
         examined = record(check=lambda items: check_runs(problem, example, items, alone.logits, draws))
@@ -93,7 +95,14 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
         or (name in examined.layers and own_parameter(problem.model, examined.layers[name]) is not None)
     }
     add_notes(problem.model, examined, alone.misread)
+    problem.first_outputs = FirstOutputs(example, examined.items.logits)
     return examined
+
+
+def _views(model: nn.Module) -> dict[str, Layer | AffineModule]:
+    """The modules to look at, by name."""
+    layers = find_layers(model)
+    return {**layers, **tied_embeddings(model, layers), **find_affine(model)}
 
 
 def _recorded(

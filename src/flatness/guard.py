@@ -108,7 +108,12 @@ def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
     # large numbers may overflow.
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for value in parameters.values():
-        if value.numel():
+        if value.layout is not torch.strided or value.element_size() < 2:
+            # Sparse ones and those of eight bits have no norm.
+            kinds.setdefault((value.device, torch.float64), []).append(
+                value.detach().sum(dtype=torch.float64)
+            )
+        elif value.numel():
             kinds.setdefault((value.device, value.dtype), []).append(value.detach())
     norms = (torch.stack(torch._foreach_norm(same)).sum(dtype=torch.float64) for same in kinds.values())
     if all(math.isfinite(float(norm)) for norm in norms):
@@ -195,10 +200,8 @@ def _restored_modules(model: nn.Module) -> Iterator[None]:
         if isinstance(value, dict)
     ]
     held = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers(model)]
-    kinds = {type(module) for module, _ in attributes}
-    stock = all(kind.train is nn.Module.train and kind.eval is nn.Module.eval for kind in kinds)
     try:
-        if not stock or any(module.training for module, _ in attributes):
+        if not _switches_as_torch(attributes) or any(module.training for module, _ in attributes):
             model.eval()
         for module, _ in attributes:
             if module._backward_hooks or module._backward_pre_hooks:
@@ -213,6 +216,14 @@ def _restored_modules(model: nn.Module) -> Iterator[None]:
             for buffer, version, value in held:
                 if buffer._version != version:
                     buffer.copy_(value)
+
+
+def _switches_as_torch(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> bool:
+    """Whether `train` and `eval` set nothing but `training`: neither a class nor a module has its own."""
+    kinds = {type(module) for module, _ in attributes}
+    if not all(kind.train is nn.Module.train and kind.eval is nn.Module.eval for kind in kinds):
+        return False
+    return not any("train" in own or "eval" in own for _, own in attributes)
 
 
 def _set_back(entries: dict[str, Any], before: dict[str, Any]) -> None:

@@ -22,6 +22,9 @@ def _add_below(
 ) -> None:
     for key, child in module._modules.items():
         if child is not None and child not in seen:
+            if type(child).named_modules is not nn.Module.named_modules:
+                found.extend(child.named_modules(seen, prefix + key))
+                continue
             seen.add(child)
             found.append((prefix + key, child))
             if child._modules:

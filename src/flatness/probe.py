@@ -87,7 +87,7 @@ def _apart(logits: Tensor, alone: Tensor) -> Tensor:
 
 def largest(parts: list[Tensor], *numbers: Tensor) -> list[float]:
     """The largest size of an entry of each part, then the numbers: one question to the device for all."""
-    parts = [part if part.is_floating_point() else part.double() for part in parts]
+    parts = [part if part.is_floating_point() else part.abs().double() for part in parts]
     sizes = torch._foreach_norm(parts, torch.inf)
     alike = len({size.dtype for size in sizes}) == 1
     packed = torch.stack(sizes if alike else [size.double() for size in sizes]).double()

@@ -28,6 +28,7 @@ from flatness.memory import batch_budgets, fits
 from flatness.parts import modules
 from flatness.progress import ProgressBar
 from flatness.ranks import Ranks
+from flatness.repeating import FirstOutputs
 from flatness.screen import Screen, screens
 from flatness.settings import check_options, usable_device
 from flatness.sources import Source, different_lengths
@@ -57,6 +58,8 @@ class Problem:
     Attributes:
         notes: What happened that the user should know.
         copy_batches: Whether the model gets copies of its inputs, because it writes into them.
+        first_outputs: What the samples gave that were looked at first, if any were; passes that run the model
+            as it is hold their outputs against it.
         ranks: The processes that measure together, each on its part of the data; one alone by default.
         watch: Called with the output of every differentiable forward pass; a plan checks here what it relies
         on.
@@ -89,13 +92,14 @@ class Problem:
             self.notes.append(
                 f"computed in {self.dtype}: about two digits; pass dtype=torch.float32 for more"
             )
-        self.source = Source(data, seed)
+        self.source = Source(data, seed, self.device)
         self.ranks = Ranks()
         self.forward = forward or default_forward
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
         self.progress = progress
         self.copy_batches = False
+        self.first_outputs: FirstOutputs | None = None
         self.watch: Callable[[Tensor], None] | None = None
         self._screening = screens(self.device)
         self._screen: Screen | None = None
@@ -130,6 +134,13 @@ class Problem:
     def items(self, batch: Any, *, look: bool = True) -> Items:
         """Run the model on a placed batch and lay its outputs out as predictions; see `laid_out`."""
         return self.laid_out(*self.outputs(batch), look=look)
+
+    def items_again(self, batch: Any) -> Items:
+        """`items` in a pass with the model as it is: `stream` checks that the first samples give the same."""
+        items = self.items(batch)
+        if self.first_outputs is not None:
+            self.first_outputs.compare(batch, items.logits)
+        return items
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
         """Output and target of a placed batch."""
@@ -249,6 +260,8 @@ class Problem:
                 if not work.done:
                     self._pass(work, step, label, first, screen)
                     self._ask(screen)
+                    if self.first_outputs is not None:
+                        self.first_outputs.check()
         except LossError:
             # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.
             self._screen = None

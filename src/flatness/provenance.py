@@ -15,7 +15,7 @@ from flatness import batches
 from flatness.curvature.exact import exact_statistics
 from flatness.curvature.routes import Routes
 from flatness.curvature.statistics import Statistics
-from flatness.parts import buffers, named_parameters
+from flatness.parts import buffers, named_parameters, parameters
 from flatness.plan import Plan
 from flatness.problem import Problem
 
@@ -107,7 +107,8 @@ def model_fingerprint(model: nn.Module) -> str:
 class ModelFingerprint:
     """The fingerprint of a model that is being measured, taken while a device works.
 
-    Buffers that the network writes to come back only when measuring ends: with such, it is taken then.
+    Buffers that the network writes to and modules that it makes are gone only when measuring ends: with such,
+    it is taken then.
 
     Args:
         model: The model, before it is measured.
@@ -128,7 +129,8 @@ class ModelFingerprint:
         return self._found or model_fingerprint(self._model)
 
     def _state(self) -> list[tuple[int, int]]:
-        return [(id(buffer), buffer._version) for buffer in buffers(self._model)]
+        held = (*parameters(self._model), *buffers(self._model))
+        return [(id(value), value._version) for value in held]
 
 
 @lru_cache(maxsize=1)

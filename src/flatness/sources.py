@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from flatness.batches import describe, sample_codes, size_of
+from flatness.batches import describe, sample_codes, size_of, tensors_in
 from flatness.errors import DataError
 
 _BATCH = 256
@@ -26,6 +26,7 @@ class Source:
     Args:
         data: A DataLoader, a pair of tensors, a Dataset, or any re-iterable of batches.
         seed: Random states that loaders draw from are set to this before every pass.
+        device: Where the model runs: it gets batches that are there as they are, others as copies.
 
     Attributes:
         samples: Number of samples of a full pass; None before the first.
@@ -34,9 +35,10 @@ class Source:
             device that works on it is waited for.
     """
 
-    def __init__(self, data: Any, seed: int) -> None:
+    def __init__(self, data: Any, seed: int, device: torch.device | None = None) -> None:
         self.data = _reiterable(data)
         self.seed = seed
+        self._device = device
         self.samples: int | None = None
         self.fingerprint: int | None = None
         self.meanwhile: Callable[[], object] | None = None
@@ -76,25 +78,34 @@ class Source:
         seen, code, met = 0, None, None
         first = self._first_sample if self.samples is None else None
         with self._replayable():
+            if self._on_gpu:
+                # A GPU takes as long for few samples as for many.
+                long = self._batches(_LONG_BATCH)
+                code = torch.stack([sample_codes(batch).sum() for batch in long]).sum()
             for batch in self._batches(size):
-                yield batch
                 seen += size_of(batch)
                 if self._on_gpu:
+                    yield batch
                     continue
-                # After it was used: a GPU is busy with it by now, and need not wait for this.
-                codes = sample_codes(batch)
+                # A model may write into what it is given. Of a copy, the codes come after it was used: a GPU
+                # is busy with it by then, and need not wait for them.
+                codes = None if self._gives_copies(batch) else sample_codes(batch)
+                yield batch
+                codes = sample_codes(batch) if codes is None else codes
                 # Kept where they are: a GPU is asked for them once, after the last batch.
                 code = codes.sum() if code is None else code.to(codes.device) + codes.sum()
                 if first is not None:
                     here = (codes == first.to(codes.device)).any()
                     met = here if met is None else met.to(codes.device) | here
-        if self._on_gpu:
-            # A GPU takes as long for few samples as for many.
-            code = torch.stack([sample_codes(batch).sum() for batch in self._batches(_LONG_BATCH)]).sum()
         if self.meanwhile is not None:
             work, self.meanwhile = self.meanwhile, None
             work()
         self._check(seen, 0 if code is None else int(code), first is None or (met is not None and bool(met)))
+
+    def _gives_copies(self, batch: Any) -> bool:
+        """Whether all of a batch goes to another device before the model sees it."""
+        kind = None if self._device is None else self._device.type
+        return kind is not None and all(tensor.device.type != kind for tensor in tensors_in(batch))
 
     def evenly(self, most: int) -> int:
         """At most that many samples per batch, so that the batches of a pair of tensors are equally long."""

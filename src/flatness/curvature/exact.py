@@ -49,7 +49,7 @@ def exact_statistics(
         def found(batch: Any) -> Statistics:
             recording.clear()
             with torch.set_grad_enabled(routes.backward):
-                items = problem.items(batch)
+                items = problem.items_again(batch)
             part = _batch_statistics(problem, routes, recording, items, heads, spreads)
             recording.clear()
             return part

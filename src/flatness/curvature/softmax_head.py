@@ -88,7 +88,7 @@ class SoftmaxHead:
         if self._scaled is not None and V is not None:
             sums["relative_normalized"] = (phi2 @ _inverse(V).square()) @ (a * self._scaled(p))
         if self._needs & _PER_CLASS:
-            sums |= _row_sums(self._needs, self._W, phi, phi2, p.others, p.top, p.r, a)
+            sums |= _row_sums(self._needs, self._W, phi, phi2, p.of_classes(), p.top, p.r, a)
         return sums
 
 
@@ -113,26 +113,41 @@ def _centred(W: Tensor) -> Tensor:
 class _Probabilities:
     """The softmax of logits (N, K), the most likely class j apart.
 
+    Torch divides by a sum that loses digits over many classes, in float32 one at 10⁵. What is computed from its
+    probabilities is divided by their own sum, which is taken pair by pair.
+
     Args:
         logits: The logits.
         tops: Gets the largest logit and the logarithm of its probability, (N, 2).
 
     Attributes:
         top: j (N, 1).
-        others: q, the probabilities with that of j set to 0 (N, K).
         r: Σ q = 1 − p_j (N, 1), which does not cancel.
     """
 
     def __init__(self, logits: Tensor, tops: list[Tensor] | None) -> None:
         largest, self.top = logits.max(1, keepdim=True)
-        self.others = logits.softmax(1)
-        likely = self.others.gather(1, self.top) if tops is not None else None
-        self.others.scatter_(1, self.top, 0.0)
-        self.r = self.others.sum(1, keepdim=True)
-        if tops is not None and likely is not None:
+        self._others = logits.softmax(1)
+        likely = self._others.gather(1, self.top)
+        self._others.scatter_(1, self.top, 0.0)
+        self.r = self._others.sum(1, keepdim=True)
+        # Half precision is summed in float32, and has no digits for the rest.
+        self._total = self.r + likely if logits.element_size() > 2 else torch.ones_like(self.r)
+        self.r = self.r / self._total
+        if tops is not None:
             # Near 1 a probability has no digits left for its logarithm; r has.
-            log = torch.where(self.r < 0.5, torch.log1p(-self.r), likely.log())
+            log = torch.where(self.r < 0.5, torch.log1p(-self.r), (likely / self._total).log())
             tops.append(torch.cat([largest, log], dim=1))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Σ q v for values v of the classes, (K,) or (K, m)."""
+        return (self._others @ values).div_(self._total if values.dim() == 2 else self._total[:, 0])
+
+    def of_classes(self) -> Tensor:
+        """The probabilities q, with that of j set to 0 (N, K)."""
+        self._others.div_(self._total)
+        self._total = torch.ones_like(self._total)
+        return self._others
 
 
 class _PerColumnVariance:
@@ -143,8 +158,8 @@ class _PerColumnVariance:
 
     def __call__(self, p: _Probabilities) -> Tensor:
         w_top, r = self._W[p.top[:, 0]], p.r
-        first = p.others @ self._W
-        second = (p.others @ self._squares) - 2 * first * w_top + r * w_top.square()
+        first = p.mean(self._W)
+        second = p.mean(self._squares) - 2 * first * w_top + r * w_top.square()
         return (second - (first - r * w_top).square()).clamp_(min=0)
 
 
@@ -156,10 +171,10 @@ class _TotalVariance:
 
     def __call__(self, p: _Probabilities) -> Tensor:
         top, r = p.top[:, 0], p.r
-        w_top, first = self._W[top], p.others @ self._W
+        w_top, first = self._W[top], p.mean(self._W)
         # ‖v‖² and what is mixed in Σ q ‖w − w_j‖², gathered: every term is O(r).
         mixed = (torch.addcmul(first, w_top, 1 - r, value=2) * first).sum(1)
-        second = torch.addcmul(p.others @ self._norms, (r * (1 - r))[:, 0], self._norms[top])
+        second = torch.addcmul(p.mean(self._norms), (r * (1 - r))[:, 0], self._norms[top])
         return second.sub_(mixed).clamp_(min=0)
 
 
