@@ -4,6 +4,7 @@ Networks whose numbers would be wrong, were they taken at face value, are refuse
 layers are left out with a note. Where numbers are given they are those of the dense Hessian.
 """
 
+import copy
 import random
 
 import numpy as np
@@ -685,3 +686,36 @@ def test_a_layer_of_zeros_between_others():
         assert report.value(name, layer="fc2") == 0.0
     assert report.value("hessian_trace", layer="fc2") > 0.01
     assert report.value("hessian_trace", layer="fc1") == 0.0
+
+
+def test_layers_that_the_first_run_makes_are_measured():
+    def compute(net, x):
+        if not hasattr(net, "made"):
+            net.made = nn.Linear(4, 4, dtype=torch.float64)
+            with torch.no_grad():
+                net.made.weight.copy_(torch.eye(4) + 0.1)
+                net.made.bias.fill_(0.1)
+        return net.head(net.fc1(net.made(x)).relu())
+
+    ready = Net(compute)
+    ready(data()[0])
+    model = Net(compute)
+    with untouched(model):
+        report = measure(model, data())
+    expected = measure(ready, data())
+    for name in ("made", "fc1", "head"):
+        for one in ("hessian_trace", "relative_flatness"):
+            assert report.value(one, layer=name) == pytest.approx(expected.value(one, layer=name), rel=1e-9)
+
+
+def test_a_layer_that_the_first_run_replaces_is_measured():
+    def compute(net, x):
+        if not hasattr(net, "done"):
+            net.done, net.head = True, copy.deepcopy(net.head)
+        return net.head(net.fc1(x).relu())
+
+    model = Net(compute)
+    with untouched(model):
+        report = measure(model, data(), layers=["fc1", "head"])
+    plain = Net(lambda net, x: net.head(net.fc1(x).relu()))
+    assert_same(report, measure(plain, data(), layers=["fc1", "head"]))

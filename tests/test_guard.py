@@ -11,7 +11,7 @@ from torch import nn
 
 import flatness
 from flatness.errors import ModelError, NotFiniteError
-from flatness.guard import measuring
+from flatness.guard import check_model, measuring
 from small import Net, assert_same, data, measure, network, reference
 from untouched import refusal, untouched
 
@@ -387,3 +387,44 @@ def test_batch_norm_without_running_statistics_is_refused():
         "depends on its batch, and a loss per sample does not exist. Train with track_running_stats=True, "
         "or set running_mean and running_var."
     )
+
+
+@pytest.mark.parametrize("switch", ["train", "eval"])
+def test_a_switch_of_a_single_module_is_used_though_all_are_in_evaluation_mode(switch):
+    """Libraries hang their own `eval` on a module to keep parts of it as they are."""
+    model = Net(lambda net, x: net.head(net.fc1(x).relu()) * (5 if net.loud else 1))
+    model.loud = True
+    stock = getattr(nn.Module, switch)
+
+    def quiet(*arguments):
+        model.loud = False
+        return stock(model, *arguments)
+
+    setattr(model, switch, quiet)
+    with untouched(model):
+        report = measure(model, data(), layers=["fc1", "head"])
+    plain = Net(lambda net, x: net.head(net.fc1(x).relu()))
+    assert_same(report, measure(plain, data(), layers=["fc1", "head"]))
+
+
+@pytest.mark.parametrize(
+    "spare",
+    [
+        torch.zeros(3).to(torch.float8_e4m3fn),
+        torch.zeros(0),
+        torch.full((9,), 1e30),
+        torch.eye(2).to_sparse(),
+    ],
+    ids=["eight bits", "empty", "huge", "sparse"],
+)
+def test_parameters_of_every_kind_are_looked_at(spare):
+    model = network()
+    model.spare = nn.Parameter(spare, requires_grad=False)
+    check_model(model)
+
+
+def test_a_parameter_of_eight_bits_that_is_not_finite_is_refused():
+    model = network()
+    model.spare = nn.Parameter(torch.tensor([1.0, torch.nan]).to(torch.float8_e5m2), requires_grad=False)
+    with pytest.raises(NotFiniteError, match="spare"):
+        check_model(model)

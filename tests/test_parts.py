@@ -27,10 +27,19 @@ class Renamed(nn.Sequential):
         yield from ((name.upper(), module) for name, module in super().named_modules(*arguments, **options))
 
 
+class Closed(nn.Sequential):
+    """A module that keeps its submodules to itself."""
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        yield prefix, self
+
+
 MODELS = {
     **{name: CASES[name].build for name in list(CASES)[:8]},
     "shared": shared,
     "renamed": lambda: Renamed(nn.Linear(2, 2)),
+    "closed": lambda: nn.Sequential(nn.Linear(2, 2), Closed(nn.Linear(2, 2)), nn.Linear(2, 2)),
+    "renamed inside": lambda: nn.Sequential(shared(), nn.Sequential(Renamed(shared(), nn.Linear(2, 2)))),
 }
 
 

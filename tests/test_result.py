@@ -9,7 +9,7 @@ import pytest
 import flatness
 from flatness.errors import OptionError, ReportError
 from flatness.result import Report, Result
-from small import data, measure, network, reference
+from small import Net, data, measure, network, reference
 
 
 def row(value=1.0, **address):
@@ -358,3 +358,19 @@ def test_a_layer_called_network_is_not_taken_for_the_network():
     lines = str(report).splitlines()
     assert any(line.split() == ["network", "1.500"] for line in lines)
     assert any(line.split() == ["(network)", "4.000"] for line in lines)
+
+
+def test_the_fingerprint_of_a_model_that_makes_modules_is_that_of_the_model_as_given():
+    import torch
+
+    from flatness.provenance import model_fingerprint
+
+    def compute(net, x):
+        if not hasattr(net, "made"):
+            net.made = torch.nn.Linear(2, 2)
+        return net.head(net.fc1(x).relu())
+
+    model = Net(compute)
+    before = model_fingerprint(model)
+    assert measure(model, data(), layers=["fc1"]).meta["model_fingerprint"] == before
+    assert not hasattr(model, "made")

@@ -146,3 +146,20 @@ def test_losses_of_confident_samples_keep_their_digits():
     expected = -torch.log1p((exact[:, 1:] - exact[:, :1]).exp().sum(1))
     torch.testing.assert_close(tops[0][:, 0], logits[:, 0], rtol=0, atol=0)
     torch.testing.assert_close(tops[0][:, 1].double(), expected, rtol=3e-7, atol=0)
+
+
+def test_many_classes_cost_float32_no_digits():
+    """Torch's float32 softmax divides by a sum that is off by 7e-6 at this many classes."""
+    torch.manual_seed(0)
+    n, K, m = 6, 128_000, 3
+    layer, phi = LinearLayer("head", torch.nn.Linear(m, K)), torch.randn(n, m)
+    logits = torch.randn(n, K)
+    logits[:, 0] = 12.0  # as likely as all others together: the order of summation matters
+    needs = frozenset({"relative", "row_traces", "bias"})
+    found = SoftmaxHead(layer, needs, None).sums(phi, logits, torch.ones(n))
+    p, W, length = logits.double().softmax(1), layer.matrix()[0].double(), phi.double().square().sum(1)
+    classes = p * (1 - p)
+    variance = p @ W.square() - (p @ W).square()
+    torch.testing.assert_close(found["bias"].double(), classes.sum(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found["row_traces"].double(), length @ classes, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found["relative"].double(), length @ variance.sum(1), rtol=1e-6, atol=0)

@@ -251,3 +251,22 @@ def test_inputs_and_targets_of_different_length_are_refused(batched):
 def test_different_lengths_in_a_later_batch_are_refused():
     x, y = data()
     assert refusal(DataError, network(), [(x, y), (x, y[1:])]) == LENGTHS
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda x: x.data.zero_()], ids=["seen", "unseen"])
+@pytest.mark.parametrize("batches", [False, True], ids=["tensors", "batches"])
+def test_inputs_that_the_model_overwrites_on_later_samples_only_are_no_longer_the_data(write, batches):
+    """Nothing shows on the samples looked at first; what a pass sees is noted before the model runs."""
+
+    def forward(model, batch):
+        if len(batch[0]) > 8:
+            write(batch[0][8:])
+        return model(batch[0]), batch[1]
+
+    given = [(x, y) for x, y in zip(*(part.split([12, 11]) for part in data()), strict=True)]
+    with pytest.raises(DataError) as caught:
+        measure(network(), given if batches else data(), forward=forward)
+    assert str(caught.value) == (
+        "Expected every pass over the data to see the same samples but got 23 samples first and 23 others "
+        "later. Measure on data without random augmentation and without a random choice of samples."
+    )

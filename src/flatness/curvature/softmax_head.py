@@ -113,8 +113,8 @@ def _centred(W: Tensor) -> Tensor:
 class _Probabilities:
     """The softmax of logits (N, K), the most likely class j apart.
 
-    Torch divides by a sum that loses digits over many classes, in float32 one at 10⁵. What is computed from its
-    probabilities is divided by their own sum, which is taken pair by pair.
+    Torch divides by a sum that loses digits over many classes, in float32 one at 10⁵. What is computed from
+    its probabilities is divided by their own sum, which is taken pair by pair.
 
     Args:
         logits: The logits.
