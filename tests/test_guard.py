@@ -428,3 +428,13 @@ def test_a_parameter_of_eight_bits_that_is_not_finite_is_refused():
     model.spare = nn.Parameter(torch.tensor([1.0, torch.nan]).to(torch.float8_e5m2), requires_grad=False)
     with pytest.raises(NotFiniteError, match="spare"):
         check_model(model)
+
+
+def test_weights_that_change_when_they_are_read_in_training_mode_are_read_in_evaluation_mode():
+    """Spectral norm takes a step of its power iteration then."""
+    model = network()
+    nn.utils.parametrizations.spectral_norm(model.head)
+    model.train()
+    with untouched(model, *data()):
+        report = measure(model, data())
+    assert_same(report, measure(model.eval(), data()))

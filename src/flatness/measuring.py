@@ -161,23 +161,23 @@ def _report(
         statistics, spectra, spreads = run.statistics, run.spectra, run.spreads
         views = layer_views(problem, chosen, statistics, spectra, spreads)
         found = walk(problem, chosen, views, everything=everything)
-    network = network_view(problem, chosen, statistics)
-    results = finalise(chosen, views, network, found, problem.loss.name, run.scatter, run.remarks)
-    _note_precision(chosen, results)
-    if run.groups is not None:
-        for part in run.groups.parts:
-            part.all_reduce(problem.ranks)
-        left = [
-            finalise(
-                chosen,
-                layer_views(problem, chosen, part, spectra, spreads),
-                network_view(problem, chosen, part),
-                found,
-                problem.loss.name,
-            )
-            for part in run.groups.without_each(statistics)
-        ]
-        results = with_data_errors(results, left, chosen.measures, statistics.samples)
+        network = network_view(problem, chosen, statistics)
+        results = finalise(chosen, views, network, found, problem.loss.name, run.scatter, run.remarks)
+        _note_precision(chosen, results)
+        if run.groups is not None:
+            for part in run.groups.parts:
+                part.all_reduce(problem.ranks)
+            left = [
+                finalise(
+                    chosen,
+                    layer_views(problem, chosen, part, spectra, spreads),
+                    network_view(problem, chosen, part),
+                    found,
+                    problem.loss.name,
+                )
+                for part in run.groups.without_each(statistics)
+            ]
+            results = with_data_errors(results, left, chosen.measures, statistics.samples)
     seconds = time.perf_counter() - started
     meta = provenance(problem, chosen, statistics, seconds, fingerprint.result())
     if problem.ranks.count > 1:
