@@ -134,10 +134,10 @@ def spread(values: list[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "–"
-    large = statistics.mean(known) >= 100
-    told = [f"{statistics.mean(known):{',.0f' if large else '.3g'}}"]
-    if len(known) > 1:
-        told.append(f"{statistics.stdev(known):{',.0f' if large else '.1g'}}")
+    mean, deviation = statistics.mean(known), statistics.stdev(known) if len(known) > 1 else None
+    told = [f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"]
+    if deviation is not None:
+        told.append(f"{deviation:,.0f}" if deviation >= 1 else f"{deviation:.1g}")
     return " ± ".join(told)
 
 
