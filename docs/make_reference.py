@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import flatness
-from flatness.show.plots import save_drift
+from flatness.show.invariance_plots import save_drift
 from flatness.show.reference import reference_index, reference_page
 
 REFERENCE = Path(__file__).parent / "reference"

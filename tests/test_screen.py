@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flatness
-from flatness import problem, screen
+from flatness import screen, streaming
 from flatness.errors import DataError, NotExactError
 from small import Net, assert_same, data, measure, network, reference
 from untouched import refusal
@@ -12,7 +12,7 @@ from untouched import refusal
 
 @pytest.fixture
 def screened(monkeypatch):
-    monkeypatch.setattr(problem, "screens", lambda device: True)
+    monkeypatch.setattr(streaming, "screens", lambda device: True)
 
 
 def wrong_class():
@@ -58,7 +58,7 @@ def test_messages_are_those_of_a_look_at_every_batch(case, measures, monkeypatch
     options = {"measures": measures, "layers": "last", "batch_size": 6, "curvature": "gauss_newton"}
     looked = refusal(DataError, *case(), **options)
     assert "number 18 of the data" in looked or "number 12 of the data" in looked
-    monkeypatch.setattr(problem, "screens", lambda device: True)
+    monkeypatch.setattr(streaming, "screens", lambda device: True)
     assert refusal(DataError, *case(), **options) == looked
 
 

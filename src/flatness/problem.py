@@ -1,4 +1,4 @@
-"""Problem: a model, its data and a loss, made safe to differentiate, streamed in micro-batches that fit."""
+"""Problem: a model, its data and a loss, made safe to differentiate."""
 
 from __future__ import annotations
 
@@ -10,33 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from flatness import batches
-from flatness.errors import (
-    DataError,
-    FlatnessError,
-    LossError,
-    ModelError,
-    NotFiniteError,
-    OutOfMemoryError,
-)
+from flatness.errors import ModelError, NotFiniteError
 from flatness.forward import Forward, default_forward, line_for
 from flatness.guard import check_model, converted, measuring, unwrap
-from flatness.journal import Loop, journal_in_force, loop
+from flatness.journal import journal_in_force
 from flatness.journal_state import digest_of
 from flatness.losses import Items, resolve_loss
 from flatness.losses.base import refuse
-from flatness.memory import batch_budgets, fits
 from flatness.parts import modules
-from flatness.progress import ProgressBar
-from flatness.ranks import Ranks
-from flatness.repeating import FirstOutputs
-from flatness.screen import Screen, screens
 from flatness.settings import check_options, usable_device
 from flatness.sources import Source, different_lengths
+from flatness.streaming import StreamedData
 
-_DEFAULT_BATCH = 256
 
-
-class Problem:
+class Problem(StreamedData):
     """Model + data + loss.
 
     Everything that touches the data goes through `stream`, which weighs samples (never batches), splits
@@ -79,49 +66,31 @@ class Problem:
         seed: int = 0,
         progress: bool = True,
     ) -> None:
-        self.loss = resolve_loss(loss)
+        resolved = resolve_loss(loss)
         check_options(weight_decay, batch_size, dtype, seed, forward)
-        model, self.notes = unwrap(model) if isinstance(model, nn.Module) else (model, [])
+        model, notes = unwrap(model) if isinstance(model, nn.Module) else (model, [])
         check_model(model)
         if any(module.training for module in modules(model)):
-            self.notes.append("the model was in training mode; measured in evaluation mode and set back")
+            notes.append("the model was in training mode; measured in evaluation mode and set back")
         self.model = converted(model, usable_device(device), dtype)
         parameter = next(self.model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-        if self.dtype in (torch.float16, torch.bfloat16):
-            self.notes.append(
-                f"computed in {self.dtype}: about two digits; pass dtype=torch.float32 for more"
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            notes.append(
+                f"computed in {parameter.dtype}: about two digits; pass dtype=torch.float32 for more"
             )
-        self.source = Source(data, seed, self.device)
-        self.ranks = Ranks()
+        source = Source(data, seed, parameter.device)
+        super().__init__(
+            source, resolved, parameter.device, parameter.dtype, batch_size=batch_size, progress=progress
+        )
+        self.notes += notes
         self.forward = forward or default_forward
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
-        self.progress = progress
         self.copy_batches = False
-        self.first_outputs: FirstOutputs | None = None
         self.watch: Callable[[Tensor], None] | None = None
-        self._screening = screens(self.device)
-        self._screen: Screen | None = None
-        self._fixed_batch = batch_size
-        self.micro_batch = int(batch_size or _DEFAULT_BATCH)
-        # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.
-        self._origin = (0, 0, 0)
-        self._examples = 0
-        self._identity: str | None = None
-        if journal_in_force() and isinstance(loss, str) and forward is None and self.source.is_pair:
+        if journal_in_force() and isinstance(loss, str) and forward is None and source.is_pair:
             setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
-            self._identity = digest_of([self.model.state_dict(), self.source.excerpt(), setting])
-
-    @property
-    def samples(self) -> int | None:
-        """Number of samples of a full pass, known after the first."""
-        return self.source.samples
-
-    @property
-    def fingerprint(self) -> int | None:
-        """What tells the data apart from other data, known after the first pass."""
-        return self.source.fingerprint
+            self._identity = digest_of([self.model.state_dict(), source.excerpt(), setting])
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -188,161 +157,6 @@ class Problem:
         with self._located():
             refuse(self.loss.checks(items))
 
-    @contextmanager
-    def _located(self) -> Iterator[None]:
-        """Errors about samples say where in the data they are."""
-        try:
-            yield
-        except DataError as error:
-            number, start, seen = self._origin
-            if self._examples:
-                where = f" Seen on the first {self._examples} samples." if self._examples > 1 else ""
-            else:
-                where = (
-                    f" Counted from sample {start} of batch {number}, number {seen} of the data."
-                    if seen
-                    else ""
-                )
-            if not where:
-                raise
-            raise DataError(f"{error}{where}") from error
-
-    def placed(self, batch: Any) -> Any:
-        """The batch on the measuring device, floating-point parts in the measuring dtype."""
-        return batches.place(batch, self.device, self.dtype)
-
-    def example(self, size: int) -> Any:
-        """The first samples of the first batch, placed, in memory of their own: what plans are made from."""
-        batch = self.source.first()
-        self._check_lengths(batch)
-        self._examples = min(size, batches.size_of(batch))
-        return batches.copied(self.placed(batches.rows(batch, 0, size)))
-
-    def fit_memory(self, bytes_per_sample: int, *, backward: bool) -> None:
-        """Choose the micro-batch from what one sample takes, unless the user fixed it."""
-        if self._fixed_batch is None:
-            each = max(1, bytes_per_sample)
-            forward, budget = batch_budgets(self.device, backward)
-            few = min(8, forward // each)
-            # Longer batches are slower on a CPU: activations leave the caches.
-            longest = 65536 if self.device.type == "cuda" else 1024
-            self.micro_batch = max(1, min(longest, max(few, budget // each)))
-
-    def stream(
-        self,
-        step: Callable[[Any], None],
-        label: str,
-        first: int | None = None,
-        *,
-        state: Any = None,
-        depends_on: Any = (),
-    ) -> bool:
-        """One pass over the data, or over its first samples only.
-
-        Args:
-            step: Called with each placed micro-batch. It must add to its totals only at its very end: when
-            memory runs
-                out it is called again with half as many samples.
-            label: What the progress bar says.
-            first: How many samples to stop after.
-            state: All that the step changes, for a `flatness.journal`; without it the pass is not resumed.
-            depends_on: What the sums depend on beside the network, the data and the loss.
-
-        Returns:
-            Whether the sums of some samples, or all, come from a journal: the step has not seen those.
-        """
-        before = self.micro_batch
-        screen = self._screen = Screen(self.loss, self.device) if self._screening else None
-        work = self.loop(label, state, [first, depends_on])
-        try:
-            with work:
-                self._recall(work)
-                if not work.done:
-                    self._pass(work, step, label, first, screen)
-                    self._ask(screen)
-                    if self.first_outputs is not None:
-                        self.first_outputs.check()
-        except LossError:
-            # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.
-            self._screen = None
-            self._find_bad_loss()
-            raise
-        except FlatnessError:
-            self._ask(screen)
-            raise
-        finally:
-            self._screen = None
-        if self.micro_batch < before:
-            self.notes.append(f"out of memory: went on with micro-batches of {self.micro_batch}")
-        return bool(work.done or work.start)
-
-    def loop(self, label: str, state: Any, depends_on: Any) -> Loop:
-        """Long work on this problem that a `flatness.journal` can resume.
-
-        Models and pairs of tensors can be told from others, as can losses by name; all else is not resumed.
-
-        Args:
-            label: What it does.
-            state: All that it changes; None for what cannot be resumed.
-            depends_on: What decides its outcome beside the network, the data and the loss.
-        """
-        if state is None or self._identity is None or self.ranks.count > 1:
-            return Loop(state)
-        return loop(label, state, [self._identity, depends_on])
-
-    def _pass(
-        self,
-        work: Loop,
-        step: Callable[[Any], None],
-        label: str,
-        first: int | None,
-        screen: Screen | None,
-    ) -> None:
-        seen, length = 0, self.micro_batch
-        if self._fixed_batch is None:
-            length = self.source.evenly(length)
-        length = work.facts.get("length", length)
-        with ProgressBar(label, self.source.expected_batches(length), self.progress) as bar:
-            for number, batch in enumerate(self.source.batches(length)):
-                size = batches.size_of(batch)
-                if number >= work.start:
-                    self._steps(step, batch, size if first is None else min(size, first - seen), number, seen)
-                seen += size
-                bar.advance()
-                if screen is not None and (screen.due or work.due):
-                    self._ask(screen)
-                if number >= work.start:
-                    work.reached(number + 1, length=length, **self._facts())
-                if first is not None and seen >= first:
-                    break
-        work.facts = self._facts()
-
-    def _facts(self) -> dict[str, Any]:
-        """What a pass finds out about memory and data."""
-        source = self.source
-        return {"micro_batch": self.micro_batch, "data": [source.samples, source.fingerprint]}
-
-    def _recall(self, work: Loop) -> None:
-        """Know what an earlier run of a pass found out."""
-        if work.facts:
-            self.micro_batch = min(self.micro_batch, work.facts["micro_batch"])
-            if self.source.samples is None:
-                self.source.samples, self.source.fingerprint = work.facts["data"]
-        if work.done and self.source.meanwhile is not None:
-            # Now, as in the pass itself: in a later one the network may be elsewhere.
-            meanwhile, self.source.meanwhile = self.source.meanwhile, None
-            meanwhile()
-
-    def _ask(self, screen: Screen | None) -> None:
-        """Raise with the first wrong target if the screen has seen one."""
-        if screen is not None and self._screen is not None and screen.found():
-            self._screen = None
-            self._find_bad_loss()
-            raise DataError(
-                "Expected the same targets on every pass but got wrong ones on one pass and none on the "
-                "next. Measure on data that stays the same."
-            )
-
     def locate_bad_loss(self) -> None:
         """Raise with the first sample whose loss is not finite; called when the total is not."""
         self._find_bad_loss()
@@ -377,20 +191,3 @@ class Problem:
             x, y = batch
             if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[:1] != y.shape[:1]:
                 raise different_lengths(x, y)
-
-    def _steps(self, step: Callable[[Any], None], batch: Any, size: int, number: int, seen: int) -> None:
-        start, self._examples = 0, 0
-        self._check_lengths(batch)
-        while start < size:
-            stop = min(size, start + self.micro_batch)
-            self._origin = (number, start, seen + start)
-            if fits(lambda: step(self.placed(batches.rows(batch, start, stop))), self.device):  # noqa: B023 (called at once)
-                start = stop
-            elif stop - start == 1:
-                raise OutOfMemoryError(
-                    f"Expected one sample to fit into memory but it does not, on {self.device}. Measure "
-                    "fewer layers at a time (layers=), fewer measures, a lower dtype, or use a device with "
-                    "more memory."
-                )
-            else:
-                self.micro_batch = max(1, (stop - start) // 2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+
+from torch import Tensor
 
 from flatness.curvature.hessian_operator import HessianOperator
 from flatness.curvature.network_spectrum import (
@@ -58,28 +60,9 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
     )
     squares = cache(lambda: squared_gradients(space, plan.gradient_routes))
     gradient = cache(space.gradient)
-    solved: dict[SpectrumRequest, NetworkSpectrum] = {}
-    spectra: dict[str, NetworkSpectrum] = {}
+    solver = _Spectra(hessian, squares)
+    spectra = _planned_spectra(problem, plan, space, solver, everything) if plan.network_spectra else {}
     values: dict[str, Mapping[str | None, Valued]] = {}
-    if plan.network_spectra:
-        also_of_layers = all(measure.of_layers for measure in plan.measures if measure.network_needs)
-        with _left_out(plan, list(plan.network_spectra), everything or also_of_layers):
-            _refuse_several(problem)
-            requests = {}
-            for name, request in plan.network_spectra.items():
-                with _left_out(plan, [name], everything or also_of_layers):
-                    check_metric(space, request)
-                    requests[name] = request
-            # Equal requests are one.
-            distinct = list(dict.fromkeys(requests.values()))
-            solved.update(zip(distinct, network_spectra(hessian, distinct, squares), strict=True))
-            spectra = {name: solved[request] for name, request in requests.items()}
-
-    def spectrum(request: SpectrumRequest) -> NetworkSpectrum:
-        if request not in solved:
-            (solved[request],) = network_spectra(hessian, [request], squares)
-        return solved[request]
-
     weights = {name: layer.matrix() for name, layer in plan.called.items()}
     for measure in exploring:
         options = plan.options[measure.name]
@@ -89,12 +72,50 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
             _refuse_several(problem)
             values[measure.name] = measure.explore(
                 Surroundings(
-                    space, seen, weights, gradient, squares, spectrum, hessian, options, problem.seed
+                    space, seen, weights, gradient, squares, solver.one, hessian, options, problem.seed
                 )
             )
     if isinstance(hessian, DifferenceOperator) and hessian.error.relative is not None:
         plan.notes.append(f"eigenvalues of the network: {hessian.error}")
     return Walked(spectra, values)
+
+
+@dataclass
+class _Spectra:
+    """Spectra of the network's Hessian, each solved once."""
+
+    hessian: HessianOperator
+    squares: Callable[[], Tensor]
+    solved: dict[SpectrumRequest, NetworkSpectrum] = field(default_factory=dict)
+
+    def one(self, request: SpectrumRequest) -> NetworkSpectrum:
+        """The spectrum that answers a request."""
+        if request not in self.solved:
+            self.advance_together([request])
+        return self.solved[request]
+
+    def advance_together(self, requests: Iterable[SpectrumRequest]) -> None:
+        """Solve several in step; equal requests are one."""
+        distinct = list(dict.fromkeys(requests))
+        found = network_spectra(self.hessian, distinct, self.squares)
+        self.solved.update(zip(distinct, found, strict=True))
+
+
+def _planned_spectra(
+    problem: Problem, plan: Plan, space: ParameterSpace, solver: _Spectra, everything: bool
+) -> dict[str, NetworkSpectrum]:
+    """The spectra that measures need, by measure; without those that do not exist here, where allowed."""
+    allowed = everything or all(measure.of_layers for measure in plan.measures if measure.network_needs)
+    requests = {}
+    with _left_out(plan, list(plan.network_spectra), allowed):
+        _refuse_several(problem)
+        for name, request in plan.network_spectra.items():
+            with _left_out(plan, [name], allowed):
+                check_metric(space, request)
+                requests[name] = request
+        solver.advance_together(requests.values())
+        return {name: solver.solved[request] for name, request in requests.items()}
+    return {}
 
 
 def _refuse_several(problem: Problem) -> None:

@@ -11,8 +11,8 @@ from flatness.errors import MeasureError, ModelError, OptionError
 from flatness.measures.catalogue import unregister_measure
 from flatness.symmetry.groups import symmetries
 from flatness.symmetry.invariance import check_invariance, own_feature_batches
+from flatness.symmetry.judging import reaches
 from flatness.symmetry.rescaling import make_rescaling
-from flatness.symmetry.verdicts import reaches
 from networks import CASES
 
 OWN = "neuronwise except own features"

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.answers import UsageError, choice, printable, usage_of
+from flatness.cli.answers import choice, printable, usage_of
+from flatness.cli.forms import say_written
 from flatness.cli.help import Command
+from flatness.cli.inputs import DataWords, Inputs, NetworkWords
 from flatness.cli.values import key_values
 
 if TYPE_CHECKING:
@@ -87,16 +89,15 @@ def bound(
         "seed": seed,
         "progress": progress,
     }
-    built = key_values(model_arg, "--model-arg")
-    from flatness.cli import job
-
-    request = job.DataRequest(data, split, data_dir, limit, standardize)
-    found = _bound(job, model, built, checkpoints, request, loss, forward, (device, dtype), arguments)
+    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
+    samples = DataWords(data, split, data_dir, limit, standardize)
+    given = Inputs(network, samples, loss, forward, device, dtype)
+    found = _bound(given, arguments)
     from flatness.cli.output import folded, terminal_width
 
     typer.echo(found.to_json() if as_json else folded(printable(str(found)), terminal_width()))
     if out is not None:
-        typer.echo(f"\nwritten to {out}: {', '.join(_written(out, found))}", err=as_json)
+        say_written(out, _written(out, found), aside=as_json)
 
 
 def _delta(text: str | None) -> float | str | None:
@@ -107,41 +108,17 @@ def _delta(text: str | None) -> float | str | None:
         return text
 
 
-def _bound(
-    job: Any,
-    model: str,
-    built: dict[str, Any],
-    checkpoints: list[str] | None,
-    request: Any,
-    loss: str,
-    forward: str | None,
-    where: tuple[str | None, str | None],
-    arguments: dict[str, Any],
-) -> GeneralizationBound:
+def _bound(given: Inputs, arguments: dict[str, Any]) -> GeneralizationBound:
     """Load everything and compute."""
     import flatness
-    from flatness.checkpoints import fit_checkpoint, read_checkpoint
-    from flatness.cli.sources import load_device, load_dtype, load_function, load_loss, load_model
+    from flatness.cli.loading import arguments_of, data_of, network_of, one_checkpoint
     from flatness.errors import LayerError, OptionError
 
-    paths = job.checkpoints_of(list(checkpoints or ()))
-    if len(paths) > 1:
-        raise UsageError(f"Expected one checkpoint but got {len(paths)}. Take them one by one.")
-    network = load_model(model, built, arguments["seed"])
-    if paths:
-        for note in fit_checkpoint(network, read_checkpoint(paths[0]), str(paths[0])):
-            typer.echo(f"note: {note}", err=True)
-    device, dtype = where
+    path = one_checkpoint(given.network.checkpoints, "Take them one by one.")
+    network = network_of(given.network, path, arguments["seed"])
     try:
-        return flatness.generalization_bound(
-            network.eval(),
-            job.load(request).batches,
-            load_loss(loss),
-            forward=load_function(forward, "--forward") if forward else None,
-            device=load_device(device) if device else None,
-            dtype=load_dtype(dtype) if dtype else None,
-            **arguments,
-        )
+        batches = data_of(given.data).batches
+        return flatness.generalization_bound(network, batches, **arguments_of(given), **arguments)
     except (OptionError, LayerError) as error:
         raise usage_of(error) from error
 

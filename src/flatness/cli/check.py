@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.answers import FAILED, UsageError, choice, printable
+from flatness.cli.answers import FAILED, UsageError, choice
+from flatness.cli.forms import output_form, print_frame, say_written
 from flatness.cli.help import Command
-from flatness.cli.values import key_values, split_list
+from flatness.cli.inputs import DataWords, Inputs, NetworkWords
+from flatness.cli.values import key_values, one_or_many, split_list
 
 if TYPE_CHECKING:
     from flatness.symmetry.verdicts import InvarianceReport
@@ -59,76 +61,39 @@ def check(
         flatness check net.pt --model mynets:build --data digits
         flatness check -m lenet5 -d cifar10 --trials 10 --out invariance
     """
-    if as_json and as_csv:
-        raise UsageError("Expected one of --json and --csv but got both.")
+    form = output_form(as_json, as_csv)
     wanted = [choice(kind, "--kinds", _KINDS) for kind in split_list(kinds)] or ["layerwise", "neuronwise"]
     if not 0 < low <= high < float("inf"):
         raise UsageError(f"Expected 0 < --low ≤ --high but got {low:g} and {high:g}.")
     arguments = {"kinds": wanted, "trials": trials, "samples": samples, "low": low, "high": high}
-    named = split_list(layers)
-    arguments |= {"layers": named[0] if len(named) == 1 else named or None}  # "last" is a word, not a list
-    arguments |= {"seed": seed, "progress": progress}
-    built = key_values(model_arg, "--model-arg")
-    from flatness.cli import job
-
-    request = job.DataRequest(data, split, data_dir, None, standardize)
-    report = _checked(job, model, built, checkpoints, request, loss, forward, split_list(measures), arguments)
-    _print(report, "json" if as_json else "csv" if as_csv else "table")
+    arguments |= {"layers": one_or_many(split_list(layers)), "seed": seed, "progress": progress}
+    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
+    given = Inputs(network, DataWords(data, split, data_dir, None, standardize), loss, forward)
+    report = _checked(given, split_list(measures), arguments)
+    print_frame(report.to_frame, form, lambda: str(report))
     if out is not None:
-        files = _written(out, report)
-        typer.echo(f"\nwritten to {out}: {', '.join(files)}", err=as_json or as_csv)
+        say_written(out, _written(out, report), aside=form != "table")
     raise typer.Exit(0 if report.ok else FAILED)
 
 
-def _checked(
-    job: Any,
-    model: str,
-    built: dict[str, Any],
-    checkpoints: list[str] | None,
-    request: Any,
-    loss: str,
-    forward: str | None,
-    measures: list[str],
-    arguments: dict[str, Any],
-) -> InvarianceReport:
+def _checked(given: Inputs, measures: list[str], arguments: dict[str, Any]) -> InvarianceReport:
     """Load everything and check; names are checked before anything is computed."""
     import flatness
-    from flatness.checkpoints import fit_checkpoint, read_checkpoint
-    from flatness.cli.sources import load_function, load_loss, load_model
+    from flatness.cli.job import chosen_measures
+    from flatness.cli.loading import arguments_of, data_of, network_of, one_checkpoint
 
-    paths = job.checkpoints_of(list(checkpoints or ()))
-    if len(paths) > 1:
-        raise UsageError(f"Expected one checkpoint but got {len(paths)}. Check them one by one.")
-    chosen = job.chosen_measures(measures)
-    network = load_model(model, built, arguments["seed"])
-    if paths:
-        for note in fit_checkpoint(network, read_checkpoint(paths[0]), str(paths[0])):
-            typer.echo(f"note: {note}", err=True)
-    loaded = job.load(request)
-    return flatness.check_invariance(
-        network.eval(),
-        loaded.batches,
-        load_loss(loss),
-        measures=chosen,
-        forward=load_function(forward, "--forward") if forward else None,
-        **arguments,
-    )
-
-
-def _print(report: InvarianceReport, form: str) -> None:
-    if form == "json":
-        typer.echo(report.to_frame().to_json(orient="records", indent=1, force_ascii=False))
-    elif form == "csv":
-        typer.echo(report.to_frame().to_csv(index=False), nl=False)
-    else:
-        typer.echo(printable(str(report)))
+    path = one_checkpoint(given.network.checkpoints, "Check them one by one.")
+    chosen = chosen_measures(measures)
+    network = network_of(given.network, path, arguments["seed"])
+    batches = data_of(given.data).batches
+    return flatness.check_invariance(network, batches, measures=chosen, **arguments_of(given), **arguments)
 
 
 def _written(out: Path, report: InvarianceReport) -> list[str]:
     """Table, plots and a page in a folder; returns the names of the files."""
     from flatness.files import write_text
     from flatness.show.invariance_page import render_invariance
-    from flatness.show.plots import save_invariance
+    from flatness.show.invariance_plots import save_invariance
 
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "invariance.csv", report.to_frame().to_csv(index=False))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatness.cli.answers import UsageError, printable
+from flatness.cli.answers import UsageError
+from flatness.cli.forms import output_form, print_frame
 from flatness.cli.help import Command
 from flatness.cli.values import split_list
 from flatness.cli.words import complete_measures
@@ -45,20 +46,14 @@ def compare(
         flatness measure b.pt --model mynets:build --data digits --json > b.json
         flatness compare a.json b.json
     """
-    if as_json and as_csv:
-        raise UsageError("Expected one of --json and --csv but got both.")
+    form = output_form(as_json, as_csv)
     reports = [_load(path) for path in (first, second)]
 
     import flatness
 
     comparison = flatness.compare(reports[0], reports[1], names=_names(first, second))
     comparison = _selected(comparison, split_list(measures))
-    if as_json:
-        typer.echo(comparison.to_frame().to_json(orient="records", indent=1, force_ascii=False))
-    elif as_csv:
-        typer.echo(comparison.to_frame().to_csv(index=False), nl=False)
-    else:
-        typer.echo(printable(_table(comparison)))
+    print_frame(comparison.to_frame, form, lambda: _table(comparison))
 
 
 def _load(path: str) -> Report:

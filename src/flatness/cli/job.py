@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,50 +11,28 @@ import typer
 from torch import nn
 
 import flatness
-from flatness.checkpoints import find_checkpoints, fit_checkpoint, read_checkpoint
-from flatness.cli.answers import FAILED, UsageError, usage_of
+from flatness.checkpoints import fit_checkpoint, read_checkpoint
+from flatness.cli.answers import FAILED, usage_of
 from flatness.cli.entries import Entry, check_sort, measure_each, sorted_entries
+from flatness.cli.forms import say_written
+from flatness.cli.inputs import Inputs
+from flatness.cli.loading import arguments_of, check_folder, checkpoints_of, data_of
 from flatness.cli.output import entries_csv, entries_json, print_entries, print_report, write_folder
-from flatness.cli.sources import (
-    Data,
-    load_data,
-    load_device,
-    load_dtype,
-    load_function,
-    load_loss,
-    load_model,
-)
-from flatness.errors import CheckpointError, LayerError, MeasureError, OptionError
+from flatness.cli.sources import Data, load_model
+from flatness.cli.values import one_or_many
+from flatness.errors import LayerError, MeasureError, OptionError
 from flatness.guard import measuring
 from flatness.layers import find_layers, select_layers
 from flatness.measures.catalogue import resolve_options, select_measures
 
 
 @dataclass(frozen=True)
-class DataRequest:
-    """What data to measure on."""
-
-    spec: str
-    split: str
-    data_dir: str | None
-    limit: int | None
-    standardize: bool
-
-
-@dataclass(frozen=True)
 class Request:
     """What the command line asks for, in its own words; `settings` go to `flatness.measure` as they are."""
 
-    checkpoints: list[str]
-    model: str
-    model_arguments: dict[str, Any]
-    data: DataRequest
-    loss: str
-    forward: str | None
+    given: Inputs
     measures: list[str]
     layers: list[str]
-    device: str | None
-    dtype: str | None
     sort: str | None
     reverse: bool
     debug: bool
@@ -64,17 +41,18 @@ class Request:
 
 def run(request: Request, form: str, out: Path | None) -> int:
     """Measure, print, write; returns the exit status."""
-    paths = checkpoints_of(request.checkpoints)
-    model = load_model(request.model, request.model_arguments, request.settings["seed"])
+    words = request.given.network
+    paths = checkpoints_of(words.checkpoints)
+    model = load_model(words.model, words.arguments, request.settings["seed"])
     arguments = _arguments(request, model)
     sort = check_sort(request.sort, chosen_measures(request.measures)) if request.sort else None
-    data = load(request.data)
+    data = data_of(request.given.data)
     if out is not None:
         check_folder(out)
     measure_one = _measuring(request, model, data, arguments)
     if len(paths) <= 1:
         path = paths[0] if paths else None
-        entries = [Entry(path.name if path else request.model, measure_one(path, arguments["progress"]))]
+        entries = [Entry(path.name if path else words.model, measure_one(path, arguments["progress"]))]
     else:
         quiet: Callable[[Path], flatness.Report] = lambda path: measure_one(path, False)  # noqa: E731
         entries = measure_each(paths, quiet, arguments["progress"], request.debug)
@@ -82,46 +60,18 @@ def run(request: Request, form: str, out: Path | None) -> int:
     _print(entries, form)
     if out is not None:
         files = write_folder(out, entries, f"Flatness of {_subject(entries)}")
-        names = ", ".join(str(file.relative_to(out)) for file in files if file.parent == out)
-        typer.echo(f"\nwritten to {out}: {names}", err=form != "table")
+        names = [str(file.relative_to(out)) for file in files if file.parent == out]
+        say_written(out, names, aside=form != "table")
     return FAILED if any(entry.report is None for entry in entries) else 0
-
-
-def checkpoints_of(paths: list[str]) -> list[Path]:
-    """The files that paths, folders and globs stand for."""
-    try:
-        return find_checkpoints(paths)
-    except CheckpointError as error:
-        raise usage_of(error) from error
-
-
-def check_folder(out: Path) -> None:
-    """Refuse a folder that cannot be written to before anything is measured for it."""
-    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UsageError(f"Expected --out to be a folder but {existing} is a file.")
-    if not os.access(existing, os.W_OK):
-        raise UsageError(f"Expected --out to be a folder that can be written to but {existing} cannot.")
-
-
-def load(request: DataRequest) -> Data:
-    """The data asked for."""
-    return load_data(
-        request.spec,
-        split=request.split,
-        data_dir=request.data_dir,
-        limit=request.limit,
-        standardize=request.standardize,
-    )
 
 
 def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
     """The arguments of `flatness.measure`, with every name checked."""
     try:
-        words = _one_or_many(request.measures, "default", _underscored)
+        words = _measures_of(request.measures)
         chosen = select_measures(words)
         resolve_options(chosen, request.settings["options"])
-        layers = _one_or_many(request.layers, None)
+        layers = one_or_many(request.layers)
         with measuring(model, 0):
             available = find_layers(model)
         select_layers(available, list(available), layers)
@@ -129,32 +79,24 @@ def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
         raise usage_of(error) from error
     return {
         **request.settings,
-        "loss": load_loss(request.loss),
+        **arguments_of(request.given),
         # "all" stays a word: it means all that exist here, and what does not is left out with a note.
         "measures": words,
         "layers": layers,
-        "forward": load_function(request.forward, "--forward") if request.forward else None,
-        "device": load_device(request.device) if request.device else None,
-        "dtype": load_dtype(request.dtype) if request.dtype else None,
     }
 
 
 def chosen_measures(names: list[str]) -> list[str]:
     """The measures that words of the command line stand for."""
     try:
-        return [measure.name for measure in select_measures(_one_or_many(names, "default", _underscored))]
+        return [measure.name for measure in select_measures(_measures_of(names))]
     except MeasureError as error:
         raise usage_of(error) from error
 
 
-def _underscored(name: str) -> str:
-    return name.replace("-", "_")
-
-
-def _one_or_many(names: list[str], default: Any, spelled: Callable[[str], str] = str) -> Any:
-    """A single word as a word ("all", "last"), several as a list, none as the default."""
-    names = [spelled(name) for name in names]
-    return default if not names else names[0] if len(names) == 1 else names
+def _measures_of(names: list[str]) -> Any:
+    """Measures as `flatness.measure` takes them, in the library's spelling."""
+    return one_or_many([name.replace("-", "_") for name in names], "default")
 
 
 def _measuring(
@@ -169,7 +111,7 @@ def _measuring(
             notes = fit_checkpoint(model, read_checkpoint(path), str(path))
         report = flatness.measure(model.eval(), data.batches, **{**arguments, "progress": progress})
         origin = {} if path is None else {"checkpoint": str(path)}
-        meta = {**report.meta, **origin, "model": request.model, "data": data.name}
+        meta = {**report.meta, **origin, "model": request.given.network.model, "data": data.name}
         return replace(report, meta=meta, notes=(*data.notes, *notes, *report.notes))
 
     return measure_one

@@ -11,7 +11,8 @@ from flatness.cli import landscape_options as w
 from flatness.cli import options as o
 from flatness.cli.answers import UsageError, choice
 from flatness.cli.help import Command, Group
-from flatness.cli.values import key_values, split_list
+from flatness.cli.inputs import DataWords, Inputs, NetworkWords
+from flatness.cli.values import key_values, one_or_many, split_list
 from flatness.cli.words import CURVATURES
 
 _ABOUT = """\
@@ -78,25 +79,17 @@ def line(
         "count": count,
         "points": points,
         "parameters": _perhaps(parameters, "--parameters", w.PARAMETERS),
-        "layers": _one_or_many(layers),
+        "layers": one_or_many(split_list(layers)),
         "batch_norm": choice(batch_norm, "--batch-norm", w.BATCH_NORM),
         **_spanned(span),
     }
+    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
+    samples = DataWords(data, split, data_dir, limit, standardize)
+    given = Inputs(network, samples, loss, forward, device, dtype)
+    setting = {"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress}
     from flatness.cli import landscape_job as job
 
-    request = job.Request(
-        checkpoints=list(checkpoints or ()),
-        model=model,
-        model_arguments=key_values(model_arg, "--model-arg"),
-        data=job.DataRequest(data, split, data_dir, limit, standardize),
-        loss=loss,
-        forward=forward,
-        device=device,
-        dtype=dtype,
-        setting={"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress},
-        out=out,
-        fresh=fresh,
-    )
+    request = job.Request(given, setting, out, fresh)
     raise typer.Exit(job.finish(job.line(request, asked, between), out, as_csv))
 
 
@@ -141,27 +134,18 @@ def surface(
         "directions": choice(directions, "--directions", w.DIRECTIONS),
         "points": points,
         "parameters": _perhaps(parameters, "--parameters", w.PARAMETERS),
-        "layers": _one_or_many(layers),
+        "layers": one_or_many(split_list(layers)),
         "batch_norm": choice(batch_norm, "--batch-norm", w.BATCH_NORM),
         **_spanned(span),
     }
+    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
+    samples = DataWords(data, split, data_dir, limit, standardize)
+    given = Inputs(network, samples, loss, forward, device, dtype)
+    setting = {"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress}
     from flatness.cli import landscape_job as job
 
-    request = job.Request(
-        checkpoints=list(checkpoints or ()),
-        model=model,
-        model_arguments=key_values(model_arg, "--model-arg"),
-        data=job.DataRequest(data, split, data_dir, limit, standardize),
-        loss=loss,
-        forward=forward,
-        device=device,
-        dtype=dtype,
-        setting={"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress},
-        out=out,
-        fresh=fresh,
-    )
-    found = job.surface(request, asked, list(trajectory or ()))
-    raise typer.Exit(job.finish(found, out, as_csv))
+    request = job.Request(given, setting, out, fresh)
+    raise typer.Exit(job.finish(job.surface(request, asked, list(trajectory or ())), out, as_csv))
 
 
 def density(
@@ -204,29 +188,20 @@ def density(
     """
     asked = {
         "metric": choice(metric, "--metric", w.METRICS),
-        "layers": _one_or_many(layers),
+        "layers": one_or_many(split_list(layers)),
         "parameters": choice(parameters, "--parameters", w.PARAMETERS),
         "runs": runs,
         "steps": steps,
         "curvature": choice(curvature, "--curvature", CURVATURES),
     }
+    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
+    samples = DataWords(data, split, data_dir, limit, standardize)
+    given = Inputs(network, samples, loss, forward, device, dtype)
+    setting = {"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress}
     from flatness.cli import landscape_job as job
 
-    request = job.Request(
-        checkpoints=list(checkpoints or ()),
-        model=model,
-        model_arguments=key_values(model_arg, "--model-arg"),
-        data=job.DataRequest(data, split, data_dir, limit, standardize),
-        loss=loss,
-        forward=forward,
-        device=device,
-        dtype=dtype,
-        setting={"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress},
-        out=out,
-        fresh=fresh,
-    )
-    found = job.density(request, asked, copies)
-    raise typer.Exit(job.finish(found, out, as_csv))
+    request = job.Request(given, setting, out, fresh)
+    raise typer.Exit(job.finish(job.density(request, asked, copies), out, as_csv))
 
 
 def show(
@@ -251,12 +226,6 @@ def show(
 
 def _perhaps(value: str | None, option: str, known: tuple[str, ...]) -> str | None:
     return None if value is None else choice(value, option, known)
-
-
-def _one_or_many(values: list[str] | None) -> str | list[str] | None:
-    """A single word as a word ("all", "last"), several as a list."""
-    names = split_list(values)
-    return None if not names else names[0] if len(names) == 1 else names
 
 
 def _spanned(text: str | None) -> dict[str, Any]:

@@ -14,29 +14,20 @@ from torch import nn
 
 import flatness
 from flatness.batches import tensors_in
-from flatness.checkpoints import fit_checkpoint, read_checkpoint
 from flatness.cli.answers import INTERRUPTED, UsageError, printable, usage_of
-from flatness.cli.job import DataRequest, check_folder, checkpoints_of, load
+from flatness.cli.forms import say_written
+from flatness.cli.inputs import Inputs
+from flatness.cli.loading import arguments_of, check_folder, checkpoints_of, data_of, network_of
 from flatness.cli.output import terminal_width
-from flatness.cli.sources import load_device, load_dtype, load_function, load_loss, load_model
 from flatness.errors import LayerError, OptionError
 from flatness.show.landscape_page import Landscape, write_landscape
-
-__all__ = ["DataRequest", "Request", "density", "finish", "line", "surface"]
 
 
 @dataclass(frozen=True)
 class Request:
     """What the three commands share, in the words of the command line."""
 
-    checkpoints: list[str]
-    model: str
-    model_arguments: dict[str, Any]
-    data: DataRequest
-    loss: str
-    forward: str | None
-    device: str | None
-    dtype: str | None
+    given: Inputs
     setting: dict[str, Any]
     out: Path | None
     fresh: bool
@@ -60,7 +51,7 @@ def line(request: Request, asked: dict[str, Any], between: str | None) -> Landsc
 
 def surface(request: Request, asked: dict[str, Any], trajectory: list[str]) -> Landscape:
     """A plane around one checkpoint, or that of trajectories."""
-    paths = checkpoints_of(request.checkpoints)
+    paths = checkpoints_of(request.given.network.checkpoints)
     if len(paths) > 1:
         raise UsageError(
             f"Expected one checkpoint in the middle but got {len(paths)}. Give the others as --trajectory."
@@ -97,7 +88,7 @@ def density(request: Request, asked: dict[str, Any], copies: int) -> Landscape:
         if len(networks) > 1:
             raise UsageError(f"Expected one checkpoint with --copies but got {len(networks)}.")
         (original,) = networks.values()
-        example = next(tensors_in(next(iter(_batches(load(request.data).batches)))))[:2]
+        example = next(tensors_in(next(iter(_batches(data_of(request.given.data).batches)))))[:2]
         networks = {"original": original} | {
             f"rescaled {place + 1}": flatness.rescale(original, example, kind="layerwise", seed=place)
             for place in range(copies)
@@ -112,7 +103,7 @@ def _batches(data: Any) -> Any:
 
 def _networks(request: Request) -> dict[str, nn.Module]:
     """A network for every checkpoint by its name; the model as built where there is none."""
-    paths = checkpoints_of(request.checkpoints)
+    paths = checkpoints_of(request.given.network.checkpoints)
     if not paths:
         typer.echo(
             "note: no checkpoint was given: the weights are those that the model was built with", err=True
@@ -131,11 +122,7 @@ def _alone(networks: dict[str, nn.Module]) -> Any:
 
 
 def _loaded(request: Request, path: Path | None) -> nn.Module:
-    network = load_model(request.model, request.model_arguments, request.setting["seed"])
-    if path is not None:
-        for note in fit_checkpoint(network, read_checkpoint(path), str(path)):
-            typer.echo(f"note: {note}", err=True)
-    return network.eval()
+    return network_of(request.given.network, path, request.setting["seed"])
 
 
 def _called(request: Request, function: Any, networks: Any, asked: dict[str, Any]) -> Landscape:
@@ -143,11 +130,8 @@ def _called(request: Request, function: Any, networks: Any, asked: dict[str, Any
         with _file(request, function.__name__) as file:
             return function(
                 networks,
-                load(request.data).batches,
-                load_loss(request.loss),
-                forward=load_function(request.forward, "--forward") if request.forward else None,
-                device=load_device(request.device) if request.device else None,
-                dtype=load_dtype(request.dtype) if request.dtype else None,
+                data_of(request.given.data).batches,
+                **arguments_of(request.given),
                 resume=file,
                 **request.setting,
                 **asked,
@@ -186,8 +170,7 @@ def finish(found: Landscape, out: Path | None, as_csv: bool) -> int:
         for text in str(found).splitlines():
             typer.echo(printable(textwrap.fill(text.strip(), terminal_width(), subsequent_indent="  ")))
     if out is not None:
-        files = write_landscape(out, found)
-        typer.echo(f"\nwritten to {out}: {', '.join(files)}", err=as_csv)
+        say_written(out, write_landscape(out, found), aside=as_csv)
     interrupted = any(note.startswith("interrupted:") for note in found.notes)
     if interrupted and out is not None:
         typer.echo("run the same command again to go on", err=True)

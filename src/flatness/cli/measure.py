@@ -5,8 +5,10 @@ from __future__ import annotations
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.answers import UsageError, choice
+from flatness.cli.answers import choice
+from flatness.cli.forms import output_form
 from flatness.cli.help import Command
+from flatness.cli.inputs import DataWords, Inputs, NetworkWords
 from flatness.cli.values import key_values, measure_options, split_list
 from flatness.cli.words import CURVATURES, METHODS
 
@@ -55,8 +57,7 @@ def measure(
         flatness measure runs/ -m lenet5 -d cifar10 --sort relative_flatness
         flatness measure 'runs/*.pt' -m timm:resnet18 -d mydata:train --out table
     """
-    if as_json and as_csv:
-        raise UsageError("Expected one of --json and --csv but got both.")
+    form = output_form(as_json, as_csv)
     settings = {
         "method": choice(method, "--method", METHODS),
         "curvature": choice(curvature, "--curvature", CURVATURES),
@@ -69,24 +70,19 @@ def measure(
         "seed": seed,
         "progress": progress,
     }
-    arguments = key_values(model_arg, "--model-arg")
+    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
+    samples = DataWords(data, split, data_dir, limit, standardize)
+    given = Inputs(network, samples, loss, forward, device, dtype)
     # Words that need no torch are checked above; loading it takes seconds.
     from flatness.cli import job
 
     request = job.Request(
-        checkpoints=list(checkpoints or ()),
-        model=model,
-        model_arguments=arguments,
-        data=job.DataRequest(data, split, data_dir, limit, standardize),
-        loss=loss,
-        forward=forward,
+        given,
         measures=split_list(measures),
         layers=split_list(layers),
-        device=device,
-        dtype=dtype,
         sort=sort,
         reverse=reverse,
         debug=bool(context.obj["debug"]),
         settings=settings,
     )
-    raise typer.Exit(job.run(request, "json" if as_json else "csv" if as_csv else "table", out))
+    raise typer.Exit(job.run(request, form, out))

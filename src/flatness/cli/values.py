@@ -18,6 +18,15 @@ def split_list(values: Iterable[str] | None) -> list[str]:
     return [part.strip() for value in values or () for part in value.split(",") if part.strip()]
 
 
+def one_or_many(names: list[str], default: str | None = None) -> str | list[str] | None:
+    """A single word as a word ("all", "last"), several as a list, none as the default.
+
+    >>> one_or_many(["last"]), one_or_many(["fc1", "fc2"]), one_or_many([], "default")
+    ('last', ['fc1', 'fc2'], 'default')
+    """
+    return default if not names else names[0] if len(names) == 1 else names
+
+
 def key_values(pairs: Iterable[str] | None, option: str) -> dict[str, Any]:
     """``key=value`` pairs; values are read as Python literals, else as text.
 

@@ -14,8 +14,9 @@ from flatness.errors import listed
 from flatness.files import write_text
 from flatness.latex import latex_grid
 from flatness.result import Report
+from flatness.show.invariance_plots import save_invariance
 from flatness.show.page import Page, write_page
-from flatness.show.plots import save_invariance, save_layers, save_scatter
+from flatness.show.plots import save_layers, save_scatter
 from flatness.show.points import points_of
 from flatness.show.svg import profile, scatter
 from flatness.symmetry.verdicts import InvarianceReport

@@ -100,11 +100,7 @@ def generalization_bound(
         >>> [term.kind for term in bound.terms]
         ['approximation', 'approximation', 'approximation', 'approximation', 'approximation', 'approximation']
     """
-    if not (isinstance(failure, (int, float)) and 0 < failure < 1):
-        raise OptionError(
-            f"Expected failure to be a probability between 0 and 1 but got {failure!r}. For example "
-            "failure=0.05."
-        )
+    _check_failure(failure)
     shape, given = kernel_of(kernel, sigma), given_delta(delta)
     setting = {
         "forward": forward,
@@ -135,11 +131,8 @@ def generalization_bound(
     if given is None and step < rule:
         terms += rule_terms(represented(delta=rule), flat, chosen, shape)
         notes.append(why_smaller(tried))
-    rate = (
-        ()
-        if kappa is None
-        else rate_constants(z, shape, kappa / (2 * chosen.features), seen.largest, failure)
-    )
+    share = None if kappa is None else kappa / (2 * chosen.features)
+    rate = () if share is None else rate_constants(z, shape, share, seen.largest, failure)
     return GeneralizationBound(
         layer=chosen.name,
         samples=len(z),
@@ -152,6 +145,14 @@ def generalization_bound(
         labels=labels,
         notes=tuple(dict.fromkeys([*notes, *found.notes, *problem.notes])),
     )
+
+
+def _check_failure(failure: Any) -> None:
+    if not (isinstance(failure, (int, float)) and 0 < failure < 1):
+        raise OptionError(
+            f"Expected failure to be a probability between 0 and 1 but got {failure!r}. For example "
+            "failure=0.05."
+        )
 
 
 @dataclass(frozen=True)

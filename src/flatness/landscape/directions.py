@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatness.batches import describe
 from flatness.errors import LayerError, OptionError, listed, nearest
+from flatness.landscape.arguments import digest
 from flatness.landscape.curvature_directions import (
     feature_directions,
     takes_feature_directions,
@@ -48,6 +49,11 @@ class Asked:
     def kind(self) -> str:
         """One of `KINDS`, or "given"."""
         return self.directions if isinstance(self.directions, str) else "given"
+
+    @property
+    def identity(self) -> str:
+        """What tells the directions from others."""
+        return f"given {digest(self.directions)}" if self.kind == "given" else self.kind
 
 
 @dataclass(frozen=True)

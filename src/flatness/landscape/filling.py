@@ -57,6 +57,23 @@ class Table:
             own[:] = arrays[name].reshape(own.shape)
         self.bar.advance(int(self.done.sum()))
 
+    def keep_in(
+        self, path: str | os.PathLike[str] | None, kind: str, asked: dict[str, Any], found: Callable[[], Any]
+    ) -> None:
+        """Go on from a file of an earlier run, if there is one, and keep what is computed in it.
+
+        Args:
+            path: The file; None for none.
+            kind: What it holds.
+            asked: What must have been asked for then, too.
+            found: What there is to save at any time; it has a method `save`.
+        """
+        before = resumed(path, kind, asked)
+        if before is not None:
+            self.take(before)
+        if path is not None:
+            self.save = lambda: found().save(path)
+
     def fill(self, row: int, points: Points, coefficients: torch.Tensor) -> None:
         """Evaluate the points of a row that are missing.
 

@@ -22,7 +22,7 @@ from flatness.landscape.arguments import (
     whole_number,
 )
 from flatness.landscape.directions import Asked, Chosen, check_asked, choose_directions
-from flatness.landscape.filling import Table, resumed
+from flatness.landscape.filling import Table
 from flatness.landscape.line_result import KIND, Line
 from flatness.landscape.networks import Member, Networks, Weights, difference, members_of, state_of
 from flatness.landscape.points import Points
@@ -125,7 +125,7 @@ def line(
     }
     problems = [Problem(member.model, data, loss, **setting) for member in members]
     identity = identity_of(problems) | {
-        "directions": _name_of(asked, between),
+        "directions": asked.identity if between is None else f"between {digest(state_of(between))}",
         "count": count,
         "span": [float(positions[0]), float(positions[-1])],
         "points": points,
@@ -160,12 +160,6 @@ def _asked(
             "them out."
         )
     return asked
-
-
-def _name_of(asked: Asked, between: Any) -> str:
-    if between is not None:
-        return f"between {digest(state_of(between))}"
-    return f"given {digest(asked.directions)}" if asked.kind == "given" else asked.kind
 
 
 @dataclass
@@ -228,12 +222,7 @@ class _Walk:
     def _table(self, problem: Problem) -> Table:
         table = Table.empty(len(self.members) * self.rows, len(self.positions), problem.progress)
         self.identity["data"] = f"{problem.fingerprint or 0:x}"
-        before = resumed(self.resume, KIND, self.identity)
-        if before is not None:
-            table.take(before)
-        if self.resume is not None:
-            path = self.resume
-            table.save = lambda: self._line(table).save(path)
+        table.keep_in(self.resume, KIND, self.identity, lambda: self._line(table))
         return table
 
     def _remember(self, member: Member, points: Points, chosen: Chosen) -> None:

@@ -22,7 +22,7 @@ from flatness.landscape.arguments import (
     positions_of,
 )
 from flatness.landscape.directions import Asked, Chosen, check_asked, choose_directions
-from flatness.landscape.filling import Table, resumed
+from flatness.landscape.filling import Table
 from flatness.landscape.networks import state_of
 from flatness.landscape.points import Points
 from flatness.landscape.setting import facts_of, identity_of
@@ -176,12 +176,7 @@ class _Survey:
                     notes=tuple(dict.fromkeys([*table.notes(), *chosen.notes, *problem.notes])),
                 )
 
-            before = resumed(self.resume, KIND, identity)
-            if before is not None:
-                table.take(before)
-            if self.resume is not None:
-                path = self.resume
-                table.save = lambda: found().save(path)
+            table.keep_in(self.resume, KIND, identity, found)
             problem.progress = False
             with table.bar:
                 table.fill(0, points, _grid(x, y))
@@ -209,12 +204,10 @@ class _Survey:
         return positions_of(ends[0], self.counts[0]), positions_of(ends[1], self.counts[1])
 
     def _identity(self, x: Array, y: Array) -> dict[str, Any]:
+        name = self.asked.identity
         if self.trajectories is not None:
             steps = {name: [state_of(step) for step in steps] for name, steps in self.trajectories.items()}
             name = f"trajectory {digest(steps)}"
-        else:
-            given = self.asked.kind == "given"
-            name = f"given {digest(self.asked.directions)}" if given else self.asked.kind
         return identity_of([self.problem]) | {
             "directions": name,
             "span": [[float(axis[0]), float(axis[-1])] for axis in (x, y)],

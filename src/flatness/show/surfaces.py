@@ -18,18 +18,10 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from flatness.landscape.storage import Array
 from flatness.landscape.surface_result import Surface
+from flatness.show.axes import MARKERS
 from flatness.show.points import looks
 from flatness.show.themes import DARK, DASHES, LIGHT, WIDTH, is_wide, save, settings, written
 
-_MARKERS = {
-    "circle": "o",
-    "square": "s",
-    "triangle": "^",
-    "diamond": "D",
-    "cross": "X",
-    "star": "*",
-    "wedge": "v",
-}
 # Losses of a wider range than this ratio have logarithmic colours.
 _WIDE = 3.0
 _LEVELS = 25
@@ -169,7 +161,7 @@ def _draw_paths(axes: Axes, surface: Surface) -> None:
     for number, (name, (colour, shape)) in enumerate(looks(surface.paths).items()):
         spots = surface.paths[name]
         (drawn,) = axes.plot(
-            spots[:, 0], spots[:, 1], color=colours.get(colour, colour), marker=_MARKERS[shape], markersize=3,
+            spots[:, 0], spots[:, 1], color=colours.get(colour, colour), marker=MARKERS[shape], markersize=3,
             linewidth=1.0, linestyle=DASHES[number % len(DASHES)], label=written(name),
         )  # fmt: skip
         drawn.set_path_effects(outline)

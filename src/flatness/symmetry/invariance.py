@@ -21,9 +21,10 @@ from flatness.progress import ProgressBar
 from flatness.ranks import separately
 from flatness.result import Report
 from flatness.symmetry.groups import Symmetries, symmetries
+from flatness.symmetry.judging import judge, zero_values
 from flatness.symmetry.rescaling import KINDS, Rescaling, check_choices, make_rescaling, rescaled_copy
 from flatness.symmetry.tracing import Forward
-from flatness.symmetry.verdicts import OWN_FEATURES, InvarianceReport, InvarianceRow, judge, zero_values
+from flatness.symmetry.verdicts import OWN_FEATURES, InvarianceReport, InvarianceRow
 
 _OF_PROBLEM = ("forward", "batch_size", "device", "seed", "progress")
 _EXAMPLE = 8

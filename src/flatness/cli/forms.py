@@ -1,0 +1,36 @@
+"""Forms of output: a table to read, or JSON or CSV for other programs; loads nothing that takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from flatness.cli.answers import UsageError, printable
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def output_form(as_json: bool, as_csv: bool) -> str:
+    """What to print: "json", "csv" or "table"."""
+    if as_json and as_csv:
+        raise UsageError("Expected one of --json and --csv but got both.")
+    return "json" if as_json else "csv" if as_csv else "table"
+
+
+def print_frame(frame: Callable[[], pandas.DataFrame], form: str, table: Callable[[], str]) -> None:
+    """Print the rows of a frame as JSON or CSV, or the table for people; only what is printed is made."""
+    if form == "json":
+        typer.echo(frame().to_json(orient="records", indent=1, force_ascii=False))
+    elif form == "csv":
+        typer.echo(frame().to_csv(index=False), nl=False)
+    else:
+        typer.echo(printable(table()))
+
+
+def say_written(out: Path, files: Iterable[str], *, aside: bool) -> None:
+    """Say what was written; on standard error where standard output is for another program."""
+    typer.echo(f"\nwritten to {out}: {', '.join(files)}", err=aside)
