@@ -104,6 +104,7 @@ def test_lists_and_wrong_words(folder):
     )
     assert "petzka2021-cifar10             450 networks  LeNet-5 on CIFAR-10" in listed.out
     assert "petzka2021-labels            1000 data sets  Does flatness" in listed.out
+    assert max(map(len, listed.out.splitlines())) <= 80
     assert unknown.status == 2
     assert unknown.err.endswith("Did you mean 'petzka2021-cifar10'?\n")
     assert scale.err == (

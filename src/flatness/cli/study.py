@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,11 +40,14 @@ def list_studies() -> None:
     Example:
         flatness study list
     """
+    from flatness.cli.output import terminal_width
     from flatness.study.spec import names, read_spec
 
     for name in names():
         spec = read_spec(name)
-        typer.echo(f"{name:26} {spec.size:>16}  {spec.title}")
+        start = f"{name:26} {spec.size:>16}  "
+        rest = {"initial_indent": start, "subsequent_indent": " " * len(start)}
+        typer.echo(textwrap.fill(spec.title, max(terminal_width(), len(start) + 20), **rest))
 
 
 def run(
