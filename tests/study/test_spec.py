@@ -219,12 +219,12 @@ def test_names_and_ranges_that_would_fail_every_network_are_refused_before_train
         "Did you mean 'exact'?"
     )
     assert message(study(measure={"curvature": "hesian"})) == (
-        "Expected curvature in [measure] to be one of hessian, gauss_newton, finite_differences but the study "
-        "has 'hesian'. Did you mean 'hessian'?"
+        "Expected curvature in [measure] to be one of hessian, gauss_newton, finite_differences but the "
+        "study has 'hesian'. Did you mean 'hessian'?"
     )
     assert message(study(measure={"precision": 2})) == (
-        "Expected precision in [measure] to be a relative standard error between 0 and 1 but the study has 2. "
-        "For example precision = 0.01."
+        "Expected precision in [measure] to be a relative standard error between 0 and 1 but the study has "
+        "2. For example precision = 0.01."
     )
     assert message(study(stop={"accuracy": 99})) == (
         "Expected accuracy in [stop] to be a share from 0 to 1 but the study has 99."
