@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-
 # What stands for itself; asked first, as asking what a protocol asks takes a while.
 _SIMPLE = (str, int, float, bool, type(None))
 
