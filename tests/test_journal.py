@@ -255,3 +255,46 @@ def test_digests_tell_every_number_apart():
     ]
     assert len({digest_of(one) for one in different}) == len(different)
     assert digest_of({"b", "a"}) == digest_of({"a", "b"})
+
+
+def test_what_was_begun_stays_until_it_is_reached(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "_APART", 0.0)
+
+    def long(total, steps):
+        with loop("long", total, 1) as work:
+            start = work.start
+            for number in range(start, steps):
+                total.add_(1)
+                work.reached(number + 1)
+                if number == 4:
+                    raise Killed
+        return start
+
+    with Journal(tmp_path, 0.0).kept(), pytest.raises(Killed):
+        long(torch.zeros(()), 9)
+    # The run after that is killed, too, in what comes before and was not kept.
+    with Journal(tmp_path, 0.0).kept(), loop("before", {}, 1) as work:
+        work.reached(1)
+    total = torch.zeros(())
+    with Journal(tmp_path, 0.0).kept():
+        assert long(total, 9) == 5
+    assert total == 9
+    assert list(torch.load(tmp_path / "now.pt")) == []
+
+
+def test_networks_of_the_same_weights_are_told_apart(tmp_path):
+    class Masked(nn.Module):
+        def __init__(self, share, middle):
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc1, self.middle, self.fc2 = nn.Linear(6, 5), middle, nn.Linear(5, 3)
+            self.register_buffer("mask", torch.full((5,), share), persistent=False)
+
+    _, data = network("relu")
+    with Journal(tmp_path).kept():
+        found = [
+            Problem(Masked(*given), data)._identity
+            for given in ((1.0, nn.ReLU()), (0.5, nn.ReLU()), (1.0, nn.Tanh()), (1.0, nn.ReLU()))
+        ]
+    assert len(set(found)) == 3
+    assert found[0] == found[3]

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from flatness.errors import OptionError
 
@@ -48,6 +49,23 @@ def _flush(path: Path) -> None:
     if path.is_file():
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
+
+
+def write_tensors(path: str | os.PathLike[str], content: Any) -> None:
+    """Write tensors, numbers and texts as ``torch.save`` does, whole or not at all.
+
+    Raises:
+        OSError: There is no room; ``torch.save`` by itself speaks of an unexpected position then.
+    """
+    import torch
+
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

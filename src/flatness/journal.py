@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flatness.files import replacing
+from flatness.files import write_tensors
 from flatness.journal_state import digest_of, plain, restored, size_of
 
 _NOW = "now.pt"
@@ -139,6 +139,7 @@ class Journal:
             if loop.key in written:
                 loop.restore(written[loop.key])
                 break
+        self._begun.pop(loop.key, None)
         if not loop.done:
             self._open.append(loop)
         return loop
@@ -192,12 +193,13 @@ class Journal:
             path = self.folder / f"{int(last.stem) + 1:06}.pt"
             if size_of(self._files.get(last, {})) < _SMALL:  # few files, however long it takes
                 path, self._waiting = last, {**self._files.get(last, {}), **self._waiting}
-            _write(path, self._waiting)
+            write_tensors(path, self._waiting)
             self._files[path] = _read(path)
             self._waiting, self._waiting_bytes = {}, 0
         small = [loop for loop in self._open if size_of(loop.state) <= _LARGEST]
-        _write(self.folder / _NOW, {loop.key: loop.saved(done=False) for loop in small})
-        self._begun = {}
+        begun = {loop.key: loop.saved(done=False) for loop in small}
+        # What an earlier run was in the midst of may still be ahead: this one need not have come to it.
+        write_tensors(self.folder / _NOW, {**self._begun, **begun})
 
 
 def loop(label: str, state: Any, depends_on: Any) -> Loop:
@@ -229,11 +231,6 @@ def about(*what: Any) -> Iterator[None]:
         yield
     finally:
         journal.about.pop()
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    with replacing(path) as temporary:
-        torch.save(content, temporary)
 
 
 def _read(path: Path) -> dict[str, Any]:

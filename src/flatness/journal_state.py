@@ -9,6 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+# What stands for itself; asked first, as asking what a protocol asks takes a while.
+_SIMPLE = (str, int, float, bool, type(None))
+
 
 @runtime_checkable
 class Kept(Protocol):
@@ -87,6 +90,8 @@ def plain(value: Any) -> Any:
     """A copy that does not change any more."""
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, _SIMPLE):
+        return value
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, Mapping):
@@ -119,6 +124,8 @@ def size_of(value: Any) -> int:
     """Bytes of what is to be written, about."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
+    if isinstance(value, _SIMPLE):
+        return 64
     if isinstance(value, Mapping):
         return sum(map(size_of, value.values()))
     if isinstance(value, (list, tuple)):

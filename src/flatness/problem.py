@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,9 @@ from flatness.parts import modules
 from flatness.settings import check_options, usable_device
 from flatness.sources import Source, different_lengths
 from flatness.streaming import StreamedData
+
+# What the text of a function or an object has that is another in every process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Problem(StreamedData):
@@ -90,7 +94,13 @@ class Problem(StreamedData):
         self.watch: Callable[[Tensor], None] | None = None
         if journal_in_force() and isinstance(loss, str) and forward is None and source.is_pair:
             setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
-            self._identity = digest_of([self.model.state_dict(), source.excerpt(), setting])
+            # The state lacks buffers that are not saved, and what modules do.
+            network = [
+                self.model.state_dict(),
+                dict(self.model.named_buffers()),
+                _ADDRESS.sub("", repr(model)),
+            ]
+            self._identity = digest_of([network, source.excerpt(), setting])
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

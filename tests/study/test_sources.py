@@ -72,3 +72,42 @@ def test_columns_are_those_of_a_report(tmp_path):
     frame = flatness.study.run(content, tmp_path / "out", jobs=1, progress=False).to_frame()
     expected = [name for one in select_measures("all") for name in columns_of(one, ["fc1", "fc2"])]
     assert sorted(name for name in frame.columns if ":" in name) == sorted(expected)
+
+
+@pytest.mark.parametrize("layers", [[["fc1"]], {"fc1": True}, 3, [1]])
+def test_layers_of_other_kinds_are_refused(tmp_path, layers):
+    assert refused(tmp_path / "out", study(measure={"layers": layers})) == (
+        f'Expected layers in [measure] to be "last", a name or a list of names but the study has {layers!r}. '
+        "Leave it out to measure all: fc1, fc2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "given"), [("keep", ["hessian_trce:network < 9"]), ("colour", "hessian_trce:network")]
+)
+def test_columns_of_conditions_and_colours_that_nothing_measures_are_refused(tmp_path, key, given):
+    assert refused(tmp_path / "out", study(analysis={key: given})) == (
+        f"Expected the column of {key} in [analysis] to be one that is measured but the study has "
+        "'hessian_trce:network'. Did you mean 'hessian_trace:network'?"
+    )
+
+
+def test_a_headline_of_a_copy_that_is_not_measured_is_refused(tmp_path):
+    content = study(analysis={"headline": ["relative_flatness:fc2:rescaled"]}, rescale={})
+    flatness.study.run({**content, "grid": {"seed": 1}}, tmp_path / "all", jobs=1, progress=False)
+    said = refused(tmp_path / "out", {**content, "rescale": {"measures": ["hessian_trace"]}})
+    assert said.endswith(
+        "but the study has 'relative_flatness:fc2:rescaled'. Did you mean 'relative_flatness:fc2'?"
+    )
+
+
+def test_what_the_data_do_not_take_is_refused(tmp_path):
+    assert refused(tmp_path / "out", study(data={"options": {"noise": 1}})) == (
+        "Expected no options in [data] but there is one beside 'digits', which does not take it. "
+        "Options are for package.module:factory."
+    )
+    own = study(data={"name": "flatness.data:load", "standardize": True})
+    assert refused(tmp_path / "out", own) == (
+        "Expected no standardize in [data] but there is one beside 'flatness.data:load', which does not take "
+        "it. Give it as one of options."
+    )

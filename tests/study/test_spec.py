@@ -165,6 +165,7 @@ def test_values_that_make_no_sense_are_refused():
         ("learning_rate", 0.0, "positive numbers"),
         ("batch_size", 0, "whole numbers"),
         ("batch_size", -4, "whole numbers"),
+        ("batch_size", True, "whole numbers"),
         ("weight_decay", -1e-4, "numbers of at least 0"),
         ("random_labels", 1.5, "shares from 0 to 1"),
         ("random_labels", -0.5, "shares from 0 to 1"),
@@ -217,6 +218,17 @@ def test_names_and_ranges_that_would_fail_every_network_are_refused_before_train
         "Expected method in [measure] to be one of auto, exact, sampled but the study has 'exct'. "
         "Did you mean 'exact'?"
     )
+    assert message(study(measure={"curvature": "hesian"})) == (
+        "Expected curvature in [measure] to be one of hessian, gauss_newton, finite_differences but the "
+        "study has 'hesian'. Did you mean 'hessian'?"
+    )
+    assert message(study(measure={"precision": 2})) == (
+        "Expected precision in [measure] to be a relative standard error between 0 and 1 but the study has "
+        "2. For example precision = 0.01."
+    )
+    assert message(study(stop={"accuracy": 99})) == (
+        "Expected accuracy in [stop] to be a share from 0 to 1 but the study has 99."
+    )
     columns = (
         "part, initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, random_labels, "
         "seed, status, reason, epochs, training_seconds, measuring_seconds, train_loss, test_loss, "
@@ -230,6 +242,17 @@ def test_names_and_ranges_that_would_fail_every_network_are_refused_before_train
         f"Expected the column of keep in [analysis] to be one of {columns} but the study has 'train_eror'. "
         "Did you mean 'train_error'?"
     )
+
+
+@pytest.mark.parametrize("group", ["scale", "parts"])
+def test_groups_that_would_be_passed_over_are_refused(group):
+    inside = {group: {"smoke": {"stop": {"epochs": 1}}}}
+    assert message({**SMALL, "parts": {"a": inside}}) == (
+        f"Expected [{group}.NAME] at the top of the file but [parts.a] of the study has it inside. What a "
+        "scale changes in a part is [scale.NAME.parts.PART]."
+    )
+    if group == "parts":
+        read_spec({**SMALL, "parts": {"smoke": {}}, "scale": {"smoke": inside}}, "smoke")
 
 
 def test_a_measure_is_asked_for_once_and_rescaled_only_if_measured():

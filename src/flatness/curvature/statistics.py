@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError
-from flatness.files import replacing
+from flatness.files import write_tensors
 from flatness.ranks import Ranks
 
 LAYER_STATISTICS = frozenset(
@@ -133,8 +133,7 @@ class Statistics:
             "risk": self.risk.cpu(),
             "samples": self.samples,
         }
-        with replacing(path) as temporary:
-            torch.save(content, temporary)
+        write_tensors(path, content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:

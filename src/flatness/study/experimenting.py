@@ -45,6 +45,7 @@ def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
     (name, unit), folder = task, Folder(orders.folder)
     key = unit_key(name, unit)
     if folder.record(key) is not None:
+        shutil.rmtree(folder.measuring / key, ignore_errors=True)  # of a run killed just after the record
         return True
     if time.time() > orders.until:
         return False

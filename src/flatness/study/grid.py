@@ -133,7 +133,7 @@ def _checked(axis: str, value: Any, where: str) -> Any:
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if axis in ("batch_size", "seed"):
         right, wanted = (
-            isinstance(value, int) and value >= (1 if axis == "batch_size" else 0),
+            number and isinstance(value, int) and value >= (1 if axis == "batch_size" else 0),
             "whole numbers",
         )
     elif axis in _POSITIVE:

@@ -101,8 +101,14 @@ SUBSET = {"measures": ANY, "samples": WHOLE, "layers": ANY, "options": TABLE}
 _FREE = {"together"}
 
 
-def check_layout(content: Mapping[str, Any], where: str) -> None:
-    """Refuse unknown tables and keys, naming the nearest, and values of the wrong kind."""
+def check_layout(content: Mapping[str, Any], where: str, groups: Sequence[str] = ("scale", "parts")) -> None:
+    """Refuse unknown tables and keys, naming the nearest, and values of the wrong kind.
+
+    Args:
+        content: A file, or one of its scales or parts.
+        where: What messages call it.
+        groups: Which groups of tables it may have: a scale has parts, a part has neither.
+    """
     known = [*TABLES[""], *(name for name in TABLES if name)]
     for name, value in content.items():
         if name in TABLES and name:
@@ -117,6 +123,11 @@ def check_layout(content: Mapping[str, Any], where: str) -> None:
                 f"Known: {', '.join(known)}."
             )
     for group in ("scale", "parts"):
+        if group in content and group not in groups:
+            raise SpecError(
+                f"Expected [{group}.NAME] at the top of the file but {where} has it inside. What a scale "
+                "changes in a part is [scale.NAME.parts.PART]."
+            )
         for name, part in content.get(group, {}).items():
             if group == "scale" and name not in _WRITTEN_SCALES:
                 raise SpecError(
@@ -124,7 +135,7 @@ def check_layout(content: Mapping[str, Any], where: str) -> None:
                     f"[scale.{name}].{nearest(name, _WRITTEN_SCALES)} The file itself is the scale 'paper'."
                 )
             _expect(part, TABLE, f"[{group}.{name}]", where)
-            check_layout(part, f"[{group}.{name}] of {where}")
+            check_layout(part, f"[{group}.{name}] of {where}", ("parts",) if group == "scale" else ())
 
 
 def _check_table(table: Mapping[str, Any], known: Mapping[str, str], name: str, where: str) -> None:

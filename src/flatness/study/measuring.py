@@ -25,7 +25,8 @@ _EXAMPLE = 64
 
 def measuring_key(settings: Mapping[str, Any]) -> str:
     """Digest of how a study measures: a record measured otherwise is measured again, not trained again."""
-    asked = {table: settings.get(table, {}) for table in ("measure", "rescale")}
+    asked = {table: dict(settings.get(table, {})) for table in ("measure", "rescale")}
+    asked["measure"].pop("which", None)  # who is measured changes nothing about how
     return digest({**asked, "which": None})
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +55,14 @@ def load_split(data: Mapping[str, Any]) -> Split:
     gets ``split="train"`` or ``"test"`` and the table's options, and returns inputs and targets.
     """
     name = data["name"]
-    if ":" in name and not name.lower().endswith(".npz"):
+    own = _is_own(name)
+    for key in ("standardize", "data_dir") if own else ("options",):
+        if data.get(key):
+            raise SpecError(
+                f"Expected no {key} in [data] but there is one beside {name!r}, which does not take it. "
+                + ("Give it as one of options." if own else "Options are for package.module:factory.")
+            )
+    if own:
         factory = import_object(name, "name in [data]")
         pairs = [_pair(factory, name, split, data) for split in ("train", "test")]
         return Split(pairs[0], pairs[1])
@@ -62,6 +70,18 @@ def load_split(data: Mapping[str, Any]) -> Split:
     train = load(name, split="train", limit=data.get("limit"), **options)
     test = load(name, split="test", limit=data.get("test_limit"), **options)
     return Split(train.pair, test.pair, tuple(dict.fromkeys((*train.notes, *test.notes))))
+
+
+def _is_own(name: str) -> bool:
+    return ":" in name and not name.lower().endswith(".npz")
+
+
+def own_code(*names: str) -> list[str]:
+    """Digests of the files that models and data of one's own come from: they may change between two runs."""
+    files = [
+        getattr(sys.modules.get(name.partition(":")[0]), "__file__", None) for name in names if _is_own(name)
+    ]
+    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file]
 
 
 def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -55,17 +55,20 @@ class Folder:
             StudyError: Another run is at work in this folder.
         """
         self.make()
-        with open(self.path / ".lock", "a+", encoding="utf-8") as file:
+        with readable_disk_errors(self.path):
+            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+        with lock as file:
             if not _lock(file):
                 file.seek(0)
                 raise StudyError(
                     f"Expected a folder that no other run works in but {self.path} is taken by process "
                     f"{file.read().strip() or 'unknown'}. Wait for it, or choose another folder."
                 )
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-            for part in self.path.glob("*/.*.part"):  # what a killed run was about to write
+            with readable_disk_errors(self.path):
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
+            for part in self.path.glob("**/.*.part"):  # what a killed run was about to write
                 part.unlink(missing_ok=True)
             yield
 
@@ -91,10 +94,11 @@ class Folder:
 
     def write_weights(self, key: str, weights: Mapping[str, Tensor]) -> None:
         """Write the weights of a network."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
+        content = save({name: value.contiguous() for name, value in weights.items()})
         with readable_disk_errors(self.path), replacing(self.weights_of(key)) as temporary:
-            save_file({name: value.contiguous() for name, value in weights.items()}, temporary)
+            temporary.write_bytes(content)
 
     def write_study(self, content: Mapping[str, Any]) -> None:
         """Write what the study is."""

@@ -26,6 +26,7 @@ _LEAST = {
     "analysis": {"resamples": 1, "permutations": 0},
 }
 _METHODS = ("auto", "exact", "sampled")
+_CURVATURES = ("hessian", "gauss_newton", "finite_differences")
 
 
 def check_settings(settings: Mapping[str, Any], where: str) -> None:
@@ -60,6 +61,14 @@ def _check_numbers(settings: Mapping[str, Any], where: str) -> None:
     low, high = rescale.get("low", 0.2), rescale.get("high", 5.0)
     if not 0 < low <= high:
         raise SpecError(f"Expected 0 < low ≤ high in [rescale] but {where} has low = {low}, high = {high}.")
+    accuracy, precision = settings.get("stop", {}).get("accuracy", 1), measure.get("precision", 0.01)
+    if not 0 <= accuracy <= 1:
+        raise SpecError(f"Expected accuracy in [stop] to be a share from 0 to 1 but {where} has {accuracy}.")
+    if not 0 < precision < 1:
+        raise SpecError(
+            "Expected precision in [measure] to be a relative standard error between 0 and 1 but "
+            f"{where} has {precision}. For example precision = 0.01."
+        )
     if not span > 0:
         raise SpecError(f"Expected span in [lines] to be positive but {where} has {span!r}.")
 
@@ -70,6 +79,7 @@ def _check_names(settings: Mapping[str, Any], where: str) -> None:
         ("train", "loss", "cross_entropy", LOSSES),
         ("measure", "which", "converged", ("converged", "all")),
         ("measure", "method", "auto", _METHODS),
+        ("measure", "curvature", "hessian", _CURVATURES),
         ("rescale", "kind", "layerwise", RESCALINGS),
         ("lines", "directions", "layer", DIRECTIONS),
     ):

@@ -12,6 +12,7 @@ from flatness.layers import find_layers
 from flatness.measures.catalogue import select_measures
 from flatness.measures.measure import Measure
 from flatness.study.cohorts import Unit
+from flatness.study.conditions import parse_condition
 from flatness.study.objects import load_split, make_model
 from flatness.study.spec import Spec
 from flatness.study.table import column_name
@@ -38,7 +39,7 @@ def check_sources(spec: Spec, work: Sequence[Unit]) -> None:
             everything = spec.scale != "paper"
             columns |= dict.fromkeys(_columns(make_model(one), spec.parts[one.part], everything))
     if work:
-        _check_headline(spec, list(columns))
+        _check_analysis(spec, list(columns))
 
 
 def _columns(model: nn.Module, settings: Mapping[str, Any], everything: bool) -> list[str]:
@@ -47,12 +48,15 @@ def _columns(model: nn.Module, settings: Mapping[str, Any], everything: bool) ->
     tables = {"measure": measure}
     if "subset" in measure:
         tables["measure.subset"] = {**measure, **measure["subset"]}
-    found = []
+    found, again = [], []
+    wanted = settings["rescale"].get("measures", "all") if "rescale" in settings else []
+    rescaled = [one.name for one in select_measures(wanted)] if wanted else []
     for table, asked in tables.items():
         layers = _chosen(model, asked.get("layers"), table)
         for one in select_measures("all" if everything else asked.get("measures", "default")):
             found += columns_of(one, layers)
-    return [*found, *(f"{name}:rescaled" for name in found if "rescale" in settings)]
+            again += [f"{name}:rescaled" for name in columns_of(one, layers) if one.name in rescaled]
+    return [*found, *again]
 
 
 def _chosen(model: nn.Module, layers: Any, table: str) -> list[str]:
@@ -60,7 +64,7 @@ def _chosen(model: nn.Module, layers: Any, table: str) -> list[str]:
     if layers is None or (layers == "last" and "last" not in available):
         return available
     names = [layers] if isinstance(layers, str) else layers
-    if not isinstance(names, Iterable) or not names:
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
         raise SpecError(
             f'Expected layers in [{table}] to be "last", a name or a list of names but the study has '
             f"{layers!r}. Leave it out to measure all: {listed(available)}."
@@ -93,9 +97,20 @@ def columns_of(measure: Measure, layers: Iterable[str]) -> list[str]:
     return [column_name({"measure": measure.name, "layer": layer, "reduction": way}) for layer, way in places]
 
 
-def _check_headline(spec: Spec, columns: Sequence[str]) -> None:
+def _check_analysis(spec: Spec, columns: Sequence[str]) -> None:
+    """What is asked of measured values, which is what a colon stands for, is asked of some that will be."""
     for settings in spec.parts.values():
-        for name in settings.get("analysis", {}).get("headline", ()):
+        analysis = settings.get("analysis", {})
+        asked = {"keep": [parse_condition(text, "the study").column for text in analysis.get("keep", ())]}
+        asked["colour"] = [analysis["colour"]] if "colour" in analysis else []
+        for key, names in asked.items():
+            for name in names:
+                if ":" in name and name not in columns:
+                    raise SpecError(
+                        f"Expected the column of {key} in [analysis] to be one that is measured but the "
+                        f"study has {name!r}.{nearest(name, columns)}"
+                    )
+        for name in analysis.get("headline", ()):
             if name not in columns:
                 raise SpecError(
                     "Expected headline in [analysis] to be columns that are measured, as measure:layer, "

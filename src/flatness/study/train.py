@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.files import replacing
+from flatness.files import write_tensors
 from flatness.study.grid import Configuration
 from flatness.study.objects import Split, make_model, stream_seed, training_targets
 from flatness.study.optimizers import OPTIMIZERS, Optimizer
@@ -204,8 +204,7 @@ class Cohort:
             "optimizer": program.optimizer.saved(),
             "sums": [program.loss_sums.cpu(), program.correct_sums.cpu()],
         }
-        with replacing(self.checkpoint) as temporary:
-            torch.save(content, temporary)
+        write_tensors(self.checkpoint, content)
         self._saved_at = time.monotonic()
 
     def _read(self) -> dict[str, Any] | None:

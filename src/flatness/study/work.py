@@ -26,7 +26,7 @@ from flatness.study.evaluate import evaluation
 from flatness.study.grid import Configuration, digest
 from flatness.study.lines import lines_key, walked
 from flatness.study.measuring import measured, measuring_key
-from flatness.study.objects import Split, load_split, make_model, training_targets
+from flatness.study.objects import Split, load_split, make_model, own_code, training_targets
 from flatness.study.records import FAILED, SO_FAR, Folder, readable_disk_errors
 from flatness.study.train import CONVERGED, DIVERGED, Cohort, OutOfTimeError, Training
 from flatness.study.watch import Progress
@@ -64,6 +64,9 @@ def do_unit(unit: Unit, orders: Orders) -> bool:
     with _tf32(False):
         try:
             pending = [one for one in unit.configurations if not _final(folder, one, orders)]
+            for one in unit.configurations:
+                if one not in pending:  # what a run left that was killed just after it wrote the record
+                    _tidy(folder, one.key)
             if not pending:
                 return True
             split = _split(unit.configurations[0].data, device)
@@ -159,7 +162,8 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
         model = _loaded(one, folder).to(split.train[0].device).eval()
         train = (split.train[0], training_targets(split, one))
         loss = one.train.get("loss", "cross_entropy")
-        with journal_of(one.key, folder, orders) as journal:
+        code = own_code(one.model["name"], one.data["name"])
+        with journal_of(one.key, folder, orders) as journal, about(code):
             if "evaluation" not in record:
                 record["evaluation"] = evaluation(model, train, split.test, loss)
             if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
@@ -183,7 +187,12 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
         _fail(one, folder, orders, "measuring", error, record)
     else:
         folder.write_record(one.key, {**record, **stamp(orders)})
-    shutil.rmtree(folder.measuring / one.key, ignore_errors=True)
+    _tidy(folder, one.key)
+
+
+def _tidy(folder: Folder, key: str) -> None:
+    """Remove what a measuring kept that is over."""
+    shutil.rmtree(folder.measuring / key, ignore_errors=True)
 
 
 @contextmanager

@@ -1,0 +1,51 @@
+"""Files that are written whole or not at all, also where there is no room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+
+import pytest
+import torch
+
+from flatness.errors import StudyError
+from flatness.files import write_tensors
+from flatness.study.records import Folder
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Makes the next file of a path one of a full disk."""
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "now")
+
+    def fill(path):
+        path.with_name(f".{path.name}.now.part").symlink_to("/dev/full")
+
+    return fill
+
+
+@pytest.mark.parametrize("length", [10, 1_000_000])
+def test_tensors_on_a_full_disk_are_an_error_of_the_disk(tmp_path, full, length):
+    path = tmp_path / "sums.pt"
+    write_tensors(path, {"a": torch.arange(3)})
+    full(path)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_tensors(path, {"a": torch.zeros(length)})
+    assert caught.value.errno == errno.ENOSPC
+    assert torch.load(path)["a"].tolist() == [0, 1, 2]  # the old file, whole
+    assert os.listdir(tmp_path) == ["sums.pt"]
+
+
+def test_weights_on_a_full_disk_do_not_make_a_network_fail(tmp_path, full):
+    folder = Folder(tmp_path)
+    folder.make()
+    full(folder.weights_of("one"))
+    with pytest.raises(StudyError) as caught:
+        folder.write_weights("one", {"weight": torch.zeros(3)})
+    assert str(caught.value) == (
+        f"Expected room on the disk for {tmp_path} but it is full. Make room and run the same command "
+        "again: finished networks are kept."
+    )
