@@ -46,8 +46,8 @@ def list_studies() -> None:
     for name in names():
         spec = read_spec(name)
         start = f"{name:26} {spec.size:>16}  "
-        rest = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-        typer.echo(textwrap.fill(spec.title, max(terminal_width(), len(start) + 20), **rest))
+        width = max(terminal_width(), len(start) + 20)
+        typer.echo(textwrap.fill(spec.title, width, initial_indent=start, subsequent_indent=" " * len(start)))
 
 
 def run(
