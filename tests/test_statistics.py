@@ -112,8 +112,8 @@ def test_a_file_is_replaced_whole_or_not_at_all(parts, tmp_path, monkeypatch):
     parts[0].save(path)
     before = path.read_bytes()
 
-    def broken(content, temporary):
-        temporary.write_bytes(b"half")
+    def broken(content, file):
+        file.write(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", broken)
