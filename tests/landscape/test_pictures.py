@@ -151,6 +151,8 @@ def test_an_interrupted_surface_with_one_row_is_drawn(tmp_path):
     loss[0] = surface.loss[0]
     save_contour(tmp_path / "a.png", a_surface(loss=loss, done=~np.isnan(loss)))
     save_relief(tmp_path / "b.png", a_surface(loss=loss, done=~np.isnan(loss)))
+    for name in ("a.png", "b.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", MADE)
