@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatness import batches
 from flatness.convolutions import AsProducts
-from flatness.pooling import FastPooling
 from flatness.problem import Problem
 
 ENGINES = ("looped", "grouped", "unfolded", "banded")
@@ -78,9 +77,7 @@ class Stacked:
     def _over_points(self, one: Callable[[dict[str, Tensor]], Tensor], moved: dict[str, Tensor]) -> Tensor:
         if self.engine == "looped":
             count = len(next(iter(moved.values())))
-            with FastPooling() if self.problem.device.type == "cpu" else nullcontext():
-                rows = [one({name: value[i] for name, value in moved.items()}) for i in range(count)]
-            return torch.stack(rows)
+            return torch.stack([one({name: value[i] for name, value in moved.items()}) for i in range(count)])
         with AsProducts(self.engine == "banded") if self.engine in ("unfolded", "banded") else nullcontext():
             return torch.vmap(one)(moved)
 

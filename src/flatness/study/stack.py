@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from flatness.convolutions import AsProducts
 from flatness.errors import ModelError
+from flatness.pool_first import pool_first
 from flatness.pooling import FastPooling
 
 ENGINES = ("looped", "channels_last", "grouped", "unfolded", "banded")
@@ -56,7 +57,7 @@ class Stack:
             for network, own in zip(networks, named, strict=True)
         ]
         self.buffers = {name: torch.stack([own[name] for own in held]).to(device) for name in held[0]}
-        self.skeleton = copy.deepcopy(first).to("meta").train()
+        self.skeleton = copy.deepcopy(pool_first(first)).to("meta").train()
         self.engine = engine
         self.parameters = self._views()
 
