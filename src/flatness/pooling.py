@@ -50,13 +50,21 @@ def _plain(
     return_indices: bool = False,
 ) -> tuple[Tensor, tuple[int, int]] | None:
     """The image and the window, or None for pooling that is not done here."""
-    size = _two(kernel_size)
-    if ceil_mode or return_indices or _two(padding) != (0, 0) or _two(dilation) != (1, 1):
-        return None
-    if (stride or stride == 0) and _two(stride) != size:
+    size = plain_windows(kernel_size, stride, padding, dilation, ceil_mode)
+    if size is None or return_indices:
         return None
     fits = input.dim() >= 3 and all(n >= k > 0 for n, k in zip(input.shape[-2:], size, strict=True))
     return (input, size) if fits else None
+
+
+def plain_windows(
+    kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> tuple[int, int] | None:
+    """The size of windows that lie side by side and cover nothing but the image; None for others."""
+    size = _two(kernel_size)
+    if ceil_mode or _two(padding) != (0, 0) or _two(dilation) != (1, 1):
+        return None
+    return size if (not stride and stride != 0) or _two(stride) == size else None
 
 
 def _two(value: Any) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from flatness.journal_state import digest_of
 from flatness.losses import Items, resolve_loss
 from flatness.losses.base import refuse
 from flatness.parts import modules
+from flatness.pool_first import pool_first
 from flatness.pooling import FastPooling
 from flatness.settings import check_options, usable_device
 from flatness.sources import Source, different_lengths
@@ -92,6 +93,7 @@ class Problem(StreamedData):
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
         self.copy_batches = False
+        self._pools = pool_first(self.model) is not self.model
         self.watch: Callable[[Tensor], None] | None = None
         if journal_in_force() and isinstance(loss, str) and forward is None and source.is_pair:
             setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
@@ -124,8 +126,9 @@ class Problem(StreamedData):
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
         """Output and target of a placed batch."""
-        with self._kernels():
-            returned = self.forward(self.model, batches.copied(batch) if self.copy_batches else batch)
+        batch = batches.copied(batch) if self.copy_batches else batch
+        with self._forward_only() if not torch.is_grad_enabled() else nullcontext(self.model) as model:
+            returned = self.forward(model, batch)
         if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
             raise ModelError(
                 f"Expected forward to return (output, target) but got {batches.describe(returned)}. "
@@ -147,10 +150,11 @@ class Problem(StreamedData):
             self.watch(output)
         return output, target
 
-    def _kernels(self) -> AbstractContextManager[object]:
-        """Faster kernels for the same numbers: of pooling, on a CPU, where nothing is differentiated."""
-        faster = self.device.type == "cpu" and not torch.is_grad_enabled()
-        return FastPooling() if faster else nullcontext()
+    @contextmanager
+    def _forward_only(self) -> Iterator[nn.Module]:
+        """The network as it runs fastest where nothing is differentiated: the same numbers to rounding."""
+        with FastPooling() if self.device.type == "cpu" else nullcontext():
+            yield pool_first(self.model, strided=True) if self._pools else self.model
 
     def laid_out(self, output: Tensor, target: Any, *, look: bool = True) -> Items:
         """Outputs and targets as predictions; errors about samples say where in the data they are.

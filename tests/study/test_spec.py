@@ -96,6 +96,32 @@ def test_a_scale_takes_from_a_file_and_never_adds(scale, limit, epochs):
     assert read_spec(experiment, scale).size == "2 data sets"
 
 
+def test_combinations_can_be_left_out():
+    grid = {"learning_rate": [0.1, 0.2], "optimizer": ["sgd", "adam", "rmsprop"], "batch_size": 8, "seed": 2}
+    without = [{"optimizer": ["adam", "rmsprop"], "learning_rate": 0.2}, {"optimizer": "sgd", "seed": 1}]
+    left = read_spec(study(grid={**grid, "without": without})).configurations
+    assert [(one.axes["optimizer"], one.axes["learning_rate"], one.axes["seed"]) for one in left] == [
+        ("sgd", 0.1, 0),
+        ("adam", 0.1, 0),
+        ("adam", 0.1, 1),
+        ("rmsprop", 0.1, 0),
+        ("rmsprop", 0.1, 1),
+        ("sgd", 0.2, 0),
+    ]
+    assert message(study(grid={**grid, "without": [{"learning_rate": 0.3}]})) == (
+        "Expected [[grid.without]] to name combinations of the grid but the study has none with "
+        "{'learning_rate': 0.3}."
+    )
+    assert message(study(grid={**grid, "without": [{"batch_size": 8}]})) == (
+        "Expected [[grid.without]] to leave some networks but the study leaves out every combination."
+    )
+    assert message(study(grid={**grid, "without": [{"learning_rte": 0.1}]})) == (
+        "Expected a key of [[grid.without]] but the study has 'learning_rte'. Did you mean 'learning_rate'? "
+        "Known: initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, random_labels, "
+        "seed."
+    )
+
+
 def test_unknown_keys_are_answered_with_the_nearest():
     assert message({**SMALL, "grdi": {}}) == (
         "Expected a key of a study file but the study has 'grdi'. Did you mean 'grid'? Known: title, paper, "
@@ -105,7 +131,7 @@ def test_unknown_keys_are_answered_with_the_nearest():
     assert message(study(grid={"learning_rat": 0.1})) == (
         "Expected a key of [grid] but the study has 'learning_rat'. Did you mean 'learning_rate'? Known: "
         "initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, random_labels, seed, "
-        "together, at_most."
+        "together, without, at_most."
     )
     assert message({**SMALL, "scale": {"huge": {}}}) == (
         "Expected [scale.smoke], [scale.small] or [scale.gallery] but the study has [scale.huge]. The file "

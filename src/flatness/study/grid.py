@@ -79,7 +79,8 @@ def expanded(part: str, settings: Mapping[str, Any], where: str) -> list[Configu
     if "checkpoints" in settings:
         return []
     grid = dict(settings.get("grid", {}))
-    together, _ = grid.pop("together", []), grid.pop("at_most", None)
+    together, without = grid.pop("together", []), grid.pop("without", [])
+    grid.pop("at_most", None)
     bundles: list[list[dict[str, Any]]] = [_bundle(row, where) for row in together]
     joint = {axis for row in together for axis in row}
     for axis, default in AXES.items():
@@ -92,12 +93,30 @@ def expanded(part: str, settings: Mapping[str, Any], where: str) -> list[Configu
         values = _axis_values(axis, grid[axis], where) if axis in grid else [default]
         bundles.append([{axis: value} for value in values])
     train = {key: value for key, value in settings.get("train", {}).items() if key != "at_once"}
-    found = []
+    found, idle = [], set(range(len(without)))
     for combination in itertools.product(*bundles):
         chosen = {axis: value for bundle in combination for axis, value in bundle.items()}
         axes = {axis: _checked(axis, chosen[axis], where) for axis in AXES}
+        rows = [number for number, row in enumerate(without) if _matches(row, axes)]
+        idle.difference_update(rows)
+        if rows:
+            continue
         found.append(Configuration(part, axes, settings["data"], settings["model"], train, settings["stop"]))
+    if idle:
+        raise SpecError(
+            f"Expected [[grid.without]] to name combinations of the grid but {where} has none with "
+            f"{without[min(idle)]}."
+        )
+    if not found:
+        raise SpecError(
+            f"Expected [[grid.without]] to leave some networks but {where} leaves out every combination."
+        )
     return list({one.key: one for one in found}.values())
+
+
+def _matches(row: Mapping[str, Any], axes: Mapping[str, Any]) -> bool:
+    """Whether a combination has, on every axis that a row names, one of the values it has there."""
+    return all(axes[axis] in as_list(values) for axis, values in row.items())
 
 
 def _bundle(row: Mapping[str, list[Any]], where: str) -> list[dict[str, Any]]:

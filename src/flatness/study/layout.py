@@ -56,7 +56,7 @@ TABLES: dict[str, dict[str, str]] = {
         "data_dir": TEXT,
     },
     "model": {"name": TEXT, "options": TABLE},
-    "grid": {**dict.fromkeys(AXES, ANY), "together": LIST, "at_most": WHOLE},
+    "grid": {**dict.fromkeys(AXES, ANY), "together": LIST, "without": LIST, "at_most": WHOLE},
     "stop": {"loss": NUMBER, "accuracy": NUMBER, "epochs": WHOLE, "stalled": WHOLE},
     "train": {
         "loss": TEXT,
@@ -151,6 +151,9 @@ def _check_table(table: Mapping[str, Any], known: Mapping[str, str], name: str, 
     for row in table.get("together", ()) if name == "[grid]" else ():
         _expect(row, TABLE, "[[grid.together]]", where)
         _check_table(row, dict.fromkeys(AXES, LIST), "[[grid.together]]", where)
+    for row in table.get("without", ()) if name == "[grid]" else ():
+        _expect(row, TABLE, "[[grid.without]]", where)
+        _check_table(row, dict.fromkeys(AXES, ANY), "[[grid.without]]", where)
 
 
 def _expect(value: Any, kind: str, what: str, where: str) -> None:

@@ -14,7 +14,7 @@ from flatness.errors import SpecError, nearest
 from flatness.experiments.catalogue import experiment
 from flatness.experiments.experiment import Experiment
 from flatness.study.grid import Configuration, expanded, thinned
-from flatness.study.layout import EXPERIMENT, SCALES, TABLES, check_layout, merged
+from flatness.study.layout import AXES, EXPERIMENT, SCALES, TABLES, check_layout, merged
 from flatness.study.settings import check_settings
 
 _SMOKE_NETWORKS, _SMALL_NETWORKS = 8, 40
@@ -79,7 +79,7 @@ def _axes(part: Mapping[str, Any]) -> list[str]:
     plain = [
         axis
         for axis, values in grid.items()
-        if axis not in ("together", "at_most", "seed") and isinstance(values, list) and len(values) > 1
+        if axis in AXES and axis != "seed" and isinstance(values, list) and len(values) > 1
     ]
     return [*joint, *plain]
 
