@@ -86,17 +86,19 @@ def run(device: torch.device, samples: int) -> dict[str, float | str]:
     with problem.guarded():
         directions = choose_directions(problem, Asked("filter", 2), 0).vectors
     axis = torch.linspace(-1, 1, side, dtype=torch.float64)
-    row = torch.stack([axis, torch.full_like(axis, float(axis[side // 2]))], dim=1)
+    # Beside the middle, where one of the directions would not be gone along.
+    place = side // 4
+    row = torch.stack([axis, torch.full_like(axis, float(axis[place]))], dim=1)
     outcome: dict[str, float | str] = {"surface": whole, "engine": str(surface.meta["engine"])}
     for engine in ENGINES:
-        seconds = _engine(engine, model, (x, y), directions, row, device, surface.loss[side // 2])
+        seconds = _engine(engine, model, (x, y), directions, row, device, surface.loss[place])
         outcome[f"engine {engine}"] = seconds * side
     size = best_batch(lambda part: loop(model, directions, row[:1], batches_of(x, y, part)), samples, device)
     for name, batch in (("256", 256), ("best", size)):
         batches = batches_of(x, y, batch)
         loop(model, directions, row[:2], batches)
         seconds, found = timed(lambda batches=batches: loop(model, directions, row, batches), device)
-        close("loop", torch.from_numpy(surface.loss[side // 2]), found)
+        close("loop", torch.from_numpy(surface.loss[place]), found)
         outcome[f"loop {name}"] = seconds * side
     outcome["best batch"] = float(size)
     return outcome

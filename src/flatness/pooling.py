@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -38,6 +39,85 @@ class FastPooling(TorchFunctionMode):
         if rows * columns > _LARGEST:
             return func(*args, **(kwargs or {}))
         return _Traced.apply(x, rows, columns)[0]
+
+
+class StackedPooling(TorchFunctionMode):
+    """Inside, max pooling and largest entries under `torch.vmap` leave the networks where they lie in memory.
+
+    torch's own rules put them first, and lay images out anew for it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace max_pool2d, and amax along one axis."""
+        if func is Tensor.amax and not kwargs and is_batchedtensor(args[0]):
+            return _Largest.apply(*args) if len(args) == 2 and isinstance(args[1], int) else func(*args)
+        given = _one_tensor(*args, **(kwargs or {})) if func in _POOLINGS else None
+        return func(*args, **(kwargs or {})) if given is None else _WhereTheyLie.apply(*given)
+
+
+class _Largest(torch.autograd.Function):
+    """The largest entry along an axis; no derivatives."""
+
+    @staticmethod
+    def forward(x: Tensor, axis: int) -> Tensor:
+        return x.amax(axis)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        """What comes out lies in memory in the order of what goes in."""
+        x, axis = args
+        assert in_dims[0] is not None
+        x = x.movedim(in_dims[0], 0)
+        axis = 1 + axis % (x.dim() - 1)
+        order = sorted(range(x.dim()), key=lambda own: -x.stride(own))
+        left = [own for own in order if own != axis]
+        found = x.permute(order).amax(order.index(axis))
+        return found.permute(sorted(range(len(left)), key=lambda place: left[place])), 0
+
+
+def _one_tensor(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> tuple[Any, ...] | None:
+    """The arguments of torch's pooling, or None where more than an image is asked for."""
+    stacked = is_batchedtensor(input) and not return_indices
+    return (input, kernel_size, stride or kernel_size, padding, dilation, ceil_mode) if stacked else None
+
+
+class _WhereTheyLie(torch.autograd.Function):
+    """torch's max pooling of images in any order; no derivatives."""
+
+    @staticmethod
+    def forward(x: Tensor, *window: Any) -> Tensor:
+        return torch.max_pool2d(x, *window)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        """All images in a row, in the order of memory; elementwise where they do not lie there one by one."""
+        assert in_dims[0] is not None
+        x, *window = args
+        x = x.movedim(in_dims[0], 0)
+        axes = range(x.dim() - 2)
+        order = sorted(axes, key=lambda axis: -x.stride(axis))
+        images = x.permute(*order, -2, -1)
+        plain = None if images.is_contiguous() else _plain(x, *window)
+        if plain is not None:
+            return _maxima(*plain), 0
+        pooled = torch.max_pool2d(images.flatten(0, -3), *window).unflatten(0, images.shape[:-2])
+        return pooled.permute(*sorted(axes, key=lambda place: order[place]), -2, -1), 0
 
 
 def _plain(

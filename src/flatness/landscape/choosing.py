@@ -13,6 +13,7 @@ from torch import Tensor
 from flatness import batches
 from flatness.errors import FlatnessError
 from flatness.landscape.engines import Stacked
+from flatness.landscape.first_layers import Steps
 from flatness.memory import kept_budget, ran_out
 from flatness.problem import Problem
 
@@ -53,11 +54,12 @@ def choose_engine(problem: Problem, points: int) -> Choice | None:
 
 
 def _work(problem: Problem, engine: str, points: int, example: object) -> Callable[[], Tensor]:
-    moved = {
-        name: value.detach().expand(points, *value.shape).clone()
-        for name, value in problem.model.named_parameters()
-    }
-    return partial(Stacked(problem, engine).sums, moved, example)
+    """One step of a plane's evaluation, as it is then run; that the points are all θ costs no less."""
+    values = {name: value.detach() for name, value in problem.model.named_parameters()}
+    still = {name: value.new_zeros(2, *value.shape, dtype=torch.float64) for name, value in values.items()}
+    coefficients = torch.zeros(points, 2, dtype=torch.float64, device=problem.device)
+    steps = Steps(values, still, coefficients)
+    return partial(Stacked(problem, engine).sums, steps.moved(), example, steps)
 
 
 def _memory(work: Callable[[], Tensor], device: torch.device) -> int:

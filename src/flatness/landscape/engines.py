@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatness import batches
 from flatness.convolutions import AsProducts
+from flatness.landscape.first_layers import FirstLayers, Steps
+from flatness.pooling import StackedPooling
 from flatness.problem import Problem
 
 ENGINES = ("looped", "grouped", "unfolded", "banded")
 """How points are evaluated. ``looped``: one after the other. ``grouped``: all at once through `torch.vmap`,
 which makes a batch of products out of linear layers and a grouped convolution out of convolutions.
 ``unfolded`` and ``banded``: the same with convolutions written as products over unfolded images, or of whole
-image rows with the band matrix of the kernel."""
+image rows with the band matrix of the kernel. All of them take the first layer as `FirstLayers` does."""
 
 LOSS, WRONG, COUNTED = range(3)
 """Columns of what `Stacked.sums` returns."""
@@ -54,32 +56,53 @@ class Stacked:
         self._caller = _Caller(problem).eval()
         self.norms = [module for module in problem.model.modules() if isinstance(module, _BatchNorm)]
 
-    def sums(self, moved: dict[str, Tensor], batch: Any) -> Tensor:
+    def sums(self, moved: dict[str, Tensor], batch: Any, steps: Steps | None = None) -> Tensor:
         """Σℓ, wrong predictions and predictions that count, (points, 3) in float64.
 
         Args:
             moved: Parameters and buffers that differ between points, each with a leading axis for the point.
             batch: A placed batch.
+            steps: How they came about, for `FirstLayers`; None runs all layers as usual.
         """
-        return self._over_points(lambda values: self._sums_of(values, batch), moved)
+        return self._over_points(self._sums_of, moved, batch, steps)
 
-    def track(self, moved: dict[str, Tensor], batch: Any, share: float) -> None:
+    def track(self, moved: dict[str, Tensor], batch: Any, share: float, steps: Steps | None = None) -> None:
         """Move the batch norms' statistics among `moved` towards those of a batch, by a share."""
         settings = [(norm, norm.momentum) for norm in self.norms]
         try:
             for norm in self.norms:
                 norm.training, norm.momentum = True, share
-            self._over_points(lambda values: self._call(values, batch)[0].flatten()[:1], moved)
+            self._over_points(
+                lambda values, batch: self._call(values, batch)[0].flatten()[:1], moved, batch, steps
+            )
         finally:
             for norm, momentum in settings:
                 norm.training, norm.momentum = False, momentum
 
-    def _over_points(self, one: Callable[[dict[str, Tensor]], Tensor], moved: dict[str, Tensor]) -> Tensor:
+    def _over_points(
+        self,
+        one: Callable[[dict[str, Tensor], Any], Tensor],
+        moved: dict[str, Tensor],
+        batch: Any,
+        steps: Steps | None,
+    ) -> Tensor:
+        first = FirstLayers(steps, batch) if steps is not None and steps.few else None
+
+        def at(values: dict[str, Tensor], weights: Any) -> Tensor:
+            with nullcontext() if first is None else first.at(values, weights):
+                return one(values, batch)
+
+        weights = None if steps is None or first is None else steps.weights()
         if self.engine == "looped":
             count = len(next(iter(moved.values())))
-            return torch.stack([one({name: value[i] for name, value in moved.items()}) for i in range(count)])
-        with AsProducts(self.engine == "banded") if self.engine in ("unfolded", "banded") else nullcontext():
-            return torch.vmap(one)(moved)
+            rows = [None] * count if weights is None else weights.tolist()
+            points = [{name: value[i] for name, value in moved.items()} for i in range(count)]
+            return torch.stack([at(*point) for point in zip(points, rows, strict=True)])
+        with ExitStack() as rewritten:
+            rewritten.enter_context(StackedPooling())
+            if self.engine in ("unfolded", "banded"):
+                rewritten.enter_context(AsProducts(self.engine == "banded"))
+            return torch.vmap(at, in_dims=(0, None if weights is None else 0))(moved, weights)
 
     def _call(self, values: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         named = {f"model.{name}": value for name, value in values.items()}

@@ -17,6 +17,7 @@ from flatness import batches
 from flatness.errors import OptionError
 from flatness.landscape.choosing import choose_engine
 from flatness.landscape.engines import LOSS, Stacked, accuracy_of, bytes_of
+from flatness.landscape.first_layers import KeptMaps, Steps
 from flatness.memory import fits, kept_budget
 from flatness.probe import first_run
 from flatness.problem import Problem
@@ -70,6 +71,8 @@ class Points:
         }
         self._directions: dict[str, Tensor] = {}
         self._kept: list[Any] | None = []
+        self._maps, self._maps_along = KeptMaps(0), None
+        self._map_budget = kept_budget(problem.device) // 2
         first_run(problem, problem.example(2))
         if engine is None and problem.device.type == "cuda":
             self._choose(fixed_batch)
@@ -84,7 +87,7 @@ class Points:
     def along(self, directions: Sequence[Direction]) -> Points:
         """The same points, with directions d_k to go along."""
         names = dict.fromkeys(name for direction in directions for name in direction)
-        self._directions = {}
+        self._directions, self._maps_along = {}, None
         for name in names:
             zero = torch.zeros_like(self._values[name], dtype=torch.float64)
             parts = [direction[name].to(zero) if name in direction else zero for direction in directions]
@@ -99,6 +102,7 @@ class Points:
         found: list[Tensor] = []
         if fits(lambda: found.append(self._evaluate(coefficients)), self.problem.device):
             return found[0]
+        self._maps, self._map_budget = KeptMaps(0), 0
         if len(coefficients) == 1:
             # From here on batches are streamed, and halved where they do not fit.
             self._kept = None
@@ -111,28 +115,30 @@ class Points:
         count = len(coefficients)
         if not self._directions:
             return torch.tensor([[self.loss, self.accuracy]], dtype=torch.float64).expand(count, 2).clone()
-        moved = self._moved(coefficients)
+        steps = self._steps(coefficients)
+        moved = steps.moved()
         with torch.no_grad():
             if self._recompute:
-                moved |= self._statistics(moved, count)
+                moved |= self._statistics(moved, steps)
             sums = torch.zeros(count, 3, dtype=torch.float64, device=self.problem.device)
 
             def step(batch: Any) -> None:
-                part = self._stacked.sums(moved, batch)
+                part = self._stacked.sums(moved, batch, steps)
                 sums.add_(part)
 
             self._pass(step, sums, moved)
         loss = sums[:, LOSS] / self._normaliser + self._penalty(moved, count)
         return torch.stack([loss, accuracy_of(sums)], dim=1).cpu()
 
-    def _moved(self, coefficients: Tensor) -> dict[str, Tensor]:
-        """θ + Σ c_k d_k by name, added in float64 and rounded once."""
-        return {
-            name: (self._values[name].double() + torch.tensordot(coefficients, D, 1)).to(
-                self._values[name].dtype
-            )
-            for name, D in self._directions.items()
-        }
+    def _steps(self, coefficients: Tensor) -> Steps:
+        """The points, without the directions in which none of them goes."""
+        goes = coefficients.any(0)
+        along = goes.tolist()
+        if along != self._maps_along:
+            self._maps, self._maps_along = KeptMaps(self._map_budget), along
+        directions = {name: D[goes] for name, D in self._directions.items()}
+        maps = None if self._kept is None else self._maps
+        return Steps(self._values, directions, coefficients[:, goes], maps)
 
     def _penalty(self, moved: dict[str, Tensor], count: int) -> Tensor:
         decay = self.problem.weight_decay
@@ -143,11 +149,11 @@ class Points:
                 total = total + value.double().square().flatten(1).sum(1)
         return 0.5 * decay * total
 
-    def _statistics(self, moved: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    def _statistics(self, moved: dict[str, Tensor], steps: Steps) -> dict[str, Tensor]:
         """Statistics of the batch norms at each point: means over micro-batches, weighed by samples."""
         norms = {id(buffer) for norm in self._stacked.norms for buffer in norm.buffers()}
         found = {
-            name: buffer.detach().expand(count, *buffer.shape).clone()
+            name: buffer.detach().expand(len(steps.coefficients), *buffer.shape).clone()
             for name, buffer in self.problem.model.named_buffers()
             if id(buffer) in norms
         }
@@ -158,7 +164,7 @@ class Points:
             n = batches.size_of(batch)
             trial = {name: value.clone() for name, value in found.items()}
             try:
-                self._stacked.track({**moved, **trial}, batch, n / (seen + n))
+                self._stacked.track({**moved, **trial}, batch, n / (seen + n), steps)
             except ValueError as error:
                 # torch's word about a single sample, which has no variance.
                 if n > 1 or "more than 1 value per channel" not in str(error):

@@ -1,0 +1,401 @@
+"""Layers that are given data: linear in the coefficients, the same at every point as the network itself."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatness.landscape.engines import ENGINES
+from flatness.landscape.first_layers import FirstLayers, Steps
+from flatness.landscape.points import Points
+from flatness.pooling import StackedPooling
+from flatness.problem import Problem
+from untouched import untouched
+
+
+class Network(nn.Module):
+    """Layers by name, and what to do with them."""
+
+    def __init__(self, run, **layers):
+        super().__init__()
+        self.run = run
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def then(*first, features):
+    return nn.Sequential(*first, nn.Flatten(), nn.Tanh(), nn.Linear(features, 3))
+
+
+def normalised():
+    model = Network(
+        lambda net, x: net.fc(net.conv((x - net.mean) / 2).flatten(1)),
+        conv=nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+        fc=nn.Linear(108, 3),
+    )
+    model.register_buffer("mean", torch.tensor([[[[0.3]], [[-0.2]]]]))
+    return model
+
+
+def tied():
+    shared = nn.Linear(6, 6)
+    return nn.Sequential(shared, nn.Tanh(), shared, nn.Flatten(), nn.Linear(72, 3))
+
+
+IMAGES, VOLUMES, ROWS = (2, 6, 6), (2, 4, 4, 4), (2, 6)
+CASES = {
+    "conv2d": (
+        lambda: then(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(inplace=True), features=36),
+        IMAGES,
+    ),
+    "pooled": (
+        lambda: then(
+            nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 6, 2), nn.MaxPool2d(1), features=6
+        ),
+        IMAGES,
+    ),
+    "grouped": (lambda: then(nn.Conv2d(2, 4, 3, groups=2, padding="same"), features=144), IMAGES),
+    "no bias": (lambda: then(nn.Conv2d(2, 4, 3, dilation=2, bias=False), features=16), IMAGES),
+    "transposed": (lambda: then(nn.ConvTranspose2d(2, 3, 3, stride=2), features=507), IMAGES),
+    "conv1d": (lambda: then(nn.Conv1d(2, 3, 3), features=12), ROWS),
+    "conv3d": (lambda: then(nn.Conv3d(2, 3, 3), features=24), VOLUMES),
+    "linear on rows": (lambda: then(nn.Linear(6, 5), features=10), ROWS),
+    "batch norm": (lambda: then(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), features=64), IMAGES),
+    "tied": (tied, IMAGES),
+    "normalised inside": (normalised, IMAGES),
+    "a weight made of parameters": (
+        lambda: Network(
+            lambda net, x: net.fc(F.conv2d(x, net.w / net.w.norm(), net.b).flatten(1)),
+            w=nn.Parameter(torch.randn(4, 2, 3, 3)),
+            b=nn.Parameter(torch.randn(4)),
+            fc=nn.Linear(64, 3),
+        ),
+        IMAGES,
+    ),
+    "two views of the data": (
+        lambda: Network(
+            lambda net, x: net.fc((net.conv(x[:, :1]) - 2 * net.conv(x[:, 1:]).tanh()).flatten(1)),
+            conv=nn.Conv2d(1, 4, 3),
+            fc=nn.Linear(64, 3),
+        ),
+        IMAGES,
+    ),
+    "one layer on two things made of the data": (
+        lambda: Network(
+            lambda net, x: net.fc((net.conv(2 * x) - net.conv(3 * x).tanh()).flatten(1)),
+            conv=nn.Conv2d(2, 4, 3),
+            fc=nn.Linear(64, 3),
+        ),
+        IMAGES,
+    ),
+    "two strides": (
+        lambda: Network(
+            lambda net, x: net.fc(
+                (F.conv2d(x, net.w, stride=2) + F.conv2d(x, weight=net.w)[..., ::2, ::2].sin()).flatten(1)
+            ),
+            w=nn.Parameter(torch.randn(4, 2, 3, 3)),
+            fc=nn.Linear(16, 3),
+        ),
+        IMAGES,
+    ),
+    "a weight with something around": (
+        lambda: Network(
+            lambda net, x: net.fc(
+                F.conv2d(
+                    x, torch.cat([F.pad(net.w, (1, 0), value=0.7), F.pad(net.w, (0, 1), value=-0.4)])
+                ).flatten(1)
+            ),
+            w=nn.Parameter(torch.randn(2, 2, 3, 2)),
+            fc=nn.Linear(64, 3),
+        ),
+        IMAGES,
+    ),
+    "a weight with zeros on either side": (
+        lambda: Network(
+            lambda net, x: net.fc(
+                (F.conv2d(x, F.pad(net.w, (1, 0))) - F.conv2d(x, F.pad(net.w, (0, 1))).tanh()).flatten(1)
+            ),
+            w=nn.Parameter(torch.randn(4, 2, 3, 2)),
+            fc=nn.Linear(64, 3),
+        ),
+        IMAGES,
+    ),
+    "weights side by side": (
+        lambda: Network(
+            lambda net, x: net.fc(
+                F.conv2d(x, torch.cat([net.w, net.w], dim=1))
+                .add(F.conv2d(x, torch.cat([net.v, net.still])))
+                .flatten(1)
+            ),
+            w=nn.Parameter(torch.randn(4, 1, 3, 3)),
+            v=nn.Parameter(torch.randn(2, 2, 3, 3)),
+            still=nn.Parameter(torch.randn(2, 2, 3, 3)),
+            fc=nn.Linear(64, 3),
+        ),
+        IMAGES,
+    ),
+    "a weight turned": (
+        lambda: Network(
+            lambda net, x: F.linear(F.linear(x.flatten(1), net.w.t(), bias=net.b * net.b).tanh(), net.v),
+            w=nn.Parameter(torch.randn(72, 5)),
+            b=nn.Parameter(torch.randn(5)),
+            v=nn.Parameter(torch.randn(3, 5)),
+        ),
+        IMAGES,
+    ),
+    "a bias made of parameters": (
+        lambda: Network(
+            lambda net, x: F.linear(F.linear(x.flatten(1), net.w, net.b * net.b).tanh(), net.v),
+            w=nn.Parameter(torch.randn(5, 72)),
+            b=nn.Parameter(torch.randn(5)),
+            v=nn.Parameter(torch.randn(3, 5)),
+        ),
+        IMAGES,
+    ),
+}
+STILL = {"nothing": (), "weights": ("weight", "w"), "biases": ("bias", "b", "still")}
+COEFFICIENTS = torch.tensor([[0.3, -0.2], [0.0, 0.5], [-1.5, 2.0], [0.0, 0.0]], dtype=torch.float64)
+
+
+def drawn(case, dtype=torch.float64, still=()):
+    """A network, its data, and two directions in which some of its parameters stay."""
+    build, shape = CASES[case]
+    torch.manual_seed(7)
+    model = build().eval().to(dtype)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    data = torch.randn(9, *shape, dtype=dtype), torch.randint(3, (9,))
+    directions = [
+        {
+            name: 0.5 * torch.randn_like(value).detach()
+            for name, value in model.named_parameters()
+            if name.split(".")[-1] not in still
+        }
+        for _ in range(2)
+    ]
+    return model, data, directions
+
+
+def evaluated(model, data, directions, engine, **options):
+    problem = Problem(model, data, batch_size=5, progress=False)
+    with problem.guarded():
+        points = Points(problem, engine=engine, fixed_batch=True, **options).along(directions)
+        return points(COEFFICIENTS)
+
+
+def expected(model, data, directions):
+    """Networks set to their points, one by one."""
+    rows = []
+    for row in COEFFICIENTS.tolist():
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, value in other.named_parameters():
+                move = sum(c * d[name].double() for c, d in zip(row, directions, strict=True) if name in d)
+                value.copy_(value.double() + move)
+            output = other(data[0])
+        right = (output.argmax(1) == data[1]).double().mean()
+        rows.append([float(F.cross_entropy(output, data[1])), float(right)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("still", STILL)
+@pytest.mark.parametrize("case", CASES)
+def test_every_point_has_the_loss_of_the_network_set_to_it(case, still, engine):
+    model, data, directions = drawn(case, still=STILL[still])
+    with untouched(model, *data):
+        found = evaluated(model, data, directions, engine)
+    torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", ["conv2d", "linear on rows"])
+def test_float32_agrees_to_its_rounding(case, engine):
+    model, data, directions = drawn(case, torch.float32)
+    found = evaluated(model, data, directions, engine)
+    torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_statistics_of_batch_norm_are_recomputed_from_it(engine, monkeypatch):
+    model, data, directions = drawn("batch norm")
+    found = evaluated(model, data, directions, engine, batch_norm="recomputed")
+    monkeypatch.setattr(Steps, "few", False)
+    usual = evaluated(model, data, directions, "looped", batch_norm="recomputed")
+    torch.testing.assert_close(found, usual, rtol=1e-12, atol=0)
+    assert not torch.equal(found[:, 0], evaluated(model, data, directions, "looped")[:, 0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_statistics_of_batch_norm_that_move_go_along(engine):
+    model, data, directions = drawn("batch norm")
+    for direction in directions:
+        direction["1.running_mean"] = torch.randn(4, dtype=torch.float64)
+    found = evaluated(model, data, directions, engine)
+    for (a, b), (loss, _) in zip(COEFFICIENTS.tolist(), found.tolist(), strict=True):
+        other = copy.deepcopy(model)
+        state = {name: value + a * directions[0].get(name, 0) + b * directions[1].get(name, 0)
+                 for name, value in model.state_dict().items()}  # fmt: skip
+        other.load_state_dict(state)
+        with torch.no_grad():
+            reference = F.cross_entropy(other(data[0]), data[1])
+        assert loss == pytest.approx(float(reference), rel=1e-12)
+
+
+class Calls(TorchDispatchMode):
+    """How often convolutions and products are given so many values, and how often anything is copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes, self.copied = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.convolution.default:
+            self.shapes.append((tuple(args[0].shape), tuple(args[1].shape)))
+        if func is torch.ops.aten.clone.default:
+            self.copied = max(self.copied, found.numel())
+        return found
+
+
+@pytest.mark.parametrize("engine", ["looped", "grouped"])
+def test_the_first_layer_runs_once_for_all_points(engine):
+    """Nine samples in two batches, four points: 3 maps of 4 channels at the 4 places of a window."""
+    model, data, directions = drawn("pooled")
+    problem = Problem(model, data, batch_size=5, progress=False)
+    with problem.guarded():
+        points = Points(problem, engine=engine, fixed_batch=True).along(directions)
+        with Calls() as calls:
+            points(COEFFICIENTS)
+    first = [weight for image, weight in calls.shapes if image[1] == 2]
+    assert first == [(48, 2, 4, 4)] * 2
+    assert len(calls.shapes) == 2 + 2 * (4 if engine == "looped" else 1)
+
+
+def test_images_of_many_networks_are_not_copied_on_their_way_through_a_grouped_convolution():
+    model, data, directions = drawn("pooled")
+    problem = Problem(model, data, batch_size=5, progress=False)
+    with problem.guarded():
+        points = Points(problem, engine="grouped", fixed_batch=True).along(directions)
+        with Calls() as calls:
+            points(COEFFICIENTS)
+    assert calls.copied < 4 * 5 * 4 * 2 * 2  # points, samples, channels and pixels after the first pooling
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, -1])
+@pytest.mark.parametrize("axis", [0, 2, -1])
+def test_the_largest_entries_are_torchs_wherever_the_networks_lie(place, axis):
+    x = torch.randn(5, 3, 4, 2, generator=torch.Generator().manual_seed(0))
+    with StackedPooling():
+        found = torch.vmap(lambda own: own.amax(axis), in_dims=place)(x.movedim(0, place))
+        both = torch.vmap(lambda own: own.amax((0, 1)), in_dims=place)(x.movedim(0, place))
+    torch.testing.assert_close(found, torch.stack([own.amax(axis) for own in x]), rtol=0, atol=0)
+    torch.testing.assert_close(both, x.amax((1, 2)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 4])
+def test_stacked_pooling_is_torchs_wherever_the_networks_lie(place):
+    x = torch.randn(5, 3, 4, 7, 6, generator=torch.Generator().manual_seed(0))
+    options = {"stride": 2, "padding": 1, "ceil_mode": True}
+    reference = torch.stack([F.max_pool2d(image, 3, **options) for image in x])
+    moved = x.movedim(0, place).contiguous()
+    with StackedPooling():
+        found = torch.vmap(lambda image: F.max_pool2d(image, 3, **options), in_dims=place)(moved)
+        indices = torch.vmap(lambda image: F.max_pool2d(image, 3, return_indices=True)[1], in_dims=place)(
+            moved
+        )
+        alone = F.max_pool2d(x[0], 3, **options)
+    torch.testing.assert_close(found, reference, rtol=0, atol=0)
+    torch.testing.assert_close(alone, reference[0], rtol=0, atol=0)
+    torch.testing.assert_close(indices, torch.stack([F.max_pool2d(i, 3, return_indices=True)[1] for i in x]))
+
+
+def test_directions_in_which_no_point_goes_are_left_out():
+    model, data, directions = drawn("pooled")
+    still = {name: torch.ones_like(value) for name, value in directions[0].items()}
+    problem = Problem(model, data, batch_size=5, progress=False)
+    with problem.guarded():
+        points = Points(problem, engine="looped", fixed_batch=True)
+        points.along([still, directions[0], still, directions[1], still])
+        wide = torch.zeros(4, 5, dtype=torch.float64)
+        wide[:, [1, 3]] = COEFFICIENTS
+        with Calls() as calls:
+            found = points(wide)
+    torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
+    assert ((5, 2, 6, 6), (48, 2, 4, 4)) in calls.shapes
+
+
+def test_points_in_many_directions_at_once_run_as_usual():
+    model, data, directions = drawn("conv2d")
+    part = [{name: value / 2 for name, value in direction.items()} for direction in directions]
+    problem = Problem(model, data, batch_size=5, progress=False)
+    with problem.guarded():
+        points = Points(problem, engine="looped", fixed_batch=True).along([*part, *part])
+        with Calls() as calls:
+            found = points(COEFFICIENTS.repeat(1, 2))
+    torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
+    assert {weight for _, weight in calls.shapes} == {(4, 2, 3, 3)}
+
+
+@pytest.mark.parametrize("engine", ["looped", "grouped"])
+@pytest.mark.parametrize("case", ["conv2d", "normalised inside", "two views of the data"])
+@pytest.mark.parametrize("budget", [0, 2**13, 2**30])
+def test_maps_of_kept_batches_are_those_of_their_directions(budget, case, engine, monkeypatch):
+    """Chunks in turn along both directions, one of them, both again, then along others."""
+    monkeypatch.setattr("flatness.landscape.points.kept_budget", lambda device: budget)
+    model, data, directions = drawn(case)
+    others = [{name: -value for name, value in direction.items()} for direction in directions]
+    problem = Problem(model, data, batch_size=3, progress=False)
+    with problem.guarded():
+        points = Points(problem, engine=engine, fixed_batch=True).along(directions)
+        reference = expected(model, data, directions)
+        for rows in ([0, 2], [1], [2, 0], [2, 0], [3], [0, 1]):
+            torch.testing.assert_close(points(COEFFICIENTS[rows]), reference[rows], rtol=1e-12, atol=0)
+        points.along(others)
+        torch.testing.assert_close(points(-COEFFICIENTS), reference, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("engine", ["looped", "grouped"])
+def test_a_second_chunk_needs_no_maps(engine):
+    model, data, directions = drawn("pooled")
+    problem = Problem(model, data, batch_size=5, progress=False)
+    with problem.guarded():
+        points = Points(problem, engine=engine, fixed_batch=True).along(directions)
+        points(COEFFICIENTS)
+        with Calls() as calls:
+            found = points(COEFFICIENTS[:3])
+    assert not [image for image, _ in calls.shapes if image[1] == 2]
+    torch.testing.assert_close(found, expected(model, data, directions)[:3], rtol=1e-12, atol=0)
+
+
+def test_points_that_go_nowhere_do_not_change_what_is_kept():
+    model, data, directions = drawn("conv2d")
+    model[1] = nn.ELU(inplace=True)
+    problem = Problem(model, data, batch_size=5, progress=False)
+    with problem.guarded():
+        points = Points(problem, engine="looped", fixed_batch=True).along(directions)
+        found = points(torch.zeros(2, 2, dtype=torch.float64))
+    torch.testing.assert_close(found, expected(model, data, directions)[[3, 3]], rtol=1e-12, atol=0)
+
+
+def test_what_is_rounded_to_little_runs_as_usual():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 3, generator=generator)
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        values = {"w": torch.randn(2, 3, generator=generator).to(dtype)}
+        directions = {"w": torch.randn(1, 2, 3, generator=generator, dtype=torch.float64)}
+        steps = Steps(values, directions, torch.full((1, 1), 3.0, dtype=torch.float64))
+        weight, data = steps.moved()["w"][0], x.to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            reference = F.linear(data, weight)
+            with FirstLayers(steps, [data]).at({"w": weight}, [1.0, 3.0]):
+                found = F.linear(data, weight)
+        torch.testing.assert_close(found, reference, rtol=0, atol=0)
