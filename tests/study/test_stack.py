@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flatness.errors import ModelError
+from flatness.models import mlp
 from flatness.study.optimizers import SGD
 from flatness.study.program import Program
 from flatness.study.stack import ENGINES, Stack
@@ -96,3 +97,49 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused():
         "Expected a model with parameters that can be trained but all of its parameters are frozen. "
         "Set requires_grad, or take it as a checkpoint: [checkpoints]."
     )
+
+
+def raced(monkeypatch, seconds, gradients=None):
+    """The engine that `Program.tune` takes when engines need these times, round by round."""
+    model = mlp([4, 3], seed=0)
+    stack = Stack([model, model], torch.device("cpu"), "grouped")
+    settings = {name: torch.zeros(2, 1) for name in ("learning_rate", "momentum", "weight_decay")}
+    program = Program(
+        stack, SGD(settings, stack.flat, {}), torch.zeros(5, 4), torch.zeros(5).long(), "cross_entropy"
+    )
+    turns = []
+
+    def timed(index):
+        engine = stack.engine
+        turns.append(engine)
+        found = seconds[engine][turns.count(engine) - 1]
+        if found is None:
+            raise RuntimeError("no kernel")
+        return found, torch.full((3,), (gradients or {}).get(engine, 1.0))
+
+    monkeypatch.setattr(program, "_timed_gradient", timed)
+    assert program.tune(torch.zeros(2, 1).long(), tuple(seconds)) == stack.engine
+    return stack.engine, turns
+
+
+def test_the_best_turn_of_several_rounds_decides(monkeypatch):
+    found, turns = raced(monkeypatch, {"grouped": [2.0, 2.0, 2.0, 2.0], "banded": [5.0, 1.0, 9.0, 9.0]})
+    assert found == "banded"
+    assert turns == ["grouped", "banded"] * 4
+
+
+def test_engines_far_behind_and_those_that_fail_race_no_more(monkeypatch):
+    times = {"grouped": [1.0] * 4, "unfolded": [None], "banded": [1.5, 1.4, 1.3, 1.2], "looped": [4.1]}
+    found, turns = raced(monkeypatch, times)
+    assert found == "grouped"
+    assert turns == ["grouped", "unfolded", "banded", "looped", *["grouped", "banded"] * 3]
+
+
+def test_an_engine_with_another_gradient_is_not_taken(monkeypatch):
+    times = {"grouped": [3.0] * 4, "banded": [1.0] * 4, "unfolded": [2.0] * 4}
+    found, _ = raced(monkeypatch, times, {"banded": 1.2, "unfolded": 1.05})
+    assert found == "unfolded"
+
+
+def test_without_an_engine_that_works_the_first_stays(monkeypatch):
+    assert raced(monkeypatch, {"grouped": [None], "banded": [None]})[0] == "grouped"

@@ -80,11 +80,11 @@ class Cohort:
         if saved is not None:
             here = {one.key: one for one in configurations}
             self.members = [here[key] for key in saved["keys"] if key in here]
-        self.program = self._program(engine or (saved or {}).get("engine"))
+        self.program = self._program(engine)
         if saved is not None:
             self._resume(saved)
-        elif engine is None:
-            self._choose_engine()
+        if engine is None:
+            self._choose_engine()  # also when resumed: on another machine another one may be the fastest
         self._saved_at = self._counted_at = time.monotonic()
 
     @property
@@ -198,7 +198,6 @@ class Cohort:
             "keys": [one.key for one in self.members],
             "epoch": self.epoch,
             "position": self.position,
-            "engine": program.stack.engine,
             "trainings": {one.key: asdict(self.trainings[one.key]) for one in self.members},
             "stack": program.stack.saved(),
             "optimizer": program.optimizer.saved(),
