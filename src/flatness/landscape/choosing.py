@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ from flatness.memory import kept_budget, ran_out
 from flatness.problem import Problem
 
 _CONTENDERS = ("unfolded", "banded", "grouped")
-# A first look at the memory that a sample takes at a point; then a race over more samples, so that the
-# launches of kernels do not decide it.
-_FEW_POINTS, _FEW_SAMPLES, _RACE_SAMPLES = 8, 16, 256
+# A first look at the memory that a sample takes at a point; then a race over so many samples as are then
+# worked on at a time, or nearly: on few of them another engine may be ahead.
+_FEW_POINTS, _FEW_SAMPLES, _RACE_SAMPLES = 8, 16, 2048
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,15 @@ def choose_engine(problem: Problem, points: int) -> Choice | None:
     if not taken:
         return None
     room = {engine: max(1, budget // (points * each)) for engine, each in taken.items()}
-    example = problem.example(min(_RACE_SAMPLES, *room.values()))
+    example = _repeated(problem.example(_RACE_SAMPLES), min(_RACE_SAMPLES, *room.values()))
     seconds = {engine: _seconds(_work(problem, engine, points, example), problem.device) for engine in taken}
     best = min(seconds, key=lambda engine: seconds[engine])
     return Choice(best, room[best])
+
+
+def _repeated(example: Any, size: int) -> Any:
+    """So many samples, out of those there are."""
+    return batches.picked(example, torch.arange(size) % batches.size_of(example))
 
 
 def _work(problem: Problem, engine: str, points: int, example: object) -> Callable[[], Tensor]:
