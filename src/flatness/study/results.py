@@ -140,9 +140,16 @@ class Study:
         return table.reset_index()
 
     def colour(self, part: str) -> str:
-        """The hyperparameter that tells networks apart in pictures: the file's, or the first that varies."""
+        """The hyperparameter that tells networks apart in pictures.
+
+        The file's, or the first of the grid that varies over the networks that are kept.
+        """
         asked = self.spec.parts[part].get("analysis", {}).get("colour")
-        return asked or next((columns[0] for columns in self.axes().values()), "status")
+        kept = self.kept(part)
+        candidates = [asked] if asked else []
+        candidates += [columns[0] for axis, columns in self.axes().items() if axis != SEED]
+        varies = (name for name in candidates if name in kept and kept[name].nunique() > 1)
+        return next(varies, next(iter(candidates), "status"))
 
     def lines(self, part: str = "") -> Line | None:
         """Losses along lines through the networks, grouped by `colour`; None where the file asks for none."""
