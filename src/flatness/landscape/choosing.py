@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flatness import batches
 from flatness.errors import FlatnessError
-from flatness.landscape.engines import Stacked
+from flatness.landscape.engines import LOOPED, Stacked
 from flatness.landscape.first_layers import Steps
 from flatness.memory import kept_budget, ran_out
 from flatness.problem import Problem
@@ -22,6 +22,7 @@ _CONTENDERS = ("unfolded", "banded", "grouped")
 # A first look at the memory that a sample takes at a point; then a race over so many samples as are then
 # worked on at a time, or nearly: on few of them another engine may be ahead.
 _FEW_POINTS, _FEW_SAMPLES, _RACE_SAMPLES = 8, 16, 2048
+_LONGEST = 16384  # samples at a time at a single point: from there on nothing is gained
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Choice:
     samples: int
 
 
-def choose_engine(problem: Problem, points: int) -> Choice | None:
-    """The fastest engine for so many points at once; None where none takes the network."""
+def choose_engine(problem: Problem, points: int) -> Choice:
+    """The fastest engine for so many points at once; one after the other where none takes the network."""
     budget = kept_budget(problem.device) // 2
     few = problem.example(_FEW_SAMPLES)
     taken: dict[str, int] = {}
@@ -46,7 +47,8 @@ def choose_engine(problem: Problem, points: int) -> Choice | None:
         else:
             taken[engine] = max(1, used // (_FEW_POINTS * batches.size_of(few)))
     if not taken:
-        return None
+        used = _memory(_work(problem, LOOPED, 1, few), problem.device)
+        return Choice(LOOPED, min(_LONGEST, max(1, budget * batches.size_of(few) // max(1, used))))
     room = {engine: max(1, budget // (points * each)) for engine, each in taken.items()}
     example = _repeated(problem.example(_RACE_SAMPLES), min(_RACE_SAMPLES, *room.values()))
     seconds = {engine: _seconds(_work(problem, engine, points, example), problem.device) for engine in taken}

@@ -17,7 +17,8 @@ from flatness.landscape.first_layers import FirstLayers, Steps
 from flatness.pooling import StackedPooling
 from flatness.problem import Problem
 
-ENGINES = ("looped", "grouped", "unfolded", "banded")
+LOOPED = "looped"
+ENGINES = (LOOPED, "grouped", "unfolded", "banded")
 """How points are evaluated. ``looped``: one after the other. ``grouped``: all at once through `torch.vmap`,
 which makes a batch of products out of linear layers and a grouped convolution out of convolutions.
 ``unfolded`` and ``banded``: the same with convolutions written as products over unfolded images, or of whole
@@ -93,7 +94,7 @@ class Stacked:
                 return one(values, batch)
 
         weights = None if steps is None or first is None else steps.weights()
-        if self.engine == "looped":
+        if self.engine == LOOPED:
             count = len(next(iter(moved.values())))
             rows = [None] * count if weights is None else weights.tolist()
             points = [{name: value[i] for name, value in moved.items()} for i in range(count)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from flatness import batches
 from flatness.errors import OptionError
 from flatness.landscape.choosing import choose_engine
-from flatness.landscape.engines import LOSS, Stacked, accuracy_of, bytes_of
+from flatness.landscape.engines import LOOPED, LOSS, Stacked, accuracy_of, bytes_of
 from flatness.landscape.first_layers import KeptMaps, Steps
 from flatness.memory import fits, kept_budget
 from flatness.probe import first_run
@@ -61,7 +61,7 @@ class Points:
         fixed_batch: bool = False,
     ) -> None:
         self.problem = problem
-        self.engine = engine or "looped"
+        self.engine = engine or LOOPED
         self.chunk = chunk or _CHUNK.get(problem.device.type, 8)
         self._stacked = Stacked(problem, self.engine)
         self._recompute = batch_norm == "recomputed" and bool(self._stacked.norms)
@@ -197,9 +197,8 @@ class Points:
 
     def _choose(self, fixed_batch: bool) -> None:
         choice = choose_engine(self.problem, self.chunk)
-        if choice is None:
+        if choice.engine == LOOPED:
             self.problem.notes.append(_ONE_BY_ONE)
-            return
         self.engine = choice.engine
         self._stacked = Stacked(self.problem, self.engine)
         if not fixed_batch:
