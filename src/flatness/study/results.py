@@ -145,7 +145,7 @@ class Study:
         The file's, or the first of the grid that varies over the networks that are kept.
         """
         asked = self.spec.parts[part].get("analysis", {}).get("colour")
-        kept = self.kept(part)
+        kept: Any = self.kept(part)
         candidates = [asked] if asked else []
         candidates += [columns[0] for axis, columns in self.axes().items() if axis != SEED]
         varies = (name for name in candidates if name in kept and kept[name].nunique() > 1)
