@@ -194,6 +194,7 @@ def test_mlp_without_bias_and_with_tanh() -> None:
         ("kaiming_uniform", math.sqrt(2 / 400)),
         ("uniform", 0.2 / math.sqrt(12)),
         ("normal", math.sqrt(0.1)),
+        ("narrow_normal", 0.1),
     ],
 )
 def test_initialize_draws_with_the_named_spread_and_zeroes_biases(scheme: str, std: float) -> None:
@@ -264,5 +265,5 @@ def test_wide_resnet_refuses_a_depth_it_cannot_have() -> None:
 def test_initialize_refuses_an_unknown_scheme() -> None:
     assert message(OptionError, models.initialize, models.mlp((3, 2)), "xavier") == (
         "Expected scheme to be one of xavier_normal, xavier_uniform, kaiming_uniform, uniform, normal,"
-        " but got 'xavier'. Did you mean 'xavier_normal'?"
+        " narrow_normal, but got 'xavier'. Did you mean 'xavier_normal'?"
     )

@@ -164,7 +164,7 @@ def test_values_that_make_no_sense_are_refused():
     )
     assert message(study(grid={"initialization": "xavier"})) == (
         "Expected initialization to be one of default, xavier_normal, xavier_uniform, kaiming_uniform, "
-        "uniform, normal but the study has 'xavier'. Did you mean 'xavier_normal'?"
+        "uniform, normal, narrow_normal but the study has 'xavier'. Did you mean 'xavier_normal'?"
     )
     assert message(study(stop={"epochs": "3"})) == (
         "Expected epochs in [stop] to be a whole number but the study has '3'."
