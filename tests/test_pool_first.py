@@ -1,48 +1,70 @@
-"""Max pooling before ReLU: the same function with the same parameters under the same names."""
+"""Max pooling before ReLU: the same function, and modules that stay what they are."""
 
-import copy
+from types import MethodType
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatness.models import lenet5
-from flatness.pool_first import pool_first
+from flatness.pool_first import pool_first, pooling_sequences
+from untouched import untouched
 
 
-def kinds(model):
-    return [type(module).__name__ for module in model]
+class Watched(TorchDispatchMode):
+    """Notes the order of layers, and how wide the steps of convolutions are."""
+
+    def __init__(self):
+        super().__init__()
+        self.order, self.strides = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kind = next((kind for kind in ("convolution", "relu", "max_pool") if kind in str(func)), None)
+        self.order += [kind] if kind else []
+        self.strides += [args[3]] if kind == "convolution" else []
+        return func(*args, **(kwargs or {}))
+
+
+def moved(model, x, **options):
+    """What the network puts out with pooling first, and the order in which it ran."""
+    with (
+        torch.no_grad(),
+        untouched(model, x),
+        Watched() as watched,
+        pool_first(pooling_sequences(model), **options),
+    ):
+        return model(x), watched
+
+
+FIRST, LAST = ["convolution", "max_pool", "relu"], ["convolution", "relu", "max_pool"]
+
+
+def drawn(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def block(channels=2):
+    return nn.Sequential(nn.Conv2d(1, channels, 3), nn.ReLU(), nn.MaxPool2d(2))
 
 
 def test_the_order_changes_and_the_function_does_not():
     model = lenet5(seed=0)
-    moved = pool_first(model)
-    assert kinds(moved)[:6] == ["_Pooled2d", "ReLU", "Identity", "_Pooled2d", "ReLU", "Identity"]
-    assert kinds(model)[:6] == ["Conv2d", "ReLU", "MaxPool2d", "Conv2d", "ReLU", "MaxPool2d"]
-    x = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    x = drawn(5, 3, 32, 32, dtype=torch.float32)
     x[:, :, 10:20] = 0.3  # equal entries in a window
-    torch.testing.assert_close(
-        moved(x), model(x), rtol=1e-5, atol=1e-6
-    )  # libraries add a bias in their own way
+    found, watched = moved(model, x)
+    assert watched.order[:6] == FIRST + FIRST
+    torch.testing.assert_close(found, model(x), rtol=1e-5, atol=1e-6)  # libraries add a bias in their own way
 
 
 def test_gradients_agree():
     model = lenet5(seed=1).double()
-    x = torch.randn(6, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found, expected = (
-        torch.autograd.grad(each(x).square().sum(), list(each.parameters()))
-        for each in (pool_first(model), model)
-    )
+    x, parameters = drawn(6, 3, 32, 32), list(model.parameters())
+    expected = torch.autograd.grad(model(x).square().sum(), parameters)
+    with pool_first(pooling_sequences(model)):
+        found = torch.autograd.grad(model(x).square().sum(), parameters)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_parameters_and_their_names_are_the_models_own():
-    model = lenet5(seed=0)
-    moved = pool_first(model)
-    own = dict(model.named_parameters())
-    assert all(value is own[name] for name, value in moved.named_parameters())
-    assert {name for name, _ in moved.named_parameters()} == set(own)
 
 
 def test_networks_in_networks_are_looked_into():
@@ -55,11 +77,90 @@ def test_networks_in_networks_are_looked_into():
         def forward(self, x):
             return self.body(x).flatten(1)
 
-    model = Wrapped()
-    moved = pool_first(model)
-    assert kinds(moved.body) == ["_Pooled2d", "ReLU", "Identity"]
-    x = torch.randn(3, 1, 8, 8)
-    torch.testing.assert_close(moved(x), model(x), rtol=1e-5, atol=1e-6)
+    model, x = Wrapped().double(), drawn(3, 1, 8, 8)
+    found, watched = moved(model, x)
+    assert watched.order == FIRST
+    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
+
+
+def test_a_module_used_twice_runs_twice():
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    relu, pool = nn.ReLU(), nn.MaxPool2d(2)
+    model, x = nn.Sequential(conv, relu, pool, conv, relu, pool, conv).double(), drawn(3, 2, 8, 8)
+    found, watched = moved(model, x)
+    assert watched.order == [*FIRST, *FIRST, "convolution"]
+    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
+
+
+class Parts(nn.Module):
+    """Runs parts of an `nn.Sequential` in its own way."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.body, self.run = block(), run
+
+    def forward(self, x):
+        return self.run(self.body, x)
+
+
+def one_by_one(body, x):
+    seen = [x]
+    for layer in body:
+        seen.append(layer(seen[-1]))
+    return torch.cat([each.flatten(1) for each in seen], dim=1)
+
+
+def sliced(body, x):
+    skip = body[:2](x)
+    return torch.cat([skip.flatten(1), body[2](skip).flatten(1)], dim=1)
+
+
+def numbered(body, x):
+    return torch.cat([body(x).flatten(1), body[1](body[0](x)).flatten(1)], dim=1)
+
+
+@pytest.mark.parametrize("run", [one_by_one, sliced, numbered])
+@pytest.mark.parametrize("strided", [True, False])
+def test_parts_run_on_their_own_as_ever(run, strided):
+    model, x = Parts(run).double(), drawn(3, 1, 8, 8)
+    found, _ = moved(model, x, strided=strided)
+    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
+
+
+def test_what_a_network_keeps_is_found_wherever_it_is_read():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = block()
+
+        def forward(self, x):
+            self.last = self.body(x)
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.other = Encoder(), nn.Module()
+            self.other.encoder = self.encoder
+
+        def forward(self, x):
+            self.encoder(x)
+            return self.other.encoder.last
+
+    model, x = Network().double(), drawn(3, 1, 8, 8)
+    expected = model(x)
+    del model.encoder.last
+    with pool_first(pooling_sequences(model)):
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_errors_leave_the_network_as_it_was():
+    model, x = block().double(), drawn(2, 3, 8, 8)
+    with (
+        untouched(model, x),
+        pytest.raises(RuntimeError, match="channels"),
+        pool_first(pooling_sequences(model)),
+    ):
+        model(x)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -71,9 +172,9 @@ def test_every_rank_with_and_without_bias(rank, bias):
     )
     model = model.double()
     x = torch.randn(2, 2, *[7] * rank, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-    moved = pool_first(model)
-    assert moved is not model
-    torch.testing.assert_close(moved(x), model(x), rtol=1e-12, atol=1e-14)
+    found, watched = moved(model, x)
+    assert [kind for kind in watched.order if kind != "convolution"] == ["max_pool", "relu"]
+    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("padding", [0, 2, (1, 0)])
@@ -84,10 +185,11 @@ def test_the_strided_form_has_the_same_values(padding, side, bias):
         nn.Conv2d(3, 6, (3, 4), padding=padding, bias=bias), nn.ReLU(), nn.MaxPool2d(2)
     ).double()
     x = torch.randn(4, 3, side, side + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(side))
-    moved = pool_first(model, strided=True)
-    assert moved[0].strided
-    torch.testing.assert_close(moved(x), model(x), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(moved(x[0]), model(x[0]), rtol=1e-12, atol=1e-14)  # an image without a batch
+    found, watched = moved(model, x, strided=True)
+    assert (watched.order, watched.strides) == (["convolution", "relu"], [[2, 2]])
+    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
+    alone, _ = moved(model, x[0], strided=True)  # an image without a batch
+    torch.testing.assert_close(alone, model(x[0]), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +201,7 @@ def test_the_strided_form_has_the_same_values(padding, side, bias):
         (nn.Conv2d(3, 6, 3, padding="same"), nn.MaxPool2d(2)),
         (nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect"), nn.MaxPool2d(2)),
         (nn.Conv2d(3, 16, 3), nn.MaxPool2d(2)),
+        (nn.Conv2d(3, 6, 1), nn.MaxPool2d(2)),
         (nn.Conv2d(3, 6, 3), nn.MaxPool2d(3)),
         (nn.Conv2d(3, 6, 3), nn.MaxPool2d(2, stride=1)),
         (nn.Conv2d(3, 6, 3), nn.MaxPool2d(2, padding=1)),
@@ -109,13 +212,30 @@ def test_the_strided_form_has_the_same_values(padding, side, bias):
 def test_others_are_pooled_first_and_not_strided(conv, pool):
     model = nn.Sequential(conv, nn.ReLU(), pool).double()
     x = torch.randn(2, 3, 11, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    moved = pool_first(model, strided=True)
-    assert not moved[0].strided
-    torch.testing.assert_close(moved(x), model(x), rtol=1e-12, atol=1e-14)
+    found, watched = moved(model, x, strided=True)
+    assert (watched.order, watched.strides) == (FIRST, [list(conv.stride)])
+    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
 
 
 class OwnSequential(nn.Sequential):
     """May do anything with its parts."""
+
+
+def test_what_is_not_finite_stays_so():
+    model, x = block().double(), drawn(2, 1, 8, 8)
+    x[0, 0, 2, 3] = torch.nan
+    expected = model(x)
+    assert 0 < expected.isnan().sum() < expected.numel()
+    for strided in (True, False):
+        torch.testing.assert_close(moved(model, x, strided=strided)[0], expected, equal_nan=True)
+
+
+def run_as_ever(model, x):
+    """Assert that a network runs in its own order, and gives what it gives."""
+    expected = model(x)
+    found, watched = moved(model, x, strided=True)
+    assert "relu" not in watched.order or watched.order == LAST
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -125,24 +245,38 @@ class OwnSequential(nn.Sequential):
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.AvgPool2d(2)),
         OwnSequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2, return_indices=True)),
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 2, 3)), nn.ReLU(), nn.MaxPool2d(2)),
     ],
-    ids=["not monotone", "not a maximum", "not plainly sequential", "asked where from"],
+    ids=["not monotone", "not a maximum", "not plainly sequential", "asked where from", "parametrized"],
 )
 def test_what_does_not_commute_stays(model):
-    assert pool_first(model) is model
+    assert pooling_sequences(model) == []
 
 
-def test_what_is_watched_stays():
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
-    seen = []
-    model[1].register_forward_hook(lambda _, inputs, output: seen.append(output.shape))
-    assert pool_first(model) is model
+@pytest.mark.parametrize("place", range(3))
+def test_what_is_watched_stays(place):
+    model, x, seen = block().double(), drawn(2, 1, 8, 8), []
+    sequences = pooling_sequences(model)
+    model[place].register_forward_hook(lambda _, inputs, output: seen.append(output.shape))
+    run_as_ever(model, x)
+    with pool_first(sequences):  # as they were found before the hook came
+        model(x)
+    assert seen[0] == seen[1] == seen[2]
 
 
-def test_a_copy_of_it_has_its_own_parameters():
-    moved = copy.deepcopy(pool_first(lenet5(seed=0)))
-    x = torch.randn(2, 3, 32, 32)
-    before = moved(x)
-    with torch.no_grad():
-        moved.conv1.weight.zero_()
-    assert not torch.equal(moved(x), before)
+@pytest.mark.parametrize("place", range(3))
+def test_what_a_module_was_taught_stays(place):
+    model, x = block().double(), drawn(2, 1, 8, 8)
+    kind = type(model[place])
+    model[place].forward = MethodType(lambda self, x: 2 * kind.forward(self, x), model[place])
+    run_as_ever(model, x)
+
+
+def test_where_all_modules_are_watched_they_stay():
+    model, x, seen = block().double(), drawn(2, 1, 8, 8), []
+    handle = nn.modules.module.register_module_forward_hook(lambda _, inputs, output: seen.append(output))
+    try:
+        run_as_ever(model, x)
+    finally:
+        handle.remove()
+    assert [each.shape for each in seen[:4]] == [each.shape for each in seen[4:]]

@@ -41,7 +41,7 @@ def test_a_window_larger_than_the_image_is_refused_by_torch():
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 6), (2, 3, 9, 7), (3, 5, 5)])
-@pytest.mark.parametrize("size", [2, (2, 3), 1, 4])
+@pytest.mark.parametrize("size", [2, (2, 3), (1, 2), 4])
 def test_derivatives_go_where_torch_sends_them(shape, size):
     """Also among equal entries (a ReLU makes many zeros), and for images that lie otherwise in memory."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).relu()
@@ -73,3 +73,11 @@ def test_large_windows_with_derivatives_are_left_to_torch():
     x = torch.randn(1, 1, 10, 10, requires_grad=True)
     with FastPooling(derivatives=True):
         assert "MaxPool" in type(F.max_pool2d(x, 5).grad_fn).__name__
+
+
+def test_pooling_of_single_entries_is_not_the_image_itself():
+    x = torch.randn(2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    before = x.clone()
+    with FastPooling():
+        F.relu_(F.max_pool2d(x, 1))
+    assert torch.equal(x, before)

@@ -664,3 +664,23 @@ def test_looking_forward_only_leaves_watched_layers_alone():
         problem.outputs((x, torch.arange(4)))
         handle.remove()
     assert [value.shape for value in seen] == [(4, 6, 28, 28)]
+
+
+def test_looking_forward_only_leaves_layers_alone_that_a_network_runs_one_by_one():
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
+            self.head = nn.Linear(90, 3)
+
+        def forward(self, x):
+            conv, relu, pool = self.features
+            skip = relu(conv(x))
+            return self.head(torch.cat([skip.flatten(1), pool(skip).flatten(1)], dim=1))
+
+    torch.manual_seed(0)
+    model, x = Skipping().double(), torch.randn(4, 1, 8, 8, dtype=torch.float64)
+    problem = Problem(model, (x, torch.arange(4) % 3), progress=False)
+    with problem.guarded(), torch.no_grad():
+        found = problem.outputs((x, torch.arange(4)))[0]
+    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)

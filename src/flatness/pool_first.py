@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
 
+from flatness.parts import modules
 from flatness.pooling import plain_windows
 
 _POOLINGS = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d, nn.Conv3d: nn.MaxPool3d}
@@ -15,95 +20,95 @@ _POOLINGS = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d, nn.Conv3d: nn.Max
 _FEW_CHANNELS = 8
 
 
-def pool_first(model: nn.Module, *, strided: bool = False) -> nn.Module:
-    """The network with bias and ReLU behind the max pooling that follows, wherever `nn.Sequential` says so.
+def pooling_sequences(model: nn.Module) -> list[nn.Sequential]:
+    """What `pool_first` can change in a network; found once, as a network may have thousands of modules."""
+    sequences = [part for part in modules(model) if type(part) is nn.Sequential]
+    return [sequence for sequence in sequences if any(_commute(*three) for three in _threes(sequence))]
+
+
+@contextmanager
+def pool_first(sequences: list[nn.Sequential], *, strided: bool = False) -> Iterator[None]:
+    """Inside, these have bias and ReLU behind the max pooling that follows.
 
     Both are monotone, also as rounded, so the maximum of what they return is what they return for the
-    maximum. Parameters and their names are those of `model`, which stays as it is.
+    maximum. Modules stay what they are: whoever runs the parts of an `nn.Sequential` on their own, or looks
+    at them through hooks, sees what they always do.
 
     Args:
-        model: Any network.
-        strided: Whether to run convolutions with few channels as `_windows` does; its derivatives are right
-            but slow.
+        sequences: Those of `pooling_sequences`.
+        strided: Whether to run convolutions with few channels as `_windows` does, for inputs that are finite;
+            its derivatives are right but slow.
     """
-    below = {
-        name: pool_first(child, strided=strided)
-        for name, child in model._modules.items()
-        if child is not None
-    }
-    if type(model) is nn.Sequential:
-        names = list(below)
-        for conv, relu, pool in zip(names, names[1:], names[2:], strict=False):
-            if _commute(below[conv], below[relu], below[pool]):
-                below[conv] = _Pooled.of(below[conv], below[pool], strided)
-                below[pool] = nn.Identity()
-    if all(child is model._modules[name] for name, child in below.items()):
-        return model
-    moved = _twin(model)
-    moved._modules = {name: below.get(name) for name in model._modules}
-    return moved
+    changed = [sequence for sequence in sequences if "forward" not in vars(sequence)]
+    try:
+        for sequence in changed:
+            vars(sequence)["forward"] = partial(_run, sequence, strided)
+        yield
+    finally:
+        for sequence in changed:
+            vars(sequence).pop("forward", None)
 
 
-def _twin(module: nn.Module, kind: type[nn.Module] | None = None) -> nn.Module:
-    """Another module with the same content; how its class likes to be copied does not matter."""
-    twin = object.__new__(kind or type(module))
-    vars(twin).update(vars(module))
-    return twin
+def _threes(sequence: nn.Sequential) -> Iterator[tuple[Any, Any, Any]]:
+    """Every three parts that follow one another."""
+    parts = list(sequence)
+    return zip(parts, parts[1:], parts[2:], strict=False)
 
 
-def _commute(conv: nn.Module, relu: nn.Module, pool: nn.Module) -> bool:
+def _commute(conv: Any, relu: Any, pool: Any) -> bool:
     """Whether they are plain modules whose results nobody looks at in between."""
-    watched = any(module._forward_hooks or module._forward_pre_hooks for module in (conv, relu, pool))
-    kinds = type(relu) is nn.ReLU and type(pool) is _POOLINGS.get(type(conv))
-    return kinds and not watched and not pool.return_indices
+    if type(relu) is not nn.ReLU or type(pool) is not _POOLINGS.get(type(conv)) or pool.return_indices:
+        return False
+    everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return not everywhere and not any(_watched(module) for module in (conv, relu, pool))
 
 
-class _Pooled(nn.Module):
-    """A convolution with the pooling between its product and its bias."""
+def _watched(module: nn.Module) -> bool:
+    """Whether more happens in a module than its class says."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks) or "forward" in vars(module)
 
-    pool: list[Any]  # not among the submodules, which have names
-    strided: bool
 
-    @staticmethod
-    def of(conv: nn.Module, pool: nn.Module, strided: bool) -> nn.Module:
-        pooled = _twin(conv, _CLASSES[type(conv)])
-        pooled.pool = [pool]  # type: ignore[assignment]
-        pooled.strided = strided and _side_by_side(conv, pool)  # type: ignore[assignment]
-        return pooled
-
-    def forward(self, input: Tensor) -> Tensor:
-        conv: Any = self
-        (pool,) = self.pool
-        if self.strided and input.dim() == 4:
-            y = _windows(input, conv.weight, conv.padding)
+def _run(sequence: nn.Sequential, strided: bool, input: Tensor) -> Tensor:
+    """`nn.Sequential.forward`, in the other order where that is the same."""
+    parts: list[Any] = list(sequence)
+    place = 0
+    while place < len(parts):
+        three = parts[place : place + 3]
+        if len(three) == 3 and _commute(*three):
+            conv, relu, pool = three
+            input = relu(_pooled(conv, pool, input, strided))
+            place += 3
         else:
-            y = pool(conv._conv_forward(input, conv.weight, None))
-        return y if conv.bias is None else y + conv.bias.view(-1, *[1] * (conv.weight.dim() - 2))
+            input = parts[place](input)
+            place += 1
+    return input
 
 
-class _Pooled1d(_Pooled, nn.Conv1d):
-    pass
-
-
-class _Pooled2d(_Pooled, nn.Conv2d):
-    pass
-
-
-class _Pooled3d(_Pooled, nn.Conv3d):
-    pass
-
-
-_CLASSES = {nn.Conv1d: _Pooled1d, nn.Conv2d: _Pooled2d, nn.Conv3d: _Pooled3d}
+def _pooled(conv: Any, pool: Any, x: Tensor, strided: bool) -> Tensor:
+    """A convolution with the pooling between its product and its bias."""
+    if strided and x.dim() == 4 and _side_by_side(conv, pool):
+        y = _windows(x, conv.weight, conv.padding)
+    else:
+        y = pool(conv._conv_forward(x, conv.weight, None))
+    return y if conv.bias is None else y + conv.bias.view(-1, *[1] * (conv.weight.dim() - 2))
 
 
 def _side_by_side(conv: Any, pool: Any) -> bool:
     """Whether `_windows` computes these two."""
     if type(conv) is not nn.Conv2d or conv.out_channels > _FEW_CHANNELS or conv.groups != 1:
         return False
+    if conv.kernel_size == (1, 1):
+        return False  # four times the arithmetic, instead of about twice
     dense = conv.stride == conv.dilation == (1, 1)
     zeros = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
     size = plain_windows(pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
-    return dense and zeros and size is not None and size == (2, 2)
+    return dense and zeros and size == (2, 2)
 
 
 def _windows(x: Tensor, weight: Tensor, padding: Any) -> Tensor:

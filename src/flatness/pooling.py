@@ -131,8 +131,8 @@ def _plain(
 ) -> tuple[Tensor, tuple[int, int]] | None:
     """The image and the window, or None for pooling that is not done here."""
     size = plain_windows(kernel_size, stride, padding, dilation, ceil_mode)
-    if size is None or return_indices:
-        return None
+    if size is None or size == (1, 1) or return_indices:
+        return None  # the maximum of one entry would be a view of the image, for others to write into
     fits = input.dim() >= 3 and all(n >= k > 0 for n, k in zip(input.shape[-2:], size, strict=True))
     return (input, size) if fits else None
 
@@ -180,7 +180,7 @@ class _Traced(torch.autograd.Function):
         for number, values in enumerate(others, start=1):
             origin.masked_fill_(values > best, number)
             best = torch.maximum(best, values)
-        return best.clone() if best is first else best, origin
+        return best, origin
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: tuple[Tensor, Tensor]) -> None:

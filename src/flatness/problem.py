@@ -19,7 +19,7 @@ from flatness.journal_state import digest_of
 from flatness.losses import Items, resolve_loss
 from flatness.losses.base import refuse
 from flatness.parts import modules
-from flatness.pool_first import pool_first
+from flatness.pool_first import pool_first, pooling_sequences
 from flatness.pooling import FastPooling
 from flatness.settings import check_options, usable_device
 from flatness.sources import Source, different_lengths
@@ -93,7 +93,7 @@ class Problem(StreamedData):
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
         self.copy_batches = False
-        self._pools = pool_first(self.model) is not self.model
+        self._sequences = pooling_sequences(self.model)
         self.watch: Callable[[Tensor], None] | None = None
         if journal_in_force() and isinstance(loss, str) and forward is None and source.is_pair:
             setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
@@ -127,8 +127,8 @@ class Problem(StreamedData):
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
         """Output and target of a placed batch."""
         batch = batches.copied(batch) if self.copy_batches else batch
-        with self._forward_only() if not torch.is_grad_enabled() else nullcontext(self.model) as model:
-            returned = self.forward(model, batch)
+        with nullcontext() if torch.is_grad_enabled() else self._forward_only():
+            returned = self.forward(self.model, batch)
         if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
             raise ModelError(
                 f"Expected forward to return (output, target) but got {batches.describe(returned)}. "
@@ -151,10 +151,11 @@ class Problem(StreamedData):
         return output, target
 
     @contextmanager
-    def _forward_only(self) -> Iterator[nn.Module]:
-        """The network as it runs fastest where nothing is differentiated: the same numbers to rounding."""
-        with FastPooling() if self.device.type == "cpu" else nullcontext():
-            yield pool_first(self.model, strided=True) if self._pools else self.model
+    def _forward_only(self) -> Iterator[None]:
+        """Inside, the network runs as is fastest without derivatives: the same numbers to rounding."""
+        fast = FastPooling() if self.device.type == "cpu" else nullcontext()
+        with fast, pool_first(self._sequences, strided=True):
+            yield
 
     def laid_out(self, output: Tensor, target: Any, *, look: bool = True) -> Items:
         """Outputs and targets as predictions; errors about samples say where in the data they are.

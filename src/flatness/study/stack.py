@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from flatness.convolutions import AsProducts
 from flatness.errors import ModelError
-from flatness.pool_first import pool_first
+from flatness.pool_first import pool_first, pooling_sequences
 from flatness.pooling import FastPooling
 
 ENGINES = ("looped", "channels_last", "grouped", "unfolded", "banded")
@@ -57,7 +57,8 @@ class Stack:
             for network, own in zip(networks, named, strict=True)
         ]
         self.buffers = {name: torch.stack([own[name] for own in held]).to(device) for name in held[0]}
-        self.skeleton = copy.deepcopy(pool_first(first)).to("meta").train()
+        self.skeleton = copy.deepcopy(first).to("meta").train()
+        self._sequences = pooling_sequences(self.skeleton)
         self.engine = engine
         self.parameters = self._views()
 
@@ -84,7 +85,8 @@ class Stack:
             return torch.vmap(self._one, randomness="different")(self.parameters, self.buffers, x)
 
     def _one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(self.skeleton, (parameters, buffers), (x,))
+        with pool_first(self._sequences):
+            return functional_call(self.skeleton, (parameters, buffers), (x,))
 
     def _alone(self, row: int, x: Tensor) -> Tensor:
         """One network's outputs, from copies: a view into `flat` may begin where fast kernels cannot read."""
