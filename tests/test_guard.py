@@ -295,6 +295,13 @@ def test_a_model_from_torch_compile_is_unwrapped_and_compiled_parts_run_as_they_
     assert inner.value("hessian_trace") == pytest.approx(reference().value("hessian_trace"), rel=1e-12)
 
 
+def test_a_part_that_is_told_to_compile_itself_does_not_while_it_is_measured():
+    model, compiled = network(), []
+    model.fc1.compile(backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    assert_same(measure(model, data()), reference())
+    assert compiled == []
+
+
 def test_an_adapter_model_is_refused():
     adapter = type("Linear", (nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
     assert refusal(ModelError, nn.Sequential(adapter(4, 3)), data()) == (

@@ -169,7 +169,7 @@ def measuring(model: nn.Module, seed: int) -> Iterator[None]:
         stack.enter_context(_own_randomness(model, seed))
         for kind in dict.fromkeys(("cpu", device)):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        if any(_is_compiled(module) for module in modules(model)):
+        if any(_is_compiled(module) or module._compiled_call_impl is not None for module in modules(model)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         yield
