@@ -13,7 +13,7 @@ def test_windows_side_by_side_have_torchs_maxima(shape, size):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     x[0, 0, 0] = float("nan")
     expected = F.max_pool2d(x, size)
-    with FastPooling():
+    with torch.no_grad(), FastPooling():
         found = F.max_pool2d(x, size)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -24,19 +24,19 @@ def test_windows_side_by_side_have_torchs_maxima(shape, size):
 def test_other_windows_are_left_to_torch(options):
     x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
     expected = F.max_pool2d(x, 2, **options)
-    with FastPooling():
+    with torch.no_grad(), FastPooling():
         torch.testing.assert_close(F.max_pool2d(x, 2, **options), expected, rtol=0, atol=0)
         assert F.max_pool2d(x, 2, return_indices=True, **options)[1].dtype == torch.int64
 
 
 def test_it_is_not_torchs_kernel_that_runs():
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
-    with FastPooling():
+    with torch.no_grad(), FastPooling():
         assert "MaxPool" not in type(F.max_pool2d(x, 2).grad_fn).__name__
 
 
 def test_a_window_larger_than_the_image_is_refused_by_torch():
-    with FastPooling(), pytest.raises(RuntimeError):
+    with torch.no_grad(), FastPooling(), pytest.raises(RuntimeError):
         F.max_pool2d(torch.randn(1, 1, 3, 3), 4)
 
 
@@ -78,6 +78,14 @@ def test_large_windows_with_derivatives_are_left_to_torch():
 def test_pooling_of_single_entries_is_not_the_image_itself():
     x = torch.randn(2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     before = x.clone()
-    with FastPooling():
+    with torch.no_grad(), FastPooling():
         F.relu_(F.max_pool2d(x, 1))
     assert torch.equal(x, before)
+
+
+def test_where_gradients_are_on_equal_entries_share_none():
+    x = torch.ones(1, 1, 4, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(F.max_pool2d(x, 2).sum(), x)
+    with FastPooling():
+        (found,) = torch.autograd.grad(F.max_pool2d(x, 2).sum(), x)
+    assert torch.equal(found, expected)

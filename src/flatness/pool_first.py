@@ -36,8 +36,8 @@ def pool_first(sequences: list[nn.Sequential], *, strided: bool = False) -> Iter
 
     Args:
         sequences: Those of `pooling_sequences`.
-        strided: Whether to run convolutions with few channels as `_windows` does, for inputs that are finite;
-            its derivatives are right but slow.
+        strided: Whether to run convolutions with few channels as `_windows` does, where gradients are off: it
+            shares them among equal entries, and is slow at it. Inputs are to be finite.
     """
     changed = [sequence for sequence in sequences if "forward" not in vars(sequence)]
     try:
@@ -92,7 +92,7 @@ def _run(sequence: nn.Sequential, strided: bool, input: Tensor) -> Tensor:
 
 def _pooled(conv: Any, pool: Any, x: Tensor, strided: bool) -> Tensor:
     """A convolution with the pooling between its product and its bias."""
-    if strided and x.dim() == 4 and _side_by_side(conv, pool):
+    if strided and not torch.is_grad_enabled() and x.dim() == 4 and _side_by_side(conv, pool):
         y = _windows(x, conv.weight, conv.padding)
     else:
         y = pool(conv._conv_forward(x, conv.weight, None))

@@ -22,7 +22,8 @@ class FastPooling(TorchFunctionMode):
 
     Args:
         derivatives: Whether to note where maxima came from, in a byte each, and to have a derivative; the
-            first of equal entries gets it, as with torch's.
+            first of equal entries gets it, as with torch's. Without, pooling runs as usual where gradients
+            are on.
     """
 
     def __init__(self, derivatives: bool = False) -> None:
@@ -30,7 +31,8 @@ class FastPooling(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace max_pool2d."""
-        given = _plain(*args, **(kwargs or {})) if func in _POOLINGS else None
+        left_alone = torch.is_grad_enabled() and not self._derivatives
+        given = None if left_alone or func not in _POOLINGS else _plain(*args, **(kwargs or {}))
         if given is None:
             return func(*args, **(kwargs or {}))
         x, (rows, columns) = given
@@ -44,11 +46,13 @@ class FastPooling(TorchFunctionMode):
 class StackedPooling(TorchFunctionMode):
     """Inside, max pooling and largest entries under `torch.vmap` leave the networks where they lie in memory.
 
-    torch's own rules put them first, and lay images out anew for it.
+    torch's own rules put them first, and lay images out anew for it. Where gradients are on, all is as usual.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace max_pool2d, and amax along one axis."""
+        if torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
         if func is Tensor.amax and not kwargs and is_batchedtensor(args[0]):
             return _Largest.apply(*args) if len(args) == 2 and isinstance(args[1], int) else func(*args)
         given = _one_tensor(*args, **(kwargs or {})) if func in _POOLINGS else None

@@ -126,6 +126,22 @@ CASES = {
         ),
         IMAGES,
     ),
+    "a concatenation by keyword": (
+        lambda: Network(
+            lambda net, x: net.fc(torch.cat(tensors=[net.conv(x), x[:, :, 1:5, 1:5]], dim=1).flatten(1)),
+            conv=nn.Conv2d(2, 2, 3),
+            fc=nn.Linear(64, 3),
+        ),
+        IMAGES,
+    ),
+    "a weight written into": (
+        lambda: Network(
+            lambda net, x: net.fc(F.conv2d(x, F.pad(net.w, (1, 0)).tanh_()).flatten(1)),
+            w=nn.Parameter(torch.randn(4, 2, 3, 2)),
+            fc=nn.Linear(64, 3),
+        ),
+        IMAGES,
+    ),
     "weights side by side": (
         lambda: Network(
             lambda net, x: net.fc(
@@ -216,6 +232,56 @@ def test_every_point_has_the_loss_of_the_network_set_to_it(case, still, engine):
     torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
 
 
+def written(weight, mask):
+    weight.mul_(mask)
+
+
+def written_unnoticed(weight, mask):
+    weight.data *= mask
+
+
+@pytest.mark.parametrize(
+    ("write", "engine"), [*[(written, engine) for engine in ENGINES], (written_unnoticed, "looped")]
+)
+def test_a_network_may_write_into_its_weights(write, engine):
+    """As masked convolutions do; `torch.vmap` does not allow the second way."""
+
+    def run(net, x):
+        with torch.no_grad():
+            write(net.conv.weight, net.mask)
+        return net.fc(net.conv(x).flatten(1))
+
+    torch.manual_seed(3)
+    model = Network(run, conv=nn.Conv2d(2, 3, 3), fc=nn.Linear(48, 3)).double()
+    model.register_buffer("mask", (torch.arange(3) < 2).double())
+    model.conv.weight.data.mul_(model.mask)
+    data = torch.randn(9, *IMAGES, dtype=torch.float64), torch.randint(3, (9,))
+    directions = [{"conv.weight": torch.randn(3, 2, 3, 3)} for _ in range(2)]
+    with untouched(model, *data):
+        found = evaluated(model, data, directions, engine)
+    torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_a_network_may_differentiate_by_its_data(rounded):
+    """Equal entries in a window as well."""
+
+    def run(net, x):
+        with torch.enable_grad():
+            z = (x.round() if rounded else x).detach().requires_grad_()
+            (slope,) = torch.autograd.grad(net.body(z).sum() + F.max_pool2d(z, 2).sum(), z)
+        return net.fc((slope * x).flatten(1))
+
+    torch.manual_seed(3)
+    body = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.MaxPool2d(2))
+    model = Network(run, body=body, fc=nn.Linear(72, 3)).double()
+    data = torch.randn(9, *IMAGES, dtype=torch.float64), torch.randint(3, (9,))
+    directions = [{name: torch.randn_like(value) for name, value in model.named_parameters()} for _ in "ab"]
+    with untouched(model, *data):
+        found = evaluated(model, data, directions, "looped")
+    torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", ["conv2d", "linear on rows"])
 def test_float32_agrees_to_its_rounding(case, engine):
@@ -294,7 +360,7 @@ def test_images_of_many_networks_are_not_copied_on_their_way_through_a_grouped_c
 @pytest.mark.parametrize("axis", [0, 2, -1])
 def test_the_largest_entries_are_torchs_wherever_the_networks_lie(place, axis):
     x = torch.randn(5, 3, 4, 2, generator=torch.Generator().manual_seed(0))
-    with StackedPooling():
+    with torch.no_grad(), StackedPooling():
         found = torch.vmap(lambda own: own.amax(axis), in_dims=place)(x.movedim(0, place))
         both = torch.vmap(lambda own: own.amax((0, 1)), in_dims=place)(x.movedim(0, place))
     torch.testing.assert_close(found, torch.stack([own.amax(axis) for own in x]), rtol=0, atol=0)
@@ -307,7 +373,7 @@ def test_stacked_pooling_is_torchs_wherever_the_networks_lie(place):
     options = {"stride": 2, "padding": 1, "ceil_mode": True}
     reference = torch.stack([F.max_pool2d(image, 3, **options) for image in x])
     moved = x.movedim(0, place).contiguous()
-    with StackedPooling():
+    with torch.no_grad(), StackedPooling():
         found = torch.vmap(lambda image: F.max_pool2d(image, 3, **options), in_dims=place)(moved)
         indices = torch.vmap(lambda image: F.max_pool2d(image, 3, return_indices=True)[1], in_dims=place)(
             moved

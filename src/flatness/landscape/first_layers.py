@@ -12,14 +12,14 @@ cancel, digits are lost that the layer itself, at the point's rounded parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -34,6 +34,8 @@ _LAYERS = (
     torch.conv_transpose3d,
 )
 _MAKERS = (F.pad, torch.cat)
+# What is written into a tensor through this, torch does not count.
+_BEHIND_ITS_BACK = Tensor.data.__get__  # type: ignore[attr-defined]
 _WITH_ZEROS = {"mode": "constant", "value": None}
 _MOST_DIRECTIONS = 3  # more maps than these take the memory, and then the time, that they save
 _PRECISE = (torch.float32, torch.float64)  # a sum of terms rounded to less would not be as good as a layer
@@ -107,6 +109,7 @@ class _Made:
     """A tensor that is linear in what moves: a parameter, or made of such by padding and concatenation."""
 
     tensor: Tensor  # held, so that its id stays its own
+    version: int  # it is no longer what it was made as when something was written into it
     recipe: str
     parts: Callable[[], Tensor]
 
@@ -117,7 +120,8 @@ class FirstLayers(TorchFunctionMode):
     Enter it ``with first.at(values, weights):`` for a point, or for all under `torch.vmap`. There, data is
     what does not depend on the point; otherwise it is the tensors of the batch and views of them. A layer
     takes part when its weight itself moves, or is made of such weights as `pool_first` makes it, by zeros
-    around and one after the other; what else is made of parameters, as by weight norm, need not be linear.
+    around and one after the other; what else is made of parameters, as by weight norm, need not be linear,
+    and neither does what a network writes into its weights.
 
     Args:
         steps: The points.
@@ -139,7 +143,7 @@ class FirstLayers(TorchFunctionMode):
             weights: Numbers for a single point; the batched tensor under `torch.vmap`.
         """
         self._made = {
-            id(value): _Made(value, name, partial(self._steps.parts, name))
+            id(value): _Made(value, _version(value), name, partial(self._steps.parts, name))
             for name, value in values.items()
             if name in self._steps.directions
         }
@@ -149,6 +153,8 @@ class FirstLayers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the layers that are given data."""
         kwargs = kwargs or {}
+        if func == _BEHIND_ITS_BACK:
+            self._made.pop(id(args[0]), None)
         found = self._layer(func, *args, **kwargs) if func in _LAYERS else None
         if found is None:
             found = func(*args, **kwargs)
@@ -158,10 +164,12 @@ class FirstLayers(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, found: Tensor) -> None:
         """Note how a weight is made, if it is of weights that move."""
-        sources = [self._made.get(id(tensor)) for tensor in ([args[0]] if func is F.pad else args[0])]
         plain = len(args) == 2 and kwargs == _WITH_ZEROS if func is F.pad else len(args) == 1 and not kwargs
+        if not plain:
+            return
+        sources = [self._origin(tensor) for tensor in ([args[0]] if func is F.pad else args[0])]
         known = [source for source in sources if source is not None]
-        if not plain or len(known) < len(sources):
+        if len(known) < len(sources):
             return
 
         def parts() -> Tensor:
@@ -169,22 +177,28 @@ class FirstLayers(TorchFunctionMode):
             return F.pad(own[0], args[1]) if func is F.pad else torch.cat(own, dim=1)
 
         recipe = f"{func.__name__}{args[1:]} of {[source.recipe for source in known]}"
-        self._made[id(found)] = _Made(found, recipe, parts)
+        self._made[id(found)] = _Made(found, _version(found), recipe, parts)
+
+    def _origin(self, tensor: Tensor | None) -> _Made | None:
+        """How a tensor is made of what moves, if it is."""
+        made = self._made.get(id(tensor))
+        return made if made is None or _version(made.tensor) == made.version else None
 
     def _layer(
         self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor | None:
         """What the layer puts out; None for one to run as usual."""
-        made = self._made.get(id(weight))
+        made, shift = self._origin(weight), self._origin(bias)
         fixed = bias is None or isinstance(bias, nn.Parameter)
-        if made is None or not (fixed or id(bias) in self._made) or not self._is_data(input, weight):
+        if made is None or (shift is None and not fixed) or not self._is_data(input, weight):
             return None
-        shift = id(bias) if fixed else self._made[id(bias)].recipe
-        key = (func, made.recipe, shift, _place(input), repr((rest, options)))
+        shifted = id(bias) if shift is None else shift.recipe
+        key = (func, made.recipe, shifted, _place(input), repr((rest, options)))
         maps = self._known(key)
         if maps is None:
-            weights, biases = made.parts(), self._biases(bias, fixed)
-            maps = _maps(func, input, weights, biases, rest, options)
+            still = [bias, *[None] * self._steps.coefficients.shape[1]]  # belongs to θ's map
+            biases = still if shift is None else shift.parts().unbind()
+            maps = _maps(func, input, made.parts(), biases, rest, options)
             self._remember(key, input, maps)
         if isinstance(self._weights, Tensor):
             return _Mixed.apply(self._weights.to(maps.dtype), maps)
@@ -194,8 +208,8 @@ class FirstLayers(TorchFunctionMode):
         return found
 
     def _is_data(self, x: Tensor, weight: Tensor) -> bool:
-        if is_functorch_wrapped_tensor(x):
-            return False
+        if is_functorch_wrapped_tensor(x) or torch.is_grad_enabled():
+            return False  # the network itself may differentiate by it, or by the weight
         plain = x.dim() > 1 and len(x) > 0 and x.dtype == weight.dtype and x.dtype in _PRECISE
         if not plain or x.layout != torch.strided or torch.is_autocast_enabled(x.device.type):
             return False
@@ -216,11 +230,12 @@ class FirstLayers(TorchFunctionMode):
     def _in_batch(self, x: Tensor) -> bool:
         return x.untyped_storage().data_ptr() in self._storages
 
-    def _biases(self, bias: Tensor | None, fixed: bool) -> list[Tensor | None]:
-        """The bias of each map: one that does not move belongs to θ's."""
-        if fixed or bias is None:
-            return [bias, *[None] * self._steps.coefficients.shape[1]]
-        return list(self._made[id(bias)].parts())
+
+def _version(x: Tensor) -> int:
+    """How many times something was written into a tensor, also by operations on all points at once."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x._version
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
@@ -228,7 +243,7 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def _maps(
-    func: Any, x: Tensor, weights: Tensor, biases: list[Tensor | None], rest: Any, options: Any
+    func: Any, x: Tensor, weights: Tensor, biases: Sequence[Tensor | None], rest: Any, options: Any
 ) -> Tensor:
     """Z_0, …, Z_K as (samples, K + 1, …)."""
     groups = options.get("groups", rest[3] if len(rest) > 3 else 1)
