@@ -105,11 +105,13 @@ def expanded(part: str, settings: Mapping[str, Any], where: str) -> list[Configu
     if idle:
         raise SpecError(
             f"Expected [[grid.without]] to name combinations of the grid but {where} has none with "
-            f"{without[min(idle)]}."
+            f"{without[min(idle)]}. Give values that the grid has, or leave the row out; a scale with "
+            "another grid has its own rows, or without = []."
         )
     if not found:
         raise SpecError(
-            f"Expected [[grid.without]] to leave some networks but {where} leaves out every combination."
+            f"Expected [[grid.without]] to leave some networks but {where} leaves out every combination. "
+            "Name more axes in a row, or leave one out."
         )
     return list({one.key: one for one in found}.values())
 
