@@ -246,8 +246,16 @@ def run_as_ever(model, x):
         OwnSequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2, return_indices=True)),
         nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 2, 3)), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2, padding=(0, 1), dilation=2)),
     ],
-    ids=["not monotone", "not a maximum", "not plainly sequential", "asked where from", "parametrized"],
+    ids=[
+        "not monotone",
+        "not a maximum",
+        "not plainly sequential",
+        "asked where from",
+        "parametrized",
+        "windows of nothing",
+    ],
 )
 def test_what_does_not_commute_stays(model):
     assert pooling_sequences(model) == []

@@ -59,8 +59,15 @@ def _commute(conv: Any, relu: Any, pool: Any) -> bool:
     """Whether they are plain modules whose results nobody looks at in between."""
     if type(relu) is not nn.ReLU or type(pool) is not _POOLINGS.get(type(conv)) or pool.return_indices:
         return False
+    if _other_than(0, pool.padding) and _other_than(1, pool.dilation):
+        return False  # a window may lie in the padding, and its maximum, −∞, is not to go through ReLU
     everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
     return not everywhere and not any(_watched(module) for module in (conv, relu, pool))
+
+
+def _other_than(usual: int, setting: Any) -> bool:
+    """Whether a setting of pooling, a number or one for each axis, is another."""
+    return any(value != usual for value in (setting if isinstance(setting, (tuple, list)) else [setting]))
 
 
 def _watched(module: nn.Module) -> bool:
