@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatness.models import lenet5
-from flatness.pool_first import pool_first, pooling_sequences
+from flatness.pool_first import FEW_CHANNELS, pool_first, pooling_sequences
 from untouched import untouched
 
 
@@ -120,10 +120,10 @@ def numbered(body, x):
 
 
 @pytest.mark.parametrize("run", [one_by_one, sliced, numbered])
-@pytest.mark.parametrize("strided", [True, False])
-def test_parts_run_on_their_own_as_ever(run, strided):
+@pytest.mark.parametrize("windows", [0, FEW_CHANNELS])
+def test_parts_run_on_their_own_as_ever(run, windows):
     model, x = Parts(run).double(), drawn(3, 1, 8, 8)
-    found, _ = moved(model, x, strided=strided)
+    found, _ = moved(model, x, windows=windows)
     torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
 
 
@@ -185,10 +185,10 @@ def test_the_strided_form_has_the_same_values(padding, side, bias):
         nn.Conv2d(3, 6, (3, 4), padding=padding, bias=bias), nn.ReLU(), nn.MaxPool2d(2)
     ).double()
     x = torch.randn(4, 3, side, side + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(side))
-    found, watched = moved(model, x, strided=True)
+    found, watched = moved(model, x, windows=FEW_CHANNELS)
     assert (watched.order, watched.strides) == (["convolution", "relu"], [[2, 2]])
     torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
-    alone, _ = moved(model, x[0], strided=True)  # an image without a batch
+    alone, _ = moved(model, x[0], windows=FEW_CHANNELS)  # an image without a batch
     torch.testing.assert_close(alone, model(x[0]), rtol=1e-12, atol=1e-14)
 
 
@@ -212,9 +212,37 @@ def test_the_strided_form_has_the_same_values(padding, side, bias):
 def test_others_are_pooled_first_and_not_strided(conv, pool):
     model = nn.Sequential(conv, nn.ReLU(), pool).double()
     x = torch.randn(2, 3, 11, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found, watched = moved(model, x, strided=True)
+    found, watched = moved(model, x, windows=FEW_CHANNELS)
     assert (watched.order, watched.strides) == (FIRST, [list(conv.stride)])
     torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("side", [8, 9])
+def test_the_strided_form_has_the_same_derivatives(side):
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()).double()
+    x = drawn(4, 3, side, side)
+    x[:, :, :5] = 0.3  # whole windows of equal entries, which belong to equal patches
+    x.requires_grad_()
+    wanted = [x, *model.parameters()]
+
+    def gradients():
+        return torch.autograd.grad(model(x).sin().sum(), wanted)
+
+    expected = gradients()
+    with Watched() as watched, pool_first(pooling_sequences(model), windows=6, derivatives=True):
+        found = gradients()
+    assert [2, 2] in watched.strides
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    with Watched() as watched, pool_first(pooling_sequences(model), windows=6):
+        gradients()
+    assert [2, 2] not in watched.strides  # unless asked for
+
+
+def test_more_channels_than_asked_for_are_not_strided():
+    model, x = block(5).double(), drawn(2, 1, 8, 8)
+    assert moved(model, x, windows=5)[1].strides == [[2, 2]]
+    assert moved(model, x, windows=4)[1].strides == [[1, 1]]
 
 
 class OwnSequential(nn.Sequential):
@@ -226,14 +254,14 @@ def test_what_is_not_finite_stays_so():
     x[0, 0, 2, 3] = torch.nan
     expected = model(x)
     assert 0 < expected.isnan().sum() < expected.numel()
-    for strided in (True, False):
-        torch.testing.assert_close(moved(model, x, strided=strided)[0], expected, equal_nan=True)
+    for windows in (0, FEW_CHANNELS):
+        torch.testing.assert_close(moved(model, x, windows=windows)[0], expected, equal_nan=True)
 
 
 def run_as_ever(model, x):
     """Assert that a network runs in its own order, and gives what it gives."""
     expected = model(x)
-    found, watched = moved(model, x, strided=True)
+    found, watched = moved(model, x, windows=FEW_CHANNELS)
     assert "relu" not in watched.order or watched.order == LAST
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from flatness.parts import modules
-from flatness.pooling import plain_windows
+from flatness.pooling import first_largest, plain_windows
 
 _POOLINGS = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d, nn.Conv3d: nn.MaxPool3d}
-# Up to so many channels libraries have no kernel that is fast; a window's places together make enough.
-_FEW_CHANNELS = 8
+FEW_CHANNELS = 8
+"""Up to so many channels libraries have no kernel that is fast; a window's places together make enough."""
 
 
 def pooling_sequences(model: nn.Module) -> list[nn.Sequential]:
@@ -27,7 +27,9 @@ def pooling_sequences(model: nn.Module) -> list[nn.Sequential]:
 
 
 @contextmanager
-def pool_first(sequences: list[nn.Sequential], *, strided: bool = False) -> Iterator[None]:
+def pool_first(
+    sequences: list[nn.Sequential], *, windows: int = 0, derivatives: bool = False
+) -> Iterator[None]:
     """Inside, these have bias and ReLU behind the max pooling that follows.
 
     Both are monotone, also as rounded, so the maximum of what they return is what they return for the
@@ -36,13 +38,13 @@ def pool_first(sequences: list[nn.Sequential], *, strided: bool = False) -> Iter
 
     Args:
         sequences: Those of `pooling_sequences`.
-        strided: Whether to run convolutions with few channels as `_windows` does, where gradients are off: it
-            shares them among equal entries, and is slow at it. Inputs are to be finite.
+        windows: Convolutions with at most so many channels run as `_windows` does. Inputs are to be finite.
+        derivatives: Whether they do so where gradients are on, too.
     """
     changed = [sequence for sequence in sequences if "forward" not in vars(sequence)]
     try:
         for sequence in changed:
-            vars(sequence)["forward"] = partial(_run, sequence, strided)
+            vars(sequence)["forward"] = partial(_run, sequence, windows, derivatives)
         yield
     finally:
         for sequence in changed:
@@ -81,15 +83,16 @@ def _watched(module: nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module)
 
 
-def _run(sequence: nn.Sequential, strided: bool, input: Tensor) -> Tensor:
+def _run(sequence: nn.Sequential, windows: int, derivatives: bool, input: Tensor) -> Tensor:
     """`nn.Sequential.forward`, in the other order where that is the same."""
     parts: list[Any] = list(sequence)
+    aside = torch.is_grad_enabled() and not derivatives
     place = 0
     while place < len(parts):
         three = parts[place : place + 3]
         if len(three) == 3 and _commute(*three):
             conv, relu, pool = three
-            input = relu(_pooled(conv, pool, input, strided))
+            input = relu(_pooled(conv, pool, input, 0 if aside else windows))
             place += 3
         else:
             input = parts[place](input)
@@ -97,18 +100,18 @@ def _run(sequence: nn.Sequential, strided: bool, input: Tensor) -> Tensor:
     return input
 
 
-def _pooled(conv: Any, pool: Any, x: Tensor, strided: bool) -> Tensor:
+def _pooled(conv: Any, pool: Any, x: Tensor, windows: int) -> Tensor:
     """A convolution with the pooling between its product and its bias."""
-    if strided and not torch.is_grad_enabled() and x.dim() == 4 and _side_by_side(conv, pool):
+    if x.dim() == 4 and _side_by_side(conv, pool, windows):
         y = _windows(x, conv.weight, conv.padding)
     else:
         y = pool(conv._conv_forward(x, conv.weight, None))
     return y if conv.bias is None else y + conv.bias.view(-1, *[1] * (conv.weight.dim() - 2))
 
 
-def _side_by_side(conv: Any, pool: Any) -> bool:
+def _side_by_side(conv: Any, pool: Any, most: int) -> bool:
     """Whether `_windows` computes these two."""
-    if type(conv) is not nn.Conv2d or conv.out_channels > _FEW_CHANNELS or conv.groups != 1:
+    if type(conv) is not nn.Conv2d or conv.out_channels > most or conv.groups != 1:
         return False
     if conv.kernel_size == (1, 1):
         return False  # four times the arithmetic, instead of about twice
@@ -126,4 +129,5 @@ def _windows(x: Tensor, weight: Tensor, padding: Any) -> Tensor:
     """
     places = [F.pad(weight, (j, 1 - j, i, 1 - i)) for i in range(2) for j in range(2)]
     found = F.conv2d(x, torch.cat(places), stride=2, padding=padding)
-    return found.unflatten(1, (4, len(weight))).amax(1)
+    found = found.unflatten(1, (4, len(weight)))
+    return first_largest(found) if torch.is_grad_enabled() else found.amax(1)

@@ -40,7 +40,12 @@ class FastPooling(TorchFunctionMode):
             return _maxima(x, (rows, columns))
         if rows * columns > _LARGEST:
             return func(*args, **(kwargs or {}))
-        return _Traced.apply(x, rows, columns)[0]
+        return _Traced.apply(x, (rows, columns))[0]
+
+
+def first_largest(x: Tensor) -> Tensor:
+    """The largest along the fourth axis from the end; the first of equal entries gets the derivative."""
+    return _Traced.apply(x, None)[0]
 
 
 class StackedPooling(TorchFunctionMode):
@@ -168,8 +173,14 @@ def _maxima(x: Tensor, size: tuple[int, int]) -> Tensor:
     return x
 
 
-def _places(x: Tensor, rows: int, columns: int) -> list[Tensor]:
-    """For every place in a window, what all windows have there: views of (…, h/rows, w/columns)."""
+def _places(x: Tensor, window: tuple[int, int] | None) -> list[Tensor]:
+    """For every place in a window, what all windows have there: views of (…, h/rows, w/columns).
+
+    Without a window they lie one after the other along the fourth axis from the end.
+    """
+    if window is None:
+        return list(x.unbind(-4))
+    rows, columns = window
     height, width = x.shape[-2] // rows * rows, x.shape[-1] // columns * columns
     return [x[..., i:height:rows, j:width:columns] for i in range(rows) for j in range(columns)]
 
@@ -178,8 +189,8 @@ class _Traced(torch.autograd.Function):
     """Maxima with the place in its window that each came from."""
 
     @staticmethod
-    def forward(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        first, *others = _places(x, rows, columns)
+    def forward(x: Tensor, window: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+        first, *others = _places(x, window)
         best, origin = first, torch.zeros_like(first, dtype=torch.uint8)
         for number, values in enumerate(others, start=1):
             origin.masked_fill_(values > best, number)
@@ -187,29 +198,29 @@ class _Traced(torch.autograd.Function):
         return best, origin
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Any], output: tuple[Tensor, Tensor]) -> None:
         """Keep the origins, and how the image lay in memory."""
-        x, ctx.rows, ctx.columns = inputs
+        x, ctx.window = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(output[1])
         ctx.shape, ctx.stride = x.shape, torch.empty_like(x, device="meta").stride()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Each derivative goes where its maximum came from."""
         (origin,) = ctx.saved_tensors
-        rows, columns, shape = ctx.rows, ctx.columns, ctx.shape
+        window, shape = ctx.window, ctx.shape
         found = torch.empty_strided(shape, ctx.stride, dtype=gradient.dtype, device=gradient.device)
-        if shape[-2] % rows or shape[-1] % columns:
+        if window is not None and (shape[-2] % window[0] or shape[-1] % window[1]):
             found.zero_()  # the rest that is in no window
         zero = gradient.new_zeros(())
-        for number, place in enumerate(_places(found, rows, columns)):
+        for number, place in enumerate(_places(found, window)):
             torch.where(origin == number, gradient, zero, out=place)
-        return found, None, None
+        return found, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         """More images at once are more images."""
-        x, rows, columns = args
+        x, window = args
         assert in_dims[0] is not None
-        return _Traced.apply(x.movedim(in_dims[0], 0), rows, columns), (0, 0)
+        return _Traced.apply(x.movedim(in_dims[0], 0), window), (0, 0)

@@ -19,7 +19,7 @@ from flatness.journal_state import digest_of
 from flatness.losses import Items, resolve_loss
 from flatness.losses.base import refuse
 from flatness.parts import modules
-from flatness.pool_first import pool_first, pooling_sequences
+from flatness.pool_first import FEW_CHANNELS, pool_first, pooling_sequences
 from flatness.pooling import FastPooling
 from flatness.settings import check_options, usable_device
 from flatness.sources import Source, different_lengths
@@ -154,7 +154,7 @@ class Problem(StreamedData):
     def _forward_only(self) -> Iterator[None]:
         """Inside, the network runs as is fastest without derivatives: the same numbers to rounding."""
         fast = FastPooling() if self.device.type == "cpu" else nullcontext()
-        with fast, pool_first(self._sequences, strided=True):
+        with fast, pool_first(self._sequences, windows=FEW_CHANNELS):
             yield
 
     def laid_out(self, output: Tensor, target: Any, *, look: bool = True) -> Items:

@@ -16,12 +16,15 @@ from flatness.errors import ModelError
 from flatness.pool_first import pool_first, pooling_sequences
 from flatness.pooling import FastPooling
 
-ENGINES = ("looped", "channels_last", "grouped", "unfolded", "banded")
+ENGINES = ("looped", "channels_last", "grouped", "unfolded", "banded", "windowed")
 """How a stack runs forward. ``looped``: one network after the other. ``channels_last``: the same with the
 channels of images beside each other in memory, as large convolutions on a GPU want them. ``grouped``: all
 at once through `torch.vmap`, which makes a batch of products out of linear layers and a grouped convolution
 out of convolutions. ``unfolded``: the same with convolutions written as products over unfolded images.
-``banded``: the same as products of whole image rows with the band matrix of the kernel."""
+``banded``: the same as products of whole image rows with the band matrix of the kernel. ``windowed``: banded,
+with convolutions that are pooled computed for whole windows at once, as `pool_first` does."""
+_PRODUCTS = ("unfolded", "banded", "windowed")
+_MOST_CHANNELS = 32  # of a convolution that is computed for whole windows
 
 
 class Stack:
@@ -79,13 +82,14 @@ class Stack:
         if self.engine in ("looped", "channels_last"):
             return torch.stack([self._alone(i, each) for i, each in enumerate(x)])
         with ExitStack() as rewritten:
-            if self.engine in ("unfolded", "banded"):
-                rewritten.enter_context(AsProducts(self.engine == "banded"))
+            if self.engine in _PRODUCTS:
+                rewritten.enter_context(AsProducts(banded=self.engine != "unfolded"))
                 rewritten.enter_context(FastPooling(derivatives=True))
             return torch.vmap(self._one, randomness="different")(self.parameters, self.buffers, x)
 
     def _one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
-        with pool_first(self._sequences):
+        windows = _MOST_CHANNELS if self.engine == "windowed" else 0
+        with pool_first(self._sequences, windows=windows, derivatives=True):
             return functional_call(self.skeleton, (parameters, buffers), (x,))
 
     def _alone(self, row: int, x: Tensor) -> Tensor:
