@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatness.landscape.engines import ENGINES
 from flatness.landscape.first_layers import FirstLayers, Steps
 from flatness.landscape.points import Points
+from flatness.models import lenet5
 from flatness.pooling import StackedPooling
 from flatness.problem import Problem
 from untouched import untouched
@@ -465,3 +466,29 @@ def test_what_is_rounded_to_little_runs_as_usual():
             with FirstLayers(steps, [data]).at({"w": weight}, [1.0, 3.0]):
                 found = F.linear(data, weight)
         torch.testing.assert_close(found, reference, rtol=0, atol=0)
+
+
+def test_the_windowed_engine_convolves_with_four_times_the_channels():
+    model = lenet5(seed=0).double()
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    problem = Problem(model, (x, torch.arange(3)), progress=False)
+    weights = []
+
+    class Convolutions(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.convolution.default:
+                weights.append(tuple(args[1].shape))
+            return func(*args, **(kwargs or {}))
+
+    coefficients = torch.tensor([[0.1], [0.2]], dtype=torch.float64)
+    with problem.guarded():
+        direction = {name: torch.ones_like(value) / 50 for name, value in model.named_parameters()}
+        found = {}
+        for engine in ("looped", "windowed"):
+            points = Points(problem, engine=engine, fixed_batch=True).along([direction])
+            weights.clear()
+            with Convolutions():
+                found[engine] = points(coefficients)
+    # θ and one direction, four places, six channels; then two points, four places, sixteen channels.
+    assert weights == [(48, 3, 6, 6), (128, 6, 6, 6)]
+    torch.testing.assert_close(found["windowed"], found["looped"], rtol=1e-12, atol=0)

@@ -220,7 +220,7 @@ def test_recomputed_batch_norm_statistics_are_those_of_the_data_at_every_point()
     assert small.loss[0, 2] == pytest.approx(risk_and_accuracy(other.eval(), data)[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["grouped", "unfolded", "banded"])
+@pytest.mark.parametrize("engine", ["grouped", "windowed", "unfolded", "banded"])
 @pytest.mark.parametrize("batch_norm", ["as_is", "recomputed"])
 def test_all_engines_agree(engine, batch_norm):
     model, data = convolutional()
@@ -239,7 +239,7 @@ def test_the_fastest_engine_that_takes_the_network_is_chosen(monkeypatch):
 
     model, data = convolutional()
     problem = Problem(model, data, progress=False)
-    speeds = {"unfolded": 2.0, "banded": 1.0, "grouped": 3.0}
+    speeds = {"unfolded": 2.0, "banded": 1.0, "grouped": 3.0, "windowed": 4.0}
 
     def memory(work, device):
         with torch.no_grad():

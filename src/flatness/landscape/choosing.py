@@ -18,7 +18,7 @@ from flatness.landscape.first_layers import Steps
 from flatness.memory import kept_budget, ran_out
 from flatness.problem import Problem
 
-_CONTENDERS = ("unfolded", "banded", "grouped")
+_CONTENDERS = ("unfolded", "banded", "grouped", "windowed")
 # A first look at the memory that a sample takes at a point; then a race over so many samples as are then
 # worked on at a time, or nearly: on few of them another engine may be ahead.
 _FEW_POINTS, _FEW_SAMPLES, _RACE_SAMPLES = 8, 16, 2048

@@ -14,15 +14,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flatness import batches
 from flatness.convolutions import AsProducts
 from flatness.landscape.first_layers import FirstLayers, Steps
+from flatness.pool_first import pool_first, pooling_sequences
 from flatness.pooling import StackedPooling
 from flatness.problem import Problem
 
 LOOPED = "looped"
-ENGINES = (LOOPED, "grouped", "unfolded", "banded")
+ENGINES = (LOOPED, "grouped", "windowed", "unfolded", "banded")
 """How points are evaluated. ``looped``: one after the other. ``grouped``: all at once through `torch.vmap`,
 which makes a batch of products out of linear layers and a grouped convolution out of convolutions.
-``unfolded`` and ``banded``: the same with convolutions written as products over unfolded images, or of whole
-image rows with the band matrix of the kernel. All of them take the first layer as `FirstLayers` does."""
+``windowed``: the same with convolutions that are pooled computed for whole windows at once. ``unfolded`` and
+``banded``: the same with convolutions written as products over unfolded images, or of whole image rows with
+the band matrix of the kernel. All of them take the first layer as `FirstLayers` does."""
+_MOST_CHANNELS = 32  # of a convolution that is computed for whole windows
 
 LOSS, WRONG, COUNTED = range(3)
 """Columns of what `Stacked.sums` returns."""
@@ -55,6 +58,7 @@ class Stacked:
         self.problem, self.engine = problem, engine
         # Made aside: a module's attributes are restored when the problem's guard ends, this one is not its.
         self._caller = _Caller(problem).eval()
+        self._sequences = pooling_sequences(problem.model)
         self.norms = [module for module in problem.model.modules() if isinstance(module, _BatchNorm)]
 
     def sums(self, moved: dict[str, Tensor], batch: Any, steps: Steps | None = None) -> Tensor:
@@ -101,6 +105,8 @@ class Stacked:
             return torch.stack([at(*point) for point in zip(points, rows, strict=True)])
         with ExitStack() as rewritten:
             rewritten.enter_context(StackedPooling())
+            if self.engine == "windowed":
+                rewritten.enter_context(pool_first(self._sequences, windows=_MOST_CHANNELS))
             if self.engine in ("unfolded", "banded"):
                 rewritten.enter_context(AsProducts(self.engine == "banded"))
             return torch.vmap(at, in_dims=(0, None if weights is None else 0))(moved, weights)
