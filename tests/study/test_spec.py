@@ -110,13 +110,15 @@ def test_combinations_can_be_left_out():
     ]
     assert message(study(grid={**grid, "without": [{"learning_rate": 0.3}]})) == (
         "Expected [[grid.without]] to name combinations of the grid but the study has none with "
-        "{'learning_rate': 0.3}. Give values that the grid has, or leave the row out; a scale with another "
-        "grid has its own rows, or without = []."
+        "learning_rate 0.3 of the row {'learning_rate': 0.3}. Give values that the grid has, or leave the "
+        "row out; a scale with another grid has its own rows, or without = []."
     )
     assert message(study(grid={**grid, "without": [{"batch_size": 8}]})) == (
         "Expected [[grid.without]] to leave some networks but the study leaves out every combination. Name "
         "more axes in a row, or leave one out."
     )
+    misspelt = [{"optimizer": ["adam", "rmspop"], "learning_rate": 0.2}]
+    assert "none with optimizer rmspop of the row" in message(study(grid={**grid, "without": misspelt}))
     smaller = study(grid={**grid, "without": [{"learning_rate": 0.2}]})
     smaller["scale"] = {"small": {"grid": {"learning_rate": 0.1, "without": []}}}
     assert len(read_spec(smaller, "small").configurations) == 6

@@ -115,7 +115,8 @@ def raced(monkeypatch, seconds, gradients=None):
         found = seconds[engine][turns.count(engine) - 1]
         if found is None:
             raise RuntimeError("no kernel")
-        return found, torch.full((3,), (gradients or {}).get(engine, 1.0))
+        given = (gradients or {}).get(engine, 1.0)
+        return found, torch.full((3,), given[turns.count(engine) - 1] if isinstance(given, list) else given)
 
     monkeypatch.setattr(program, "_timed_gradient", timed)
     assert program.tune(torch.zeros(2, 1).long(), tuple(seconds)) == stack.engine
@@ -139,6 +140,8 @@ def test_an_engine_with_another_gradient_is_not_taken(monkeypatch):
     times = {"grouped": [3.0] * 4, "banded": [1.0] * 4, "unfolded": [2.0] * 4}
     found, _ = raced(monkeypatch, times, {"banded": 1.2, "unfolded": 1.05})
     assert found == "unfolded"
+    found, turns = raced(monkeypatch, times, {"banded": [1.0, 1.2, 1.0, 1.0]})  # wrong once is wrong
+    assert (found, turns.count("banded")) == ("unfolded", 2)
 
 
 def test_without_an_engine_that_works_the_first_stays(monkeypatch):

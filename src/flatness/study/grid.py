@@ -93,27 +93,39 @@ def expanded(part: str, settings: Mapping[str, Any], where: str) -> list[Configu
         values = _axis_values(axis, grid[axis], where) if axis in grid else [default]
         bundles.append([{axis: value} for value in values])
     train = {key: value for key, value in settings.get("train", {}).items() if key != "at_once"}
-    found, idle = [], set(range(len(without)))
+    combinations = []
     for combination in itertools.product(*bundles):
         chosen = {axis: value for bundle in combination for axis, value in bundle.items()}
-        axes = {axis: _checked(axis, chosen[axis], where) for axis in AXES}
-        rows = [number for number, row in enumerate(without) if _matches(row, axes)]
-        idle.difference_update(rows)
-        if rows:
-            continue
-        found.append(Configuration(part, axes, settings["data"], settings["model"], train, settings["stop"]))
-    if idle:
-        raise SpecError(
-            f"Expected [[grid.without]] to name combinations of the grid but {where} has none with "
-            f"{without[min(idle)]}. Give values that the grid has, or leave the row out; a scale with "
-            "another grid has its own rows, or without = []."
-        )
-    if not found:
+        combinations.append({axis: _checked(axis, chosen[axis], where) for axis in AXES})
+    found = [
+        Configuration(part, axes, settings["data"], settings["model"], train, settings["stop"])
+        for axes in _left(combinations, without, where)
+    ]
+    return list({one.key: one for one in found}.values())
+
+
+def _left(
+    combinations: list[dict[str, Any]], without: Sequence[Mapping[str, Any]], where: str
+) -> list[dict[str, Any]]:
+    """The combinations that no row of [[grid.without]] leaves out."""
+    left = combinations
+    for row in without:
+        own = [axes for axes in combinations if _matches(row, axes)]
+        for axis, values in row.items():
+            for value in as_list(values):
+                if not any(axes[axis] == value for axes in own):
+                    raise SpecError(
+                        f"Expected [[grid.without]] to name combinations of the grid but {where} has none "
+                        f"with {axis} {value} of the row {dict(row)}. Give values that the grid has, or "
+                        "leave the row out; a scale with another grid has its own rows, or without = []."
+                    )
+        left = [axes for axes in left if not _matches(row, axes)]
+    if not left:
         raise SpecError(
             f"Expected [[grid.without]] to leave some networks but {where} leaves out every combination. "
             "Name more axes in a row, or leave one out."
         )
-    return list({one.key: one for one in found}.values())
+    return left
 
 
 def _matches(row: Mapping[str, Any], axes: Mapping[str, Any]) -> bool:

@@ -144,6 +144,7 @@ class Program:
         """
         buffers = {name: value.clone() for name, value in self.stack.buffers.items()}
         taken: dict[str, float] = {}
+        wrong: set[str] = set()
         reference: Tensor | None = None
         racing = list(engines)
         for _ in range(_ROUNDS):
@@ -159,6 +160,9 @@ class Program:
                 reference = gradient if reference is None else reference
                 if (gradient - reference).norm() <= _ROUNDING * reference.norm():
                     taken[engine] = min(seconds, taken.get(engine, seconds))
+                else:
+                    wrong.add(engine)
+            taken = {engine: seconds for engine, seconds in taken.items() if engine not in wrong}
             best = min(taken.values(), default=0.0)
             racing = [engine for engine in racing if taken.get(engine, math.inf) <= _BEHIND * best]
             if len(racing) < 2:
