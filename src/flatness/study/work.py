@@ -291,9 +291,15 @@ def _training_kernels(tf32: bool) -> Iterator[None]:
 
 
 def end_with(parent: int) -> None:
-    """In a worker process: end when the process that started it is gone, also when that was killed."""
-    if not parent or os.getppid() != parent or getattr(end_with, "watching", False):
+    """In a worker process: end when the process that started it is gone, also when that was killed.
+
+    Args:
+        parent: The process that started this one; 0 for none, and nothing happens.
+    """
+    if not parent or getattr(end_with, "watching", False):
         return
+    if os.getppid() != parent:
+        os._exit(1)  # it was killed before this one got here
     end_with.watching = True  # type: ignore[attr-defined]
 
     def watch() -> None:
