@@ -18,6 +18,8 @@ from flatness.pooling import first_largest, plain_windows
 _POOLINGS = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d, nn.Conv3d: nn.MaxPool3d}
 FEW_CHANNELS = 8
 """Up to so many channels libraries have no kernel that is fast; a window's places together make enough."""
+MANY_CHANNELS = 32
+"""Up to so many it can pay where many networks run at once, which a trial decides."""
 
 
 def pooling_sequences(model: nn.Module) -> list[nn.Sequential]:

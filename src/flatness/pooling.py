@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from torch.overrides import TorchFunctionMode
 
 _POOLINGS = (F.max_pool2d, torch.max_pool2d)
 _LARGEST = 16  # a window with derivatives takes a few operations for each of its places
+
+
+class _Asked(NamedTuple):
+    """The arguments of torch's max_pool2d."""
+
+    input: Tensor
+    kernel_size: Any
+    stride: Any = None
+    padding: Any = 0
+    dilation: Any = 1
+    ceil_mode: bool = False
+    return_indices: bool = False
 
 
 class FastPooling(TorchFunctionMode):
@@ -32,15 +44,15 @@ class FastPooling(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace max_pool2d."""
         left_alone = torch.is_grad_enabled() and not self._derivatives
-        given = None if left_alone or func not in _POOLINGS else _plain(*args, **(kwargs or {}))
-        if given is None:
+        asked = None if left_alone or func not in _POOLINGS else _Asked(*args, **(kwargs or {}))
+        size = None if asked is None else _plain(asked)
+        if asked is None or size is None:
             return func(*args, **(kwargs or {}))
-        x, (rows, columns) = given
         if not self._derivatives:
-            return _maxima(x, (rows, columns))
-        if rows * columns > _LARGEST:
+            return _maxima(asked.input, size)
+        if size[0] * size[1] > _LARGEST:
             return func(*args, **(kwargs or {}))
-        return _Traced.apply(x, (rows, columns))[0]
+        return _Traced.apply(asked.input, size)[0]
 
 
 def first_largest(x: Tensor) -> Tensor:
@@ -60,8 +72,11 @@ class StackedPooling(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func is Tensor.amax and not kwargs and is_batchedtensor(args[0]):
             return _Largest.apply(*args) if len(args) == 2 and isinstance(args[1], int) else func(*args)
-        given = _one_tensor(*args, **(kwargs or {})) if func in _POOLINGS else None
-        return func(*args, **(kwargs or {})) if given is None else _WhereTheyLie.apply(*given)
+        asked = _Asked(*args, **(kwargs or {})) if func in _POOLINGS else None
+        if asked is None or asked.return_indices or not is_batchedtensor(asked.input):
+            return func(*args, **(kwargs or {}))
+        stride = asked.stride or asked.kernel_size
+        return _WhereTheyLie.apply(*asked[:2], stride, asked.padding, asked.dilation, asked.ceil_mode)
 
 
 class _Largest(torch.autograd.Function):
@@ -88,20 +103,6 @@ class _Largest(torch.autograd.Function):
         return found.permute(sorted(range(len(left)), key=lambda place: left[place])), 0
 
 
-def _one_tensor(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> tuple[Any, ...] | None:
-    """The arguments of torch's pooling, or None where more than an image is asked for."""
-    stacked = is_batchedtensor(input) and not return_indices
-    return (input, kernel_size, stride or kernel_size, padding, dilation, ceil_mode) if stacked else None
-
-
 class _WhereTheyLie(torch.autograd.Function):
     """torch's max pooling of images in any order; no derivatives."""
 
@@ -122,28 +123,21 @@ class _WhereTheyLie(torch.autograd.Function):
         axes = range(x.dim() - 2)
         order = sorted(axes, key=lambda axis: -x.stride(axis))
         images = x.permute(*order, -2, -1)
-        plain = None if images.is_contiguous() else _plain(x, *window)
-        if plain is not None:
-            return _maxima(*plain), 0
+        size = None if images.is_contiguous() else _plain(_Asked(x, *window))
+        if size is not None:
+            return _maxima(x, size), 0
         pooled = torch.max_pool2d(images.flatten(0, -3), *window).unflatten(0, images.shape[:-2])
         return pooled.permute(*sorted(axes, key=lambda place: order[place]), -2, -1), 0
 
 
-def _plain(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> tuple[Tensor, tuple[int, int]] | None:
-    """The image and the window, or None for pooling that is not done here."""
-    size = plain_windows(kernel_size, stride, padding, dilation, ceil_mode)
-    if size is None or size == (1, 1) or return_indices:
+def _plain(asked: _Asked) -> tuple[int, int] | None:
+    """The window, or None for pooling that is not a matter of a few maxima."""
+    size = plain_windows(asked.kernel_size, asked.stride, asked.padding, asked.dilation, asked.ceil_mode)
+    if size is None or size == (1, 1) or asked.return_indices:
         return None  # the maximum of one entry would be a view of the image, for others to write into
-    fits = input.dim() >= 3 and all(n >= k > 0 for n, k in zip(input.shape[-2:], size, strict=True))
-    return (input, size) if fits else None
+    shape = asked.input.shape[-2:]
+    fits = asked.input.dim() >= 3 and all(n >= k > 0 for n, k in zip(shape, size, strict=True))
+    return size if fits else None
 
 
 def plain_windows(

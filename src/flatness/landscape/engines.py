@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flatness import batches
 from flatness.convolutions import AsProducts
 from flatness.landscape.first_layers import FirstLayers, Steps
-from flatness.pool_first import pool_first, pooling_sequences
+from flatness.pool_first import MANY_CHANNELS, pool_first, pooling_sequences
 from flatness.pooling import StackedPooling
 from flatness.problem import Problem
 
@@ -25,7 +25,6 @@ which makes a batch of products out of linear layers and a grouped convolution o
 ``windowed``: the same with convolutions that are pooled computed for whole windows at once. ``unfolded`` and
 ``banded``: the same with convolutions written as products over unfolded images, or of whole image rows with
 the band matrix of the kernel. All of them take the first layer as `FirstLayers` does."""
-_MOST_CHANNELS = 32  # of a convolution that is computed for whole windows
 
 LOSS, WRONG, COUNTED = range(3)
 """Columns of what `Stacked.sums` returns."""
@@ -106,7 +105,7 @@ class Stacked:
         with ExitStack() as rewritten:
             rewritten.enter_context(StackedPooling())
             if self.engine == "windowed":
-                rewritten.enter_context(pool_first(self._sequences, windows=_MOST_CHANNELS))
+                rewritten.enter_context(pool_first(self._sequences, windows=MANY_CHANNELS))
             if self.engine in ("unfolded", "banded"):
                 rewritten.enter_context(AsProducts(self.engine == "banded"))
             return torch.vmap(at, in_dims=(0, None if weights is None else 0))(moved, weights)

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from flatness.convolutions import AsProducts
 from flatness.errors import ModelError
-from flatness.pool_first import pool_first, pooling_sequences
+from flatness.pool_first import MANY_CHANNELS, pool_first, pooling_sequences
 from flatness.pooling import FastPooling
 
 ENGINES = ("looped", "channels_last", "grouped", "unfolded", "banded", "windowed")
@@ -24,7 +24,6 @@ out of convolutions. ``unfolded``: the same with convolutions written as product
 ``banded``: the same as products of whole image rows with the band matrix of the kernel. ``windowed``: banded,
 with convolutions that are pooled computed for whole windows at once, as `pool_first` does."""
 _PRODUCTS = ("unfolded", "banded", "windowed")
-_MOST_CHANNELS = 32  # of a convolution that is computed for whole windows
 
 
 class Stack:
@@ -88,7 +87,7 @@ class Stack:
             return torch.vmap(self._one, randomness="different")(self.parameters, self.buffers, x)
 
     def _one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
-        windows = _MOST_CHANNELS if self.engine == "windowed" else 0
+        windows = MANY_CHANNELS if self.engine == "windowed" else 0
         with pool_first(self._sequences, windows=windows, derivatives=True):
             return functional_call(self.skeleton, (parameters, buffers), (x,))
 
