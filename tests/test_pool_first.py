@@ -239,6 +239,21 @@ def test_the_strided_form_has_the_same_derivatives(side):
     assert [2, 2] not in watched.strides  # unless asked for
 
 
+@pytest.mark.parametrize(
+    "x",
+    [drawn(2, 2, 8, 8), drawn(2, 1, 3, 8), drawn(2, 1, 2, 8)],
+    ids=["channels", "no window", "no kernel"],
+)
+def test_what_does_not_fit_is_refused_in_the_words_of_the_users_own_layer(x):
+    model = block().double()
+    words = []
+    for run in (lambda: model(x), lambda: moved(model, x, windows=FEW_CHANNELS)):
+        with pytest.raises(RuntimeError) as caught:
+            run()
+        words.append(str(caught.value))
+    assert words[0] == words[1]
+
+
 def test_more_channels_than_asked_for_are_not_strided():
     model, x = block(5).double(), drawn(2, 1, 8, 8)
     assert moved(model, x, windows=5)[1].strides == [[2, 2]]

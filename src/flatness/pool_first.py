@@ -104,7 +104,7 @@ def _run(sequence: nn.Sequential, windows: int, derivatives: bool, input: Tensor
 
 def _pooled(conv: Any, pool: Any, x: Tensor, windows: int) -> Tensor:
     """A convolution with the pooling between its product and its bias."""
-    if x.dim() == 4 and _side_by_side(conv, pool, windows):
+    if _side_by_side(conv, pool, windows) and _fits(conv, x):
         y = _windows(x, conv.weight, conv.padding)
     else:
         y = pool(conv._conv_forward(x, conv.weight, None))
@@ -121,6 +121,14 @@ def _side_by_side(conv: Any, pool: Any, most: int) -> bool:
     zeros = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
     size = plain_windows(pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
     return dense and zeros and size == (2, 2)
+
+
+def _fits(conv: Any, x: Tensor) -> bool:
+    """Whether a window of the images takes the kernel; if not, torch says so about the user's own layer."""
+    if x.dim() != 4 or x.shape[1] != conv.in_channels or x.dtype != conv.weight.dtype:
+        return False
+    padded = (n + 2 * p for n, p in zip(x.shape[-2:], conv.padding, strict=True))
+    return all(n > k for n, k in zip(padded, conv.kernel_size, strict=True))
 
 
 def _windows(x: Tensor, weight: Tensor, padding: Any) -> Tensor:
