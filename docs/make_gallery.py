@@ -131,7 +131,7 @@ def settings(name: str) -> str:
 
 def spread(values: list[float | None]) -> str:
     """Mean ± standard deviation, in plain numbers where they are not too small."""
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return "–"
     mean, deviation = statistics.mean(known), statistics.stdev(known) if len(known) > 1 else None
