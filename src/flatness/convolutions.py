@@ -53,15 +53,22 @@ def _two(value: Any) -> tuple[int, int]:
 def _unfolded_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
-    """Σ_{c,i,j} W[o, c, i, j] x[b, c, h+i, w+j], as (out, c·i·j) @ (c·i·j, b·h·w)."""
+    """Σ_{c,i,j} W[o, c, i, j] x[b, c, h+i, w+j], as (out, c·i·j) @ (c·i·j, b·h·w).
+
+    Samples come before or after places, as in memory.
+    """
     x = _padded(x, padding)
     rows, columns = weight.shape[-2:]
     patches = x.unfold(2, rows, stride[0]).unfold(3, columns, stride[1])  # (b, c, h, w, i, j), a view
     samples, channels, height, width = patches.shape[:4]
-    unfolded = patches.permute(1, 4, 5, 0, 2, 3).reshape(channels * rows * columns, -1)
+    last = x.stride(0) < x.stride(3)
+    axes = (1, 4, 5, 2, 3, 0) if last else (1, 4, 5, 0, 2, 3)
+    unfolded = patches.permute(axes).reshape(channels * rows * columns, -1)
     product = weight.flatten(1) @ unfolded
     if bias is not None:
         product = product + bias.unsqueeze(1)
+    if last:
+        return product.unflatten(1, (height, width, samples)).movedim(-1, 0)
     return product.unflatten(1, (samples, height, width)).transpose(0, 1)
 
 

@@ -22,9 +22,10 @@ LOOPED = "looped"
 ENGINES = (LOOPED, "grouped", "windowed", "unfolded", "banded")
 """How points are evaluated. ``looped``: one after the other. ``grouped``: all at once through `torch.vmap`,
 which makes a batch of products out of linear layers and a grouped convolution out of convolutions.
-``windowed``: the same with convolutions that are pooled computed for whole windows at once. ``unfolded`` and
-``banded``: the same with convolutions written as products over unfolded images, or of whole image rows with
-the band matrix of the kernel. All of them take the first layer as `FirstLayers` does."""
+``windowed``: the same with convolutions that are pooled computed for whole windows at once. ``unfolded``: that
+with convolutions written as products over unfolded images, whose samples lie side by side. ``banded``: with
+convolutions written as products of whole image rows with the band matrix of the kernel. All of them take the
+first layer as `FirstLayers` does."""
 
 LOSS, WRONG, COUNTED = range(3)
 """Columns of what `Stacked.sums` returns."""
@@ -90,7 +91,8 @@ class Stacked:
         batch: Any,
         steps: Steps | None,
     ) -> Tensor:
-        first = FirstLayers(steps, batch) if steps is not None and steps.few else None
+        few = steps is not None and steps.few
+        first = FirstLayers(steps, batch, samples_last=self.engine == "unfolded") if few else None
 
         def at(values: dict[str, Tensor], weights: Any) -> Tensor:
             with nullcontext() if first is None else first.at(values, weights):
@@ -104,7 +106,7 @@ class Stacked:
             return torch.stack([at(*point) for point in zip(points, rows, strict=True)])
         with ExitStack() as rewritten:
             rewritten.enter_context(StackedPooling())
-            if self.engine == "windowed":
+            if self.engine in ("windowed", "unfolded"):
                 rewritten.enter_context(pool_first(self._sequences, windows=MANY_CHANNELS))
             if self.engine in ("unfolded", "banded"):
                 rewritten.enter_context(AsProducts(self.engine == "banded"))

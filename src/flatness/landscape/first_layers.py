@@ -126,10 +126,12 @@ class FirstLayers(TorchFunctionMode):
     Args:
         steps: The points.
         batch: The batch that the network is then given.
+        samples_last: Whether what layers put out under `torch.vmap` lies in memory with the samples side by
+            side, as products over unfolded images like it.
     """
 
-    def __init__(self, steps: Steps, batch: Any) -> None:
-        self._steps = steps
+    def __init__(self, steps: Steps, batch: Any, samples_last: bool = False) -> None:
+        self._steps, self._samples_last = steps, samples_last
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in batches.tensors_in(batch)}
         self._maps: dict[Any, Tensor] = {}
         self._made: dict[int, _Made] = {}
@@ -199,6 +201,8 @@ class FirstLayers(TorchFunctionMode):
             still = [bias, *[None] * self._steps.coefficients.shape[1]]  # belongs to θ's map
             biases = still if shift is None else shift.parts().unbind()
             maps = _maps(func, input, made.parts(), biases, rest, options)
+            if self._samples_last:
+                maps = maps.movedim(0, -1).contiguous().movedim(-1, 0)
             self._remember(key, input, maps)
         if isinstance(self._weights, Tensor):
             return _Mixed.apply(self._weights.to(maps.dtype), maps)
@@ -260,9 +264,10 @@ def _maps(
 
 
 class _Mixed(torch.autograd.Function):
-    """Σ_k w_k Z_k for many w at once, (samples, points, …) in memory: a product whose inner axis is short.
+    """Σ_k w_k Z_k for many w at once: a product whose inner axis is short.
 
-    Samples come before points, so that a grouped convolution finds the channels of all points side by side.
+    In memory it is (points, …, samples) where the maps have their samples last, else (samples, points, …), so
+    that a grouped convolution finds the channels of all points side by side.
     """
 
     @staticmethod
@@ -275,8 +280,12 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        """All points in one product for each sample."""
+        """All points in one product: of all samples where they lie side by side, else of each."""
         assert in_dims == (0, None)
         weights, maps = args
+        by_sample = maps.movedim(0, -1)
+        if by_sample.is_contiguous():
+            mixed = weights @ by_sample.flatten(1)
+            return mixed.unflatten(1, by_sample.shape[1:]).movedim(-1, 1), 0
         rows = weights.expand(len(maps), *weights.shape)
         return torch.bmm(rows, maps.flatten(2)).unflatten(2, maps.shape[2:]), 1
