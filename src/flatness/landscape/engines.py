@@ -22,10 +22,10 @@ LOOPED = "looped"
 ENGINES = (LOOPED, "grouped", "windowed", "unfolded", "banded")
 """How points are evaluated. ``looped``: one after the other. ``grouped``: all at once through `torch.vmap`,
 which makes a batch of products out of linear layers and a grouped convolution out of convolutions.
-``windowed``: the same with convolutions that are pooled computed for whole windows at once. ``unfolded``: that
-with convolutions written as products over unfolded images, whose samples lie side by side. ``banded``: with
-convolutions written as products of whole image rows with the band matrix of the kernel. All of them take the
-first layer as `FirstLayers` does."""
+``windowed``: the same with convolutions that are pooled computed for whole windows at once. ``unfolded``:
+that, with convolutions written as products over unfolded images, whose samples lie side by side. ``banded``:
+with convolutions written as products of whole image rows with the band matrix of the kernel. All of them take
+the first layer as `FirstLayers` does."""
 
 LOSS, WRONG, COUNTED = range(3)
 """Columns of what `Stacked.sums` returns."""

@@ -15,9 +15,15 @@ _AT_ONCE = {"cuda": 128, "cpu": 16}
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker does at a time: networks that train together, then are measured one by one."""
+    """What one worker does at a time: networks that train together, then are measured one by one.
+
+    Attributes:
+        configurations: The networks.
+        trains: False for a worker that only measures what others have trained.
+    """
 
     configurations: tuple[Configuration, ...]
+    trains: bool = True
 
     @property
     def id(self) -> str:
@@ -40,6 +46,12 @@ def units(configurations: Sequence[Configuration], at_once: int) -> list[Unit]:
         for group in groups.values()
         for start in range(0, len(group), at_once)
     ]
+
+
+def helping(work: Sequence[Unit], jobs: int) -> list[Unit]:
+    """What workers do that have nothing to train any more: measure networks of the others."""
+    everything = tuple(one for unit in work for one in unit.configurations)
+    return [Unit(everything, trains=False)] * jobs if jobs > 1 and len(everything) > 1 else []
 
 
 def _plain(value: object) -> object:

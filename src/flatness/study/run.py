@@ -15,7 +15,7 @@ import torch
 from flatness.errors import OptionError
 from flatness.progress import ProgressBar
 from flatness.study.archive import SUFFIX, read_archive
-from flatness.study.cohorts import Unit, units, usual_at_once, usual_device, usual_jobs
+from flatness.study.cohorts import Unit, helping, units, usual_at_once, usual_device, usual_jobs
 from flatness.study.executors import check_executor, execute
 from flatness.study.experimenting import ExperimentStudy, do_experiment
 from flatness.study.found import found_checkpoints
@@ -53,7 +53,8 @@ def run(
         executor: "local" for processes on this machine, "ray" for a Ray cluster.
         scale: "smoke" (a few networks through the whole pipeline), "small", "gallery" (what the gallery
             shows of a study that is too large as printed) or "paper".
-        jobs: Processes at a time; None for one per GPU, or one per core without a GPU.
+        jobs: Processes at a time; None for one per GPU, or one per core without a GPU. Those that have
+            nothing left to train measure what the others have trained.
         device: Where to train and measure; None for a GPU where there is one.
         minutes: Time after which to save everything and return what there is.
         checkpoint_every: Seconds between two checkpoints of networks that are trained or measured.
@@ -106,8 +107,10 @@ def _run_networks(
     with _opened(folder, retry):
         networks = [one for unit in work for one in unit.configurations]
         folder.write_study(_saved(spec, networks))
+        # Machines of a cluster, and Windows, may not see each other's claims.
+        helpers = helping(work, jobs) if executor == "local" and os.name == "posix" else []
         with Watch(folder, [one.key for one in networks], progress):
-            for _ in execute(work, orders, executor, jobs, do_unit):
+            for _ in execute([*work, *helpers], orders, executor, jobs, do_unit):
                 pass
 
 
@@ -132,6 +135,7 @@ def _opened(folder: Folder, retry: bool) -> Iterator[None]:
         if retry:
             _forget_failures(folder)
         yield
+        folder.forget_claims()
 
 
 def load(out: str | os.PathLike[str]) -> Study | ExperimentStudy:

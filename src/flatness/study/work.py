@@ -31,6 +31,8 @@ from flatness.study.records import FAILED, SO_FAR, Folder, readable_disk_errors
 from flatness.study.train import CONVERGED, DIVERGED, Cohort, OutOfTimeError, Training
 from flatness.study.watch import Progress
 
+_LOOK_EVERY = 0.5  # seconds after which a worker that has nothing to measure looks again
+
 
 @dataclass(frozen=True)
 class Orders:
@@ -54,30 +56,58 @@ class Orders:
 
 
 def do_unit(unit: Unit, orders: Orders) -> bool:
-    """Bring every network of a unit to its final record.
+    """Bring every network of a unit to its final record, except those that others measure just now.
 
     Returns:
         Whether all of it is done; False when time ran out.
     """
     end_with(orders.parent)
-    folder, device = Folder(orders.folder), torch.device(orders.device)
+    folder = Folder(orders.folder)
     with _tf32(False):
         try:
             pending = [one for one in unit.configurations if not _final(folder, one, orders)]
+            if not unit.trains:
+                return _help(pending, folder, orders)
             for one in unit.configurations:
                 if one not in pending:  # what a run left that was killed just after it wrote the record
                     _tidy(folder, one.key)
-            if not pending:
-                return True
-            split = _split(unit.configurations[0].data, device)
-            _train(pending, unit, split, folder, orders)
+            if pending:
+                _train(pending, unit, folder, orders)
             for one in pending:
-                if time.time() > orders.until:
-                    return False
-                _finish(one, split, folder, orders)
+                _measure(one, folder, orders)
         except OutOfTimeError:
             return False
     return True
+
+
+def _help(pending: list[Configuration], folder: Folder, orders: Orders) -> bool:
+    """Measure networks that others have trained, as soon as they are trained, until all are done."""
+    while pending:
+        if time.time() > orders.until:
+            raise OutOfTimeError
+        trained = [one for one in pending if one.checkpoint or folder.record(one.key) is not None]
+        worked: list[Configuration] = []
+        try:
+            worked = [one for one in trained if _measure(one, folder, orders)]
+        except torch.OutOfMemoryError:
+            if len(trained) == len(pending):
+                raise
+            torch.cuda.empty_cache()  # those who train have it, and will be done
+        pending = [one for one in pending if not _final(folder, one, orders)]
+        if not worked:
+            time.sleep(_LOOK_EVERY)
+    return True
+
+
+def _measure(one: Configuration, folder: Folder, orders: Orders) -> bool:
+    """Bring a trained network to its final record, if nobody else does; whether there was anything to do."""
+    with folder.claimed(one.key) as mine:
+        if not mine or _final(folder, one, orders):
+            return False
+        if time.time() > orders.until:
+            raise OutOfTimeError
+        _finish(one, _split(one.data, torch.device(orders.device)), folder, orders)
+        return True
 
 
 def _final(folder: Folder, one: Configuration, orders: Orders) -> bool:
@@ -99,8 +129,9 @@ def _wants_measuring(status: str, settings: Mapping[str, Any]) -> bool:
     return status == CONVERGED or (which == "all" and status != DIVERGED)
 
 
-def _train(pending: list[Configuration], unit: Unit, split: Split, folder: Folder, orders: Orders) -> None:
+def _train(pending: list[Configuration], unit: Unit, folder: Folder, orders: Orders) -> None:
     """Train the networks that have no record; half of them at a time when memory runs out."""
+    split = _split(pending[0].data, torch.device(orders.device))
     waiting = [one for one in pending if not one.checkpoint and folder.record(one.key) is None]
     at_once = len(waiting)
     while waiting:
