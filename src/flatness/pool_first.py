@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,15 +22,40 @@ MANY_CHANNELS = 32
 """Up to so many it can pay where many networks run at once, which a trial decides."""
 
 
+Windows = Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]
+"""What computes as `pooled_windows` does."""
+
+
 def pooling_sequences(model: nn.Module) -> list[nn.Sequential]:
     """What `pool_first` can change in a network; found once, as a network may have thousands of modules."""
     sequences = [part for part in modules(model) if type(part) is nn.Sequential]
     return [sequence for sequence in sequences if any(_commute(*three) for three in _threes(sequence))]
 
 
+def pooled_windows(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any) -> Tensor:
+    """A convolution, max pooling by windows of 2×2 and ReLU: the kernel at the window's four places.
+
+    One convolution with stride 2 whose kernels have a row and a column of zeros more; then the largest of
+    four. More arithmetic, and four times the channels for it to be done in.
+    """
+    found = F.conv2d(x, at_places(weight).flatten(0, 1), stride=2, padding=padding)
+    found = found.unflatten(1, (4, len(weight)))
+    best = first_largest(found) if torch.is_grad_enabled() else found.amax(1)
+    return torch.relu(best if bias is None else best + bias.view(-1, 1, 1))
+
+
+def at_places(weight: Tensor) -> Tensor:
+    """(…, out, in, rows, columns) → (…, 4, out, in, rows + 1, columns + 1): at a window's places, with zeros."""
+    return torch.stack([F.pad(weight, (j, 1 - j, i, 1 - i)) for i in range(2) for j in range(2)], dim=-5)
+
+
 @contextmanager
 def pool_first(
-    sequences: list[nn.Sequential], *, windows: int = 0, derivatives: bool = False
+    sequences: list[nn.Sequential],
+    *,
+    windows: int = 0,
+    derivatives: bool = False,
+    compute: Windows = pooled_windows,
 ) -> Iterator[None]:
     """Inside, these have bias and ReLU behind the max pooling that follows.
 
@@ -40,13 +65,14 @@ def pool_first(
 
     Args:
         sequences: Those of `pooling_sequences`.
-        windows: Convolutions with at most so many channels run as `_windows` does. Inputs are to be finite.
+        windows: Convolutions with at most so many channels run as `pooled_windows`. Inputs are to be finite.
         derivatives: Whether they do so where gradients are on, too.
+        compute: What does it.
     """
     changed = [sequence for sequence in sequences if "forward" not in vars(sequence)]
     try:
         for sequence in changed:
-            vars(sequence)["forward"] = partial(_run, sequence, windows, derivatives)
+            vars(sequence)["forward"] = partial(_run, sequence, windows, derivatives, compute)
         yield
     finally:
         for sequence in changed:
@@ -85,16 +111,21 @@ def _watched(module: nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module)
 
 
-def _run(sequence: nn.Sequential, windows: int, derivatives: bool, input: Tensor) -> Tensor:
+def _run(
+    sequence: nn.Sequential, windows: int, derivatives: bool, compute: Windows, input: Tensor
+) -> Tensor:
     """`nn.Sequential.forward`, in the other order where that is the same."""
     parts: list[Any] = list(sequence)
-    aside = torch.is_grad_enabled() and not derivatives
+    most = 0 if torch.is_grad_enabled() and not derivatives else windows
     place = 0
     while place < len(parts):
         three = parts[place : place + 3]
         if len(three) == 3 and _commute(*three):
             conv, relu, pool = three
-            input = relu(_pooled(conv, pool, input, 0 if aside else windows))
+            if _side_by_side(conv, pool, most) and _fits(conv, input):
+                input = compute(input, conv.weight, conv.bias, conv.padding)
+            else:
+                input = relu(_pooled(conv, pool, input))
             place += 3
         else:
             input = parts[place](input)
@@ -102,17 +133,14 @@ def _run(sequence: nn.Sequential, windows: int, derivatives: bool, input: Tensor
     return input
 
 
-def _pooled(conv: Any, pool: Any, x: Tensor, windows: int) -> Tensor:
+def _pooled(conv: Any, pool: Any, x: Tensor) -> Tensor:
     """A convolution with the pooling between its product and its bias."""
-    if _side_by_side(conv, pool, windows) and _fits(conv, x):
-        y = _windows(x, conv.weight, conv.padding)
-    else:
-        y = pool(conv._conv_forward(x, conv.weight, None))
+    y = pool(conv._conv_forward(x, conv.weight, None))
     return y if conv.bias is None else y + conv.bias.view(-1, *[1] * (conv.weight.dim() - 2))
 
 
 def _side_by_side(conv: Any, pool: Any, most: int) -> bool:
-    """Whether `_windows` computes these two."""
+    """Whether `pooled_windows` computes these, with the ReLU between them."""
     if type(conv) is not nn.Conv2d or conv.out_channels > most or conv.groups != 1:
         return False
     if conv.kernel_size == (1, 1):
@@ -129,15 +157,3 @@ def _fits(conv: Any, x: Tensor) -> bool:
         return False
     padded = (n + 2 * p for n, p in zip(x.shape[-2:], conv.padding, strict=True))
     return all(n > k for n, k in zip(padded, conv.kernel_size, strict=True))
-
-
-def _windows(x: Tensor, weight: Tensor, padding: Any) -> Tensor:
-    """Pooled by windows of 2×2: the kernel at the window's four places, as four times the channels.
-
-    One convolution with stride 2 whose kernels have a row and a column of zeros more; then the largest of
-    four. More arithmetic, and four times the channels for it to be done in.
-    """
-    places = [F.pad(weight, (j, 1 - j, i, 1 - i)) for i in range(2) for j in range(2)]
-    found = F.conv2d(x, torch.cat(places), stride=2, padding=padding)
-    found = found.unflatten(1, (4, len(weight)))
-    return first_largest(found) if torch.is_grad_enabled() else found.amax(1)

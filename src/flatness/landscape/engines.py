@@ -14,7 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flatness import batches
 from flatness.convolutions import AsProducts
 from flatness.landscape.first_layers import FirstLayers, Steps
-from flatness.pool_first import MANY_CHANNELS, pool_first, pooling_sequences
+from flatness.pool_first import (
+    FEW_CHANNELS,
+    MANY_CHANNELS,
+    pool_first,
+    pooled_windows,
+    pooling_sequences,
+)
 from flatness.pooling import StackedPooling
 from flatness.problem import Problem
 
@@ -99,15 +105,16 @@ class Stacked:
                 return one(values, batch)
 
         weights = None if steps is None or first is None else steps.weights()
-        if self.engine == LOOPED:
-            count = len(next(iter(moved.values())))
-            rows = [None] * count if weights is None else weights.tolist()
-            points = [{name: value[i] for name, value in moved.items()} for i in range(count)]
-            return torch.stack([at(*point) for point in zip(points, rows, strict=True)])
         with ExitStack() as rewritten:
+            channels = MANY_CHANNELS if self.engine in ("windowed", "unfolded") else FEW_CHANNELS
+            compute = pooled_windows if first is None else first.pooled_windows
+            rewritten.enter_context(pool_first(self._sequences, windows=channels, compute=compute))
+            if self.engine == LOOPED:
+                count = len(next(iter(moved.values())))
+                rows = [None] * count if weights is None else weights.tolist()
+                points = [{name: value[i] for name, value in moved.items()} for i in range(count)]
+                return torch.stack([at(*point) for point in zip(points, rows, strict=True)])
             rewritten.enter_context(StackedPooling())
-            if self.engine in ("windowed", "unfolded"):
-                rewritten.enter_context(pool_first(self._sequences, windows=MANY_CHANNELS))
             if self.engine in ("unfolded", "banded"):
                 rewritten.enter_context(AsProducts(self.engine == "banded"))
             return torch.vmap(at, in_dims=(0, None if weights is None else 0))(moved, weights)

@@ -12,9 +12,8 @@ cancel, digits are lost that the layer itself, at the point's rounded parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from flatness import batches
+from flatness.landscape.mixing import LargestOfMixed, Mixed
+from flatness.pool_first import at_places, pooled_windows
 
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _LAYERS = (
@@ -33,10 +34,8 @@ _LAYERS = (
     torch.conv_transpose2d,
     torch.conv_transpose3d,
 )
-_MAKERS = (F.pad, torch.cat)
 # What is written into a tensor through this, torch does not count.
 _BEHIND_ITS_BACK = Tensor.data.__get__  # type: ignore[attr-defined]
-_WITH_ZEROS = {"mode": "constant", "value": None}
 _MOST_DIRECTIONS = 3  # more maps than these take the memory, and then the time, that they save
 _PRECISE = (torch.float32, torch.float64)  # a sum of terms rounded to less would not be as good as a layer
 
@@ -105,13 +104,12 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A tensor that is linear in what moves: a parameter, or made of such by padding and concatenation."""
+class _Moving:
+    """A parameter that moves, as the network is given it."""
 
     tensor: Tensor  # held, so that its id stays its own
-    version: int  # it is no longer what it was made as when something was written into it
-    recipe: str
-    parts: Callable[[], Tensor]
+    version: int  # it is no longer the parameter when something was written into it
+    name: str
 
 
 class FirstLayers(TorchFunctionMode):
@@ -119,9 +117,9 @@ class FirstLayers(TorchFunctionMode):
 
     Enter it ``with first.at(values, weights):`` for a point, or for all under `torch.vmap`. There, data is
     what does not depend on the point; otherwise it is the tensors of the batch and views of them. A layer
-    takes part when its weight itself moves, or is made of such weights as `pool_first` makes it, by zeros
-    around and one after the other; what else is made of parameters, as by weight norm, need not be linear,
-    and neither does what a network writes into its weights.
+    takes part when its weight itself moves; what is made of parameters, as by weight norm, need not be
+    linear, and neither does what a network writes into its weights. Layers that are pooled do with
+    ``pool_first(…, compute=first.pooled_windows)``.
 
     Args:
         steps: The points.
@@ -134,7 +132,7 @@ class FirstLayers(TorchFunctionMode):
         self._steps, self._samples_last = steps, samples_last
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in batches.tensors_in(batch)}
         self._maps: dict[Any, Tensor] = {}
-        self._made: dict[int, _Made] = {}
+        self._moving: dict[int, _Moving] = {}
         self._weights: Tensor | list[float] = []
 
     def at(self, values: Mapping[str, Tensor], weights: Tensor | list[float]) -> FirstLayers:
@@ -144,8 +142,8 @@ class FirstLayers(TorchFunctionMode):
             values: By name.
             weights: Numbers for a single point; the batched tensor under `torch.vmap`.
         """
-        self._made = {
-            id(value): _Made(value, _version(value), name, partial(self._steps.parts, name))
+        self._moving = {
+            id(value): _Moving(value, _version(value), name)
             for name, value in values.items()
             if name in self._steps.directions
         }
@@ -156,60 +154,60 @@ class FirstLayers(TorchFunctionMode):
         """Replace the layers that are given data."""
         kwargs = kwargs or {}
         if func == _BEHIND_ITS_BACK:
-            self._made.pop(id(args[0]), None)
+            self._moving.pop(id(args[0]), None)
         found = self._layer(func, *args, **kwargs) if func in _LAYERS else None
-        if found is None:
-            found = func(*args, **kwargs)
-            if func in _MAKERS:
-                self._follow(func, args, kwargs, found)
-        return found
+        return func(*args, **kwargs) if found is None else found
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, found: Tensor) -> None:
-        """Note how a weight is made, if it is of weights that move."""
-        plain = len(args) == 2 and kwargs == _WITH_ZEROS if func is F.pad else len(args) == 1 and not kwargs
-        if not plain:
-            return
-        sources = [self._origin(tensor) for tensor in ([args[0]] if func is F.pad else args[0])]
-        known = [source for source in sources if source is not None]
-        if len(known) < len(sources):
-            return
-
-        def parts() -> Tensor:
-            own = [source.parts() for source in known]
-            return F.pad(own[0], args[1]) if func is F.pad else torch.cat(own, dim=1)
-
-        recipe = f"{func.__name__}{args[1:]} of {[source.recipe for source in known]}"
-        self._made[id(found)] = _Made(found, _version(found), recipe, parts)
-
-    def _origin(self, tensor: Tensor | None) -> _Made | None:
-        """How a tensor is made of what moves, if it is."""
-        made = self._made.get(id(tensor))
-        return made if made is None or _version(made.tensor) == made.version else None
+    def pooled_windows(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any) -> Tensor:
+        """`pool_first.pooled_windows`, replaced where it is given data."""
+        maps = self._maps_of(pooled_windows, x, weight, bias, padding)
+        if maps is None:
+            return pooled_windows(x, weight, bias, padding)
+        if isinstance(self._weights, Tensor):
+            return LargestOfMixed.apply(self._weights.to(maps.dtype), maps)
+        return self._mixed(maps).amax(1).relu_()
 
     def _layer(
         self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor | None:
         """What the layer puts out; None for one to run as usual."""
-        made, shift = self._origin(weight), self._origin(bias)
-        fixed = bias is None or isinstance(bias, nn.Parameter)
-        if made is None or (shift is None and not fixed) or not self._is_data(input, weight):
-            return None
-        shifted = id(bias) if shift is None else shift.recipe
-        key = (func, made.recipe, shifted, _place(input), repr((rest, options)))
-        maps = self._known(key)
+        maps = self._maps_of(func, input, weight, bias, *rest, **options)
         if maps is None:
-            still = [bias, *[None] * self._steps.coefficients.shape[1]]  # belongs to θ's map
-            biases = still if shift is None else shift.parts().unbind()
-            maps = _maps(func, input, made.parts(), biases, rest, options)
-            if self._samples_last:
-                maps = maps.movedim(0, -1).contiguous().movedim(-1, 0)
-            self._remember(key, input, maps)
+            return None
         if isinstance(self._weights, Tensor):
-            return _Mixed.apply(self._weights.to(maps.dtype), maps)
+            return Mixed.apply(self._weights.to(maps.dtype), maps)
+        return self._mixed(maps)
+
+    def _mixed(self, maps: Tensor) -> Tensor:
+        """Z_0 + Σ_k c_k Z_k at a single point."""
         found = maps[:, 0].clone() if len(self._weights) == 1 else maps[:, 0]
         for k, c in enumerate(self._weights[1:], start=1):
             found = torch.add(found, maps[:, k], alpha=c) if k == 1 else found.add_(maps[:, k], alpha=c)
         return found
+
+    def _maps_of(
+        self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, **options: Any
+    ) -> Tensor | None:
+        """Z_0, …, Z_K of a layer as (samples, K + 1, …); None if it is not linear in what moves."""
+        name, shift = self._name(weight), self._name(bias)
+        fixed = bias is None or isinstance(bias, nn.Parameter)
+        if name is None or (shift is None and not fixed) or not self._is_data(x, weight):
+            return None
+        key = (func, name, shift or id(bias), _place(x), repr((rest, options)))
+        maps = self._known(key)
+        if maps is None:
+            still = [bias, *[None] * self._steps.coefficients.shape[1]]  # belongs to θ's map
+            biases = still if shift is None else self._steps.parts(shift).unbind()
+            maps = _maps(func, x, self._steps.parts(name), biases, rest, options)
+            if self._samples_last:
+                maps = maps.movedim(0, -1).contiguous().movedim(-1, 0)
+            self._remember(key, x, maps)
+        return maps
+
+    def _name(self, tensor: Tensor | None) -> str | None:
+        """The name of a parameter that moves."""
+        moving = self._moving.get(id(tensor))
+        return None if moving is None or _version(moving.tensor) != moving.version else moving.name
 
     def _is_data(self, x: Tensor, weight: Tensor) -> bool:
         if is_functorch_wrapped_tensor(x) or torch.is_grad_enabled():
@@ -249,7 +247,11 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 def _maps(
     func: Any, x: Tensor, weights: Tensor, biases: Sequence[Tensor | None], rest: Any, options: Any
 ) -> Tensor:
-    """Z_0, …, Z_K as (samples, K + 1, …)."""
+    """Z_0, …, Z_K as (samples, K + 1, …); before pooling (samples, K + 1, places, …)."""
+    if func is pooled_windows:
+        kernels = at_places(weights).flatten(1, 2)
+        biases = [None if bias is None else bias.repeat(4) for bias in biases]
+        return _maps(torch.conv2d, x, kernels, biases, (2, *rest), {}).unflatten(2, (4, -1))
     groups = options.get("groups", rest[3] if len(rest) > 3 else 1)
     if func not in _CONVOLUTIONS or groups != 1 or x.dim() != weights.dim() - 1:
         found = [
@@ -261,31 +263,3 @@ def _maps(
     zero = weights.new_zeros(channels)
     bias = None if biases[0] is None else torch.cat([zero if bias is None else bias for bias in biases])
     return func(x, weights.flatten(0, 1), bias, *rest, **options).unflatten(1, (count, channels))
-
-
-class _Mixed(torch.autograd.Function):
-    """Σ_k w_k Z_k for many w at once: a product whose inner axis is short.
-
-    In memory it is (points, …, samples) where the maps have their samples last, else (samples, points, …), so
-    that a grouped convolution finds the channels of all points side by side.
-    """
-
-    @staticmethod
-    def forward(weights: Tensor, maps: Tensor) -> Tensor:
-        return torch.tensordot(weights, maps.movedim(1, 0), 1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept: there are no derivatives here."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        """All points in one product: of all samples where they lie side by side, else of each."""
-        assert in_dims == (0, None)
-        weights, maps = args
-        by_sample = maps.movedim(0, -1)
-        if by_sample.is_contiguous():
-            mixed = weights @ by_sample.flatten(1)
-            return mixed.unflatten(1, by_sample.shape[1:]).movedim(-1, 1), 0
-        rows = weights.expand(len(maps), *weights.shape)
-        return torch.bmm(rows, maps.flatten(2)).unflatten(2, maps.shape[2:]), 1
