@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -59,17 +60,66 @@ def _unfolded_product(
     """
     x = _padded(x, padding)
     rows, columns = weight.shape[-2:]
-    patches = x.unfold(2, rows, stride[0]).unfold(3, columns, stride[1])  # (b, c, h, w, i, j), a view
-    samples, channels, height, width = patches.shape[:4]
     last = x.stride(0) < x.stride(3)
-    axes = (1, 4, 5, 2, 3, 0) if last else (1, 4, 5, 0, 2, 3)
-    unfolded = patches.permute(axes).reshape(channels * rows * columns, -1)
+    samples, height, width = (
+        len(x),
+        *((n - k) // step + 1 for n, k, step in zip(x.shape[2:], (rows, columns), stride, strict=True)),
+    )
+    if not last:
+        patches = x.unfold(2, rows, stride[0]).unfold(3, columns, stride[1])  # (b, c, h, w, i, j), a view
+        unfolded = patches.permute(1, 4, 5, 0, 2, 3).reshape(weight[0].numel(), -1)
+    elif is_batchedtensor(x) and not torch.is_grad_enabled():
+        unfolded = _SamplesLast.apply(x, (rows, columns), stride)
+    else:
+        unfolded = _samples_last(x, (rows, columns), stride)
     product = weight.flatten(1) @ unfolded
     if bias is not None:
         product = product + bias.unsqueeze(1)
     if last:
         return product.unflatten(1, (height, width, samples)).movedim(-1, 0)
     return product.unflatten(1, (samples, height, width)).transpose(0, 1)
+
+
+def _samples_last(x: Tensor, size: tuple[int, int], stride: tuple[int, int]) -> Tensor:
+    """(…, b, c, h, w) → (…, c·i·j, h·w·b)."""
+    images = x.movedim(-4, -1)
+    patches = images.unfold(-3, size[0], stride[0]).unfold(-3, size[1], stride[1])  # (…, c, h, w, b, i, j)
+    return patches.movedim((-2, -1), (-5, -4)).flatten(-3).flatten(-4, -2)
+
+
+class _SamplesLast(torch.autograd.Function):
+    """`_samples_last` of many networks, sixteen bytes at a time where samples lie side by side in memory.
+
+    A copy with so many axes takes an instruction for each of its elements. No derivatives.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, size: tuple[int, int], stride: tuple[int, int]) -> Tensor:
+        return _samples_last(x, size, stride)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        """Elements of sixteen bytes, whatever they hold, are copied as they are."""
+        x, *window = args
+        assert in_dims[0] is not None
+        x = x.movedim(in_dims[0], 0)
+        wide = _in_sixteen_bytes(x.movedim(1, -1))
+        if wide is None:
+            return _samples_last(x, *window), 0
+        return _samples_last(wide.movedim(-1, 1), *window).contiguous().view(x.dtype), 0
+
+
+def _in_sixteen_bytes(x: Tensor) -> Tensor | None:
+    """The same memory in elements of so many; None where the innermost axis does not consist of them."""
+    each = 16 // x.element_size()
+    whole = x.shape[-1] % each == 0 and all(step % each == 0 for step in x.stride()[:-1])
+    if x.is_complex() or x.stride(-1) != 1 or not whole or x.data_ptr() % 16:
+        return None
+    return x.view(torch.complex128) if x.storage_offset() % each == 0 else None
 
 
 def _banded_product(

@@ -45,7 +45,7 @@ def pooled_windows(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any)
 
 
 def at_places(weight: Tensor) -> Tensor:
-    """(…, out, in, rows, columns) → (…, 4, out, in, rows + 1, columns + 1): at a window's places, with zeros."""
+    """Kernels (…, out, in, i, j) at a window's places, with zeros around: (…, 4, out, in, i + 1, j + 1)."""
     return torch.stack([F.pad(weight, (j, 1 - j, i, 1 - i)) for i in range(2) for j in range(2)], dim=-5)
 
 
@@ -111,9 +111,7 @@ def _watched(module: nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module)
 
 
-def _run(
-    sequence: nn.Sequential, windows: int, derivatives: bool, compute: Windows, input: Tensor
-) -> Tensor:
+def _run(sequence: nn.Sequential, windows: int, derivatives: bool, compute: Windows, input: Tensor) -> Tensor:
     """`nn.Sequential.forward`, in the other order where that is the same."""
     parts: list[Any] = list(sequence)
     most = 0 if torch.is_grad_enabled() and not derivatives else windows

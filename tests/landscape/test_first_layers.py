@@ -61,6 +61,10 @@ CASES = {
         ),
         IMAGES,
     ),
+    "pooled without a bias": (
+        lambda: then(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.ReLU(), nn.MaxPool2d(2), features=36),
+        IMAGES,
+    ),
     "grouped": (lambda: then(nn.Conv2d(2, 4, 3, groups=2, padding="same"), features=144), IMAGES),
     "no bias": (lambda: then(nn.Conv2d(2, 4, 3, dilation=2, bias=False), features=16), IMAGES),
     "transposed": (lambda: then(nn.ConvTranspose2d(2, 3, 3, stride=2), features=507), IMAGES),

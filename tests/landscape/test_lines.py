@@ -246,7 +246,7 @@ def test_the_fastest_engine_that_takes_the_network_is_chosen(monkeypatch):
             assert work().shape == (8, 3)
         return 8 * 16 * 1000  # a thousand bytes per point and sample
 
-    def seconds(work, device):
+    def seconds(work, device, least):
         with torch.no_grad():
             assert work().shape == (64, 3)
         return speeds[work.func.__self__.engine]
@@ -270,6 +270,23 @@ def test_the_fastest_engine_that_takes_the_network_is_chosen(monkeypatch):
         monkeypatch.setattr(choosing, "_memory", lambda work, device: 5 * 1000 * len(work()))
         # A thousand bytes a sample; what depends on its own values runs point by point.
         assert choosing.choose_engine(problem, 64) == choosing.Choice("looped", 12 * 64)
+
+
+@pytest.mark.parametrize(
+    ("turns", "found"),
+    [([9.0, 1.3], 1.3), ([9.0, 1.2, 1.1, 0.9], 0.9), ([9.0, 1.2, 0.8, 1.5], 0.8)],
+    ids=["far behind", "ahead in the end", "ahead at once"],
+)
+def test_an_engine_that_is_far_behind_has_one_turn(turns, found, monkeypatch):
+    """The first is to warm up."""
+    from flatness.landscape import choosing
+
+    clock, began = iter(turns), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(choosing.time, "perf_counter", lambda: sum(began))
+    work = lambda: began.append(next(clock))  # noqa: E731
+    assert choosing._seconds(work, torch.device("cpu"), least=1.0) == pytest.approx(found)
+    assert next(clock, None) is None
 
 
 def test_several_networks_make_curves_with_mean_and_band():

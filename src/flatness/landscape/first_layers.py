@@ -165,7 +165,7 @@ class FirstLayers(TorchFunctionMode):
             return pooled_windows(x, weight, bias, padding)
         if isinstance(self._weights, Tensor):
             return LargestOfMixed.apply(self._weights.to(maps.dtype), maps)
-        return self._mixed(maps).amax(1).relu_()
+        return _mixed(self._weights, maps).amax(1).relu_()
 
     def _layer(
         self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
@@ -176,14 +176,7 @@ class FirstLayers(TorchFunctionMode):
             return None
         if isinstance(self._weights, Tensor):
             return Mixed.apply(self._weights.to(maps.dtype), maps)
-        return self._mixed(maps)
-
-    def _mixed(self, maps: Tensor) -> Tensor:
-        """Z_0 + Σ_k c_k Z_k at a single point."""
-        found = maps[:, 0].clone() if len(self._weights) == 1 else maps[:, 0]
-        for k, c in enumerate(self._weights[1:], start=1):
-            found = torch.add(found, maps[:, k], alpha=c) if k == 1 else found.add_(maps[:, k], alpha=c)
-        return found
+        return _mixed(self._weights, maps)
 
     def _maps_of(
         self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, **options: Any
@@ -242,6 +235,14 @@ def _version(x: Tensor) -> int:
 
 def _place(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride()
+
+
+def _mixed(weights: list[float], maps: Tensor) -> Tensor:
+    """Z_0 + Σ_k c_k Z_k at a single point."""
+    found = maps[:, 0].clone() if len(weights) == 1 else maps[:, 0]
+    for k, c in enumerate(weights[1:], start=1):
+        found = torch.add(found, maps[:, k], alpha=c) if k == 1 else found.add_(maps[:, k], alpha=c)
+    return found
 
 
 def _maps(

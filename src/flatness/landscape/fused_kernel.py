@@ -1,4 +1,5 @@
 """The kernel of `fused`, in Triton's language; import it only where it is to run."""
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ class Mixed(torch.autograd.Function):
 
     @staticmethod
     def forward(weights: Tensor, maps: Tensor) -> Tensor:
+        """One point."""
         return torch.tensordot(weights, maps.movedim(1, 0), 1)
 
     @staticmethod
@@ -39,6 +40,7 @@ class LargestOfMixed(torch.autograd.Function):
 
     @staticmethod
     def forward(weights: Tensor, maps: Tensor) -> Tensor:
+        """One point."""
         return Mixed.forward(weights, maps).amax(1).relu_()
 
     @staticmethod
