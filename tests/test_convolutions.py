@@ -68,10 +68,13 @@ def test_unfolding_moves_sixteen_bytes_at_a_time_where_samples_divide(samples, d
     assert copies.types == {torch.complex128 if wide else dtype}
 
 
-def test_images_that_begin_between_sixteen_bytes_are_copied_as_they_are():
+@pytest.mark.parametrize("own_memory", [False, True])
+def test_images_that_begin_between_sixteen_bytes_are_copied_as_they_are(own_memory):
     x, weight, bias = networks(8, torch.float32, (3, 2))
-    room = torch.empty(x.numel() + 1)
-    shifted = room[1:].view(3, 2, 7, 8, 8).copy_(x.movedim(1, -1)).movedim(-1, 1)
+    room = torch.frombuffer(bytearray(4 * x.numel() + 4), dtype=torch.float32, offset=4)
+    if not own_memory:
+        room = torch.empty(x.numel() + 1)[1:]
+    shifted = room.view(3, 2, 7, 8, 8).copy_(x.movedim(1, -1)).movedim(-1, 1)
     with torch.no_grad(), Copies() as copies:
         found = convolved(shifted, weight, bias)
     assert copies.types == {torch.float32}

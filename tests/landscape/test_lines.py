@@ -256,6 +256,9 @@ def test_the_fastest_engine_that_takes_the_network_is_chosen(monkeypatch):
     monkeypatch.setattr(choosing, "kept_budget", lambda device: 2 * 64 * 1000 * 12)
     with problem.guarded():
         assert choosing.choose_engine(problem, 64) == choosing.Choice("banded", 12)
+        monkeypatch.setattr(choosing, "kept_budget", lambda device: 2 * 64 * 1000 * 47)
+        assert choosing.choose_engine(problem, 64) == choosing.Choice("banded", 32)
+        monkeypatch.setattr(choosing, "kept_budget", lambda device: 2 * 64 * 1000 * 12)
 
     class Branches(nn.Module):
         def __init__(self):

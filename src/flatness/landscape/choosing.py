@@ -24,6 +24,7 @@ _CONTENDERS = ("unfolded", "banded", "grouped", "windowed")
 # worked on at a time, or nearly: on few of them another engine may be ahead.
 _FEW_POINTS, _FEW_SAMPLES, _RACE_SAMPLES = 8, 16, 2048
 _BEHIND = 1.25  # times the best turn so far, and one turn of an engine is enough: turns differ by less
+_LIKED = 16
 _LONGEST = 16384  # samples at a time at a single point: from there on nothing is gained
 
 
@@ -51,7 +52,7 @@ def choose_engine(problem: Problem, points: int) -> Choice:
     if not taken:
         used = _memory(_work(problem, LOOPED, 1, few), problem.device)
         return Choice(LOOPED, min(_LONGEST, max(1, budget * batches.size_of(few) // max(1, used))))
-    room = {engine: max(1, budget // (points * each)) for engine, each in taken.items()}
+    room = {engine: _even(max(1, budget // (points * each))) for engine, each in taken.items()}
     example = _repeated(problem.example(_RACE_SAMPLES), min(_RACE_SAMPLES, *room.values()))
     best, least = LOOPED, math.inf
     for engine in taken:
@@ -59,6 +60,11 @@ def choose_engine(problem: Problem, points: int) -> Choice:
         if seconds < least:
             best, least = engine, seconds
     return Choice(best, room[best])
+
+
+def _even(samples: int) -> int:
+    """A number that kernels like: rows of samples side by side then begin where they can be read fast."""
+    return samples - samples % _LIKED if samples > _LIKED else samples
 
 
 def _repeated(example: Any, size: int) -> Any:

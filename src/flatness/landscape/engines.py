@@ -97,8 +97,9 @@ class Stacked:
         batch: Any,
         steps: Steps | None,
     ) -> Tensor:
-        few = steps is not None and steps.few
-        first = FirstLayers(steps, batch, samples_last=self.engine == "unfolded") if few else None
+        first = None
+        if steps is not None and steps.few:
+            first = FirstLayers(steps, batch, samples_last=self.engine == "unfolded")
 
         def at(values: dict[str, Tensor], weights: Any) -> Tensor:
             with nullcontext() if first is None else first.at(values, weights):

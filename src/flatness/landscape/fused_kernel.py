@@ -45,5 +45,7 @@ def _largest_of_mixed(out, weights, maps, points, size, blocks, MAPS: tl.constex
         write += size
 
 
-kernel: Any = None if triton is None else triton.jit(_largest_of_mixed)
+# Compiled anew for sizes that sixteen does or does not divide, not for every kind of other numbers.
+_OTHERS = ["points", "blocks"]
+kernel: Any = None if triton is None else triton.jit(_largest_of_mixed, do_not_specialize=_OTHERS)
 """None where there is no Triton."""
