@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -93,3 +94,17 @@ def test_a_run_leaves_no_claims_behind(tmp_path):
     found = flatness.study.run(study(), tmp_path / "study", jobs=2, progress=False)
     assert found.counts() == {"converged": len(found.networks)}
     assert list((tmp_path / "study" / "measuring").iterdir()) == []
+
+
+def test_no_more_processes_than_networks(tmp_path, monkeypatch):
+    asked = []
+
+    def remember(units, orders, executor, jobs, do):
+        asked.append((len(units), jobs))
+        return iter(())
+
+    monkeypatch.setattr(sys.modules["flatness.study.run"], "execute", remember)
+    one = study(grid={"seed": 1, "learning_rate": 0.1})
+    flatness.study.run(study(grid={"seed": 1}), tmp_path / "two", jobs=64, progress=False)
+    flatness.study.run(one, tmp_path / "one", jobs=64, progress=False)
+    assert asked == [(1 + 2, 2), (1, 1)]  # the unit that trains and its helpers, then processes

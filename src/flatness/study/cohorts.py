@@ -51,7 +51,7 @@ def units(configurations: Sequence[Configuration], at_once: int) -> list[Unit]:
 def helping(work: Sequence[Unit], jobs: int) -> list[Unit]:
     """What workers do that have nothing to train any more: measure networks of the others."""
     everything = tuple(one for unit in work for one in unit.configurations)
-    return [Unit(everything, trains=False)] * jobs if jobs > 1 and len(everything) > 1 else []
+    return [Unit(everything, trains=False)] * jobs if jobs > 1 else []
 
 
 def _plain(value: object) -> object:

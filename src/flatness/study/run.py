@@ -107,6 +107,7 @@ def _run_networks(
     with _opened(folder, retry):
         networks = [one for unit in work for one in unit.configurations]
         folder.write_study(_saved(spec, networks))
+        jobs = min(jobs, max(len(networks), 1))  # one more would have nothing to do, not even to measure
         # Machines of a cluster, and Windows, may not see each other's claims.
         helpers = helping(work, jobs) if executor == "local" and os.name == "posix" else []
         with Watch(folder, [one.key for one in networks], progress):
