@@ -83,15 +83,17 @@ def test_a_helper_ends_when_time_is_up(planned):
     assert not measured(folder)
 
 
-def test_there_are_as_many_helpers_as_workers_and_none_for_one(planned):
-    unit = planned[0]
-    assert helping([unit], 1) == []
-    assert [helper.trains for helper in helping([unit, unit], 3)] == [False, False, False]
-    assert len(helping([unit, unit], 3)[0].configurations) == 2 * len(unit.configurations)
+def test_there_are_as_many_helpers_as_workers_and_none_where_one_process_has_all(planned):
+    unit, cpu, gpu = planned[0], torch.device("cpu"), torch.device("cuda")
+    assert helping([unit, unit], 1, cpu) == helping([unit], 1, gpu) == helping([unit], 2, cpu) == []
+    assert [helper.trains for helper in helping([unit, unit], 3, cpu)] == [False, False, False]
+    assert len(helping([unit, unit], 3, cpu)[0].configurations) == 2 * len(unit.configurations)
+    assert len(helping([unit], 2, gpu)) == 2
 
 
 def test_a_run_leaves_no_claims_behind(tmp_path):
-    found = flatness.study.run(study(), tmp_path / "study", jobs=2, progress=False)
+    two = study(grid={"batch_size": [16, 32]})  # cohorts
+    found = flatness.study.run(two, tmp_path / "study", jobs=2, progress=False)
     assert found.counts() == {"converged": len(found.networks)}
     assert list((tmp_path / "study" / "measuring").iterdir()) == []
 
@@ -105,6 +107,7 @@ def test_no_more_processes_than_networks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys.modules["flatness.study.run"], "execute", remember)
     one = study(grid={"seed": 1, "learning_rate": 0.1})
-    flatness.study.run(study(grid={"seed": 1}), tmp_path / "two", jobs=64, progress=False)
+    two = study(grid={"seed": 1, "learning_rate": 0.1, "batch_size": [16, 32]})
+    flatness.study.run(two, tmp_path / "two", jobs=64, progress=False)
     flatness.study.run(one, tmp_path / "one", jobs=64, progress=False)
-    assert asked == [(1 + 2, 2), (1, 1)]  # the unit that trains and its helpers, then processes
+    assert asked == [(2 + 2, 2), (1, 1)]  # units that train and helpers, then processes

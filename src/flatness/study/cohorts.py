@@ -48,10 +48,14 @@ def units(configurations: Sequence[Configuration], at_once: int) -> list[Unit]:
     ]
 
 
-def helping(work: Sequence[Unit], jobs: int) -> list[Unit]:
-    """What workers do that have nothing to train any more: measure networks of the others."""
+def helping(work: Sequence[Unit], jobs: int, device: torch.device) -> list[Unit]:
+    """What workers do that have nothing to train any more: measure networks of the others.
+
+    A single cohort on a CPU has all of its cores for itself, in one process.
+    """
+    alone = jobs == 1 or (len(work) == 1 and device.type == "cpu")
     everything = tuple(one for unit in work for one in unit.configurations)
-    return [Unit(everything, trains=False)] * jobs if jobs > 1 else []
+    return [] if alone else [Unit(everything, trains=False)] * jobs
 
 
 def _plain(value: object) -> object:

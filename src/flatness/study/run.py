@@ -109,7 +109,8 @@ def _run_networks(
         folder.write_study(_saved(spec, networks))
         jobs = min(jobs, max(len(networks), 1))  # one more would have nothing to do, not even to measure
         # Machines of a cluster, and Windows, may not see each other's claims.
-        helpers = helping(work, jobs) if executor == "local" and os.name == "posix" else []
+        seen = executor == "local" and os.name == "posix"
+        helpers = helping(work, jobs, torch.device(orders.device)) if seen else []
         with Watch(folder, [one.key for one in networks], progress):
             for _ in execute([*work, *helpers], orders, executor, jobs, do_unit):
                 pass
