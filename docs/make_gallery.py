@@ -180,14 +180,15 @@ def summary(name: str) -> str:
 def cost(name: str) -> str:
     """What the run took, as the records say."""
     records = study(name).records.values()
+    networks = len(records)
     trained = sum(record.get("training", {}).get("seconds", 0.0) for record in records)
     measured = [record["measuring"]["seconds"] for record in records if "measuring" in record]
     devices = sorted(
         {record["environment"].get("device_name", record["environment"]["device"]) for record in records}
     )
     return (
-        f"Training {trained:,.0f} s and measuring {sum(measured):,.0f} s ({len(measured)} networks), with "
-        f"several at work side by side; on {' and '.join(devices)}.\n"
+        f"Training {trained:,.0f} s ({networks} networks) and measuring {sum(measured):,.0f} s "
+        f"({len(measured)} networks), with several at work side by side; on {' and '.join(devices)}.\n"
     )
 
 
