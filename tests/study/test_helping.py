@@ -111,3 +111,13 @@ def test_no_more_processes_than_networks(tmp_path, monkeypatch):
     flatness.study.run(two, tmp_path / "two", jobs=64, progress=False)
     flatness.study.run(one, tmp_path / "one", jobs=64, progress=False)
     assert asked == [(2 + 2, 2), (1, 1)]  # units that train and helpers, then processes
+
+
+def test_an_interrupted_run_leaves_no_claims_behind(tmp_path, monkeypatch):
+    def interrupted(one, split, folder, orders):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flatness.study.work._finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        flatness.study.run(study(), tmp_path / "study", jobs=1, progress=False)
+    assert list((tmp_path / "study" / "measuring").iterdir()) == []

@@ -136,8 +136,10 @@ def _opened(folder: Folder, retry: bool) -> Iterator[None]:
             pass
         if retry:
             _forget_failures(folder)
-        yield
-        folder.forget_claims()
+        try:
+            yield
+        finally:
+            folder.forget_claims()
 
 
 def load(out: str | os.PathLike[str]) -> Study | ExperimentStudy:
