@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from flatness.landscape import fused as module
 from flatness.landscape import mixing
 from flatness.landscape.fused import Fused, launched
-from flatness.landscape.mixing import LargestOfMixed, Mixed
+from flatness.landscape.mixing import Mixed
 from flatness.landscape.points import Points
 from flatness.problem import Problem
 
@@ -81,9 +81,9 @@ def test_many_points_at_once_are_points_one_by_one(side_by_side, dtype):
         maps = maps.movedim(0, -1).contiguous().movedim(-1, 0)
     tolerance = 2e-6 if dtype == torch.float32 else 1e-14
     with torch.no_grad():
-        found = torch.vmap(LargestOfMixed.apply, in_dims=(0, None))(weights, maps)
-        alone = torch.stack([LargestOfMixed.apply(row, maps) for row in weights])
-        mixed = torch.vmap(Mixed.apply, in_dims=(0, None))(weights, maps)
+        found = torch.vmap(Mixed.apply, in_dims=(0, None, None))(weights, maps, True)
+        alone = torch.stack([Mixed.apply(row, maps, True) for row in weights])
+        mixed = torch.vmap(Mixed.apply, in_dims=(0, None, None))(weights, maps, False)
     expected = plain(weights, maps).movedim(1, 0)
     for each in (found, alone):
         torch.testing.assert_close(each, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

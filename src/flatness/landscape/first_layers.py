@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from flatness import batches
-from flatness.landscape.mixing import LargestOfMixed, Mixed
+from flatness.landscape.mixing import Mixed
 from flatness.pool_first import at_places, pooled_windows
 
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -164,7 +164,7 @@ class FirstLayers(TorchFunctionMode):
         if maps is None:
             return pooled_windows(x, weight, bias, padding)
         if isinstance(self._weights, Tensor):
-            return LargestOfMixed.apply(self._weights.to(maps.dtype), maps)
+            return Mixed.apply(self._weights.to(maps.dtype), maps, True)
         return _mixed(self._weights, maps).amax(1).relu_()
 
     def _layer(
@@ -175,7 +175,7 @@ class FirstLayers(TorchFunctionMode):
         if maps is None:
             return None
         if isinstance(self._weights, Tensor):
-            return Mixed.apply(self._weights.to(maps.dtype), maps)
+            return Mixed.apply(self._weights.to(maps.dtype), maps, False)
         return _mixed(self._weights, maps)
 
     def _maps_of(

@@ -15,12 +15,16 @@ from flatness.landscape.fused import fused
 
 
 class Mixed(torch.autograd.Function):
-    """Σ_k w_k Z_k for weights (K + 1) and maps (samples, K + 1, …): (samples, …). No derivatives."""
+    """Σ_k w_k Z_k for weights (K + 1) and maps (samples, K + 1, …): (samples, …). No derivatives.
+
+    With `largest`, maps are (samples, K + 1, q, …), and it is max(0, max_q Σ_k w_k Z_k[q]).
+    """
 
     @staticmethod
-    def forward(weights: Tensor, maps: Tensor) -> Tensor:
+    def forward(weights: Tensor, maps: Tensor, largest: bool) -> Tensor:
         """One point."""
-        return torch.tensordot(weights, maps.movedim(1, 0), 1)
+        mixed = torch.tensordot(weights, maps.movedim(1, 0), 1)
+        return mixed.amax(1).relu_() if largest else mixed
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -28,34 +32,17 @@ class Mixed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        """All points in one product: of all samples where they lie side by side, else of each."""
-        assert in_dims == (0, None)
-        weights, maps = args
+        """All points in one product: of all samples where they lie side by side, else of each.
+
+        The largest in one kernel, where there is one, or one after the other for the product, them and ReLU.
+        """
+        assert in_dims[:2] == (0, None)
+        weights, maps, largest = args
         side_by_side, laid = _laid_out(maps)
-        return _as_given(side_by_side, _product(weights, laid))
-
-
-class LargestOfMixed(torch.autograd.Function):
-    """max(0, max_q Σ_k w_k Z_k[q]) for maps (samples, K + 1, q, …): (samples, …). No derivatives."""
-
-    @staticmethod
-    def forward(weights: Tensor, maps: Tensor) -> Tensor:
-        """One point."""
-        return Mixed.forward(weights, maps).amax(1).relu_()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        """All points in one kernel, or one after the other for the product, the largest and ReLU."""
-        assert in_dims == (0, None)
-        weights, maps = args
-        side_by_side, laid = _laid_out(maps)
-        found = fused(weights, laid)
+        found = fused(weights, laid) if largest else None
         if found is None:
-            found = _product(weights, laid).amax(2).relu_()
+            found = _product(weights, laid)
+            found = found.amax(2).relu_() if largest else found
         return _as_given(side_by_side, found)
 
 
