@@ -88,7 +88,7 @@ def test_the_table_of_correlations_is_there_without_scripts():
     assert cell is not None
     assert float(cell[1]) == first["kendall"]
     assert "60 networks: 49 converged, 6 diverged, 5 not converged. In the analysis: 49." in html
-    assert "Left out: 6 diverged; 5 did not converge and was not measured." in html
+    assert "Left out: 6 diverged; 5 not converged, so not measured." in html
 
 
 def test_the_table_of_verdicts_is_there_without_scripts():

@@ -170,9 +170,9 @@ def test_diverged_and_unconverged_networks_are_rows_with_a_reason(tmp_path):
     assert found.counts() == {"not_converged": 3, "diverged": 3}
     frame = found.to_frame()
     assert all(frame[frame["status"] == "diverged"]["reason"].str.startswith("the loss of epoch 1 is "))
-    assert found.filtered_out() == {"diverged": 3, "did not converge and was not measured": 3}
+    assert found.filtered_out() == {"diverged": 3, "not converged, so not measured": 3}
     told = " ".join(str(found).split())  # lines end where the terminal does
-    assert "In the analysis: n = 0. Left out: 3 diverged; 3 did not converge and was not measured." in told
+    assert "In the analysis: n = 0. Left out: 3 diverged; 3 not converged, so not measured." in told
     assert frame["gap"].notna().sum() == 3
     every = run(study(grid=content["grid"], stop=content["stop"], measure={"which": "all"}), tmp_path)
     assert len(every.kept()) == 3

@@ -91,7 +91,7 @@ class Study:
             ("not trained yet", status != PENDING),
             ("diverged", status != "diverged"),
             ("failed", status != "failed"),
-            ("did not converge and was not measured", (status != "not_converged") | measured),
+            ("not converged, so not measured", (status != "not_converged") | measured),
             ("not measured yet", measured),
         ]
         texts = dict.fromkeys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -78,10 +79,19 @@ def _table_lines(table: Any, shown: Any, width: int) -> list[str]:
     lines = [head, "─" * len(head)]
     for _, row in shown.iterrows():
         interval = f"{row['kendall']:+.2f} [{row['kendall_low']:+.2f}, {row['kendall_high']:+.2f}]"
-        cells = [f"{row[column]:>+{len(title)}.2f}" for column, title in columns.items()]
+        cells = [_cell(row[column], len(title)) for column, title in columns.items()]
         name = _shortened(row["quantity"], first - 1)
         lines.append("  ".join([f"{name:{first}}{interval:^{_INTERVAL}}", *cells]))
     return lines
+
+
+def _cell(value: float, size: int) -> str:
+    """A coefficient, or a dash where there is none.
+
+    >>> _cell(0.756, 7), _cell(float("nan"), 3)
+    ('  +0.76', '  –')
+    """
+    return f"{'–':>{size}}" if math.isnan(value) else f"{value:>+{size}.2f}"
 
 
 def _left(columns: Mapping[str, str], width: int) -> int:
