@@ -1,4 +1,4 @@
-"""The benchmarks on a GPU, in one visit of about five minutes: a table, and JSON in $OUT if set."""
+"""The benchmarks on a GPU, in one visit of about six minutes: a table, and JSON in $OUT if set."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import all_layers
 import eigenvalues
+import landscape
 import last_layer
 import memory
 import torch
@@ -25,6 +26,7 @@ BENCHMARKS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
     "vocabulary": lambda device: vocabulary.run(device, 10_000),
     "eigenvalues": lambda device: eigenvalues.run(device, 5_000),
     "memory": memory.run,
+    "landscape": lambda device: landscape.run(device, 10_000),
 }
 
 
