@@ -13,12 +13,13 @@ from typing import Any
 
 import all_layers
 import eigenvalues
-import landscape
 import last_layer
 import memory
 import torch
 import vocabulary
 from harness import machine, show
+
+import landscape
 
 BENCHMARKS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
     "last_layer": lambda device: last_layer.run(device, 50_000),
