@@ -207,6 +207,26 @@ def test_a_network_that_fails_is_a_row_and_may_be_tried_again(tmp_path, monkeypa
     assert run(study(), tmp_path, retry=True).counts() == {"converged": 6}
 
 
+def test_a_network_whose_weights_are_gone_fails_and_is_trained_anew_when_asked(tmp_path):
+    content = study()
+    first = run(content, tmp_path).to_frame().set_index("key")
+    lost = first.index[2]
+    path = tmp_path / "weights" / f"{lost}.safetensors"
+    path.unlink()
+    assert run(content, tmp_path).counts() == {"converged": 6}, "nothing of it was needed"
+    content["measure"] = {**content["measure"], "measures": [*content["measure"]["measures"], "weight_norm"]}
+    found = run(content, tmp_path)
+    assert found.counts() == {"converged": 5, "failed": 1}
+    assert found.records[lost]["reason"] == (
+        f"measuring: CheckpointError: Expected its weights in {path} but they are gone. --retry trains it anew."
+    )
+    again = run(content, tmp_path, retry=True).to_frame().set_index("key")
+    assert set(again["status"]) == {"converged"}
+    assert again.at[lost, "relative_flatness:fc2"] == pytest.approx(
+        first.at[lost, "relative_flatness:fc2"], rel=1e-4
+    ), "the same seed, alone this time: rounding in another order, over all of training"
+
+
 def test_a_model_that_cannot_run_as_a_stack_trains_one_by_one(tmp_path, monkeypatch):
     (tmp_path / "branching.py").write_text(
         "import torch\n"

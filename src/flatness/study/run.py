@@ -183,10 +183,10 @@ def _saved(spec: Spec, networks: list[Configuration]) -> dict[str, Any]:
 
 
 def _forget_failures(folder: Folder) -> None:
-    """Take failures back: a network that was trained goes back to that, others to nothing."""
+    """Take failures back: a network that was trained and kept goes back to that, others to nothing."""
     for record in list(folder.all_records()):
         if record["status"] == FAILED:
-            if "training" in record:
+            if "training" in record and folder.weights_of(record["key"]).exists():
                 status, reason = record["training"]["status"], record["training"]["reason"]
                 kept = {name: value for name, value in record.items() if name not in ("measuring", SO_FAR)}
                 folder.write_record(record["key"], {**kept, "status": status, "reason": reason})

@@ -18,7 +18,7 @@ import torch
 from torch import AcceleratorError, Tensor, nn
 
 from flatness.checkpoints import fit_checkpoint, read_checkpoint
-from flatness.errors import StudyError
+from flatness.errors import CheckpointError, StudyError
 from flatness.journal import Journal, about
 from flatness.study.cohorts import Unit
 from flatness.study.environment import environment
@@ -252,6 +252,8 @@ def journal_of(key: str, folder: Folder, orders: Orders) -> Iterator[Journal]:
 def _loaded(one: Configuration, folder: Folder) -> nn.Module:
     model = make_model(one)
     path = one.checkpoint or str(folder.weights_of(one.key))
+    if not one.checkpoint and not os.path.exists(path):
+        raise CheckpointError(f"Expected its weights in {path} but they are gone. --retry trains it anew.")
     fit_checkpoint(model, read_checkpoint(path), path)
     return model
 
