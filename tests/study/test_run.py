@@ -218,7 +218,8 @@ def test_a_network_whose_weights_are_gone_fails_and_is_trained_anew_when_asked(t
     found = run(content, tmp_path)
     assert found.counts() == {"converged": 5, "failed": 1}
     assert found.records[lost]["reason"] == (
-        f"measuring: CheckpointError: Expected its weights in {path} but they are gone. --retry trains it anew."
+        f"measuring: CheckpointError: Expected its weights in {path} but they are gone. "
+        "--retry trains it anew."
     )
     again = run(content, tmp_path, retry=True).to_frame().set_index("key")
     assert set(again["status"]) == {"converged"}

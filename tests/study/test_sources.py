@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import flatness
-from flatness.errors import SpecError
+from flatness.errors import FlatnessError, SpecError
 from flatness.measures.catalogue import select_measures
 from flatness.study.sources import columns_of
 from studies import study
 
 
-def refused(out, content):
-    with pytest.raises(SpecError) as caught:
+def refused(out, content, kind=SpecError):
+    with pytest.raises(kind) as caught:
         flatness.study.run(content, out, jobs=1, progress=False)
     assert not (out / "records").exists()  # nothing was trained, nothing was written
     return str(caught.value)
@@ -111,3 +113,22 @@ def test_what_the_data_do_not_take_is_refused(tmp_path):
         "Expected no standardize in [data] but there is one beside 'flatness.data:load', which does not take "
         "it. Give it as one of options."
     )
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "said"),
+    [
+        ("model", "network", "Expected mine:network to build the model but it raised KeyError: 'width'"),
+        ("data", "digits", "Expected mine:digits to give data but it raised OSError: no such disk"),
+    ],
+)
+def test_what_ones_own_code_raises_says_whose_it_is(tmp_path, monkeypatch, table, name, said):
+    (tmp_path / "mine.py").write_text(
+        "def network(**options):\n    raise KeyError('width')\n\n"
+        "def digits(split):\n    raise OSError('no such disk')\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    content = {**study(), table: {"name": f"mine:{name}"}}
+    assert refused(tmp_path / "out", content, FlatnessError) == said

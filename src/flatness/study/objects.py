@@ -7,7 +7,8 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,8 @@ def own_code(*names: str) -> list[str]:
 
 def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     limit = data.get("limit" if split == "train" else "test_limit")
-    try:
+    with _saying(DataError, f"Expected {name} to give data"):
         made = factory(split=split, **data.get("options", {}))
-    except FlatnessError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"Expected {name} to give data but it raised {type(error).__name__}: {error}"
-        ) from error
     tensors = isinstance(made, (tuple, list)) and len(made) == 2 and all(isinstance(t, Tensor) for t in made)
     if not tensors or len(made[0]) != len(made[1]) or len(made[0]) == 0:
         raise DataError(
@@ -103,14 +98,27 @@ def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple
     return made[0][:limit], made[1][:limit]
 
 
+@contextmanager
+def _saying(kind: type[FlatnessError], expected: str) -> Iterator[None]:
+    """What a user's own code raises, in words that say whose it is."""
+    try:
+        yield
+    except FlatnessError:
+        raise
+    except Exception as error:
+        raise kind(f"{expected} but it raised {type(error).__name__}: {error}") from error
+
+
 def make_model(configuration: Configuration) -> nn.Module:
     """The network as it starts: built from its seed, redrawn by its scheme."""
     name, options = configuration.model["name"], dict(configuration.model.get("options", {}))
     seed, scheme = configuration.axes.get("seed", 0), configuration.axes.get("initialization", "default")
     if ":" in name:
         factory = import_object(name, "name in [model]")
-        with seeded(seed):
-            model = factory(**options) if not isinstance(factory, nn.Module) else factory
+        model = factory
+        if not isinstance(factory, nn.Module):
+            with seeded(seed), _saying(ModelError, f"Expected {name} to build the model"):
+                model = factory(**options)
         if not isinstance(model, nn.Module):
             raise ModelError(
                 f"Expected {name} to give a torch.nn.Module but got {type(model).__name__}. "
