@@ -49,6 +49,15 @@ def run_whole(problem: Problem, example: Any) -> tuple[Tensor, Any]:
     return output, target
 
 
+def check_example(problem: Problem, example: Any) -> None:
+    """Run the example, and refuse a model that fails on it, is random or mixes samples."""
+    draws = Draws(problem.model, problem.seed)
+    items = first_run(problem, example)
+    with torch.no_grad():
+        alone = problem.items(batches.copied(batches.rows(example, 0, 1))).logits
+    check_runs(problem, example, items, alone, draws)
+
+
 def explain(problem: Problem, example: Any, error: Exception) -> None:
     """Raise, after an error of another run, what the example run as it is raises, if it does."""
     if not ran_out(error):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flatness.errors import OptionError
+from flatness.errors import ModelError, NondeterministicError, NotFiniteError, OptionError
 from flatness.landscape import Line, Surface, density, line, surface
 from flatness.landscape.arguments import span_between
 from flatness.models import mlp
@@ -155,6 +155,105 @@ def test_statistics_in_other_batches_are_not_taken_over(tmp_path):
     options = {"count": 1, "points": 3, "batch_norm": "recomputed", "resume": tmp_path / "l.npz"}
     line(model, pair, batch_size=12, **options, **QUIET)
     assert "made with other settings: batch size." in refused(line, model, pair, batch_size=6, **options)
+
+
+def test_statistics_are_recomputed_though_nothing_moves():
+    model, (x, y) = normalised(), data()
+    still = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    options = {"points": 3, "batch_norm": "recomputed", **QUIET}
+    found = line(model, (x, y), directions=still, **options)
+    other = line(model, (x, y), between=normalised(), **options)
+    model.train()
+    model[1].momentum = 1.0
+    model(x)
+    expected = float(F.cross_entropy(model.eval()(x), y).detach())
+    assert found.loss.tolist() == [[pytest.approx(expected, rel=1e-12)] * 3]
+    assert other.loss.tolist() == found.loss.tolist()
+
+
+def test_a_file_made_with_another_function_is_not_taken_over(tmp_path):
+    """Neither functions nor modules without parameters can be told apart but by what they compute."""
+    model, (x, y) = small(), data()
+    targets = F.one_hot(y, 3).double()
+    huber = {"points": 3, "resume": tmp_path / "huber.npz"}
+    doubled = {**huber, "resume": tmp_path / "doubled.npz"}
+    spectrum = {"runs": 1, "steps": 2, "resume": tmp_path / "density.npz"}
+    surface(model, (x, targets), nn.HuberLoss(delta=1.0), **huber, **QUIET)
+    line(model, (x, y), **doubled, **QUIET)
+    density(model, (x, y), **spectrum, **QUIET)
+
+    def twice(model, batch):
+        return 2 * model(batch[0]), batch[1]
+
+    changed = "was made with other settings: value of the loss. Choose another name, or remove the file."
+    assert refused(surface, model, (x, targets), nn.HuberLoss(delta=0.1), **huber).endswith(changed)
+    assert refused(line, model, (x, y), forward=twice, **doubled).endswith(changed)
+    assert refused(density, model, (x, y), forward=twice, **spectrum).endswith(changed)
+    # Sums in another order are the same loss.
+    line(model, (x, y), batch_size=5, **doubled, **QUIET)
+
+
+@pytest.mark.parametrize("call", [line, surface])
+def test_noise_and_samples_that_depend_on_their_batch_are_refused(call):
+    class Odd(nn.Sequential):
+        def forward(self, x):
+            return super().forward(F.dropout(x, 0.5) if self.noisy else x - x.mean(0))
+
+    model = Odd(small())
+    for model.noisy, error, words in (
+        (True, NondeterministicError, "Expected the same output for the same batch but two runs in "),
+        (False, ModelError, "Expected each sample's output to depend on that sample alone but "),
+    ):
+        with untouched(model), pytest.raises(error, match=words):
+            call(model, data(), points=2, **QUIET)
+
+
+def moved_by(model, step):
+    other = {name: value.clone() for name, value in model.state_dict().items()}
+    other["fc1.weight"] += step
+    return other
+
+
+def test_a_network_that_diverged_is_no_place_to_go_to():
+    model = small()
+    broken = moved_by(model, 1.0)
+    broken["fc1.weight"][0, 0] = torch.nan
+    for what, options in (
+        ("between", {"between": broken}),
+        ("checkpoint 2 of 'trajectory'", {"trajectory": [moved_by(model, 1.0), broken]}),
+    ):
+        with pytest.raises(NotFiniteError) as caught:
+            (line if "between" in options else surface)(model, data(), points=3, **options, **QUIET)
+        assert str(caught.value) == (
+            f"Expected {what} to be finite weights but got NaN or infinity in fc1.weight. Training "
+            "diverged, or the checkpoint is damaged: leave it out."
+        )
+
+
+class Masked(nn.Module):
+    """A network with −∞ in a buffer, as masks of attention have, and something beside its tensors to save."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner = small(seed)
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64))
+
+    def forward(self, x):
+        return self.inner(x) * (self.mask + 1).exp()
+
+    def get_extra_state(self):
+        return {"steps": 3}
+
+
+def test_what_both_networks_have_in_common_may_be_infinite_or_no_tensor_and_either_may_be_wrapped():
+    model, other, (x, y) = Masked(0), Masked(1), data()
+    losses = [float(F.cross_entropy(network(x), y).detach()) for network in (model, other)]
+    for start, end in ((model, other), (nn.DataParallel(model), nn.DataParallel(other))):
+        found = line(start, (x, y), between=end, points=2, **QUIET)
+        assert found.loss[0].tolist() == pytest.approx(losses, rel=1e-12)
+    steps = [other, Masked(2).state_dict()]
+    plane = surface(model, (x, y), trajectory=steps, points=3, span=((-1, 1), (-1, 1)), **QUIET)
+    assert plane.loss[1, 1] == pytest.approx(losses[0], rel=1e-12)
 
 
 def test_densities_of_nothing_are_refused_and_ctrl_c_before_the_first_step_is_ctrl_c(monkeypatch):

@@ -17,9 +17,11 @@ from flatness.errors import OptionError, listed, nearest
 from flatness.forward import Forward
 from flatness.landscape.arguments import whole_number
 from flatness.landscape.density_result import KIND, Density, SpectralQuadrature
+from flatness.landscape.engines import LOOPED
 from flatness.landscape.filling import resumed
 from flatness.landscape.networks import Member, Networks, members_of, own_weights, without_weight
-from flatness.landscape.setting import identity_of
+from flatness.landscape.points import Points
+from flatness.landscape.setting import RISK, identity_of
 from flatness.landscape.storage import Array
 from flatness.layers import find_layers, select_layers
 from flatness.planning import make_plan
@@ -176,8 +178,8 @@ class _Census:
             return
         first = self.problems[0]
         with first.guarded():
-            first.stream(lambda batch: None, "data")
-        self.asked["data"] = f"{first.fingerprint or 0:x}"
+            risk = Points(first, engine=LOOPED).loss
+        self.asked |= {"data": f"{first.fingerprint or 0:x}", RISK: risk}
         if resumed(self.resume, KIND, self.asked) is None:
             return
         before = Density.load(self.resume)

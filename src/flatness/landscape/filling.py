@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -16,10 +17,12 @@ import torch
 from flatness.errors import OptionError, ReportError, listed
 from flatness.files import check_folder
 from flatness.landscape.points import Points
+from flatness.landscape.setting import RISK
 from flatness.landscape.storage import Array, read_arrays
 from flatness.progress import ProgressBar
 
 _SAVE_EVERY = 5.0
+_ROUNDING = {"rel_tol": 1e-3, "abs_tol": 1e-6}  # by which a loss may differ between devices and batch sizes
 
 
 @dataclass
@@ -127,10 +130,16 @@ def resumed(path: str | os.PathLike[str] | None, kind: str, asked: dict[str, Any
     before = meta.get("asked", {})
     # What was asked for now went through no file yet, which makes lists of tuples.
     now = json.loads(json.dumps(asked))
-    changed = [name for name in now if before.get(name) != now[name]]
+    changed = [name for name in now if not _same(name, before.get(name), now[name])]
     if changed:
         raise OptionError(
             f"Expected resume to be a file of the same {kind} but {path} was made with other settings: "
             f"{listed(name.replace('_', ' ') for name in changed)}. Choose another name, or remove the file."
         )
     return arrays
+
+
+def _same(name: str, before: Any, now: Any) -> bool:
+    if name == RISK and isinstance(before, float):
+        return math.isclose(before, now, **_ROUNDING)
+    return before == now

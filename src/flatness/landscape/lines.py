@@ -26,7 +26,7 @@ from flatness.landscape.filling import Table
 from flatness.landscape.line_result import KIND, Line
 from flatness.landscape.networks import Member, Networks, Weights, difference, members_of, state_of
 from flatness.landscape.points import Points
-from flatness.landscape.setting import facts_of, identity_of
+from flatness.landscape.setting import RISK, facts_of, identity_of
 from flatness.landscape.storage import Array
 from flatness.problem import Problem
 from flatness.ranks import separately
@@ -206,7 +206,7 @@ class _Walk:
             points.along(chosen.vectors)
             if self.table is None:
                 self.rows = len(chosen.vectors)
-                self.table = self._table(problem)
+                self.table = self._table(points)
             problem.progress = False
             for number in range(self.rows):
                 coefficients = torch.zeros(len(self.positions), self.rows, dtype=torch.float64)
@@ -219,9 +219,10 @@ class _Walk:
             return choose_directions(problem, self.asked, member.number)
         return Chosen([difference(problem.model, self.between, "between")], ["to the other network"])
 
-    def _table(self, problem: Problem) -> Table:
+    def _table(self, points: Points) -> Table:
+        problem = points.problem
         table = Table.empty(len(self.members) * self.rows, len(self.positions), problem.progress)
-        self.identity["data"] = f"{problem.fingerprint or 0:x}"
+        self.identity |= {"data": f"{problem.fingerprint or 0:x}", RISK: points.loss}
         table.keep_in(self.resume, KIND, self.identity, lambda: self._line(table))
         return table
 

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from flatness.batches import describe
-from flatness.errors import CheckpointError, LayerError, ModelError, listed
+from flatness.errors import CheckpointError, LayerError, ModelError, NotFiniteError, listed
+from flatness.guard import unwrap
 from flatness.layers.view import Layer
+
+# What modules save beside parameters and buffers has a name that ends so.
+_BESIDE = "_extra_state"
 
 Networks = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[nn.Module]]
 """A network; several, which make one mean and band; or any of these by name, a curve for each name."""
@@ -88,8 +92,10 @@ def without_weight(names: list[str]) -> LayerError:
 
 
 def state_of(weights: Any) -> dict[str, Tensor]:
-    """Floating-point parameters and buffers by name, detached."""
-    found = dict(weights.state_dict()) if isinstance(weights, nn.Module) else weights
+    """Floating-point parameters and buffers by name, detached; of a wrapper those of what it wraps."""
+    found = unwrap(weights)[0].state_dict() if isinstance(weights, nn.Module) else weights
+    if isinstance(found, Mapping):
+        found = {name: value for name, value in found.items() if not str(name).endswith(_BESIDE)}
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise CheckpointError(
             f"Expected a network or its state dict but got {describe(weights)}. For example "
@@ -108,6 +114,7 @@ def difference(model: nn.Module, weights: Any, what: str) -> dict[str, Tensor]:
 
     Raises:
         CheckpointError: When the weights are those of another network.
+        NotFiniteError: When they hold NaN or infinity where the model does not.
     """
     here, there = state_of(model), state_of(weights)
     missing = [name for name in here if name not in there]
@@ -134,5 +141,13 @@ def difference(model: nn.Module, weights: Any, what: str) -> dict[str, Tensor]:
         if value.data_ptr() in owners and value.numel():
             continue
         owners.add(value.data_ptr())
-        moved[name] = there[name].to(value.device, torch.float64) - value.double()
+        other = there[name].to(value.device, torch.float64)
+        # Masks of attention hold −∞ in both.
+        moved[name] = torch.where(other == value, 0.0, other - value.double())
+    broken = [name for name, move in moved.items() if not bool(move.isfinite().all())]
+    if broken:
+        raise NotFiniteError(
+            f"Expected {what} to be finite weights but got NaN or infinity in {listed(broken)}. Training "
+            "diverged, or the checkpoint is damaged: leave it out."
+        )
     return moved

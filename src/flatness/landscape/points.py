@@ -19,7 +19,7 @@ from flatness.landscape.choosing import choose_engine
 from flatness.landscape.engines import LOOPED, LOSS, Stacked, accuracy_of, bytes_of
 from flatness.landscape.first_layers import KeptMaps, Steps
 from flatness.memory import fits, kept_budget
-from flatness.probe import first_run
+from flatness.probe import check_example
 from flatness.problem import Problem
 
 BATCH_NORM = ("as_is", "recomputed")
@@ -73,7 +73,7 @@ class Points:
         self._kept: list[Any] | None = []
         self._maps, self._maps_along = KeptMaps(0), None
         self._map_budget = kept_budget(problem.device) // 2
-        first_run(problem, problem.example(2))
+        check_example(problem, problem.example(2))
         if engine is None and problem.device.type == "cuda":
             self._choose(fixed_batch)
         self._normaliser = 0.0
@@ -113,7 +113,7 @@ class Points:
 
     def _evaluate(self, coefficients: Tensor) -> Tensor:
         count = len(coefficients)
-        if not self._directions:
+        if not self._directions and not self._recompute:
             return torch.tensor([[self.loss, self.accuracy]], dtype=torch.float64).expand(count, 2).clone()
         steps = self._steps(coefficients)
         moved = steps.moved()

@@ -8,6 +8,9 @@ from flatness.landscape.points import Points
 from flatness.problem import Problem
 from flatness.provenance import model_fingerprint, own_version
 
+RISK = "value_of_the_loss"
+"""E at θ of the first network: functions, and modules without parameters, look the same when they are not."""
+
 
 def identity_of(problems: list[Problem]) -> dict[str, Any]:
     """What must be the same for points of an earlier run to be taken over."""

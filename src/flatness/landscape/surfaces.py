@@ -25,7 +25,7 @@ from flatness.landscape.directions import Asked, Chosen, check_asked, choose_dir
 from flatness.landscape.filling import Table
 from flatness.landscape.networks import state_of
 from flatness.landscape.points import Points
-from flatness.landscape.setting import facts_of, identity_of
+from flatness.landscape.setting import RISK, facts_of, identity_of
 from flatness.landscape.storage import Array
 from flatness.landscape.surface_result import KIND, Surface
 from flatness.landscape.trajectory import Plane, principal_plane, trajectories_of
@@ -157,7 +157,7 @@ class _Survey:
             x, y = self._axes(plane)
             points.along(chosen.vectors)
             table = Table.empty(1, len(x) * len(y), problem.progress)
-            identity = self._identity(x, y)
+            identity = self._identity(x, y) | {RISK: points.loss}
             kind = self.asked.kind if plane is None else "trajectory"
             meta = {**chosen.facts, "directions": kind, **facts_of(points, self.batch_norm, kind)}
             meta["asked"] = identity
