@@ -267,6 +267,27 @@ def test_a_network_may_write_into_its_weights(write, engine):
     torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_network_may_replace_its_buffers(engine):
+    """As one that follows the mean of its features does; chunks of points may differ in length."""
+
+    def run(net, x):
+        z = net.conv(x).tanh()
+        net.seen = 0.9 * net.seen + z.mean((0, 2, 3))
+        return net.fc(z.flatten(1))
+
+    torch.manual_seed(3)
+    model = Network(run, conv=nn.Conv2d(2, 3, 3), fc=nn.Linear(48, 3)).double()
+    model.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+    data = torch.randn(9, *IMAGES, dtype=torch.float64), torch.randint(3, (9,))
+    directions = [{"conv.weight": torch.randn(3, 2, 3, 3)} for _ in range(2)]
+    problem = Problem(model, data, batch_size=5, progress=False)
+    with untouched(model, *data), problem.guarded():
+        points = Points(problem, engine=engine, fixed_batch=True).along(directions)
+        found = torch.cat([points(COEFFICIENTS[:3]), points(COEFFICIENTS[3:])])
+    torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("rounded", [True, False])
 def test_a_network_may_differentiate_by_its_data(rounded):
     """Equal entries in a window as well."""

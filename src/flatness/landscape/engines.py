@@ -121,6 +121,8 @@ class Stacked:
             return torch.vmap(at, in_dims=(0, None if weights is None else 0))(moved, weights)
 
     def _call(self, values: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
+        # Buffers too: what a network puts in their place is another thing at every point.
+        values = {**dict(self.problem.model.named_buffers()), **values}
         named = {f"model.{name}": value for name, value in values.items()}
         return functional_call(self._caller, named, (batch,))
 
