@@ -170,6 +170,15 @@ CASES = {
         ),
         IMAGES,
     ),
+    "a bias made a parameter": (
+        lambda: Network(
+            lambda net, x: F.linear(F.linear(x.flatten(1), net.w, nn.Parameter(net.b * net.b)).tanh(), net.v),
+            w=nn.Parameter(torch.randn(5, 72)),
+            b=nn.Parameter(torch.randn(5)),
+            v=nn.Parameter(torch.randn(3, 5)),
+        ),
+        IMAGES,
+    ),
     "a bias made of parameters": (
         lambda: Network(
             lambda net, x: F.linear(F.linear(x.flatten(1), net.w, net.b * net.b).tanh(), net.v),

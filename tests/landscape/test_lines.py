@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._C._functorch import is_batchedtensor
 from torch.nn import functional as F
 
 import flatness
@@ -268,11 +269,17 @@ def test_the_fastest_engine_that_takes_the_network_is_chosen(monkeypatch):
         def forward(self, x):
             return self.fc(x) if self.fc(x).sum() > 0 else -self.fc(x)
 
-    problem = Problem(Branches(), (torch.randn(5, 4), torch.randint(3, (5,))), progress=False)
-    with problem.guarded():
-        monkeypatch.setattr(choosing, "_memory", lambda work, device: 5 * 1000 * len(work()))
-        # A thousand bytes a sample; what depends on its own values runs point by point.
-        assert choosing.choose_engine(problem, 64) == choosing.Choice("looped", 12 * 64)
+    class Asserts(Branches):
+        def forward(self, x):
+            assert not is_batchedtensor(self.fc.weight)
+            return self.fc(x)
+
+    # A thousand bytes a sample; what depends on its own values, or looks at them, runs point by point.
+    monkeypatch.setattr(choosing, "_memory", lambda work, device: 5 * 1000 * len(work()))
+    for model in (Branches(), Asserts()):
+        problem = Problem(model, (torch.randn(5, 4), torch.randint(3, (5,))), progress=False)
+        with problem.guarded():
+            assert choosing.choose_engine(problem, 64) == choosing.Choice("looped", 12 * 64)
 
 
 @pytest.mark.parametrize(

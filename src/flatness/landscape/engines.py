@@ -136,7 +136,7 @@ class Stacked:
 
 def accuracy_of(sums: Tensor) -> Tensor:
     """The share of right predictions, NaN where there are no classes."""
-    return 1 - sums[:, WRONG] / sums[:, COUNTED]
+    return (sums[:, COUNTED] - sums[:, WRONG]) / sums[:, COUNTED]
 
 
 def bytes_of(batch: Any) -> int:

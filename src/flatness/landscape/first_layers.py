@@ -183,8 +183,7 @@ class FirstLayers(TorchFunctionMode):
     ) -> Tensor | None:
         """Z_0, …, Z_K of a layer as (samples, K + 1, …); None if it is not linear in what moves."""
         name, shift = self._name(weight), self._name(bias)
-        fixed = bias is None or isinstance(bias, nn.Parameter)
-        if name is None or (shift is None and not fixed) or not self._is_data(x, weight):
+        if name is None or not self._is_data(x, weight) or (shift is None and not self._stays(bias)):
             return None
         key = (func, name, shift or id(bias), _place(x), repr((rest, options)))
         maps = self._known(key)
@@ -201,6 +200,13 @@ class FirstLayers(TorchFunctionMode):
         """The name of a parameter that moves."""
         moving = self._moving.get(id(tensor))
         return None if moving is None or _version(moving.tensor) != moving.version else moving.name
+
+    def _stays(self, bias: Tensor | None) -> bool:
+        """Whether it is a parameter of the network that is the same at every point, or there is none."""
+        if bias is None or not isinstance(bias, nn.Parameter) or is_functorch_wrapped_tensor(bias):
+            return bias is None
+        # One that the network makes is an nn.Parameter too, but lies elsewhere.
+        return any(bias.data_ptr() == value.data_ptr() for value in self._steps.values.values())
 
     def _is_data(self, x: Tensor, weight: Tensor) -> bool:
         if is_functorch_wrapped_tensor(x) or torch.is_grad_enabled():
