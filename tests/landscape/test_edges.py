@@ -279,6 +279,9 @@ def test_results_are_plain_enough_to_be_made_by_hand(tmp_path):
     found = Line(np.array([-1.0, 0, 1]), loss, loss * np.nan, loss > 0, ("a", "a"), ("1", "2"))
     assert found.mean("a").tolist() == [np.inf, 1.5, np.inf]
     assert found.band("a")[1][1] == pytest.approx(2.0)
+    with pytest.raises(OptionError) as caught:
+        found.mean("network")
+    assert str(caught.value) == "Expected the name of a curve, a, but got 'network'."
     nothing = np.full((2, 2), np.nan)
     empty = Surface(np.arange(2.0), np.arange(2.0), nothing, nothing, nothing > 0)
     assert str(empty) == "loss on the plane of two given directions."

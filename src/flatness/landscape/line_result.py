@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatness.errors import OptionError
+from flatness.errors import OptionError, listed, nearest
 from flatness.landscape.captions import AXES, batch_norm_words, data_words, number_of
 from flatness.landscape.storage import Array, read_arrays, write_arrays
 
@@ -49,6 +49,11 @@ class Line:
 
     def rows(self, group: str) -> Array:
         """Places of the lines of a group."""
+        if group not in self.groups:
+            names = list(dict.fromkeys(self.groups))
+            raise OptionError(
+                f"Expected the name of a curve, {listed(names)}, but got {group!r}.{nearest(group, names)}"
+            )
         return np.array([row for row, name in enumerate(self.groups) if name == group], dtype=int)
 
     def mean(self, group: str, quantity: str = "loss") -> Array:
