@@ -112,8 +112,8 @@ def test_lists_and_wrong_words(folder):
         "Did you mean 'smoke'?\n"
     )
     assert (
-        key.err
-        == "error: Expected a command, one of list, run, pack, show, but got 'rum'. Did you mean 'run'?\n"
+        key.err == "error: Expected a command, one of list, run, pack, unpack, show, but got 'rum'. "
+        "Did you mean 'run'?\n"
     )
     assert empty.status == 1
     assert "has no readable study.json" in empty.err

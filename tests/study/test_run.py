@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import lzma
 import os
 import time
 
@@ -381,6 +382,46 @@ def test_an_archive_is_the_study_without_weights(finished, tmp_path):
         StudyError, match=r"^Expected an archive that 'flatness study pack' wrote but .* is not"
     ):
         flatness.study.load(broken)
+
+
+def test_a_packed_study_goes_on_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    first = run(study(), tmp_path / "here")
+    file = flatness.study.pack(first.path, tmp_path / "there.json.xz")
+    assert flatness.study.unpack(file) == tmp_path / "there"
+    pandas.testing.assert_frame_equal(flatness.study.load(tmp_path / "there").to_frame(), first.to_frame())
+    trained = []
+    monkeypatch.setattr(work, "_trained", _noting(trained, work._trained))
+    more = run(study(grid={"seed": 4}), tmp_path / "there")
+    assert more.counts() == {"converged": 8}
+    assert sorted(one.axes["seed"] for one in trained) == [3, 3]
+    old = more.to_frame().query("seed < 3").reset_index(drop=True)
+    pandas.testing.assert_frame_equal(old, first.to_frame(), check_like=True)
+    with pytest.raises(StudyError) as caught:
+        flatness.study.unpack(file)
+    assert str(caught.value) == (
+        f"Expected a folder without a study but there is one in {tmp_path / 'there'}. Choose another folder."
+    )
+
+
+def _noting(found, function):
+    def noted(one, *others, **options):
+        found.append(one)
+        return function(one, *others, **options)
+
+    return noted
+
+
+def test_an_archive_cannot_write_outside_its_folder(tmp_path):
+    file = flatness.study.pack(run(study(grid={"seed": 1}), tmp_path / "here").path)
+    content = json.loads(lzma.decompress(file.read_bytes()))
+    content["records"][0]["key"] = "../../elsewhere"
+    file.write_bytes(lzma.compress(json.dumps(content).encode()))
+    with pytest.raises(StudyError) as caught:
+        flatness.study.unpack(file, tmp_path / "a" / "b")
+    assert str(caught.value) == (
+        f"Expected keys of letters and digits but {file} has a record '../../elsewhere'."
+    )
+    assert not list(tmp_path.rglob("elsewhere*"))
 
 
 def test_measuring_goes_on_after_its_last_pass(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
     group.command("list", cls=Command, short_help="The studies that come with the package.")(list_studies)
     group.command("run", cls=Command, short_help="Train, measure and correlate; go on where it stopped.")(run)
     group.command("pack", cls=Command, short_help="A study as one small file, to keep and pass on.")(pack)
+    group.command("unpack", cls=Command, short_help="The folder of a packed study again, to go on.")(unpack)
     group.command("show", cls=Command, short_help="The summary, tables and figures of a study.")(show)
     app.add_typer(group, name="study", short_help="Does flatness predict the gap? Many networks at once.")
 
@@ -124,6 +125,23 @@ def pack(
 
     path = pack_study(folder, file)
     typer.echo(f"{path}, {path.stat().st_size / 1024:,.0f} KiB")
+
+
+def unpack(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that 'study pack' wrote.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Where to.  [default: FILE without .json.xz]")
+    ] = None,
+) -> None:
+    """Make the folder of a packed study again. 'study run' goes on there and trains nothing twice.
+
+    Example:
+        flatness study unpack results.json.xz
+        flatness study run mine.toml --out results
+    """
+    from flatness.study import unpack as unpack_study
+
+    typer.echo(unpack_study(file, folder))
 
 
 def show(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def pack(out: str | os.PathLike[str], file: str | os.PathLike[str] | None = None
 
     Returns:
         The file. It holds the study and all records, not the weights: tables, figures and the page can be
-        made from it again, more measuring cannot be done.
+        made from it again, more measuring cannot be done. `unpack` makes a folder of it.
 
     Raises:
         StudyError: There is no study in the folder, or a record is damaged.
@@ -47,6 +48,35 @@ def pack(out: str | os.PathLike[str], file: str | os.PathLike[str] | None = None
     with replacing(path) as temporary:
         temporary.write_bytes(lzma.compress(text.encode(), preset=9))
     return path
+
+
+def unpack(file: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
+    """Write an archive as a folder again, to go on from: a run there adds networks, and trains none twice.
+
+    Args:
+        file: What `pack` wrote.
+        out: The folder, with no study in it so far; by default beside the file, under its name.
+
+    Returns:
+        The folder. It holds no weights: other measures need the networks to be trained again.
+
+    Raises:
+        StudyError: The file is no archive, or the folder holds a study.
+    """
+    study, records = read_archive(file)
+    folder = Folder(out if out is not None else str(file).removesuffix(SUFFIX))
+    with folder.locked():
+        if (folder.path / "study.json").exists():
+            raise StudyError(
+                f"Expected a folder without a study but there is one in {folder.path}. Choose another folder."
+            )
+        for record in records:
+            key = record["key"]
+            if not re.fullmatch(r"[\w-]+", key):  # a file's name, from a file that anyone may have made
+                raise StudyError(f"Expected keys of letters and digits but {file} has a record {key!r}.")
+            folder.write_record(key, record)
+        folder.write_study(study)
+    return folder.path
 
 
 def read_archive(file: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
