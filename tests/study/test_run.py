@@ -411,17 +411,25 @@ def _noting(found, function):
     return noted
 
 
-def test_an_archive_cannot_write_outside_its_folder(tmp_path):
-    file = flatness.study.pack(run(study(grid={"seed": 1}), tmp_path / "here").path)
+@pytest.mark.parametrize("read", [flatness.study.load, flatness.study.unpack])
+def test_an_archive_that_was_tampered_with_is_refused(tmp_path, read):
+    """Above all one whose records would be written elsewhere."""
+    file = flatness.study.pack(run(study(grid={"seed": 1}), tmp_path / "here").path, tmp_path / "a.json.xz")
     content = json.loads(lzma.decompress(file.read_bytes()))
-    content["records"][0]["key"] = "../../elsewhere"
-    file.write_bytes(lzma.compress(json.dumps(content).encode()))
-    with pytest.raises(StudyError) as caught:
-        flatness.study.unpack(file, tmp_path / "a" / "b")
-    assert str(caught.value) == (
-        f"Expected keys of letters and digits but {file} has a record '../../elsewhere'."
-    )
+    first = content["records"][0]
+    keys = "Expected records with a key each but {} has others."
+    for changed, said in (
+        ({"records": [{**first, "key": "../../elsewhere"}]}, keys),
+        ({"records": [first, {}]}, keys),
+        ({"records": None}, keys),
+        ({"study": {}}, "Expected an archive that says what its study is but {} does not."),
+    ):
+        file.write_bytes(lzma.compress(json.dumps({**content, **changed}).encode()))
+        with pytest.raises(StudyError) as caught:
+            read(file)
+        assert str(caught.value) == said.format(file)
     assert not list(tmp_path.rglob("elsewhere*"))
+    assert not (tmp_path / "a").exists()
 
 
 def test_measuring_goes_on_after_its_last_pass(tmp_path, monkeypatch):

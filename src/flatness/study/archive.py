@@ -71,10 +71,7 @@ def unpack(file: str | os.PathLike[str], out: str | os.PathLike[str] | None = No
                 f"Expected a folder without a study but there is one in {folder.path}. Choose another folder."
             )
         for record in records:
-            key = record["key"]
-            if not re.fullmatch(r"[\w-]+", key):  # a file's name, from a file that anyone may have made
-                raise StudyError(f"Expected keys of letters and digits but {file} has a record {key!r}.")
-            folder.write_record(key, record)
+            folder.write_record(record["key"], record)
         folder.write_study(study)
     return folder.path
 
@@ -100,4 +97,14 @@ def read_archive(file: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dic
             f"Expected an archive of version {_VERSION} but {file} has version {content.get('version')}. "
             "Read it with the flatness that wrote it."
         )
-    return content["study"], content["records"]
+    study, records = content.get("study"), content.get("records")
+    if not isinstance(study, dict) or not {"name", "scale", "content", "networks"} <= set(study):
+        raise StudyError(f"Expected an archive that says what its study is but {file} does not.")
+    if not isinstance(records, list) or not all(_has_key(record) for record in records):
+        raise StudyError(f"Expected records with a key each but {file} has others.")
+    return study, records
+
+
+def _has_key(record: Any) -> bool:
+    """Whether it is a record under a name that can be a file's: anyone may have made the archive."""
+    return isinstance(record, dict) and bool(re.fullmatch(r"[\w-]+", str(record.get("key", ""))))
