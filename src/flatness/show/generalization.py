@@ -75,4 +75,4 @@ def save_bounds(path: str | os.PathLike[str], rows: Sequence[Mapping[str, float]
     ]
     # What the script computes is an error rate for the most part.
     loss = "loss" if published else "squared loss"
-    save_lines(path, lines, "class separation", loss, "Bound and gap, samples of 600", zero=True)
+    save_lines(path, lines, "class separation", loss, "Bound and gap", zero=True)
