@@ -31,6 +31,9 @@ RECORDS = GALLERY / "records"
 OPENING = "petzka2019-mnist"
 """The study whose table of all measures opens the gallery."""
 
+AGAIN = "-again"
+"""Ends the name of the records of a study's second run."""
+
 BLOCK = re.compile(r"(<!-- made: (\w+)(?: ([\w-]+))? -->\n)(.*?)(<!-- /made -->)", re.DOTALL)
 """A part of a page that is made: its kind, its study, its text."""
 
@@ -177,6 +180,27 @@ def summary(name: str) -> str:
     return table([name.replace("_", " ") for name in columns], lines)
 
 
+def again(name: str) -> str:
+    """A second run of a study beside the first: what a figure is worth that one run gave."""
+    second = {row["quantity"]: row for row in correlations(f"{name}{AGAIN}")}
+    both = [(row, second[row["quantity"]]) for row in correlations(name) if row["quantity"] in second]
+    apart = [abs(one["kendall"] - other["kendall"]) for one, other in both]
+    inside = sum(one["kendall_low"] <= other["kendall"] <= one["kendall_high"] for one, other in both)
+    wanted = study(name).headline()
+    lines = [
+        [f"`{one['quantity']}`", between(one, "kendall"), between(other, "kendall")]
+        for one, other in both
+        if one["quantity"] in wanted
+    ]
+    return (
+        f"{counts(f'{name}{AGAIN}')}{cost(f'{name}{AGAIN}')}\n"
+        f"{table(['quantity', 'τ, first run (95 %)', 'τ, second run (95 %)'], lines)}\n"
+        f"Of all {len(both)} quantities, layers and reductions among them, {inside} have a second τ within the "
+        f"interval of the first; τ differs by {number(statistics.mean(apart))} in the mean and "
+        f"{number(max(apart))} at most.\n"
+    )
+
+
 def cost(name: str) -> str:
     """What the run took, as the records say."""
     records = study(name).records.values()
@@ -215,6 +239,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "brief": brief,
     "summary": summary,
     "settings": settings,
+    "again": again,
     "cost": cost,
     "claims": claims,
 }
@@ -262,7 +287,9 @@ def draw_opening() -> None:
 def main() -> None:
     """Figures first, then pages."""
     for file in sorted(RECORDS.glob("*.json.xz")):
-        draw(file.name.removesuffix(".json.xz"))
+        name = file.name.removesuffix(".json.xz")
+        if not name.endswith(AGAIN):
+            draw(name)
     draw_opening()
     for page in [*sorted(GALLERY.glob("*.md")), GALLERY.parents[1] / "README.md"]:
         before = page.read_text(encoding="utf-8")
