@@ -195,8 +195,8 @@ def again(name: str) -> str:
     return (
         f"{counts(f'{name}{AGAIN}')}{cost(f'{name}{AGAIN}')}\n"
         f"{table(['quantity', 'τ, first run (95 %)', 'τ, second run (95 %)'], lines)}\n"
-        f"Of all {len(both)} quantities, layers and reductions among them, {inside} have a second τ within the "
-        f"interval of the first; τ differs by {number(statistics.mean(apart))} in the mean and "
+        f"Of all {len(both)} quantities, layers and reductions among them, {inside} have a second τ within "
+        f"the interval of the first; τ differs by {number(statistics.mean(apart))} in the mean and "
         f"{number(max(apart))} at most.\n"
     )
 

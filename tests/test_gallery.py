@@ -69,7 +69,7 @@ def test_every_record_has_a_page():
 
 @pytest.mark.parametrize("name", [name for name in ARCHIVES if name.removesuffix("-again") in STUDIES])
 def test_a_run_goes_on_from_the_records_and_measures_nothing_again(gallery, name):
-    """Else a run in the folder that `flatness study unpack` makes would ask for weights, which are not kept."""
+    """Else a run in the folder of `flatness study unpack` would ask for weights, which are not kept."""
     found = gallery.loaded(name)
     now = flatness.study.read_spec(name.removesuffix("-again"), "gallery")
     assert found.spec.content == now.content
