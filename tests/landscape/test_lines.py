@@ -439,6 +439,13 @@ def test_bad_input_gets_whole_sentences(tmp_path):
     from flatness.errors import CheckpointError, ModelError, OptionError
 
     model, data = smooth()
+    tiny = nn.Linear(4, 3, bias=False)
+    tiny.weight = nn.Parameter(torch.ones(3, 4))
+    more = {"directions": "eigenvectors", "count": 14, "points": 3}
+    for networks in ([tiny, model], [model, tiny]):
+        assert refused(OptionError, networks, data, **more) == (
+            "Expected as many directions for every network but one has no more than 12. Pass count=12."
+        )
     assert refused(OptionError, model, data, directions={"0.weight": torch.ones(3, 4)}) == (
         "Expected a direction of shape [5, 4] for '0.weight' but got [3, 4]. Directions have the shapes "
         "of the "

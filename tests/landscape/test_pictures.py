@@ -11,7 +11,7 @@ from PIL import Image
 from flatness.errors import ReportError
 from flatness.landscape import Density, Line, Surface
 from flatness.landscape.density_result import SpectralQuadrature
-from flatness.show.landscape import save_density, save_line
+from flatness.show.landscape import _alone, save_density, save_line
 from flatness.show.landscape_page import load_landscape, write_landscape
 from flatness.show.surfaces import _round_numbers, _scaled, save_contour, save_relief
 
@@ -122,6 +122,23 @@ def test_losses_that_are_not_finite_are_clipped_in_the_picture_and_kept_in_the_d
     rows = line.loss.copy()
     rows[0, 0], rows[2, 5:] = np.inf, np.nan
     save_line(tmp_path / "a.png", a_line(rows))
+
+
+def test_a_point_between_others_that_are_not_finite_is_seen(tmp_path):
+    """No line goes to it: the middle of one curve, the first point of the other get a dot."""
+    rows = np.full((3, 9), np.inf)
+    rows[:2, 4], rows[2] = 1.0, 1.0
+    rows[2, 1] = np.inf
+    save_line(tmp_path / "a.svg", a_line(rows))
+    dots = re.findall(
+        r'<use [^>]*x="([\d.]+)"[^>]*style="fill: (#\w+); stroke: \2"/>', (tmp_path / "a.svg").read_text()
+    )
+    assert len(dots) == 2
+    (middle, small), (first, large) = dots
+    assert float(first) < float(middle)
+    assert small != large
+    assert _alone(np.array([1.0, np.nan, 2.0, 3.0, np.nan, np.inf, 4.0])).nonzero()[0].tolist() == [0, 6]
+    assert _alone(np.array([5.0])).tolist() == [True]
 
 
 def test_a_few_far_points_do_not_take_all_colours():

@@ -202,6 +202,12 @@ class _Walk:
         with problem.guarded():
             points = Points(problem, batch_norm=self.batch_norm, fixed_batch=self.fixed_batch)
             chosen = self._directions(problem, member)
+            if self.table is not None and len(chosen.vectors) != self.rows:
+                fewer = min(self.rows, len(chosen.vectors))
+                raise OptionError(
+                    f"Expected as many directions for every network but one has no more than {fewer}. Pass "
+                    f"count={fewer}."
+                )
             self._remember(member, points, chosen)
             points.along(chosen.vectors)
             if self.table is None:

@@ -73,6 +73,8 @@ def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
         mean = _shown(line.mean(name, quantity))
         style = DASHES[number % len(DASHES)]
         axes.plot(line.positions, mean, color=colour, linestyle=style, linewidth=1.5, label=written(name))
+        alone = _alone(mean)
+        axes.plot(line.positions[alone], mean[alone], ".", color=colour, markersize=5)
         away = line.done[line.rows(name)].all(0) & np.isnan(mean)
         if quantity == "loss" and away.any():
             edge = np.full(int(away.sum()), 0.98)
@@ -93,6 +95,12 @@ def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
         f"{line.meta.get('loss', 'loss')}".replace("_", " ") if quantity == "loss" else "accuracy"
     )
     tidy(axes, theme)
+
+
+def _alone(curve: Array) -> Array:
+    """Which points of a curve have no neighbour, so that no line shows them."""
+    there = np.pad(np.isfinite(curve), 1)
+    return there[1:-1] & ~there[:-2] & ~there[2:]
 
 
 def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool = False) -> None:
