@@ -16,7 +16,7 @@ from flatness.show.invariance_page import render_invariance
 from flatness.show.landscape_page import write_landscape
 from flatness.show.page import Page, render
 from flatness.show.study_page import render_study
-from flatness.study.correlations import correlation_table
+from flatness.study.correlations import baseline_table, correlation_table
 from flatness.study.results import Study
 from flatness.symmetry.verdicts import InvarianceReport, InvarianceRow
 from made_up import made_up_study
@@ -99,6 +99,7 @@ def large_study() -> Study:
     made = made_up_study(grid, 9, {f"measure_{number}": (None,) for number in range(6)})
     # The intervals of so many take ten seconds; the page does not mind what numbers its table starts with.
     made._correlated[""] = correlation_table(made.kept("").head(60), {}, resamples=10, permutations=10)
+    made._known[""] = baseline_table(made.kept(""), made.axes(), resamples=10)
     return made
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from scipy.stats import kendalltau, pearsonr
+
 from made_up import made_up_study
 
 GRID = {"optimizer": ["sgd", "adam"], "batch_size": [16, 64], "seed": 3}
@@ -28,3 +31,33 @@ def test_or_by_what_tells_the_networks_apart_that_are_there():
 
 def test_networks_that_differ_in_their_seed_alone_have_one_colour():
     assert made_up_study({"seed": 3}, 1).colour("") == "status"
+
+
+def test_what_is_known_without_a_measure_stands_beside_the_measures():
+    study = made_up_study(GRID, 1, analysis=ASKED)
+    kept, known = study.kept(""), study.baselines("").set_index("quantity")
+    # The optimizer is no number, and the seed is no hyperparameter.
+    assert set(known.index) == {"batch_size", "train_loss"}
+    for name, row in known.iterrows():
+        tau, r = kendalltau(kept[name], kept["gap"])[0], pearsonr(kept[name], kept["gap"])[0]
+        assert row["kendall"] == pytest.approx(tau, abs=1e-12)
+        assert row["pearson"] == pytest.approx(r, abs=1e-12)
+        assert row["n"] == len(kept)
+        assert row["kendall_low"] < row["kendall"] < row["kendall_high"]
+    first, second = known["kendall"].abs()
+    assert first > second
+    told = ", ".join(f"{name} {tau:+.2f}" for name, tau in known["kendall"].items())
+    assert f"For comparison, τ of what is known without a measure: {told}." in study.text(200)
+
+
+def test_hyperparameters_that_vary_together_are_told_once():
+    together = [{"batch_size": [16, 64], "learning_rate": [0.1, 0.4]}]
+    study = made_up_study({"together": together, "seed": 4}, 1, analysis=ASKED)
+    names = list(study.baselines("")["quantity"])
+    assert sorted(names) == ["batch_size+learning_rate", "train_loss"]
+
+
+def test_too_few_networks_have_no_baselines():
+    study = made_up_study({"seed": 2}, 1, analysis=ASKED)
+    assert len(study.baselines("")) == 0
+    assert "without a measure" not in study.text()

@@ -16,6 +16,7 @@ from flatness.show.svg import scatter
 from flatness.study.correlations import FEWEST
 from flatness.study.gaps import AXIS_LABELS
 from flatness.study.results import Study
+from flatness.study.summary import without_measures
 from flatness.tables import format_value
 
 _SCRIPTS = ("tables", "plot", "statistics", "study", "networks", "study_controls")
@@ -126,7 +127,8 @@ def _correlations(study: Study, number: int, part: str) -> str:
     )
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
     wide = '<label class="tick more-columns"><input type="checkbox"> all columns</label>' if more else ""
-    return f'<div class="part">{heading}{wide}{inner}</div>\n'
+    known = without_measures(study, part).replace("-", "−")
+    return f'<div class="part">{heading}{wide}{inner}<p>{escape(known)}</p></div>\n'
 
 
 def _gap(study: Study, part: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatness.correlate import COEFFICIENTS, correlation, family_null
-from flatness.study.granulated import granulated
+from flatness.study.granulated import SEED, granulated
 from flatness.study.table import measure_columns
 
 if TYPE_CHECKING:
@@ -54,6 +54,39 @@ def correlation_table(
     return table.sort_values("kendall", ascending=False, ignore_index=True, na_position="last")
 
 
+def baseline_table(
+    kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], *, resamples: int = 2000, seed: int = 0
+) -> pandas.DataFrame:
+    """How the gap goes with what is known of `kept` without a measure: hyperparameters and training loss.
+
+    Hyperparameters that are numbers and vary, and the training loss; a measure that does no better tells
+    nothing about these networks that one would not know without it. Of hyperparameters that vary together
+    the first is taken for all.
+
+    Returns:
+        A row each, the largest |τ| first: ``quantity``, ``n`` and the columns of `correlation_table` that are
+        not about all measures together.
+    """
+    import pandas as pd
+
+    names = {axis: columns[0] for axis, columns in axes.items() if axis != SEED} | {
+        "train_loss": "train_loss"
+    }
+    rows = [
+        {"quantity": name, **_coefficients(kept, column, axes, resamples, seed)}
+        for name, column in names.items()
+        if column in kept and _numbers_that_vary(kept[column]) and _usable(kept, column)
+    ]
+    table = pd.DataFrame(rows, columns=None if rows else ["quantity", "n", *COEFFICIENTS])
+    return table.sort_values("kendall", key=abs, ascending=False, ignore_index=True)
+
+
+def _numbers_that_vary(column: Any) -> bool:
+    import pandas as pd
+
+    return pd.api.types.is_numeric_dtype(column) and column.nunique() > 1
+
+
 def _usable(kept: pandas.DataFrame, name: str) -> bool:
     return int(np.isfinite(kept[name].to_numpy(float)).sum()) >= FEWEST
 
@@ -62,15 +95,22 @@ def _row(
     kept: pandas.DataFrame, name: str, axes: Mapping[str, Sequence[str]], resamples: int, seed: int
 ) -> dict[str, Any]:
     measure, place, *reduction = name.split(":")
-    x, gap = kept[name].to_numpy(float), kept["gap"].to_numpy(float)
-    fine = np.isfinite(x) & np.isfinite(gap)
-    row: dict[str, Any] = {
+    return {
         "quantity": name,
         "measure": measure,
         "layer": None if place == "network" else place,
         "reduction": reduction[0] if reduction else None,
-        "n": int(fine.sum()),
+        **_coefficients(kept, name, axes, resamples, seed),
     }
+
+
+def _coefficients(
+    kept: pandas.DataFrame, name: str, axes: Mapping[str, Sequence[str]], resamples: int, seed: int
+) -> dict[str, Any]:
+    """How one column goes with the gap, and its rescaled twin where there is one."""
+    x, gap = kept[name].to_numpy(float), kept["gap"].to_numpy(float)
+    fine = np.isfinite(x) & np.isfinite(gap)
+    row: dict[str, Any] = {"n": int(fine.sum())}
     for kind in COEFFICIENTS:
         found = correlation(x[fine], gap[fine], kind, resamples=resamples, permutations=0, seed=seed)
         row |= {kind: found.value, f"{kind}_low": found.low, f"{kind}_high": found.high}

@@ -12,7 +12,7 @@ from flatness.errors import StudyError, nearest
 from flatness.files import write_text
 from flatness.landscape.line_result import Line
 from flatness.study.conditions import parse_condition
-from flatness.study.correlations import correlation_table
+from flatness.study.correlations import baseline_table, correlation_table
 from flatness.study.granulated import SEED
 from flatness.study.lines import lines_together
 from flatness.study.records import readable_disk_errors
@@ -46,6 +46,7 @@ class Study:
         self.records = {key: record for key, record in records.items() if key in wanted}
         self.others = len(records) - len(self.records)
         self._correlated: dict[str | None, pandas.DataFrame] = {}
+        self._known: dict[str | None, pandas.DataFrame] = {}
 
     @functools.cached_property
     def _frame(self) -> pandas.DataFrame:
@@ -127,6 +128,12 @@ class Study:
                 permutations=analysis.get("permutations", 2000),
             )
         return self._correlated[part].copy()
+
+    def baselines(self, part: str | None = None) -> pandas.DataFrame:
+        """A row per hyperparameter and for the training loss: how they go with the gap, without a measure."""
+        if part not in self._known:
+            self._known[part] = baseline_table(self.kept(part), self.axes())
+        return self._known[part].copy()
 
     def groups(self, columns: Sequence[str] | None = None) -> pandas.DataFrame:
         """Means and standard deviations over seeds, a row per setting; `columns` default to the headline."""

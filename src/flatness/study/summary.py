@@ -60,7 +60,14 @@ def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
         f"By chance |τ| of the best of {len(table)} quantities stays below {family:.2f} "
         "in 95 % of permutations."
     )
-    return lines + wrapped(by_chance, width)
+    return lines + wrapped(by_chance, width) + wrapped(without_measures(study, part), width)
+
+
+def without_measures(study: Any, part: str) -> str:
+    """How far one gets without a measure; empty where nothing is known to vary."""
+    rows = study.baselines(part).to_dict("records")
+    known = ", ".join(f"{row['quantity']} {row['kendall']:+.2f}" for row in rows)
+    return f"For comparison, τ of what is known without a measure: {known}." if known else ""
 
 
 def _table_lines(table: Any, shown: Any, width: int) -> list[str]:
