@@ -34,6 +34,14 @@ def test_every_study_of_the_package_reads_at_every_scale(name, scale):
         assert len(keys) <= 16
 
 
+@pytest.mark.parametrize("name", names())
+def test_the_gallery_gives_no_network_more_epochs_than_the_paper(name):
+    """A cap at scale paper would cut off what is known to converge."""
+    gallery, paper = read_spec(name, "gallery"), read_spec(name)
+    for part, settings in paper.parts.items():
+        assert settings["stop"]["epochs"] >= gallery.part(part)["stop"]["epochs"]
+
+
 def test_sizes_are_those_of_the_papers():
     sizes = {name: len(read_spec(name).configurations) for name in names()}
     assert sizes["petzka2019-cifar10"] == 4 * 4 * 9
