@@ -42,6 +42,16 @@ def test_the_gallery_gives_no_network_more_epochs_than_the_paper(name):
         assert settings["stop"]["epochs"] >= gallery.part(part)["stop"]["epochs"]
 
 
+@pytest.mark.parametrize("name", ["rangamani2019-batch", "rangamani2019-lines"])
+@pytest.mark.parametrize("scale", ["smoke", "small", "gallery"])
+def test_small_and_large_batches_differ_also_with_few_samples(name, scale):
+    """They are what the study compares; a batch is at most all samples."""
+    spec = read_spec(name, scale)
+    for part, settings in spec.parts.items():
+        sizes = {one.axes["batch_size"] for one in spec.configurations if one.part == part}
+        assert len({min(size, settings["data"].get("limit", size)) for size in sizes}) == 2
+
+
 def test_sizes_are_those_of_the_papers():
     sizes = {name: len(read_spec(name).configurations) for name in names()}
     assert sizes["petzka2019-cifar10"] == 4 * 4 * 9
