@@ -44,6 +44,7 @@ pictures: $(STAMP)  ## draw all pictures of README and docs; pages need Chromium
 
 gallery: $(STAMP)  ## make figures and tables of docs/gallery from the kept records
 	$(BIN)/python docs/make_gallery.py
+	$(BIN)/python benchmarks/power_method.py --figure docs/gallery/rangamani2019-figure1.png
 
 clean:  ## remove .venv and all caches
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info

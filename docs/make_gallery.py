@@ -15,11 +15,12 @@ import shutil
 import statistics
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import flatness
+from flatness.correlate import correlation
 from flatness.show.plots import save_intervals
 from flatness.show.study import write_figures
 from flatness.study import Study
@@ -81,17 +82,45 @@ def correlations(name: str, part: str = "") -> list[dict[str, Any]]:
     return study(name).correlations(part).to_dict("records")
 
 
-def coefficients(rows: list[dict[str, Any]]) -> str:
-    """Rows of the table of correlations, with what matters about them."""
+def coefficients(name: str, part: str, rows: list[dict[str, Any]]) -> str:
+    """Rows of the table of correlations, what matters about them, and what is known without a measure."""
     rescaled = any("kendall_rescaled" in row for row in rows)
+    minima = converged(name, part)
     head = ["quantity", "Kendall τ (95 %)", "Pearson r (95 %)", "Ψ", "τ between seeds", "p, best of all"]
+    head += ["τ after rescaling"] if rescaled else []
+    head += [f"τ, the {len(minima)} that converged"] if minima is not None else []
+    known = study(name).baselines(part).to_dict("records")
     lines = []
-    for row in rows:
-        cells = [f"`{row['quantity']}`", between(row, "kendall"), between(row, "pearson")]
-        cells += [number(row.get("granulated", math.nan)), number(row.get("psi_seed", math.nan))]
-        cells.append("< 0.001" if row["p_family"] < 0.001 else number(row["p_family"], 3))
-        lines.append(cells + ([number(row.get("kendall_rescaled", math.nan))] if rescaled else []))
-    return table(head + (["τ after rescaling"] if rescaled else []), lines)
+    for row in [*rows, *known]:
+        measured = "p_family" in row
+        cells = [f"`{row['quantity']}`" if measured else f"*{row['quantity']}*"]
+        cells += [between(row, "kendall"), between(row, "pearson"), number(row.get("granulated", math.nan))]
+        told = measured or row["quantity"] == "train_loss"  # a hyperparameter is the same for all seeds
+        cells.append(number(row.get("psi_seed", math.nan) if told else math.nan))
+        cells.append(chance(row["p_family"]) if measured else "–")
+        cells += [number(row.get("kendall_rescaled", math.nan))] if rescaled else []
+        cells += [among(minima, row["quantity"])] if minima is not None else []
+        lines.append(cells)
+    return table(head, lines)
+
+
+def chance(p: float) -> str:
+    """A probability."""
+    return "< 0.001" if p < 0.001 else number(p, 3)
+
+
+def converged(name: str, part: str) -> Any:
+    """Those networks of the analysis that reached their target, where others did not; else None."""
+    kept: Any = study(name).kept(part)
+    reached = kept[kept["status"] == "converged"]
+    return reached if 10 <= len(reached) < len(kept) else None
+
+
+def among(networks: Any, quantity: str) -> str:
+    """Kendall's τ of a quantity with the gap over some networks."""
+    column = quantity if quantity in networks else quantity.split("+")[0]  # what varies together is told once
+    found = correlation(networks[column].to_numpy(float), networks["gap"].to_numpy(float), "kendall")
+    return between({"kendall": found.value, "kendall_low": found.low, "kendall_high": found.high}, "kendall")
 
 
 def headline(name: str) -> str:
@@ -101,7 +130,7 @@ def headline(name: str) -> str:
     for part in found.spec.parts:
         wanted = found.headline()
         rows = [row for row in correlations(name, part) if row["quantity"] in wanted]
-        parts.append((f"**{part}**\n\n" if part else "") + coefficients(rows))
+        parts.append((f"**{part}**\n\n" if part else "") + coefficients(name, part, rows))
     return "\n".join(parts)
 
 
@@ -158,16 +187,28 @@ def one_row_per_measure(name: str) -> list[dict[str, Any]]:
 
 def catalogue(name: str) -> str:
     """Every measure on the same networks."""
-    return coefficients(one_row_per_measure(name))
+    return coefficients(name, "", one_row_per_measure(name))
 
 
 def brief(name: str) -> str:
-    """Every measure on the same networks, in few columns."""
-    lines = [
-        [f"`{row['measure']}`", between(row, "kendall"), number(row["granulated"]), number(row["psi_seed"])]
-        for row in one_row_per_measure(name)
-    ]
-    return table(["measure", "τ with the gap (95 %)", "within a hyperparameter, Ψ", "between seeds"], lines)
+    """Every measure on the same networks in few columns, what is known without one, what chance gives."""
+    minima = converged(name, "")
+    head = ["measure", "τ with the gap (95 %)", "within a hyperparameter, Ψ"]
+    head += [f"τ, the {len(minima)} that converged"] if minima is not None else []
+    lines = []
+    for row in [*one_row_per_measure(name), *study(name).baselines("").to_dict("records")]:
+        cells = [f"`{row['measure']}`" if "measure" in row else f"*{row['quantity']}*"]
+        cells += [between(row, "kendall"), number(row["granulated"])]
+        lines.append(cells + ([among(minima, row["quantity"])] if minima is not None else []))
+    rows = correlations(name)
+    one, largest = statistics.median(row["null_95"] for row in rows), rows[0]["null_95_family"]
+    return (
+        f"{table(head, lines)}\n"
+        "Last, what is known without a measure. "
+        "Where the gaps are dealt out to the networks at random, |τ| of one measure stays below "
+        f"{number(one)} in 95 % of the cases, and the largest of all {len(rows)} quantities, layers among "
+        f"them, below {number(largest)}.\n"
+    )
 
 
 def summary(name: str) -> str:
@@ -203,17 +244,23 @@ def again(name: str) -> str:
 
 def cost(name: str) -> str:
     """What the run took, as the records say."""
-    records = study(name).records.values()
-    networks = len(records)
-    trained = sum(record.get("training", {}).get("seconds", 0.0) for record in records)
-    measured = [record["measuring"]["seconds"] for record in records if "measuring" in record]
-    devices = sorted(
-        {record["environment"].get("device_name", record["environment"]["device"]) for record in records}
-    )
-    return (
-        f"Training {trained:,.0f} s ({networks} networks) and measuring {sum(measured):,.0f} s "
-        f"({len(measured)} networks), with several at work side by side; on {' and '.join(devices)}.\n"
-    )
+    devices: dict[str, list[Mapping[str, Any]]] = {}
+    for record in loaded(name).records.values():
+        environment = record["environment"]
+        devices.setdefault(environment.get("device_name", environment["device"]), []).append(record)
+    told = "; ".join(f"on {device}: {spent(records)}" for device, records in sorted(devices.items()))
+    return f"{told[0].upper()}{told[1:]}. Times of several at work side by side are added up.\n"
+
+
+def spent(records: list[Mapping[str, Any]]) -> str:
+    """Seconds of training, measuring and lines, or of an experiment's pieces."""
+    kinds = {"training": "training", "measuring": "measuring", "lines": "lines through"}
+    told = []
+    for key, word in kinds.items():
+        seconds = [record[key]["seconds"] for record in records if "seconds" in record.get(key, {})]
+        told += [f"{word} {len(seconds)} networks {sum(seconds):,.0f} s"] if seconds else []
+    pieces = [record["seconds"] for record in records if "seconds" in record]
+    return ", ".join(told + ([f"{sum(pieces):,.0f} s in {len(pieces)} pieces"] if pieces else []))
 
 
 def claims(_: str) -> str:
