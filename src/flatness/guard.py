@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from flatness.attention import math_attention, open_attention
 from flatness.errors import ModelError, NotFiniteError, listed
 from flatness.parts import buffers, modules, named_modules, named_parameters, parameters
+from flatness.weight_normalization import plain_weight_norm
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, list[str]]:
@@ -156,7 +157,8 @@ def measuring(model: nn.Module, seed: int) -> Iterator[None]:
 
     Attributes and modes of all modules, buffers, hooks, random states and precision switches are restored,
     also after an exception. Parameters and their gradients are never written to. Backward hooks of the user
-    do not run. Attention runs in plain operators, and `nn.MultiheadAttention` through its projections.
+    do not run. Attention and weight normalisation run in plain operators, and `nn.MultiheadAttention` through
+    its projections.
     """
     device = next(model.parameters()).device.type
     with ExitStack() as stack:
@@ -165,6 +167,7 @@ def measuring(model: nn.Module, seed: int) -> Iterator[None]:
         stack.enter_context(_restored_modules(model))
         stack.enter_context(math_attention())
         open_attention(model)
+        stack.enter_context(plain_weight_norm(model))
         stack.enter_context(_full_precision())
         stack.enter_context(_own_randomness(model, seed))
         for kind in dict.fromkeys(("cpu", device)):
