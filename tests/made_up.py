@@ -31,7 +31,7 @@ def made_up_study(
             "data": {"name": "digits"},
             "model": {"name": "mlp", "options": {"sizes": [64, 8, 10]}},
             "grid": grid,
-            "stop": {"epochs": 80},
+            "stop": {"loss": 0.1, "epochs": 80},
             "analysis": {"resamples": 20, "permutations": 20},
             **content,
         },
@@ -44,7 +44,7 @@ def made_up_study(
         networks.append({"key": one.key, "part": one.part, "axes": dict(one.axes), "label": one.label()})
         status = "diverged" if number % 10 == 9 else "not_converged" if number % 11 == 10 else "converged"
         record: dict[str, Any] = {"key": one.key, "part": one.part, "status": status, "reason": ""}
-        record["configuration"] = {"axes": dict(one.axes), "model": dict(one.model)}
+        record["configuration"] = {"axes": dict(one.axes), "model": dict(one.model), "stop": dict(one.stop)}
         record["training"] = {"losses": [2.0 / (1 + epoch) for epoch in range(80)], "epochs": 80}
         if status == "converged":
             gap = float(generator.gamma(2.0, 0.1))

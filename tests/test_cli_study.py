@@ -34,13 +34,13 @@ def folder(tmp_path):
 def test_a_smoke_run_goes_through_the_whole_pipeline(folder):
     outcome = run("study", "run", "mine.toml", "--scale", "smoke", "--jobs", "1", cwd=folder)
     assert outcome.status == 0, outcome.err
-    assert "8 networks: 8 converged." in outcome.out
+    assert "8 networks: 8 finished." in outcome.out
     assert "n = 8" in outcome.out
     assert longest_line(outcome.out.split("written to")[0]) <= 100
     out = folder / "mine-smoke"
     assert "written to mine-smoke: correlations.csv, groups.csv, networks.csv, figures/" in outcome.out
     assert outcome.out.endswith("files), index.html\n")
-    assert "8 networks: 8 converged. In the analysis: 8." in (out / "index.html").read_text(encoding="utf-8")
+    assert "8 networks: 8 finished. In the analysis: 8." in (out / "index.html").read_text(encoding="utf-8")
     figures = {path.name for path in (out / "figures").iterdir()}
     assert {"correlations.png", "correlations.svg", "scatter-hessian_trace-network.png",
             "scatter-hessian_trace-network-rescaled.svg"} <= figures  # fmt: skip

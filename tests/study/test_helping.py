@@ -94,7 +94,7 @@ def test_there_are_as_many_helpers_as_workers_and_none_where_one_process_has_all
 def test_a_run_leaves_no_claims_behind(tmp_path):
     two = study(grid={"batch_size": [16, 32]})  # cohorts
     found = flatness.study.run(two, tmp_path / "study", jobs=2, progress=False)
-    assert found.counts() == {"converged": len(found.networks)}
+    assert found.counts() == {"finished": len(found.networks)}
     assert list((tmp_path / "study" / "measuring").iterdir()) == []
 
 

@@ -82,7 +82,7 @@ def test_lines_asked_for_later_are_walked_without_training_or_measuring_again(tm
     monkeypatch.setattr(work, "Cohort", never)
     monkeypatch.setattr(work, "measured", never)
     after = run(content(points=3), tmp_path)
-    assert after.counts() == {"converged": 4}
+    assert after.counts() == {"finished": 4}
     assert after.lines().loss.shape == (8, 3)
     for key, record in before.records.items():
         assert after.records[key]["measuring"] == record["measuring"]

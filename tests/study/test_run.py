@@ -20,6 +20,7 @@ from flatness.data import load
 from flatness.errors import DataError, OptionError, StudyError
 from flatness.models import mlp
 from flatness.problem import Problem
+from flatness.show.study_data import study_data
 from flatness.study import records, work
 from flatness.study.gaps import GAPS
 from studies import SMALL, study
@@ -44,7 +45,7 @@ def test_values_are_those_of_flatness_measure_on_the_saved_weights(finished):
     found, content = finished
     frame = found.to_frame()
     assert len(frame) == 12
-    assert found.counts() == {"converged": 12}
+    assert found.counts() == {"finished": 12}
     row = frame.iloc[3]
     record = found.records[row["key"]]
     network = mlp(**content["model"]["options"])
@@ -151,7 +152,7 @@ def test_other_measures_are_measured_without_training_again(tmp_path):
     assert "relative_flatness:fc1" in first.to_frame()
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "weights").iterdir()} == weights
     wider = run(study(grid={"seed": 4}), tmp_path)
-    assert wider.counts() == {"converged": 8}
+    assert wider.counts() == {"finished": 8}
     assert {path: path.stat().st_mtime_ns for path in weights} == weights
     assert run(study(grid={"seed": 1}), tmp_path).others == 6
 
@@ -179,6 +180,18 @@ def test_diverged_and_unconverged_networks_are_rows_with_a_reason(tmp_path):
     assert len(every.kept()) == 3
 
 
+def test_networks_without_a_target_have_finished_those_that_reach_one_have_converged(tmp_path):
+    """Parts may differ; records keep one word for both."""
+    parts = {"counted": {"stop": {"epochs": 1}}, "reached": {"stop": {"loss": 100.0}}}
+    found = run({**study(grid={"seed": 2}), "parts": parts}, tmp_path)
+    assert {record["status"] for record in found.records.values()} == {"converged"}
+    assert found.counts() == {"finished": 4, "converged": 4}
+    assert list(found.to_frame()["status"]) == ["finished"] * 4 + ["converged"] * 4
+    assert "8 networks: 4 finished, 4 converged." in str(found)
+    [axis] = [one for one in study_data(found)["axes"] if one["name"] == "status"]
+    assert [axis["values"][code] for code in axis["codes"]] == ["finished"] * 4 + ["converged"] * 4
+
+
 def test_conditions_filter_and_are_counted(tmp_path):
     found = run(study(analysis={"keep": ["train_error <= 0.4", "seed != 1"]}), tmp_path)
     frame = found.to_frame()
@@ -201,11 +214,11 @@ def test_a_network_that_fails_is_a_row_and_may_be_tried_again(tmp_path, monkeypa
 
     monkeypatch.setattr(work, "measured", fail_on_seed_1)
     found = run(study(), tmp_path)
-    assert found.counts() == {"converged": 4, "failed": 2}
+    assert found.counts() == {"finished": 4, "failed": 2}
     assert set(found.to_frame().query("status == 'failed'")["reason"]) == {"measuring: ValueError: no luck"}
     monkeypatch.setattr(work, "measured", measured)
-    assert run(study(), tmp_path).counts() == {"converged": 4, "failed": 2}
-    assert run(study(), tmp_path, retry=True).counts() == {"converged": 6}
+    assert run(study(), tmp_path).counts() == {"finished": 4, "failed": 2}
+    assert run(study(), tmp_path, retry=True).counts() == {"finished": 6}
 
 
 def test_a_network_whose_weights_are_gone_fails_and_is_trained_anew_when_asked(tmp_path):
@@ -214,16 +227,16 @@ def test_a_network_whose_weights_are_gone_fails_and_is_trained_anew_when_asked(t
     lost = first.index[2]
     path = tmp_path / "weights" / f"{lost}.safetensors"
     path.unlink()
-    assert run(content, tmp_path).counts() == {"converged": 6}, "nothing of it was needed"
+    assert run(content, tmp_path).counts() == {"finished": 6}, "nothing of it was needed"
     content["measure"] = {**content["measure"], "measures": [*content["measure"]["measures"], "weight_norm"]}
     found = run(content, tmp_path)
-    assert found.counts() == {"converged": 5, "failed": 1}
+    assert found.counts() == {"finished": 5, "failed": 1}
     assert found.records[lost]["reason"] == (
         f"measuring: CheckpointError: Expected its weights in {path} but they are gone. "
         "--retry trains it anew."
     )
     again = run(content, tmp_path, retry=True).to_frame().set_index("key")
-    assert set(again["status"]) == {"converged"}
+    assert set(again["status"]) == {"finished"}
     assert again.at[lost, "relative_flatness:fc2"] == pytest.approx(
         first.at[lost, "relative_flatness:fc2"], rel=1e-4
     ), "the same seed, alone this time: rounding in another order, over all of training"
@@ -246,7 +259,7 @@ def test_a_model_that_cannot_run_as_a_stack_trains_one_by_one(tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     content = {**SMALL, "model": {"name": "branching:Net"}, "data": {"name": "branching:digits"}}
     found = run(content, tmp_path / "out")
-    assert found.counts() == {"converged": 6}
+    assert found.counts() == {"finished": 6}
     assert {record["training"]["engine"] for record in found.records.values()} == {"looped"}
 
 
@@ -270,7 +283,7 @@ def test_checkpoints_are_a_study_without_training(finished, tmp_path):
     for column in ("gap", "relative_flatness:fc1", "hessian_trace:network"):
         assert ours[column].to_numpy() == pytest.approx(theirs[column].to_numpy(), rel=1e-5)
     assert "psi_batch_size" in loaded.correlations()
-    assert loaded.counts() == {"converged": 12}
+    assert loaded.counts() == {"finished": 12}
 
 
 def test_gaps_of_the_papers():
@@ -324,7 +337,7 @@ def test_a_full_disk_is_said_and_what_is_there_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "write_text", written)
     kept = files(tmp_path)
     assert len(kept) == 2
-    assert run(study(), tmp_path).counts() == {"converged": 6}
+    assert run(study(), tmp_path).counts() == {"finished": 6}
 
 
 def test_data_that_are_not_there_are_said_before_anything_is_made(tmp_path, monkeypatch):
@@ -392,7 +405,7 @@ def test_a_packed_study_goes_on_in_a_folder_of_its_own(tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(work, "_trained", _noting(trained, work._trained))
     more = run(study(grid={"seed": 4}), tmp_path / "there")
-    assert more.counts() == {"converged": 8}
+    assert more.counts() == {"finished": 8}
     assert sorted(one.axes["seed"] for one in trained) == [3, 3]
     old = more.to_frame().query("seed < 3").reset_index(drop=True)
     pandas.testing.assert_frame_equal(old, first.to_frame(), check_like=True)

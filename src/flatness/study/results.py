@@ -60,7 +60,10 @@ class Study:
         return self._frame.copy()
 
     def counts(self) -> dict[str, int]:
-        """How many networks ended how; "pending" ones have not been trained yet."""
+        """How many networks ended how.
+
+        "pending" ones have not been trained yet; "finished" ones had no loss or accuracy to reach.
+        """
         return dict(Counter(self._frame["status"]))
 
     def kept(self, part: str | None = None) -> pandas.DataFrame:

@@ -80,7 +80,7 @@ def run(
         ... }
         >>> study = flatness.study.run(spec, tempfile.mkdtemp(), jobs=1, progress=False)
         >>> study.counts()
-        {'converged': 6}
+        {'finished': 6}
     """
     chosen = spec if isinstance(spec, Spec) else read_spec(spec, scale)
     check_executor(executor)

@@ -10,7 +10,7 @@ from flatness.study.gaps import GAPS
 if TYPE_CHECKING:
     import pandas
 
-PENDING = "pending"
+PENDING, FINISHED = "pending", "finished"
 _EVALUATED = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
 _ERRORS = ("train_error", "test_error", "gap")
 OUTCOMES = ("status", "reason", "epochs", "training_seconds", "measuring_seconds", *_EVALUATED, *_ERRORS)
@@ -47,7 +47,7 @@ def networks_frame(
     for network in networks:
         record = records.get(network["key"], {})
         row: dict[str, Any] = {"key": network["key"], "part": network["part"], **network["axes"]}
-        row |= {"status": record.get("status", PENDING), "reason": record.get("reason", "")}
+        row |= {"status": _status(record), "reason": record.get("reason", "")}
         row |= _outcome(record, gaps[network["part"]])
         row |= {column_name(one): one["value"] for one in record.get("measuring", {}).get("results", ())}
         row |= {
@@ -57,6 +57,17 @@ def networks_frame(
         rows.append(row)
     frame = pd.DataFrame(rows)
     return frame.drop(columns="part") if (frame.get("part") == "").all() else frame
+
+
+def _status(record: Mapping[str, Any]) -> str:
+    """How a network ended. Records call it converged also where [stop] sets no target: it has finished.
+
+    >>> _status({"status": "converged", "configuration": {"stop": {"epochs": 3}}})
+    'finished'
+    """
+    status = record.get("status", PENDING)
+    targets = {"loss", "accuracy"} & set(record.get("configuration", {}).get("stop", ()))
+    return FINISHED if status == "converged" and not targets else status
 
 
 def _outcome(record: Mapping[str, Any], gap: str) -> dict[str, Any]:
