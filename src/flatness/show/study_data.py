@@ -83,9 +83,7 @@ def _rounded(value: Any) -> Any:
 def _axes(study: Study) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name for network in study.networks for name in network["axes"]))
     columns = {name: [network["axes"].get(name) for network in study.networks] for name in names}
-    columns["status"] = [
-        study.records.get(network["key"], {}).get("status", "pending") for network in study.networks
-    ]
+    columns["status"] = list(study.to_frame()["status"])
     return [_axis(name, [_scalar(value) for value in values]) for name, values in columns.items()]
 
 
