@@ -343,8 +343,11 @@ def test_statistics_of_batch_norm_that_move_go_along(engine):
     found = evaluated(model, data, directions, engine)
     for (a, b), (loss, _) in zip(COEFFICIENTS.tolist(), found.tolist(), strict=True):
         other = copy.deepcopy(model)
-        state = {name: value + a * directions[0].get(name, 0) + b * directions[1].get(name, 0)
-                 for name, value in model.state_dict().items()}  # fmt: skip
+        state = {}
+        for name, value in model.state_dict().items():
+            # Buffers go no further than from 0 to 1.
+            c = [min(max(c, 0.0), 1.0) if "running" in name else c for c in (a, b)]
+            state[name] = value + c[0] * directions[0].get(name, 0) + c[1] * directions[1].get(name, 0)
         other.load_state_dict(state)
         with torch.no_grad():
             reference = F.cross_entropy(other(data[0]), data[1])

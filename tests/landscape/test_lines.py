@@ -192,6 +192,46 @@ def test_between_two_networks_it_starts_and_ends_there_with_their_statistics():
     np.testing.assert_array_equal(same.loss, found.loss)
 
 
+def test_beyond_two_networks_the_statistics_are_those_of_the_nearer_one():
+    """Further along the line, variances would be negative and the loss NaN."""
+    model, data = convolutional()
+    other, _ = convolutional()
+    with torch.no_grad():
+        other[6].weight.add_(0.1 * torch.randn_like(other[6].weight))
+        other[1].running_var.mul_(torch.tensor([9.0, 0.1, 1.0, 5.0]))
+    found = line(model, data, between=other, points=5, span=(-1, 3), **QUIET)
+    step = {"6.weight": (other[6].weight - model[6].weight).detach()}
+    for place, t in enumerate((-1.0, 0.0, 1.0, 2.0, 3.0)):
+        nearer = moved(model if t < 0.5 else other, step, t if t < 0.5 else t - 1)
+        assert found.loss[0, place] == pytest.approx(risk_and_accuracy(nearer, data)[0], rel=1e-12)
+    assert found.caption().endswith(
+        "Batch norm's statistics go along the line; beyond both networks they are those of the nearer one."
+    )
+
+
+@pytest.mark.parametrize("fixed", ["weight", "bias"])
+def test_a_first_layer_with_a_buffer_in_it_goes_no_further_than_both_networks(fixed):
+    class Fixed(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            generator = torch.Generator().manual_seed(seed)
+            for name, shape in (("weight", (3, 4)), ("bias", (3,))):
+                value = torch.randn(shape, generator=generator, dtype=torch.float64)
+                if name == fixed:
+                    self.register_buffer(name, value)
+                else:
+                    self.register_parameter(name, nn.Parameter(value))
+
+        def forward(self, x):
+            return F.linear(x, self.weight, self.bias)
+
+    model, other, (_, data) = Fixed(0), Fixed(1), smooth()
+    found = line(model, data, between=other, points=2, span=(0, 2), **QUIET)
+    (name, start), (_, end) = *model.named_parameters(), *other.named_parameters()
+    expected = risk_and_accuracy(moved(other, {name: (end - start).detach()}, 1.0), data)[0]
+    assert found.loss[0, 1] == pytest.approx(expected, rel=1e-12)
+
+
 def test_recomputed_batch_norm_statistics_are_those_of_the_data_at_every_point():
     model, data = convolutional()
     found = line(
@@ -427,6 +467,15 @@ def test_a_loss_that_overflows_far_out_is_kept_as_it_is():
     assert np.isinf(found.loss[0, [0, 2]]).all()
     assert np.isfinite(found.loss[0, 1])
     assert found.complete
+
+
+def test_where_the_loss_is_nan_there_is_no_accuracy():
+    """Not the share of the class that argmax names when every output is NaN."""
+    model = nn.Linear(2, 3)
+    data = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0, 1])
+    direction = {"weight": torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])}
+    found = line(model, data, directions=direction, points=3, span=3e38, **QUIET)
+    assert np.isnan(found.loss[0]).tolist() == np.isnan(found.accuracy[0]).tolist() == [False, False, True]
 
 
 def refused(error, *arguments, **options):

@@ -115,6 +115,9 @@ def test_losses_that_are_not_finite_are_clipped_in_the_picture_and_kept_in_the_d
     assert values[0, 0] == values[0, 1] == top
     assert values.mask[3, 4]
     assert values.mask.sum() == 1
+    accuracy = np.where(np.isnan(loss), np.nan, surface.accuracy)
+    values, _, _ = _scaled(a_surface(accuracy=accuracy), "accuracy")
+    assert np.argwhere(values.mask).tolist() == [[0, 1], [3, 4]]
     save_contour(tmp_path / "a.png", broken)
     save_relief(tmp_path / "a.png", broken)
     assert np.isinf(broken.loss[0, 0])

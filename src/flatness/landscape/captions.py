@@ -19,7 +19,8 @@ AXES = {
 _BATCH_NORM = {
     "as_is": " Batch norm keeps the statistics of the unmoved network.",
     "recomputed": " Batch norm's statistics are computed anew at every point, in batches of {batch}.",
-    "interpolated": " Batch norm's statistics go along the line like parameters.",
+    "interpolated": " Batch norm's statistics go along the line; beyond both networks they are those of the "
+    "nearer one.",
 }
 
 

@@ -12,7 +12,7 @@ cancel, digits are lost that the layer itself, at the point's rounded parameters
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,14 @@ class Steps:
         coefficients: c, (points, K) in float64.
         kept: Maps of batches that stay where they are in memory, in these directions; None where batches come
             and go.
+        buffers: Names of what goes no further than from c = 0 to 1: beyond, a variance may become negative.
     """
 
     values: Mapping[str, Tensor]
     directions: Mapping[str, Tensor]
     coefficients: Tensor
     kept: KeptMaps | None = None
+    buffers: Collection[str] = ()
 
     @property
     def few(self) -> bool:
@@ -86,12 +88,12 @@ class Steps:
 
     def moved(self) -> dict[str, Tensor]:
         """θ + Σ c_k d_k by name, (points, …), added in float64 and rounded once."""
-        return {
-            name: (self.values[name].double() + torch.tensordot(self.coefficients, D, 1)).to(
-                self.values[name].dtype
-            )
-            for name, D in self.directions.items()
-        }
+        found = {}
+        for name, D in self.directions.items():
+            value = self.values[name]
+            c = self.coefficients.clamp(0, 1) if name in self.buffers else self.coefficients
+            found[name] = (value.double() + torch.tensordot(c, D, 1)).to(value.dtype)
+        return found
 
     def parts(self, name: str) -> Tensor:
         """θ, d_1, …, d_K of what has this name, (K + 1, …)."""
@@ -145,7 +147,7 @@ class FirstLayers(TorchFunctionMode):
         self._moving = {
             id(value): _Moving(value, _version(value), name)
             for name, value in values.items()
-            if name in self._steps.directions
+            if name in self._steps.directions and name not in self._steps.buffers
         }
         self._weights = weights
         return self

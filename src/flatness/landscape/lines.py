@@ -74,7 +74,7 @@ def line(
               the parameters, one flat vector, or a list of these.
         count: How many directions per network, of those with a name.
         between: Another network of the same architecture, or its state dict, to go to instead: θ at t = 0,
-            the other at t = 1; floating-point buffers go along.
+            the other at t = 1. Floating-point buffers go along, and beyond are those of the nearer network.
         points: Number of points on each line.
         span: t runs from −span to span, or between two ends; 1 by default. With `between` about (−0.5, 1.5),
             so that points lie at both networks.

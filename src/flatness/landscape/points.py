@@ -69,6 +69,7 @@ class Points:
             name: value.detach()
             for name, value in (*problem.model.named_parameters(), *problem.model.named_buffers())
         }
+        self._buffers = frozenset(name for name, _ in problem.model.named_buffers())
         self._directions: dict[str, Tensor] = {}
         self._kept: list[Any] | None = []
         self._maps, self._maps_along = KeptMaps(0), None
@@ -97,7 +98,10 @@ class Points:
         return self
 
     def __call__(self, coefficients: Tensor) -> Tensor:
-        """E and accuracy at θ + Σ_k c_k d_k: (points, 2), float64 on the host, for c (points, K)."""
+        """E and accuracy at θ + Σ_k c_k d_k: (points, 2), float64 on the host, for c (points, K).
+
+        Buffers that move go no further than from c_k = 0 to 1.
+        """
         coefficients = coefficients.to(self.problem.device, torch.float64)
         found: list[Tensor] = []
         if fits(lambda: found.append(self._evaluate(coefficients)), self.problem.device):
@@ -128,7 +132,9 @@ class Points:
 
             self._pass(step, sums, moved)
         loss = sums[:, LOSS] / self._normaliser + self._penalty(moved, count)
-        return torch.stack([loss, accuracy_of(sums)], dim=1).cpu()
+        # Of outputs that are NaN, argmax would name a class all the same.
+        accuracy = torch.where(loss.isnan(), torch.nan, accuracy_of(sums))
+        return torch.stack([loss, accuracy], dim=1).cpu()
 
     def _steps(self, coefficients: Tensor) -> Steps:
         """The points, without the directions in which none of them goes."""
@@ -138,7 +144,7 @@ class Points:
             self._maps, self._maps_along = KeptMaps(self._map_budget), along
         directions = {name: D[goes] for name, D in self._directions.items()}
         maps = None if self._kept is None else self._maps
-        return Steps(self._values, directions, coefficients[:, goes], maps)
+        return Steps(self._values, directions, coefficients[:, goes], maps, self._buffers)
 
     def _penalty(self, moved: dict[str, Tensor], count: int) -> Tensor:
         decay = self.problem.weight_decay

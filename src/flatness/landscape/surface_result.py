@@ -28,7 +28,8 @@ class Surface:
         y: Along the second, (ny,).
         loss: The risk at θ + x·d₁ + y·d₂, (ny, nx); NaN where it was not computed, infinite where it
             overflowed.
-        accuracy: The share of right predictions, likewise; NaN for losses without classes.
+        accuracy: The share of right predictions, likewise; NaN for losses without classes, and where
+            the loss is.
         done: Which points were computed.
         paths: Coordinates of checkpoints by trajectory, (checkpoints, 2); projections onto the plane.
         labels: What the directions are.

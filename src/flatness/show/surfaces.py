@@ -34,7 +34,8 @@ def save_contour(
 ) -> None:
     """Save a surface as contours, with the network in it and trajectories as paths.
 
-    Losses beyond the scale, infinite ones too, have its top colour; what was not computed stays empty.
+    Losses beyond the scale, infinite ones too, have its top colour; what was not computed stays empty, and
+    so does an accuracy that does not exist.
     """
     theme = DARK if dark else LIGHT
     values, levels, norm = _scaled(surface, quantity)
@@ -129,7 +130,7 @@ def _scaled(surface: Surface, quantity: str) -> tuple[Any, Array, Normalize]:
         high = most if high - low > 4 * (most - low) > 0 else high
         high = high if high > low else low + 1e-12 + 1e-6 * abs(low)
         levels, norm = np.linspace(low, high, _LEVELS), Normalize(low, high)
-    overflowed = np.where(np.isnan(values) & surface.done, np.inf, values)
+    overflowed = np.where(np.isnan(values) & surface.done & (quantity == "loss"), np.inf, values)
     # Rounding must not leave the lowest point outside of the lowest level.
     levels[0], levels[-1] = low, high
     return np.ma.masked_invalid(np.clip(overflowed, low, high)), levels, norm
