@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import flatness
 from command import command, environment, longest_line, run
 from flatness.cli import words
 from flatness.losses.resolve import LOSS_NAMES
@@ -123,7 +124,7 @@ def test_a_number_that_is_none_is_answered_in_one_line(tmp_path):
 def test_version(tmp_path):
     outcome = run("--version", cwd=tmp_path)
     assert outcome.status == 0
-    assert outcome.out.startswith("flatness")
+    assert outcome.out == f"flatness {flatness.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +127,5 @@ def test_the_package_is_typed_and_knows_its_version():
     from importlib import resources
 
     assert resources.files("flatness").joinpath("py.typed").is_file()
+    cited = (Path(__file__).parents[1] / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {flatness.__version__}\n" in cited

@@ -5,6 +5,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from flatness.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from flatness import landscape, study
     from flatness.comparing import Comparison, compare

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from flatness.curvature.statistics import Statistics
 from flatness.parts import buffers, named_parameters, parameters
 from flatness.plan import Plan
 from flatness.problem import Problem
+from flatness.version import __version__
 
 # Numbers of a tensor up to which it is brought to the host as a whole.
 _SMALL = 1 << 16
@@ -43,7 +42,7 @@ def provenance(
         "seed": problem.seed,
         "seconds": round(seconds, 4),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "flatness": own_version(),
+        "flatness": __version__,
         "torch": torch.__version__,
     }
 
@@ -131,12 +130,3 @@ class ModelFingerprint:
     def _state(self) -> list[tuple[int, int]]:
         held = (*parameters(self._model), *buffers(self._model))
         return [(id(value), value._version) for value in held]
-
-
-@lru_cache(maxsize=1)
-def own_version() -> str:
-    """The version of this package."""
-    try:
-        return version("flatness")
-    except PackageNotFoundError:
-        return "unknown"

@@ -64,6 +64,7 @@ def test_values_are_those_of_flatness_measure_on_the_saved_weights(finished):
     assert row["gap"] == pytest.approx(losses[1] - losses[0], abs=1e-6)
     assert row["test_accuracy"] == pytest.approx(right)
     assert record["environment"]["torch"] == torch.__version__
+    assert record["environment"]["flatness"] == flatness.__version__
     assert len(record["environment"]["code"]) == 16
     assert record["configuration"]["axes"]["seed"] == row["seed"]
 

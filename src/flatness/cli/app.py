@@ -11,6 +11,7 @@ import typer
 from flatness.cli import bound, catalogue, check, compare, demo, landscape, measure, study
 from flatness.cli.answers import INTERRUPTED, answer, interrupted, plain_output
 from flatness.cli.help import Group
+from flatness.version import __version__
 
 _PROGRAM = "flatness"
 _ABOUT = """\
@@ -42,12 +43,7 @@ for command in (demo, measure, catalogue, compare, check, bound, landscape, stud
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            typer.echo(f"{_PROGRAM} {version(_PROGRAM)}")
-        except PackageNotFoundError:  # run from its source
-            typer.echo(f"{_PROGRAM}, not installed")
+        typer.echo(f"{_PROGRAM} {__version__}")
         raise typer.Exit
 
 

@@ -27,8 +27,8 @@ from flatness.layers import find_layers, select_layers
 from flatness.planning import make_plan
 from flatness.problem import Problem
 from flatness.progress import ProgressBar
-from flatness.provenance import own_version
 from flatness.ranks import separately
+from flatness.version import __version__
 
 METRICS = ("euclidean", "layerwise", "nodewise")
 """D of D^½ H D^½: 1, ‖W_l‖² on every tensor (rangamani2019, Def. 3), or θ_i² (§6)."""
@@ -223,7 +223,7 @@ class _Census:
             "samples": problem.samples,
             "model": type(problem.model).__name__,
             "curvature": self.asked["curvature"],
-            "flatness": own_version(),
+            "flatness": __version__,
         }
         self.notes += problem.notes
         if not self.interrupted:

@@ -6,7 +6,8 @@ from typing import Any
 
 from flatness.landscape.points import Points
 from flatness.problem import Problem
-from flatness.provenance import model_fingerprint, own_version
+from flatness.provenance import model_fingerprint
+from flatness.version import __version__
 
 RISK = "value_of_the_loss"
 """E at θ of the first network: functions, and modules without parameters, look the same when they are not."""
@@ -40,7 +41,7 @@ def facts_of(points: Points, batch_norm: str, kind: str) -> dict[str, Any]:
         "dtype": str(problem.dtype).removeprefix("torch."),
         "device": problem.device.type,
         "engine": points.engine,
-        "flatness": own_version(),
+        "flatness": __version__,
     }
     if points.has_batch_norm:
         along = kind == "between" and batch_norm == "as_is"

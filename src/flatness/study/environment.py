@@ -6,19 +6,19 @@ import functools
 import hashlib
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 import flatness
+from flatness.version import __version__
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
     """Versions, a digest of this package's source, and the device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
     return {
-        "flatness": own_version(),
+        "flatness": __version__,
         "code": code_digest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -28,14 +28,6 @@ def environment(device: torch.device) -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count() or 0,
     }
-
-
-def own_version() -> str:
-    """The installed version; "unknown" when run from its source."""
-    try:
-        return version("flatness")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 @functools.cache
