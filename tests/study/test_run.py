@@ -396,6 +396,12 @@ def test_an_archive_is_the_study_without_weights(finished, tmp_path):
         StudyError, match=r"^Expected an archive that 'flatness study pack' wrote but .* is not"
     ):
         flatness.study.load(broken)
+    for read in (flatness.study.load, flatness.study.unpack):
+        with pytest.raises(StudyError) as caught:
+            read(tmp_path / "gone.json.xz")
+        assert str(caught.value) == (
+            f"Expected an archive that 'flatness study pack' wrote but there is no {tmp_path}/gone.json.xz."
+        )
 
 
 def test_a_packed_study_goes_on_in_a_folder_of_its_own(tmp_path, monkeypatch):

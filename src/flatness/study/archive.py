@@ -84,6 +84,10 @@ def read_archive(file: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dic
     """
     try:
         content = json.loads(lzma.decompress(Path(file).read_bytes()).decode())
+    except FileNotFoundError as error:
+        raise StudyError(
+            f"Expected an archive that 'flatness study pack' wrote but there is no {file}."
+        ) from error
     except (OSError, lzma.LZMAError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise StudyError(
             f"Expected an archive that 'flatness study pack' wrote but {file} is not: {error}."
