@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import flatness
+from flatness.attention import stacked_projections
+from flatness.curvature.network_spectrum import _lengths
 from flatness.guard import measuring
 from flatness.layers import find_layers
 
@@ -107,3 +110,62 @@ def test_a_subclass_with_a_forward_pass_of_its_own_stays_as_it_is():
     with measuring(module, 0):
         torch.testing.assert_close(module(x, x, x), expected)
         assert list(find_layers(module)) == ["out_proj"]
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 6}])
+def test_the_layerwise_metric_is_that_of_each_projection(options):
+    """Rescaling moves queries against keys, and values against the output."""
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True, **options)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+    torch.manual_seed(0)
+    model = Network().double()
+    with torch.no_grad():
+        for value in model.parameters():
+            value += 0.3 * torch.randn_like(value)
+    data = normal(12, 4, 6), torch.arange(12) % 3
+    rescaled = flatness.rescale(model, data[0], kind="layerwise", seed=1)
+    for third in ("q", "k", "v"):
+        before, after = own_weight(model.attention, third), own_weight(rescaled.attention, third)
+        assert abs(float(after.detach().norm() / before.detach().norm()) - 1) > 0.01
+    spectra = [
+        flatness.network_spectrum(network, data, metric="layerwise", tolerance=1e-10, progress=False)
+        for network in (model, rescaled)
+    ]
+    # A tolerance on the residual is one on the eigenvalue squared
+    assert spectra[1].largest == pytest.approx(spectra[0].largest, rel=1e-9)
+    plain = [
+        flatness.network_spectrum(network, data, progress=False).largest for network in (model, rescaled)
+    ]
+    assert abs(plain[1] / plain[0] - 1) > 0.01
+
+
+def own_weight(attention, third):
+    if attention.in_proj_weight is None:
+        return getattr(attention, f"{third}_proj_weight")
+    return attention.in_proj_weight["qkv".index(third) * 6 :][:6]
+
+
+def test_the_metric_root_has_a_length_for_each_third():
+    torch.manual_seed(1)
+    model = nn.MultiheadAttention(4, 2, batch_first=True).double()
+    with torch.no_grad():
+        model.in_proj_bias.copy_(torch.arange(12.0))
+    assert stacked_projections(model) == {"in_proj_weight", "in_proj_bias"}
+    assert stacked_projections(nn.MultiheadAttention(4, 2, kdim=3)) == {"in_proj_bias"}
+    found = _lengths(model.in_proj_weight.detach(), 3).expand(12, 4)
+    for third in range(3):
+        rows = slice(4 * third, 4 * third + 4)
+        length = float(model.in_proj_weight[rows].detach().norm())
+        torch.testing.assert_close(found[rows], torch.full((4, 4), length, dtype=torch.float64))
+    lengths = _lengths(model.in_proj_bias.detach(), 3)
+    expected = [14.0, 126.0, 366.0]  # 0² + 1² + 2² + 3², and on
+    torch.testing.assert_close(lengths[::4].square(), torch.tensor(expected, dtype=torch.float64))
+    assert lengths.shape == (12,)

@@ -103,6 +103,13 @@ def _projections(module: nn.MultiheadAttention) -> dict[str, Projection]:
     return {key: Projection(module, f"{key}_proj_weight", None, rows) for key, rows in thirds.items()}
 
 
+def stacked_projections(model: nn.Module) -> set[str]:
+    """Names of the parameters that hold the query, key and value projections, one above the other."""
+    own = [module for _, module in named_modules(model) if isinstance(module, nn.MultiheadAttention)]
+    stacked = {id(value) for module in own for value in (module.in_proj_weight, module.in_proj_bias)}
+    return {name for name, value in model.named_parameters() if id(value) in stacked}
+
+
 def _samples_first(layer: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """A transformer layer on sequences (L, n, E), run as (n, L, E) inside: samples come first in its Linears.
 

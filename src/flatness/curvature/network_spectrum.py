@@ -4,7 +4,8 @@ On the quotient manifold of rangamani2019 the inverse metric is D, and the Riema
 spectrum of the symmetric D^½ H D^½ (connection terms vanish where the gradient does). D is diagonal:
 
     euclidean   1
-    layerwise   ‖W_l‖² on the entries of each parameter tensor       (rangamani2019, Def. 3)
+    layerwise   ‖W_l‖² on the entries of each parameter tensor       (rangamani2019, Def. 3); of query, key
+                and value projections in one tensor, of each
     nodewise    θ_i²                                                 (rangamani2019, §6)
     fisher      1 / E(∂_i ℓ)²
 
@@ -20,6 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from flatness.attention import stacked_projections
 from flatness.curvature.hessian_operator import HessianOperator
 from flatness.curvature.lanczos import TopEigenvalues
 from flatness.curvature.parameter_space import ParameterSpace
@@ -120,7 +122,8 @@ def inverse_metric_root(
         case "euclidean":
             root = torch.ones_like(space.theta)
         case "layerwise":
-            root = space.per_parameter(lambda _, value: value.double().norm())
+            stacked = stacked_projections(space.problem.model)
+            root = space.per_parameter(lambda name, value: _lengths(value, 3 if name in stacked else 1))
         case "nodewise":
             root = space.theta.abs()
         case "fisher":
@@ -132,6 +135,14 @@ def inverse_metric_root(
             lambda _, value: torch.tensor(float(value.dim() >= 2), device=value.device)
         )
     return root
+
+
+def _lengths(value: Tensor, parts: int) -> Tensor:
+    """The length of a parameter, or of each of the parts that lie one above the other in it, for its rows."""
+    lengths = value.double().reshape(parts, -1).norm(dim=1)
+    if parts == 1:
+        return lengths[0]
+    return lengths.repeat_interleave(len(value) // parts).view(-1, *[1] * (value.dim() - 1))
 
 
 def check_metric(space: ParameterSpace, request: SpectrumRequest) -> None:
