@@ -4,8 +4,10 @@ import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
+import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from flatness.errors import ReportError
@@ -13,7 +15,10 @@ from flatness.landscape import Density, Line, Surface
 from flatness.landscape.density_result import SpectralQuadrature
 from flatness.show.landscape import _alone, save_density, save_line
 from flatness.show.landscape_page import load_landscape, write_landscape
+from flatness.show.points import looks
 from flatness.show.surfaces import _round_numbers, _scaled, save_contour, save_relief
+from flatness.show.themes import DARK, DASHES, LIGHT, add_legend, colour_on, settings
+from flatness.show.themes import written as short
 
 NAMES = ("数据", "a" * 120, "")
 HOSTILE = "</figcaption><script>alert(1)</script>\"'&"
@@ -200,6 +205,68 @@ def test_what_no_axis_reaches_is_drawn_without_a_warning(tmp_path):
     for draw in (save_contour, save_relief):
         draw(tmp_path / "a.png", empty)
     assert _scaled(a_surface(loss=np.geomspace(1e-300, 1e300, 63).reshape(7, 9)), "loss")[1][-1] == 1e-296
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "rows"),
+    [
+        (["a" * 30, "b"], 1, 2),
+        ([f"batch {size}" for size in (4, 8, 16, 32, 64)], 3, 2),
+        ([f"learning rate {i}" for i in range(5)], 2, 3),
+        ([f"run of {i:060}" for i in range(10)], 1, 10),
+    ],
+    ids=["long", "many", "many in two columns", "both"],
+)
+def test_many_or_long_names_stand_below_the_curves(names, columns, rows):
+    with matplotlib.rc_context(settings(LIGHT)):
+        figure = Figure(figsize=(3.5, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        for name in names:
+            axes.plot([0, 1], [0, 1], label=short(name))
+        height = add_legend(figure, axes)
+        figure.draw_without_rendering()
+    assert figure.get_figheight() == pytest.approx(2.6 + height) == pytest.approx(2.6 + 0.15 * (rows + 1))
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.y1 < axes.get_tightbbox().y0
+    assert box.y0 >= 0
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+    # The curves keep the room that they had.
+    assert axes.get_window_extent().height / figure.dpi > 2.0
+    lefts = {round(text.get_window_extent().x0) for text in legend.get_texts()}
+    assert len(lefts) == columns
+
+
+def test_few_short_names_stand_among_the_curves_but_not_on_a_surface(tmp_path):
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([0, 1], label="a")
+    assert add_legend(figure, axes) == 0
+    assert axes.get_legend() is not None
+    assert not figure.legends
+    add_legend(figure, axes, inside=False)
+    assert len(figure.legends) == 1
+    path = np.array([[0.1, 0.2], [0.5, 0.5]])
+    heights = {}
+    for name, paths in (("none", {}), ("one", {"a": path}), ("six", {f"{i:030}": path for i in range(6)})):
+        save_contour(tmp_path / "a.png", a_surface(paths=paths))
+        with Image.open(tmp_path / "a.png") as picture:
+            heights[name] = picture.height / 240
+    # A row is 0.15 inches high, and one more is the room around them.
+    assert heights["one"] - heights["none"] == pytest.approx(0.3, abs=0.01)
+    assert heights["six"] - heights["none"] == pytest.approx(1.05, abs=0.01)
+
+
+def test_curves_differ_in_colour_or_dashes_on_either_ground():
+    names = [f"network {letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    for theme in (LIGHT, DARK):
+        shown = {
+            (colour_on(theme, colour), DASHES[number % len(DASHES)])
+            for number, (colour, _) in enumerate(looks(names).values())
+        }
+        assert len(shown) == len(names)
+    # The first and the sixth are two light blues on dark ground.
+    assert DASHES[0] not in DASHES[1:6]
 
 
 def test_other_files_are_refused(tmp_path):

@@ -25,6 +25,7 @@ from flatness.show.themes import (
     LIGHT,
     WIDTH,
     Theme,
+    add_legend,
     colour_on,
     is_wide,
     save,
@@ -55,7 +56,7 @@ def save_line(path: str | os.PathLike[str], line: Line, *, dark: bool = False) -
         panels[-1].set_xlabel(_along(line.meta))
         names = list(dict.fromkeys(line.groups))
         if len(names) > 1:
-            panels[0].legend(frameon=False, handlelength=2.8)
+            add_legend(figure, panels[0])
         save(figure, path)
 
 
@@ -135,7 +136,7 @@ def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool =
         _density_axis(axes, density)
         axes.set_ylabel("density")
         if len(density.spectra) > 1:
-            axes.legend(frameon=False, handlelength=2.8)
+            add_legend(figure, axes)
         tidy(axes, theme)
         save(figure, path)
 

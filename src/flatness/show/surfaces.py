@@ -20,7 +20,7 @@ from flatness.landscape.storage import Array
 from flatness.landscape.surface_result import Surface
 from flatness.show.axes import MARKERS
 from flatness.show.points import looks
-from flatness.show.themes import DARK, DASHES, LIGHT, WIDTH, is_wide, save, settings, written
+from flatness.show.themes import DARK, DASHES, LIGHT, WIDTH, add_legend, is_wide, save, settings, written
 
 # Losses of a wider range than this ratio have logarithmic colours.
 _WIDE = 3.0
@@ -50,6 +50,8 @@ def save_contour(
         for text in axes.clabel(lines, fontsize=6, fmt=lambda level: f"{level:g}"):
             text.set_path_effects([withStroke(linewidth=1.5, foreground="#00000088")])
         _draw_paths(axes, surface)
+        if surface.paths:
+            add_legend(figure, axes, inside=False)
         bar = figure.colorbar(filled, ax=axes, pad=0.02, aspect=28)
         bar.set_label(_name(surface, quantity))
         bar.outline.set_linewidth(0.5)
@@ -168,10 +170,5 @@ def _draw_paths(axes: Axes, surface: Surface) -> None:
         drawn.set_path_effects(outline)
     (center,) = axes.plot([0], [0], "+", color="white", markersize=8, markeredgewidth=1.4)
     center.set_path_effects(outline)
-    if surface.paths:
-        legend = axes.legend(
-            loc="best", framealpha=0.85, facecolor="#333333", edgecolor="none", labelcolor="white"
-        )
-        legend.set_zorder(5)
     axes.set_xlim(surface.x[0], surface.x[-1])
     axes.set_ylim(surface.y[0], surface.y[-1])

@@ -19,9 +19,14 @@ from flatness.landscape.storage import Array
 
 WIDTH = 3.5
 """Inches: a column."""
-DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1)))
-"""Lines differ in these too, for those who do not see colours."""
+DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1)), (0, (8, 1, 1, 1, 1, 1)))
+"""Lines differ in these too, for those who do not see colours; fewer than colours, so that pairs last."""
 _DOTS = 240
+# Names that leave room for curves beside them: so many at most, of so many letters.
+_FEW, _SHORT = 4, 16
+# Letters of a name that lets another column stand beside its own.
+_COLUMNS = {10: 3, 20: 2}
+_ROW = 0.15  # inches
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,37 @@ def colour_on(theme: Theme, colour: str) -> str:
     return _LIGHTER.get(colour, colour) if theme is DARK else colour
 
 
+def add_legend(figure: Figure, axes: Axes, *, inside: bool = True) -> float:
+    """Name the curves of axes, below them where names are many or long: the picture grows by that.
+
+    Args:
+        figure: The picture.
+        axes: Its curves have labels.
+        inside: Whether few and short names may stand among the curves.
+
+    Returns:
+        The height of what stands below, in inches.
+    """
+    handles, names = axes.get_legend_handles_labels()
+    longest = max(len(name) for name in names)
+    if inside and len(names) <= _FEW and longest <= _SHORT:
+        axes.legend(frameon=False, handlelength=2.8)
+        return 0.0
+    columns = min(next((count for most, count in _COLUMNS.items() if longest <= most), 1), len(names))
+    height = _ROW * (-(-len(names) // columns) + 1)
+    figure.set_figheight(figure.get_figheight() + height)
+    place = "outside lower center" if figure.get_layout_engine() else "lower center"
+    figure.legend(handles, names, loc=place, ncols=columns, frameon=False, handlelength=2.8)
+    return height
+
+
 def written(name: str) -> str:
     """A name as a legend writes it: no formulas between dollars, none left out for an underscore or too long.
 
     >>> written("_a"), written("a" * 30 + "b" * 30)
     (' _a', 'aaaaaaaaaaaaaaaaaa…bbbbbbbbbbbbbbbbbbbbb')
     """
+    name = " ".join(name.split()) or " "
     if len(name) > 40:
         name = f"{name[:18]}…{name[-21:]}"
     return (" " if name.startswith("_") else "") + name.replace("$", "\\$")
