@@ -68,6 +68,11 @@ def test_what_is_done_is_not_done_again_and_more_data_sets_add_records(tmp_path)
     late = run(labels(separations=[1.0, 2.0], datasets=20), tmp_path, minutes=1e-9)
     assert late.counts() == {"done": 2, "pending": 2}
     assert "40 data sets in 4 units of work: 2 done, 2 pending." in str(late)
+    assert late.notes == [
+        "The time of 1e-09 min is over and everything is saved: run the same again to go on from there."
+    ]
+    assert late.notes[0] in late.text(200)
+    assert again.notes == more.notes == []
 
 
 def test_a_failed_unit_is_a_record_with_its_reason_and_can_be_tried_again(tmp_path, monkeypatch):

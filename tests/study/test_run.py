@@ -158,6 +158,19 @@ def test_other_measures_are_measured_without_training_again(tmp_path):
     assert run(study(grid={"seed": 1}), tmp_path).others == 6
 
 
+def test_a_folder_that_held_another_study_is_said(tmp_path):
+    first = run(study(grid={"seed": 1}), tmp_path)
+    assert first.notes == run(study(grid={"seed": 2}), tmp_path).notes == []
+    other = run({**study(), "title": "other"}, tmp_path)
+    said = (
+        f"{tmp_path} held the study digits: its networks stay; tables and figures of the same names are now "
+        "those of other."
+    )
+    assert other.notes == [said]
+    assert said in other.text(400)
+    assert first.records.keys() <= other.records.keys()
+
+
 def test_two_processes_give_the_records_of_one(finished, tmp_path):
     found, content = finished
     other = run(content, tmp_path, jobs=2)
@@ -364,6 +377,12 @@ def test_time_that_is_over_leaves_a_study_to_go_on_with(tmp_path):
     content = study(stop={"epochs": 400})
     part = run(content, tmp_path, minutes=1 / 60)
     assert part.counts() == {"pending": 6}
+    said = (
+        "The time of 0.0166667 min is over and everything is saved: run the same again to go on from there."
+    )
+    assert part.notes == [said]
+    assert said in part.text(200)
+    assert flatness.study.load(tmp_path).notes == []
     assert len(list((tmp_path / "training").iterdir())) >= 1
     with pytest.raises(OptionError):
         run(content, tmp_path, minutes=0)

@@ -75,6 +75,9 @@ class ExperimentStudy:
         spec: The study as it ran.
         records: Records by key.
         path: Its folder.
+
+    Attributes:
+        notes: As for `results.Study`.
     """
 
     def __init__(self, spec: Spec, records: Mapping[str, Mapping[str, Any]], path: Path) -> None:
@@ -84,6 +87,7 @@ class ExperimentStudy:
         wanted = [unit_key(found.name, unit) for unit in spec.units]
         self.records = {key: records[key] for key in wanted if key in records}
         self.others = len(records) - len(self.records)
+        self.notes: list[str] = []
 
     def counts(self) -> dict[str, int]:
         """How many units of work are done, failed and pending."""
@@ -130,8 +134,8 @@ class ExperimentStudy:
         lines.append(f"{self.spec.size} in {len(self.spec.units)} units of work: {counts}.")
         if self.others:
             lines.append(f"{self.others} records of other options are in the folder too and not counted.")
-        for reason, n in self.failures().items():
-            lines += wrapped(f"{n} failed: {reason}", width)
+        for told in (*self.notes, *(f"{n} failed: {reason}" for reason, n in self.failures().items())):
+            lines += wrapped(told, width)
         if self.summary:
             lines += ["", *table_lines(self.summary, width)]
             lines += ["", *wrapped(self.experiment.verdict(self.summary), width)]

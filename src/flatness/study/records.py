@@ -135,6 +135,13 @@ class Folder:
                 "study.json. Run the study first, or name its folder."
             ) from error
 
+    def study_name(self) -> str | None:
+        """The name of the study in this folder; None where there is none."""
+        try:
+            return self.read_study()["name"]
+        except (StudyError, KeyError):
+            return None
+
 
 @contextmanager
 def readable_disk_errors(path: Path) -> Iterator[None]:

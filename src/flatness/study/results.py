@@ -32,6 +32,9 @@ class Study:
         networks: Key, part, axes and label of every network that belongs to it.
         records: Records by key.
         path: Its folder.
+
+    Attributes:
+        notes: What the run has to say that returned it, such as that its time was over.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Study:
         wanted = {network["key"] for network in networks}
         self.records = {key: record for key, record in records.items() if key in wanted}
         self.others = len(records) - len(self.records)
+        self.notes: list[str] = []
         self._correlated: dict[str | None, pandas.DataFrame] = {}
         self._known: dict[str | None, pandas.DataFrame] = {}
 

@@ -90,18 +90,27 @@ def run(
     folder = Folder(out)
     until = time.time() + 60 * minutes
     orders = Orders(str(folder.path), chosen.parts, str(place), until, checkpoint_every)
-    if chosen.experiment is None:
-        _run_networks(chosen, folder, orders, executor, jobs, retry, progress)
-    else:
-        _run_experiment(chosen, folder, orders, executor, jobs, retry, progress)
+    held = folder.study_name()
+    work = _run_networks if chosen.experiment is None else _run_experiment
+    done = work(chosen, folder, orders, executor, jobs, retry, progress)
     study = load(out)
+    if held not in (None, chosen.name):
+        study.notes.append(
+            f"{folder.path} held the study {held}: its networks stay; tables and figures of the same names "
+            f"are now those of {chosen.name}."
+        )
+    if not done:
+        study.notes.append(
+            f"The time of {minutes:g} min is over and everything is saved: run the same again to go on from there."
+        )
     study.write_tables()
     return study
 
 
 def _run_networks(
     spec: Spec, folder: Folder, orders: Orders, executor: str, jobs: int, retry: bool, progress: bool
-) -> None:
+) -> bool:
+    """Whether all of it is done; False when time ran out."""
     work = plan_units(spec, torch.device(orders.device))
     check_sources(spec, work)
     with _opened(folder, retry):
@@ -112,20 +121,23 @@ def _run_networks(
         seen = executor == "local" and os.name == "posix"
         helpers = helping(work, jobs, torch.device(orders.device)) if seen else []
         with Watch(folder, [one.key for one in networks], progress):
-            for _ in execute([*work, *helpers], orders, executor, jobs, do_unit):
-                pass
+            return all(list(execute([*work, *helpers], orders, executor, jobs, do_unit)))
 
 
 def _run_experiment(
     spec: Spec, folder: Folder, orders: Orders, executor: str, jobs: int, retry: bool, progress: bool
-) -> None:
+) -> bool:
+    """Likewise."""
     experiment = spec.experiment
     assert experiment is not None
     tasks = [(experiment.name, unit) for unit in spec.units]
     with _opened(folder, retry), ProgressBar(experiment.counted, len(tasks), progress) as bar:
         folder.write_study(_saved(spec, []))
-        for _ in execute(tasks, orders, executor, jobs, do_experiment):
+        ended = []
+        for done in execute(tasks, orders, executor, jobs, do_experiment):
+            ended.append(done)
             bar.advance()
+    return all(ended)
 
 
 @contextmanager

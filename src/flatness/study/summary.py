@@ -29,6 +29,7 @@ def summary_text(study: Any, width: int | None = None) -> str:
     ]
     if study.others:
         said.append(f"{study.others} records of other configurations are in the folder too and not counted.")
+    said += study.notes
     lines = [piece for line in said for piece in wrapped(line, width)]
     for part, settings in study.spec.parts.items():
         gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
