@@ -5,10 +5,19 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import flatness
 from flatness.errors import DataError
+from flatness.sources import Source
 from small import assert_same, data, dataset, measure, network, reference
 from untouched import refusal, untouched
 
@@ -270,3 +279,28 @@ def test_inputs_that_the_model_overwrites_on_later_samples_only_are_no_longer_th
         "Expected every pass over the data to see the same samples but got 23 samples first and 23 others "
         "later. Measure on data without random augmentation and without a random choice of samples."
     )
+
+
+def test_a_list_of_batches_is_counted_before_the_first_pass():
+    x, y = torch.randn(7, 3), torch.zeros(7)
+    assert Source([(x[:4], y[:4]), (x[4:], y[4:])], 0).expected_samples() == 7
+    assert Source([{"x": x, "y": y}], 0).expected_samples() == 7
+    assert Source((x, y), 0).expected_samples() == 7
+    assert Source(DataLoader(TensorDataset(x, y), 2), 0).expected_samples() == 7
+    assert Source([("a", "b")], 0).expected_samples() is None
+
+
+def test_the_same_samples_are_measured_in_the_same_way_as_tensors_and_as_a_list():
+    """Exactly, as there are few of them; without their number the choice would fall on sampling."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+    x, y = torch.randn(20, 6, dtype=torch.float64), torch.arange(20) % 3
+    reports = [
+        flatness.measure(model, data, measures="normalized_sharpness", progress=False)
+        for data in ((x, y), [(x[:12], y[:12]), (x[12:], y[12:])])
+    ]
+    values = [[(result.method, result.layer) for result in report.results] for report in reports]
+    assert values[0] == values[1]
+    assert {result.method for result in reports[1].results} == {"exact"}
+    for one, other in zip(*(report.results for report in reports), strict=True):
+        assert one.value == pytest.approx(other.value, rel=1e-10)

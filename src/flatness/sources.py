@@ -124,8 +124,10 @@ class Source:
         if self.samples is not None:
             return self.samples
         try:
+            if isinstance(self.data, list | tuple):
+                return sum(map(size_of, self.data))
             return len(self.data if self.is_pair else self.data.dataset)
-        except (TypeError, AttributeError, NotImplementedError):
+        except (DataError, TypeError, AttributeError, NotImplementedError):
             return None
 
     def _batches(self, size: int) -> Iterator[Any]:
