@@ -101,7 +101,8 @@ def run(
         )
     if not done:
         study.notes.append(
-            f"The time of {minutes:g} min is over and everything is saved: run the same again to go on from there."
+            f"The time of {minutes:g} min is over and everything is saved: run the same again to go on from "
+            "there."
         )
     study.write_tables()
     return study
