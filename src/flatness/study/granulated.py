@@ -62,9 +62,10 @@ def granulated(measure: ArrayLike, gap: ArrayLike, axes: Mapping[str, Sequence[o
     without_seed = [axis for axis in places if axis != SEED]
     agreement = np.sign(x[:, None] - x[None, :]) * np.sign(g[:, None] - g[None, :])
     errors = {axis: _sign_error(agreement, axis, places) for axis in places}
-    information = {"none": _information(x, g, [], places)}
-    information |= {axis: _information(x, g, [axis], places) for axis in without_seed}
-    pairs = [_information(x, g, list(two), places) for two in itertools.combinations(without_seed, 2)]
+    decided = _decided(x, g)
+    information = {"none": _information(decided, [], places)}
+    information |= {axis: _information(decided, [axis], places) for axis in without_seed}
+    pairs = [_information(decided, list(two), places) for two in itertools.combinations(without_seed, 2)]
     return Granulated(
         psi,
         _last([psi[axis] for axis in without_seed], np.nanmean),
@@ -116,24 +117,29 @@ def _sign_error(agreement: Array, axis: str, places: dict[str, NDArray[np.int64]
     return float(0.5 * (1 - agreement[wanted].mean())) if wanted.any() else float("nan")
 
 
-def _information(x: Array, g: Array, given: Sequence[str], places: dict[str, NDArray[np.int64]]) -> float:
+def _decided(x: Array, g: Array) -> tuple[NDArray[np.int64], ...]:
+    """Ordered pairs of networks without a tie: both places, and the signs of both differences as a number."""
+    kept = (x[:, None] != x) & (g[:, None] != g) & ~np.isnan(x[:, None] + x) & ~np.isnan(g[:, None] + g)
+    first, second = np.nonzero(kept)
+    return first, second, 2 * (x[first] > x[second]) + (g[first] > g[second])
+
+
+def _information(
+    decided: tuple[NDArray[np.int64], ...], given: Sequence[str], places: dict[str, NDArray[np.int64]]
+) -> float:
     """I(V_x; V_g | U) / H(V_g | U) over ordered pairs of networks, V the sign of a difference.
 
     U is the values that *both* networks have in the axes `given`, so that whatever those axes tell about the
     order of the gaps does not count for the measure. A value of U weighs by its number of pairs; pairs with a
     tie are left out. NaN where U alone tells the order of all gaps.
     """
-    n = len(x)
-    cells = np.zeros((n, n), np.int64)
-    for axis in given:
-        codes = places[axis]
-        size = int(codes.max()) + 1
-        cells = cells * size**2 + codes[:, None] * size + codes[None, :]
-    more, larger = x[:, None] - x[None, :], g[:, None] - g[None, :]
-    kept = (more != 0) & (larger != 0) & ~np.isnan(more) & ~np.isnan(larger)
-    _, cell = np.unique(cells[kept], return_inverse=True)
-    which = 4 * cell + 2 * (more[kept] > 0) + (larger[kept] > 0)
-    counts = np.bincount(which, minlength=4 * (int(cell.max(initial=-1)) + 1)).reshape(-1, 2, 2).astype(float)
+    first, second, signs = decided
+    which, cells = signs, 1
+    if given:
+        _, value = np.unique(np.stack([places[axis] for axis in given]), axis=1, return_inverse=True)
+        size = int(value.max()) + 1
+        which, cells = 4 * (value[first] * size + value[second]) + signs, size**2
+    counts = np.bincount(which, minlength=4 * cells).reshape(-1, 2, 2).astype(float)
     of_gap = _entropies(counts.sum(1))
     shared = _entropies(counts.sum(2)) + of_gap - _entropies(counts.reshape(-1, 4))
     return float(shared.sum() / of_gap.sum()) if of_gap.sum() > 0 else float("nan")
