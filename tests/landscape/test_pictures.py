@@ -16,7 +16,7 @@ from flatness.landscape.density_result import SpectralQuadrature
 from flatness.show.landscape import _alone, save_density, save_line
 from flatness.show.landscape_page import load_landscape, write_landscape
 from flatness.show.points import looks
-from flatness.show.surfaces import _round_numbers, _scaled, save_contour, save_relief
+from flatness.show.surfaces import _few_digits, _round_numbers, _scaled, save_contour, save_relief
 from flatness.show.themes import DARK, DASHES, LIGHT, add_legend, colour_on, settings
 from flatness.show.themes import written as short
 
@@ -101,7 +101,7 @@ def test_a_surface_reads_in_grey_lighter_is_higher(tmp_path):
     with Image.open(tmp_path / "a.png") as picture:
         grey = np.asarray(picture.convert("L"))
     height, width = grey.shape
-    middle = grey[int(0.45 * height), int(0.5 * width)]
+    middle = grey[int(0.45 * height), int(0.46 * width)]
     corner = grey[int(0.06 * height), int(0.22 * width)]
     assert int(corner) > int(middle) + 50
 
@@ -267,6 +267,90 @@ def test_curves_differ_in_colour_or_dashes_on_either_ground():
         assert len(shown) == len(names)
     # The first and the sixth are two light blues on dark ground.
     assert DASHES[0] not in DASHES[1:6]
+
+
+def drawn(monkeypatch, draw, surface):
+    """The axes of a picture of a surface, as it would be saved."""
+    figures = []
+    monkeypatch.setattr("flatness.show.surfaces.save", lambda figure, path: figures.append(figure))
+    with matplotlib.rc_context(settings(LIGHT)):
+        draw("a.png", surface)
+        figures[0].draw_without_rendering()
+    return figures[0].axes
+
+
+RANGES = {
+    "wide": (1.3, 25.0),
+    "powers": (2.0, 3e9),
+    "narrow": (1.12057, 1.12064),
+    "large": (1e12, 1e12 + 2e5),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_numbers_and_names_in_a_relief_keep_apart_and_inside(monkeypatch, name):
+    low, high = RANGES[name]
+    labels = tuple(f"eigenvector {i} (λ = 2.416e+05)" for i in (1, 2))
+    between = np.geomspace if name in ("wide", "powers") else np.linspace
+    surface = a_surface(loss=between(low, high, 63).reshape(7, 9), labels=labels)
+    surface.meta.update(loss="cross_entropy", directions="eigenvectors")
+    (axes,) = drawn(monkeypatch, save_relief, surface)
+    numbers = [text.get_window_extent() for text in axes.get_zticklabels()]
+    assert len(numbers) >= 3
+    for i, number in enumerate(numbers):
+        assert not any(number.overlaps(other) for other in numbers[i + 1 :])
+        assert not number.overlaps(axes.zaxis.label.get_window_extent())
+    for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+        box, page = axis.label.get_window_extent(), axes.figure.bbox
+        assert page.x0 <= box.x0 < box.x1 <= page.x1
+        assert page.y0 <= box.y0 < box.y1 <= page.y1
+    assert axes.get_xlabel() == "eigenvector 1\n(λ = 2.416e+05)"
+
+
+def test_a_relief_has_the_names_of_its_contours_and_the_paths_on_its_surface(monkeypatch):
+    path = np.array([[0.1, 0.2], [-0.625, 0.5], [2.0, 0.0]])
+    surface = a_surface(paths={"sgd": path})
+    (axes,) = drawn(monkeypatch, save_relief, surface)
+    contours = drawn(monkeypatch, save_contour, surface)[0]
+    assert axes.get_xlabel().replace("\n", " ") == contours.get_xlabel() == "direction 1, filter-normalised"
+    walk, network = axes.lines
+    x, y, z = (np.asarray(values) for values in walk.get_data_3d())
+    assert walk.get_label() == "sgd"
+    np.testing.assert_allclose(np.stack([x, y], 1)[[0, 20, 40]], path)
+    # At x = -0.625, between the 2nd point of the grid and the 3rd; y = 0.5 between the 5th and the 6th.
+    corners = np.log10(surface.loss[4:6, 1:3]) if axes.get_zlim()[0] < 0 else surface.loss[4:6, 1:3]
+    np.testing.assert_allclose(z[20], corners.mean(), rtol=1e-12)
+    assert np.isnan(z[40])
+    # Between checkpoints it follows the surface, not the straight line.
+    assert abs(z[10] - (z[0] + z[20]) / 2) > 0.01
+    assert [float(values[0]) for values in network.get_data_3d()[:2]] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("ticks", "labels", "base"),
+    [
+        ([1.5, 3.0, 10.0, 1e4, 3e6], ["1.5", "3", "10", "10000", "3e6"], ""),
+        ([0.0125, 0.015, 0.0175], ["0.0125", "0.015", "0.0175"], ""),
+        ([1e12, 1e12 + 5e4, 1e12 + 1e5], ["0", "5e4", "1e5"], " − 1e12"),
+        ([1.120575, 1.12058, 1.120585], ["0", "5e−6", "1e−5"], " − 1.120575"),
+        ([3.0], ["3"], ""),
+        ([], [], ""),
+    ],
+)
+def test_scales_have_few_digits_and_say_what_was_taken_off(ticks, labels, base):
+    assert _few_digits(ticks) == (labels, base)
+
+
+def test_levels_of_large_losses_that_hardly_differ_can_be_told_apart(monkeypatch):
+    surface = a_surface(loss=np.linspace(1e12, 1e12 + 2e5, 63).reshape(7, 9))
+    axes, bar = drawn(monkeypatch, save_contour, surface)
+    numbers = [text.get_text() for text in bar.get_yticklabels()]
+    assert len(set(numbers)) == len(numbers) >= 4
+    assert max(map(len, numbers)) <= 6
+    assert bar.get_ylabel().startswith("mse − 1.00000")
+    written = {text.get_text() for text in axes.texts}
+    assert written
+    assert written <= set(numbers)
 
 
 def test_other_files_are_refused(tmp_path):
