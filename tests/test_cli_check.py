@@ -25,6 +25,12 @@ def test_a_check_prints_verdicts_writes_files_and_leaves_with_0(tmp_path):
     assert (tmp_path / "rewritten" / "neuronwise.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_help_says_what_is_written(tmp_path):
+    shown = run("check", "--help", cwd=tmp_path).out
+    assert "Folder for CSV, plots and an HTML page." in shown
+    assert "LaTeX" not in shown
+
+
 def test_wrong_words_are_answered_in_one_line(tmp_path):
     outcome = run(*ARGUMENTS, "--kinds", "neuronwize", cwd=tmp_path)
     assert outcome.status == 2

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from command import Outcome, command, environment, longest_line, run, run_several
+from flatness.cli.landscape_options import CURVATURES
 from flatness.landscape import Density, Line, Surface
+from flatness.landscape.densities import _CURVATURES
 from flatness.models import mlp
 
 SOURCE = ["-m", "mlp", "--model-arg", "sizes=[64,8,10]", "-d", "digits", "--limit", "80", "--no-progress"]
@@ -139,11 +141,35 @@ def test_help_shows_an_example_within_the_terminal(name, columns, tmp_path):
     assert longest_line(outcome.out) <= columns
 
 
+def test_examples_can_be_pasted(tmp_path):
+    for name, first in (("surface", "--points 21"), ("density", "--limit 1000")):
+        example = run("landscape", name, "--help", cwd=tmp_path).out.split("Example:\n")[1].split("\n\n")[0]
+        lines = example.splitlines()
+        assert lines[1].endswith(f"{first} \\")
+        # As a shell reads them: a line that ends so goes on in the next.
+        read = example.replace("\\\n", " ").splitlines()
+        assert [line.split()[:3] for line in read] == [["flatness", "landscape", name]] * 2
+
+
+def test_options_say_what_they_do_here(tmp_path):
+    shown = {name: run("landscape", name, "--help", cwd=tmp_path).out for name in ("line", "density")}
+    assert "finite_differences" not in shown["density"]
+    assert "hessian or gauss_newton." in shown["density"]
+    assert "Adds X/2·‖θ‖² to the loss." in shown["line"]
+    assert "Adds the penalty's Hessian." in shown["density"]
+    assert CURVATURES == _CURVATURES
+    outcome = run("landscape", "density", *SOURCE, "--curvature", "finite_differences", cwd=tmp_path)
+    assert (outcome.status, outcome.err) == (
+        2,
+        "error: Expected --curvature to be one of hessian, gauss_newton but got 'finite_differences'.\n",
+    )
+
+
 def test_lines_surfaces_and_densities_are_written_and_drawn_again(folder, outcomes):
     for name in ("line", "between", "plane", "density", "again"):
-        assert longest_line(outcomes[name].out.split("\nwritten to")[0]) <= 80
+        assert longest_line(outcomes[name].out) <= 80
     assert outcomes["line"].out.endswith(
-        "written to line: index.html, line.npz, line.csv, line.png, line.svg, line-dark.png\n"
+        "written to line: index.html, line.npz, line.csv, line.png, line.svg,\n  line-dark.png\n"
     )
     found = Line.load(folder / "again" / "line.npz")
     assert found.groups == ("e0", "e0", "e1", "e1")

@@ -50,7 +50,10 @@ def check(
     seed: o.Seed = 0,
     as_json: o.AsJson = False,
     as_csv: o.AsCsv = False,
-    out: o.Out = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for CSV, plots and an HTML page.", metavar="DIR", rich_help_panel="Output"),
+    ] = None,
     progress: o.Progress = True,
 ) -> None:
     """Rewrite a network into equal ones and report how far each measure drifts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,4 +34,8 @@ def print_frame(frame: Callable[[], pandas.DataFrame], form: str, table: Callabl
 
 def say_written(out: Path, files: Iterable[str], *, aside: bool) -> None:
     """Say what was written; on standard error where standard output is for another program."""
-    typer.echo(f"\nwritten to {out}: {', '.join(files)}", err=aside)
+    from flatness.cli.output import terminal_width
+
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    said = f"written to {out}: {', '.join(files)}"
+    typer.echo("\n" + textwrap.fill(said, terminal_width(), subsequent_indent="  ", **whole), err=aside)

@@ -13,7 +13,6 @@ from flatness.cli.answers import UsageError, choice
 from flatness.cli.help import Command, Group
 from flatness.cli.inputs import DataWords, Inputs, NetworkWords
 from flatness.cli.values import key_values, one_or_many, split_list
-from flatness.cli.words import CURVATURES
 
 _ABOUT = """\
 Look at the landscape around a network: along lines, over planes, and through the Hessian's eigenvalues.
@@ -57,7 +56,7 @@ def line(
     parameters: w.Moving = None,
     layers: o.Layers = None,
     batch_norm: w.BatchNorm = "as_is",
-    weight_decay: o.WeightDecay = 0.0,
+    weight_decay: w.Penalty = 0.0,
     batch_size: o.BatchSize = None,
     device: o.Device = None,
     dtype: o.Dtype = None,
@@ -111,7 +110,7 @@ def surface(
     parameters: w.Moving = None,
     layers: o.Layers = None,
     batch_norm: w.BatchNorm = "as_is",
-    weight_decay: o.WeightDecay = 0.0,
+    weight_decay: w.Penalty = 0.0,
     batch_size: o.BatchSize = None,
     device: o.Device = None,
     dtype: o.Dtype = None,
@@ -121,13 +120,13 @@ def surface(
     fresh: w.Fresh = False,
     progress: o.Progress = True,
 ) -> None:
-    """Loss and accuracy over a plane through the network; with trajectories, over the plane they lie in.
+    r"""Loss and accuracy over a plane through the network; with trajectories, over the plane they lie in.
 
     Without a checkpoint, the last one of the first trajectory is in the middle.
 
     Example:
         flatness landscape surface net.pt -m mynets:build -d digits --out plane
-        flatness landscape surface -m lenet5 -d cifar10 --limit 2000 --points 21
+        flatness landscape surface -m lenet5 -d cifar10 --limit 2000 --points 21 \
             --trajectory sgd=runs/sgd --trajectory adam=runs/adam
     """
     asked = {
@@ -165,7 +164,7 @@ def density(
     parameters: w.Counted = "all",
     runs: w.Runs = 10,
     steps: w.Steps = 80,
-    curvature: o.Curvature = "hessian",
+    curvature: w.Curvature = "hessian",
     weight_decay: o.WeightDecay = 0.0,
     batch_size: o.BatchSize = None,
     device: o.Device = None,
@@ -176,14 +175,14 @@ def density(
     fresh: w.Fresh = False,
     progress: o.Progress = True,
 ) -> None:
-    """The density of the Hessian's eigenvalues; several checkpoints make a curve each.
+    r"""The density of the Hessian's eigenvalues; several checkpoints make a curve each.
 
     With --copies, layer-wise rescaled copies of the network are drawn too: they compute the same function.
     In the layerwise metric their curves coincide, in the euclidean one they do not.
 
     Example:
         flatness landscape density net.pt -m mynets:build -d digits
-        flatness landscape density net.pt -m lenet5 -d cifar10 --limit 1000
+        flatness landscape density net.pt -m lenet5 -d cifar10 --limit 1000 \
             --metric layerwise --copies 3
     """
     asked = {
@@ -192,7 +191,7 @@ def density(
         "parameters": choice(parameters, "--parameters", w.PARAMETERS),
         "runs": runs,
         "steps": steps,
-        "curvature": choice(curvature, "--curvature", CURVATURES),
+        "curvature": choice(curvature, "--curvature", w.CURVATURES),
     }
     network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
     samples = DataWords(data, split, data_dir, limit, standardize)

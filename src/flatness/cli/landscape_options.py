@@ -11,6 +11,7 @@ DIRECTIONS = ("layer", "filter", "eigenvectors", "relative_flatness")
 BATCH_NORM = ("as_is", "recomputed")
 PARAMETERS = ("all", "weights")
 METRICS = ("euclidean", "layerwise", "nodewise")
+CURVATURES = ("hessian", "gauss_newton")
 WHAT = "What to draw"
 
 Directions = Annotated[
@@ -78,3 +79,12 @@ Counted = Annotated[
 ]
 Runs = Annotated[int, typer.Option(help="Random starts.", metavar="N", rich_help_panel=WHAT)]
 Steps = Annotated[int, typer.Option(help="Lanczos steps.", metavar="N", rich_help_panel=WHAT)]
+Curvature = Annotated[
+    str, typer.Option(help=f"{' or '.join(CURVATURES)}.", metavar="NAME", rich_help_panel=WHAT)
+]
+Penalty = Annotated[
+    float,
+    typer.Option(
+        "--weight-decay", help="Adds X/2·‖θ‖² to the loss.", metavar="X", rich_help_panel="How to measure"
+    ),
+]
