@@ -293,7 +293,8 @@ def test_a_list_of_batches_is_counted_before_the_first_pass():
 def test_the_same_samples_are_measured_in_the_same_way_as_tensors_and_as_a_list():
     """Exactly, as there are few of them; without their number the choice would fall on sampling."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+    hidden = nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh()
+    model = nn.Sequential(*hidden, nn.Linear(40, 3)).double()
     x, y = torch.randn(20, 6, dtype=torch.float64), torch.arange(20) % 3
     reports = [
         flatness.measure(model, data, measures="normalized_sharpness", progress=False)
