@@ -144,6 +144,7 @@ def save_intervals(
     x_label: str,
     title: str,
     chance: float | None = None,
+    labels: tuple[str, str] = ("as trained", "after rescaling"),
 ) -> None:
     """Save horizontal bars with intervals, the first row on top.
 
@@ -154,13 +155,14 @@ def save_intervals(
         x_label: What the bars show.
         title: The title.
         chance: Size that chance stays below, drawn as a grey band.
+        labels: What the first and the second bars are of.
     """
     figure = Figure(figsize=(7.4, 1.2 + 0.32 * max(len(rows), 4)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     both = any("after" in row for row in rows)
     for key, shift, colour, label in (
-        ("", -0.2 if both else 0.0, "#0072b2", "as trained"),
-        ("after_", 0.2, "#d55e00", "after rescaling"),
+        ("", -0.2 if both else 0.0, "#0072b2", labels[0]),
+        ("after_", 0.2, "#d55e00", labels[1]),
     ):
         drawn = [(place, row) for place, row in enumerate(rows) if (key or "value").strip("_") in row]
         if not drawn:
