@@ -76,6 +76,10 @@ COMMANDS = {
         ["landscape", "density", "e0.pt", *SOURCE, "--runs", "2", "--steps", "4", "--metric", "layerwise",
          "--copies", "1", "--out", "density"], 0
     ),
+    "penalised": (
+        ["landscape", "density", "e0.pt", *SOURCE, "--runs", "1", "--steps", "2", "--copies", "1",
+         "--weight-decay", "0.1"], 0
+    ),
     "folder with =": ([*PLANE, "--trajectory", "runs/lr=0.1"], 0),
     "pattern with =": ([*PLANE, "--trajectory", "runs/lr=0.1/*.pt"], 0),
     "gone on": (INTERRUPTED, 0),
@@ -163,6 +167,12 @@ def test_options_say_what_they_do_here(tmp_path):
         2,
         "error: Expected --curvature to be one of hessian, gauss_newton but got 'finite_differences'.\n",
     )
+
+
+def test_copies_that_weight_decay_keeps_apart_come_with_a_note(outcomes):
+    note = "the copies' curves differ in every metric: rescaling changes the penalty of weight decay"
+    assert note in " ".join(outcomes["penalised"].out.split())
+    assert note not in " ".join(outcomes["density"].out.split())
 
 
 def test_lines_surfaces_and_densities_are_written_and_drawn_again(folder, outcomes):

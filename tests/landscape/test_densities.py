@@ -126,6 +126,7 @@ def test_projections_that_share_a_packed_weight_have_no_spectrum_of_their_own():
     assert list(found.spectra) == ["0.self_attn.out_proj", "0.linear1", "0.linear2", "2"]
     note = "left out, without a weight of their own: 0.self_attn.q, 0.self_attn.k, 0.self_attn.v"
     assert note in found.notes
+    assert not any(note.startswith("not a supported layer") for note in found.notes)
     with pytest.raises(LayerError) as caught:
         density(model, (data[0].double(), data[1]), layers="0.self_attn.q", **QUIET)
     assert str(caught.value) == (
@@ -133,6 +134,31 @@ def test_projections_that_share_a_packed_weight_have_no_spectrum_of_their_own():
         "compute "
         "theirs from others. Leave them out."
     )
+
+
+def test_weights_of_what_is_no_known_layer_are_named_where_all_layers_are_asked_for():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(3, 4, batch_first=True)
+            self.norm = nn.LayerNorm(4)
+            self.middle = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+            self.head = nn.Linear(4, 3)
+            self.scale = nn.Parameter(torch.ones(1, 3))
+
+        def forward(self, x):
+            return self.scale * self.head(self.middle(self.norm(self.rnn(x)[0][:, -1])))
+
+    torch.manual_seed(0)
+    model, data = Reader().eval(), (torch.randn(8, 5, 3), torch.randint(3, (8,)))
+    found = density(model, data, layers="all", runs=1, steps=2, **QUIET)
+    assert list(found.spectra) == ["head"]
+    assert found.notes == (
+        "left out, without a weight of their own: middle",
+        "not a supported layer and left out: the model itself (Reader), rnn (LSTM); flatness.register_layer "
+        "can teach it",
+    )
+    assert density(model, data, layers="head", runs=1, steps=2, **QUIET).notes == ()
 
 
 def test_metrics_and_weight_decay_enter_the_spectrum():
@@ -199,6 +225,8 @@ def test_ctrl_c_keeps_the_steps_made_and_finished_networks_are_not_computed_agai
     assert part.notes[0] == "interrupted: b after 2 of 6 steps of Lanczos"
     np.testing.assert_array_equal(part.spectra["a"].nodes, whole.spectra["a"].nodes)
     assert part.spectra["b"].nodes.shape == (2, 2)
+    assert "over 2 runs of Lanczos with 2 to 6 steps, " in part.caption()
+    assert "over 2 runs of Lanczos with 6 steps, " in whole.caption()
     before = len(told)
     finished = density({"a": model, "b": model}, data, runs=2, steps=6, resume=path, **QUIET)
     assert len(told) - before == 6

@@ -246,6 +246,8 @@ def test_recomputed_batch_norm_statistics_are_those_of_the_data_at_every_point()
         other.train()(data[0])
         assert found.loss[0, place] == pytest.approx(risk_and_accuracy(other.eval(), data)[0], rel=1e-12)
     assert found.caption().endswith("computed anew at every point, in batches of 20.")
+    alone = line(model, data, count=1, points=3, batch_norm="recomputed", **QUIET)
+    assert alone.caption().endswith("in batches of 20.")
     small = line(
         model, data, directions="filter", count=1, points=3, span=0.5, batch_norm="recomputed",
         batch_size=16, **QUIET,
@@ -358,6 +360,19 @@ def test_several_networks_make_curves_with_mean_and_band():
     assert len(found.to_frame()) == 30
 
 
+@pytest.mark.parametrize("directions", ["layer", "filter", "eigenvectors", "relative_flatness"])
+def test_frozen_parameters_move_with_a_word_about_it(directions):
+    model, data = smooth()
+    model[0].requires_grad_(False)
+    note = "frozen (requires_grad=False) and moved like all others: 0.weight"
+    note += ", 0.bias" if directions in ("layer", "eigenvectors") else ""
+    options = {"directions": directions, "count": 1, "points": 3, **QUIET}
+    found = line(model, data, **options)
+    assert note in found.notes
+    assert found.loss[0, 0] != found.loss[0, 1]
+    assert not any("frozen" in note for note in line(model, data, layers="2", **options).notes)
+
+
 def test_only_parameters_of_the_layers_asked_for_move():
     model, data = smooth()
     (direction,) = _directions_of(model, data, "layer", 1, layers="2")
@@ -448,6 +463,46 @@ def test_ctrl_c_keeps_what_is_there_and_a_second_call_goes_on(tmp_path, monkeypa
     before = len(calls)
     line(model, data, count=2, points=20, resume=tmp_path / "line.npz", **QUIET)
     assert len(calls) == before
+
+
+def test_curves_that_ctrl_c_left_out_are_neither_described_as_nan_nor_in_the_legend(monkeypatch, tmp_path):
+    from flatness.show.landscape import save_line
+
+    model, data = smooth()
+    networks = {"first": model, "second": model, "third": model}
+    calls = []
+
+    def until_second(self, coefficients, ordinary=Points.__call__):
+        calls.append(len(coefficients))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return ordinary(self, coefficients)
+
+    monkeypatch.setattr(Points, "__call__", until_second)
+    part = line(networks, data, count=1, points=5, **QUIET)
+    described = str(part).splitlines()
+    assert described[1].startswith("  first: loss ")
+    assert described[2:4] == ["  second: not reached", "  third: not reached"]
+    named = []
+    monkeypatch.setattr(
+        "flatness.show.landscape.add_legend",
+        lambda figure, axes: named.append(axes.get_legend_handles_labels()[1]),
+    )
+    save_line(tmp_path / "a.png", part)
+    assert named == [["first"]]
+
+
+def test_a_picture_of_no_curve_at_all_is_drawn(monkeypatch, tmp_path):
+    from flatness.show.landscape import save_line
+
+    model, data = smooth()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Points, "__call__", interrupt)
+    save_line(tmp_path / "a.png", line({"a": model, "b": model}, data, count=1, points=5, **QUIET))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_model_is_as_it_was_also_after_an_error():

@@ -36,6 +36,8 @@ def say_written(out: Path, files: Iterable[str], *, aside: bool) -> None:
     """Say what was written; on standard error where standard output is for another program."""
     from flatness.cli.output import terminal_width
 
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    said = f"written to {out}: {', '.join(files)}"
-    typer.echo("\n" + textwrap.fill(said, terminal_width(), subsequent_indent="  ", **whole), err=aside)
+    wrapped = textwrap.fill(
+        f"written to {out}: {', '.join(files)}", terminal_width(), subsequent_indent="  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    typer.echo(f"\n{wrapped}", err=aside)

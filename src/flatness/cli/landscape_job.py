@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from flatness.cli.loading import arguments_of, check_folder, checkpoints_of, dat
 from flatness.cli.output import terminal_width
 from flatness.errors import LayerError, OptionError
 from flatness.show.landscape_page import Landscape, write_landscape
+
+_PENALISED = "the copies' curves differ in every metric: rescaling changes the penalty of weight decay"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,10 @@ def density(request: Request, asked: dict[str, Any], copies: int) -> Landscape:
             f"rescaled {place + 1}": flatness.rescale(original, example, kind="layerwise", seed=place)
             for place in range(copies)
         }
-    return _called(request, flatness.landscape.density, _alone(networks), asked)
+    found = _called(request, flatness.landscape.density, _alone(networks), asked)
+    if copies and request.setting["weight_decay"]:
+        found = replace(found, notes=tuple(dict.fromkeys([*found.notes, _PENALISED])))
+    return found
 
 
 def _batches(data: Any) -> Any:

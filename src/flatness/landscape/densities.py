@@ -19,7 +19,14 @@ from flatness.landscape.arguments import whole_number
 from flatness.landscape.density_result import KIND, Density, SpectralQuadrature
 from flatness.landscape.engines import LOOPED
 from flatness.landscape.filling import resumed
-from flatness.landscape.networks import Member, Networks, members_of, own_weights, without_weight
+from flatness.landscape.networks import (
+    Member,
+    Networks,
+    members_of,
+    own_weights,
+    unknown_layers,
+    without_weight,
+)
 from flatness.landscape.points import Points
 from flatness.landscape.setting import RISK, identity_of
 from flatness.landscape.storage import Array
@@ -77,7 +84,7 @@ def density(
         curvature: "hessian" or "gauss_newton".
         resume: A file: networks in it are not computed again, and what is computed is kept there.
         forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
-        weight_decay: Adds weight_decay·I to the Hessian.
+        weight_decay: Adds weight_decay·I to the Hessian; rescaled copies then differ in every metric.
         batch_size: Samples per micro-batch; chosen by memory when None.
         device: Work on a copy of the model there.
         dtype: Work on a copy of the model in that precision.
@@ -294,6 +301,11 @@ def _parts(space: ParameterSpace, asked: dict[str, Any]) -> dict[str, Tensor]:
         raise without_weight(without)
     if without:
         space.problem.notes.append(f"left out, without a weight of their own: {listed(without)}")
+    unknown = unknown_layers(space.problem.model, available.values()) if everything else []
+    if unknown:
+        space.problem.notes.append(
+            f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it"
+        )
     masks = {
         name: space.per_parameter(
             lambda own, value, weight=weight: torch.tensor(float(own == weight), device=value.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatness.landscape.captions import data_words
+from flatness.landscape.captions import data_words, number_of
 from flatness.landscape.storage import Array, read_arrays, write_arrays
 from flatness.tables import format_value
 
@@ -99,13 +99,11 @@ class Density:
     def caption(self) -> str:
         """What a picture of it shows, in a sentence or two."""
         what = _METRICS.get(str(self.meta.get("metric")), "the Hessian")
-        runs = len(next(iter(self.spectra.values())).nodes)
-        steps = self.meta.get("steps", "?")
+        runs, steps = ({own.nodes.shape[axis] for own in self.spectra.values()} for axis in (0, 1))
         return (
             f"Density of the eigenvalues of {what} of {self.meta.get('loss', 'the loss')}"
-            f"{data_words(self.meta)}; mean and two standard errors over {runs} "
-            f"run{'' if runs == 1 else 's'} of Lanczos with "
-            f"{steps} step{'' if steps == 1 else 's'}, smoothed by a Gaussian of 1/100 of the range."
+            f"{data_words(self.meta)}; mean and two standard errors over {number_of(runs, 'run')} of Lanczos "
+            f"with {number_of(steps, 'step')}, smoothed by a Gaussian of 1/100 of the range."
         )
 
     def to_frame(self) -> pandas.DataFrame:

@@ -105,22 +105,29 @@ def choose_directions(problem: Problem, asked: Asked, number: int) -> Chosen:
     if asked.kind == "eigenvectors":
         found = top_eigenvectors(problem, names, asked.count)
         notes = [] if found.converged else ["eigenvectors not converged: their residuals are in the meta"]
+        notes += _notes(problem.model, found.directions[0])
         facts = {"eigenvalues": found.values, "residuals": found.residuals}
         labels = [f"eigenvector {place} (λ = {value:.4g})" for place, value in enumerate(found.values, 1)]
         return Chosen(found.directions, labels, notes, facts)
     draw = layer_normalized if asked.kind == "layer" else filter_normalized
     vectors = [draw(problem.model, names, generator) for _ in range(asked.count)]
-    return Chosen(vectors, _numbered("direction", asked.count), _still(problem.model, vectors[0]))
+    return Chosen(vectors, _numbered("direction", asked.count), _notes(problem.model, vectors[0]))
 
 
 def _numbered(word: str, count: int) -> list[str]:
     return [f"{word} {place}" for place in range(1, count + 1)]
 
 
-def _still(model: nn.Module, direction: Mapping[str, Tensor]) -> list[str]:
-    names = [name for name, _ in model.named_parameters()]
-    still = [name for name in names if name not in direction or not bool(direction[name].any())]
-    return [f"not moved: {listed(still)}"] if still else []
+def _notes(model: nn.Module, direction: Mapping[str, Tensor]) -> list[str]:
+    """What stays where it is, and what moves though training would not move it."""
+    parameters = dict(model.named_parameters())
+    moved = [name for name in parameters if name in direction and bool(direction[name].any())]
+    still = [name for name in parameters if name not in moved]
+    frozen = [name for name in moved if not parameters[name].requires_grad]
+    notes = [f"not moved: {listed(still)}"] if still else []
+    if frozen:
+        notes.append(f"frozen (requires_grad=False) and moved like all others: {listed(frozen, 4)}")
+    return notes
 
 
 def _moving(model: nn.Module, asked: Asked) -> list[str]:
@@ -168,7 +175,7 @@ def _feature_directions(model: nn.Module, asked: Asked, generator: torch.Generat
             f"{listed(names) or 'none'}. Use directions='layer'."
         )
     vectors = [feature_directions(layers, generator) for _ in range(asked.count)]
-    return Chosen(vectors, _numbered("W·A", asked.count), _still(model, vectors[0]))
+    return Chosen(vectors, _numbered("W·A", asked.count), _notes(model, vectors[0]))
 
 
 def given_directions(model: nn.Module, given: Any) -> list[dict[str, Tensor]]:

@@ -57,6 +57,10 @@ class Line:
             )
         return np.array([row for row, name in enumerate(self.groups) if name == group], dtype=int)
 
+    def reached(self, group: str) -> bool:
+        """Whether any point of a group was computed."""
+        return bool(self.done[self.rows(group)].any())
+
     def mean(self, group: str, quantity: str = "loss") -> Array:
         """The mean over the lines of a group, (points,)."""
         with np.errstate(over="ignore"):
@@ -130,6 +134,9 @@ class Line:
         """The caption, and where each group starts and how far it rises."""
         lines = [self.caption()]
         for name in dict.fromkeys(self.groups):
+            if not self.reached(name):
+                lines.append(f"{name}: not reached")
+                continue
             mean = self.mean(name)
             low, high = self.positions[0], self.positions[-1]
             center = np.abs(self.positions).argmin()

@@ -83,6 +83,20 @@ def own_weights(model: nn.Module, layers: Iterable[Layer]) -> tuple[dict[str, st
     return found, without
 
 
+def unknown_layers(model: nn.Module, layers: Iterable[Layer]) -> list[str]:
+    """Modules with a weight, of two axes or more, that none of the layers has."""
+    layers = list(layers)
+    named = {layer.weight_name for layer in layers}
+    known = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in named}
+    inside = tuple(f"{layer.name}." for layer in layers)
+    return [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside)
+        and any(value.dim() >= 2 and id(value) not in known for value in module.parameters(recurse=False))
+    ]
+
+
 def without_weight(names: list[str]) -> LayerError:
     """The error about layers whose weight is not a parameter of its own."""
     return LayerError(

@@ -47,6 +47,7 @@ class Points:
     Attributes:
         loss: E at θ, weight decay included.
         accuracy: The share of right predictions at θ; NaN where there are no classes.
+        batch: Samples in the largest batch.
         engine: The engine in use.
         chunk: Points per pass over the data.
     """
@@ -77,7 +78,7 @@ class Points:
         check_example(problem, problem.example(2))
         if engine is None and problem.device.type == "cuda":
             self._choose(fixed_batch)
-        self._normaliser = 0.0
+        self._normaliser, self.batch = 0.0, 0
         self.loss, self.accuracy = self._at_theta()
 
     @property
@@ -224,6 +225,7 @@ class Points:
             wrong = problem.loss.mistakes(items)
             sums[0].add_(torch.cat([values[None], values.new_zeros(2) if wrong is None else wrong]))
             total.add_(problem.loss.normaliser(items))
+            self.batch = max(self.batch, batches.size_of(batch))
             held += bytes_of(batch)
             if held <= budget:
                 kept.append(batch)

@@ -46,5 +46,5 @@ def facts_of(points: Points, batch_norm: str, kind: str) -> dict[str, Any]:
     if points.has_batch_norm:
         along = kind == "between" and batch_norm == "as_is"
         facts["batch_norm"] = "interpolated" if along else batch_norm
-        facts["micro_batch"] = problem.micro_batch
+        facts["micro_batch"] = points.batch or problem.micro_batch
     return facts

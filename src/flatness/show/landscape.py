@@ -65,6 +65,8 @@ def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
     finite = values[np.isfinite(_shown(values))]
     logarithmic = quantity == "loss" and is_wide(finite, _WIDE)
     for number, (name, (colour, _)) in enumerate(looks(line.groups).items()):
+        if not line.reached(name):
+            continue
         colour = colour_on(theme, colour)
         rows = _shown(values[line.rows(name)])
         for row in rows if len(rows) > 1 else ():

@@ -95,6 +95,8 @@ def add_legend(figure: Figure, axes: Axes, *, inside: bool = True) -> float:
         The height of what stands below, in inches.
     """
     handles, names = axes.get_legend_handles_labels()
+    if not names:
+        return 0.0
     longest = max(len(name) for name in names)
     if inside and len(names) <= _FEW and longest <= _SHORT:
         axes.legend(frameon=False, handlelength=2.8)
