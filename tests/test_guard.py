@@ -22,7 +22,7 @@ TRAINING = "the model was in training mode; measured in evaluation mode and set 
 
 
 class Restless(nn.Module):
-    """Changes what it can at every call: buffers in place and by replacement, attributes, lists of hooks."""
+    """Changes what it can at every call: buffers in place and by replacement, attributes, dicts and lists."""
 
     def __init__(self):
         super().__init__()
@@ -31,6 +31,7 @@ class Restless(nn.Module):
         self.register_buffer("replaced", torch.zeros(2))
         self.calls = 0
         self.history = {}
+        self.outputs = [torch.ones(1), torch.zeros(1)]
 
     def forward(self, x):
         self.written += 1
@@ -38,15 +39,20 @@ class Restless(nn.Module):
         self.calls += 1
         self.history[self.calls] = x
         self.last_input = x
-        return self.net(x)
+        self.outputs.pop(0)
+        self.outputs += [self.net(x), x]
+        return self.outputs[-2]
 
 
-def test_buffers_attributes_and_dicts_that_a_forward_pass_changes_are_set_back():
+def test_buffers_attributes_dicts_and_lists_that_a_forward_pass_changes_are_set_back():
     model, (x, y) = Restless(), data()
+    outputs, (first, second) = model.outputs, model.outputs
     with untouched(model, x, y):
         report = measure(model, (x, y), batch_size=7)
     assert model.calls == 0
     assert model.history == {}
+    assert model.outputs is outputs
+    assert [id(output) for output in outputs] == [id(first), id(second)]
     assert not hasattr(model, "last_input")
     assert report.value("hessian_trace", layer="net.head") == reference().value("hessian_trace", layer="head")
 

@@ -195,13 +195,11 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 def _restored_modules(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without backward hooks; attributes and buffers as before when it ends."""
     attributes = [(module, dict(vars(module))) for module in modules(model)]
-    # Parameters, buffers, submodules and hooks live in dicts, one level deeper.
-    dicts = [
-        (value, dict(value))
-        for _, before in attributes
-        for value in before.values()
-        if isinstance(value, dict)
-    ]
+    # Parameters, buffers, submodules and hooks live in dicts, one level deeper; what a network collects, in
+    # these and in lists.
+    values = [value for _, before in attributes for value in before.values()]
+    dicts = [(value, dict(value)) for value in values if isinstance(value, dict)]
+    lists = [(value, list(value)) for value in values if type(value) is list]
     held = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers(model)]
     try:
         if not _switches_as_torch(attributes) or any(module.training for module, _ in attributes):
@@ -215,6 +213,8 @@ def _restored_modules(model: nn.Module) -> Iterator[None]:
             _set_back(vars(module), before)
         for entries, before in dicts:
             _set_back(entries, before)
+        for items, before in lists:
+            items[:] = before
         with torch.no_grad():
             for buffer, version, value in held:
                 if buffer._version != version:
