@@ -57,6 +57,31 @@ def test_buffers_attributes_dicts_and_lists_that_a_forward_pass_changes_are_set_
     assert report.value("hessian_trace", layer="net.head") == reference().value("hessian_trace", layer="head")
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_shortens_its_rows_gets_them_back(kind):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = kind(11, 6, max_norm=1.0), nn.Linear(6, 3)
+
+        def forward(self, x):
+            found = self.embedding(x)
+            return self.head(found if found.dim() == 2 else found.mean(1))
+
+    torch.manual_seed(0)
+    model = Network()
+    before = model.embedding.weight.detach().clone()
+    assert float(before.norm(dim=1).max()) > 1
+    data = torch.randint(11, (20, 4)), torch.arange(20) % 3
+    report = flatness.measure(model, data, measures="relative_flatness", layers="last", progress=False)
+    assert torch.equal(model.embedding.weight, before)
+    model(data[0])  # shortens them for good
+    assert not torch.equal(model.embedding.weight, before)
+    again = flatness.measure(model, data, measures="relative_flatness", layers="last", progress=False)
+    expected = report.value("relative_flatness", layer="head")
+    assert again.value("relative_flatness", layer="head") == pytest.approx(expected, rel=1e-5)
+
+
 def test_modes_gradients_and_hooks_are_as_they_were():
     model, (x, y) = network(), data()
     model.train()

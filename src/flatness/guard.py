@@ -156,9 +156,9 @@ def measuring(model: nn.Module, seed: int) -> Iterator[None]:
     """Evaluation mode, gradients, full precision and seeded randomness inside; everything as it was outside.
 
     Attributes and modes of all modules, buffers, hooks, random states and precision switches are restored,
-    also after an exception. Parameters and their gradients are never written to. Backward hooks of the user
-    do not run. Attention and weight normalisation run in plain operators, and `nn.MultiheadAttention` through
-    its projections.
+    also after an exception, and embeddings with a largest norm, which shorten themselves. Other parameters
+    and all gradients are never written to. Backward hooks of the user do not run. Attention and weight
+    normalisation run in plain operators, and `nn.MultiheadAttention` through its projections.
     """
     device = next(model.parameters()).device.type
     with ExitStack() as stack:
@@ -200,7 +200,8 @@ def _restored_modules(model: nn.Module) -> Iterator[None]:
     values = [value for _, before in attributes for value in before.values()]
     dicts = [(value, dict(value)) for value in values if isinstance(value, dict)]
     lists = [(value, list(value)) for value in values if type(value) is list]
-    held = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers(model)]
+    tensors = [*buffers(model), *_shortened(model)]
+    held = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
     try:
         if not _switches_as_torch(attributes) or any(module.training for module, _ in attributes):
             model.eval()
@@ -216,9 +217,15 @@ def _restored_modules(model: nn.Module) -> Iterator[None]:
         for items, before in lists:
             items[:] = before
         with torch.no_grad():
-            for buffer, version, value in held:
-                if buffer._version != version:
-                    buffer.copy_(value)
+            for tensor, version, value in held:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def _shortened(model: nn.Module) -> list[torch.Tensor]:
+    """Weights that a forward pass writes to: embeddings with a largest norm shorten the rows they look up."""
+    embeddings = (module for module in modules(model) if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return [module.weight for module in embeddings if module.max_norm is not None]
 
 
 def _switches_as_torch(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> bool:
