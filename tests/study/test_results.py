@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from scipy.stats import kendalltau, pearsonr
 
+from flatness.show.study_page import render_study
 from made_up import made_up_study
 
 GRID = {"optimizer": ["sgd", "adam"], "batch_size": [16, 64], "seed": 3}
@@ -47,7 +48,9 @@ def test_what_is_known_without_a_measure_stands_beside_the_measures():
     first, second = known["kendall"].abs()
     assert first > second
     told = ", ".join(f"{name} {tau:+.2f}" for name, tau in known["kendall"].items())
-    assert f"For comparison, τ of what is known without a measure: {told}." in study.text(200)
+    sentence = f"For comparison, τ over all {len(kept)} of what is known without a measure: {told}."
+    assert sentence in study.text(200)
+    assert sentence.replace("-", "−") in render_study(study)
 
 
 def test_hyperparameters_that_vary_together_are_told_once():

@@ -128,7 +128,7 @@ def _correlations(study: Study, number: int, part: str) -> str:
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
     wide = '<label class="tick more-columns"><input type="checkbox"> all columns</label>' if more else ""
     known = without_measures(study, part).replace("-", "−")
-    return f'<div class="part">{heading}{wide}{inner}<p>{escape(known)}</p></div>\n'
+    return f'<div class="part">{heading}<p>{escape(known)}</p>{wide}{inner}</div>\n'
 
 
 def _gap(study: Study, part: str) -> str:

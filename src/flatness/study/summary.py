@@ -68,7 +68,8 @@ def without_measures(study: Any, part: str) -> str:
     """How far one gets without a measure; empty where nothing is known to vary."""
     rows = study.baselines(part).to_dict("records")
     known = ", ".join(f"{row['quantity']} {row['kendall']:+.2f}" for row in rows)
-    return f"For comparison, τ of what is known without a measure: {known}." if known else ""
+    n = len(study.kept(part))
+    return f"For comparison, τ over all {n} of what is known without a measure: {known}." if known else ""
 
 
 def _table_lines(table: Any, shown: Any, width: int) -> list[str]:
