@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Risk = Callable[[nn.Module], Tensor]
@@ -43,6 +44,17 @@ def mean_risk(x: Tensor, y: Tensor, loss: Loss) -> Risk:
     return risk
 
 
+class _WeightNormWrittenOut(TorchFunctionMode):
+    """`torch._weight_norm` by its definition: g times v over its length along all axes but one, or all."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not torch._weight_norm:
+            return func(*args, **(kwargs or {}))
+        v, g, dim = args
+        axes = [axis for axis in range(v.dim()) if axis != dim]
+        return g * v / v.square().sum(axes, keepdim=dim >= 0).sqrt()
+
+
 def hessian(model: nn.Module, risk: Risk, names: Sequence[str]) -> Tensor:
     """Dense Hessian of the risk with respect to the named parameters, flattened and concatenated in order.
 
@@ -55,8 +67,8 @@ def hessian(model: nn.Module, risk: Risk, names: Sequence[str]) -> Tensor:
         (N, N), N the number of coordinates of the named parameters.
     """
     parameters = _parameters(model, names)
-    # Fused attention kernels have no second derivative.
-    with sdpa_kernel(SDPBackend.MATH):
+    # Fused attention kernels have no second derivative, that of weight normalisation a wrong one.
+    with sdpa_kernel(SDPBackend.MATH), _WeightNormWrittenOut():
         gradients = torch.autograd.grad(risk(model), parameters, create_graph=True, materialize_grads=True)
         gradient = torch.cat([part.flatten() for part in gradients])
         rows = torch.zeros(len(gradient), len(gradient), dtype=torch.float64)

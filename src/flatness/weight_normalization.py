@@ -31,6 +31,7 @@ class PlainWeightNorm(TorchFunctionMode):
 
 def normalized(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """g·v/‖v‖, with a norm for each place along an axis, or one for all of v where it is −1."""
+    v = v.view_as(v)  # reads the parameter once, as the kernel does: uses of parameters are counted
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
