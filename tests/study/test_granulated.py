@@ -112,3 +112,13 @@ def test_without_a_pair_there_is_nothing_to_say():
     found = granulated([1.0, 2.0], [1.0, 2.0], {"batch": [1, 2], "rate": [1, 2]})
     assert math.isnan(found.psi["batch"])
     assert math.isnan(found.sign_error["rate"])
+
+
+def test_infinite_values_are_ordered_like_all_others():
+    """Infinities of both signs stand for the largest and the smallest; what is not a number, for nothing."""
+    x, gap = [math.inf, -math.inf, 0.5, 2.0, 1.0, 0.7], [6.0, 2.0, 1.0, 5.0, 3.0, 4.0]
+    axes = {"batch": [1, 1, 2, 2, 1, 2], "rate": [1, 2, 1, 2, 1, 2]}
+    ranks = [5.0, 0.0, 1.0, 4.0, 3.0, 2.0]
+    assert granulated(x, gap, axes).information == granulated(ranks, gap, axes).information
+    unknown = granulated([*ranks, math.nan], [*gap, 9.0], {axis: [*own, 1] for axis, own in axes.items()})
+    assert unknown.information == granulated(ranks, gap, axes).information

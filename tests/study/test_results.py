@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from scipy.stats import kendalltau, pearsonr
 
+from flatness.errors import StudyError
 from flatness.show.study_page import render_study
+from flatness.study.summary import without_measures
 from made_up import made_up_study
 
 GRID = {"optimizer": ["sgd", "adam"], "batch_size": [16, 64], "seed": 3}
@@ -64,3 +66,16 @@ def test_too_few_networks_have_no_baselines():
     study = made_up_study({"seed": 2}, 1, analysis=ASKED)
     assert len(study.baselines("")) == 0
     assert "without a measure" not in study.text()
+
+
+def test_baselines_of_a_part_that_is_not_there_are_refused():
+    study = made_up_study(GRID, 1, analysis=ASKED)
+    with pytest.raises(StudyError, match=r"Expected a part of the study, one of , but got 'vgg'\."):
+        study.baselines("vgg")
+
+
+def test_gaps_that_are_all_equal_have_no_baselines_to_tell():
+    study = made_up_study(GRID, 1, analysis=ASKED)
+    study._frame["gap"] = 1.0
+    assert study.baselines("")["kendall"].isna().all()
+    assert without_measures(study, "") == ""

@@ -119,8 +119,8 @@ def _sign_error(agreement: Array, axis: str, places: dict[str, NDArray[np.int64]
 
 def _decided(x: Array, g: Array) -> tuple[NDArray[np.int64], ...]:
     """Ordered pairs of networks without a tie: both places, and the signs of both differences as a number."""
-    kept = (x[:, None] != x) & (g[:, None] != g) & ~np.isnan(x[:, None] + x) & ~np.isnan(g[:, None] + g)
-    first, second = np.nonzero(kept)
+    known = ~np.isnan(x) & ~np.isnan(g)
+    first, second = np.nonzero((x[:, None] != x) & (g[:, None] != g) & known[:, None] & known)
     return first, second, 2 * (x[first] > x[second]) + (g[first] > g[second])
 
 

@@ -119,15 +119,8 @@ class Study:
 
     def correlations(self, part: str | None = None) -> pandas.DataFrame:
         """A row per measured quantity: how it goes with the gap; see `correlations.correlation_table`."""
-        names = list(self.spec.parts)
-        if part is not None and part not in names:
-            raise StudyError(
-                f"Expected a part of the study, one of {', '.join(names)}, but got {part!r}."
-                f"{nearest(part, names)}"
-            )
         if part not in self._correlated:
-            settings = next(iter(self.spec.parts.values())) if part is None else self.spec.parts[part]
-            analysis = settings.get("analysis", {})
+            analysis = self._analysis(part)
             self._correlated[part] = correlation_table(
                 self.kept(part),
                 self.axes(),
@@ -139,8 +132,19 @@ class Study:
     def baselines(self, part: str | None = None) -> pandas.DataFrame:
         """A row per hyperparameter and for the training loss: how they go with the gap, without a measure."""
         if part not in self._known:
-            self._known[part] = baseline_table(self.kept(part), self.axes())
+            resamples = self._analysis(part).get("resamples", 2000)
+            self._known[part] = baseline_table(self.kept(part), self.axes(), resamples=resamples)
         return self._known[part].copy()
+
+    def _analysis(self, part: str | None) -> Mapping[str, Any]:
+        """The file's table [analysis] for a part, or for the first one where all are looked at together."""
+        names = list(self.spec.parts)
+        if part is not None and part not in names:
+            raise StudyError(
+                f"Expected a part of the study, one of {', '.join(names)}, but got {part!r}."
+                f"{nearest(part, names)}"
+            )
+        return self.spec.parts[names[0] if part is None else part].get("analysis", {})
 
     def groups(self, columns: Sequence[str] | None = None) -> pandas.DataFrame:
         """Means and standard deviations over seeds, a row per setting; `columns` default to the headline."""

@@ -66,7 +66,7 @@ def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
 
 def without_measures(study: Any, part: str) -> str:
     """How far one gets without a measure; empty where nothing is known to vary."""
-    rows = study.baselines(part).to_dict("records")
+    rows = study.baselines(part).dropna(subset=["kendall"]).to_dict("records")
     known = ", ".join(f"{row['quantity']} {row['kendall']:+.2f}" for row in rows)
     n = len(study.kept(part))
     return f"For comparison, τ over all {n} of what is known without a measure: {known}." if known else ""
