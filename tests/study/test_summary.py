@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from flatness.study.summary import _table_lines
+from made_up import made_up_study
 
 NAMES = ["relative_flatness:network:sum", "riemannian_spectral_norm_nodewise:features.denseblock1"]
 
@@ -37,3 +38,11 @@ def test_what_is_left_out_at_80_columns_and_how_names_are_cut():
 def test_all_columns_stay_where_they_fit():
     table = frame(NAMES[:1], rescaled=False)
     assert "Spearman" in _table_lines(table, table, 80)[0]
+
+
+def test_a_study_without_networks_fits_into_the_terminal():
+    study = made_up_study({"seed": 2}, 1)
+    empty = type(study)(study.spec, study.networks, {}, study.path)
+    lines = empty.text(60).split("\n")
+    assert "0 networks are too few" in " ".join(lines)
+    assert max(map(len, lines)) <= 60

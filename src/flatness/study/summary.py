@@ -45,7 +45,9 @@ def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
     kept = study.kept(part)
     head = f"{part}: " if part else ""
     if len(kept) < 3:
-        return [f"{head}{len(kept)} networks are too few for a correlation with the gap ({gap})."]
+        return wrapped(
+            f"{head}{len(kept)} networks are too few for a correlation with the gap ({gap}).", width
+        )
     table = study.correlations(part)
     headline = set(study.headline())
     shown = table[table["quantity"].isin(list(headline))] if headline & set(table["quantity"]) else table
