@@ -88,6 +88,10 @@ class StreamedData(ABC):
         """What tells the data apart from other data, known after the first pass."""
         return self.source.fingerprint
 
+    def sample_numbers(self, n: int) -> torch.Tensor:
+        """Where in the data the n samples of the micro-batch at hand are, counted from 0: (n,)."""
+        return torch.arange(n, device=self.device) + self._origin[2]
+
     def placed(self, batch: Any) -> Any:
         """The batch on the measuring device, floating-point parts in the measuring dtype."""
         return batches.place(batch, self.device, self.dtype)

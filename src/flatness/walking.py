@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from torch import Tensor
-
 from flatness.curvature.hessian_operator import HessianOperator
 from flatness.curvature.network_spectrum import (
     NetworkSpectrum,
@@ -18,7 +16,7 @@ from flatness.curvature.network_spectrum import (
 )
 from flatness.curvature.parameter_products import DifferenceOperator
 from flatness.curvature.parameter_space import ParameterSpace
-from flatness.curvature.squared_gradients import squared_gradients
+from flatness.curvature.squared_gradients import DRAWS, MOST_POSITIONS, SquaredGradients, squared_gradients
 from flatness.errors import DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError, listed
 from flatness.measures.measure import LayerView, Surroundings, Valued
 from flatness.plan import Plan
@@ -75,6 +73,11 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
                     space, seen, weights, gradient, squares, solver.one, hessian, options, problem.seed
                 )
             )
+    if squares.cache_info().currsize and squares().sampled:
+        plan.notes.append(
+            f"squared gradients: more than {MOST_POSITIONS} predictions per sample, hence estimated from "
+            f"{DRAWS} draws of random signs"
+        )
     if isinstance(hessian, DifferenceOperator) and hessian.error.relative is not None:
         plan.notes.append(f"eigenvalues of the network: {hessian.error}")
     return Walked(spectra, values)
@@ -85,7 +88,7 @@ class _Spectra:
     """Spectra of the network's Hessian, each solved once."""
 
     hessian: HessianOperator
-    squares: Callable[[], Tensor]
+    squares: Callable[[], SquaredGradients]
     solved: dict[SpectrumRequest, NetworkSpectrum] = field(default_factory=dict)
 
     def one(self, request: SpectrumRequest) -> NetworkSpectrum:

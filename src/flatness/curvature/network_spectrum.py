@@ -27,6 +27,7 @@ from flatness.curvature.lanczos import TopEigenvalues
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.power import PowerMethod
 from flatness.curvature.spectrum import default_tolerance
+from flatness.curvature.squared_gradients import SquaredGradients
 from flatness.errors import UndefinedMeasureError
 from flatness.journal_state import Fields
 
@@ -90,7 +91,7 @@ class NetworkSpectrum:
 def network_spectra(
     operator: HessianOperator,
     requests: Sequence[SpectrumRequest],
-    squared_gradients: Callable[[], Tensor] | None = None,
+    squared_gradients: Callable[[], SquaredGradients] | None = None,
 ) -> list[NetworkSpectrum]:
     """Solve all requests in step: one pass over the data serves one product of each.
 
@@ -115,7 +116,9 @@ def network_spectra(
 
 
 def inverse_metric_root(
-    space: ParameterSpace, request: SpectrumRequest, squared_gradients: Callable[[], Tensor] | None = None
+    space: ParameterSpace,
+    request: SpectrumRequest,
+    squared_gradients: Callable[[], SquaredGradients] | None = None,
 ) -> Tensor:
     """D^½ as a vector; 0 where a parameter is left out or has no metric."""
     match request.metric:
@@ -128,7 +131,7 @@ def inverse_metric_root(
             root = space.theta.abs()
         case "fisher":
             assert squared_gradients is not None
-            squares = squared_gradients()
+            squares = squared_gradients().means
             root = torch.where(squares > 0, squares.clamp(min=1e-300).rsqrt(), 0.0)
     if request.parameters == "weights":
         root = root * space.per_parameter(

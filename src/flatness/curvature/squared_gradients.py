@@ -1,13 +1,17 @@
-"""Σ_i (∂ℓ_i/∂θ)², entry by entry: the diagonal of the empirical Fisher matrix, in one backward pass.
+"""Σ_i c_i (∂ℓ_i/∂θ)², entry by entry: the diagonal of the empirical Fisher matrix.
 
-A layer's derivative for one sample is g = δ Φᵀ, and the sum of its squares has the form that the engine sums
-for the Hessian's diagonal, with one signal: the gradient of the loss. Parameters of other modules take one
-backward pass per sample.
+Items i and their weights c are those of `Loss.items_weighed`. A layer's derivative for one sample is
+g = δ Φᵀ, and the sum of its squares has the form that the engine sums for the Hessian's diagonal, with the
+gradient of a loss for a signal: one backward pass, or one per position where a sample has several items.
+Parameters of other modules take one backward pass per item. Beyond `MOST_POSITIONS` items per sample all of
+them get random signs instead, whose mixed terms average out: a pass per draw, for all parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +19,35 @@ from torch import Tensor
 
 from flatness.affine import AffineModule
 from flatness.curvature.exact import layer_signals, sums_of
-from flatness.curvature.parameter_space import ParameterSpace
+from flatness.curvature.parameter_space import ParameterSpace, explained
 from flatness.curvature.recording import Recording
 from flatness.curvature.routes import LayerRoute, Routes
 from flatness.guard import differentiable
-from flatness.losses import Items
+from flatness.signs import Signs
 
 _NEEDS = frozenset({"diagonal", "bias"})
+_PARTS = (("weight", "diagonal"), ("bias", "bias"))
+# Items per sample that get a backward pass each, and random signs of all where there are more.
+MOST_POSITIONS, DRAWS = 256, 64
 
 
-def squared_gradients(space: ParameterSpace, routes: Routes) -> Tensor:
-    """E[(∂_i ℓ)²] for every entry of θ, float64.
+@dataclass(frozen=True)
+class SquaredGradients:
+    """What was found.
+
+    Attributes:
+        means: Σ_i c_i (∂_j ℓ_i)² / Σ_i c_i for every entry of θ, float64.
+        stderr: Standard error of Σ_j θ_j² means_j; 0 where nothing is random.
+        sampled: Whether anything was.
+    """
+
+    means: Tensor
+    stderr: float
+    sampled: bool
+
+
+def squared_gradients(space: ParameterSpace, routes: Routes) -> SquaredGradients:
+    """E[(∂_j ℓ)²] for every entry of θ.
 
     Args:
         space: The parameters, model, data and loss.
@@ -33,12 +55,13 @@ def squared_gradients(space: ParameterSpace, routes: Routes) -> Tensor:
     """
     problem = space.problem
     recorded = _directly_readable(space, routes)
-    covered = {_own(name, key) for name in recorded.modules() for key in ("weight", "bias")}
-    slow = {name: value for name, value in space.parameters.items() if name not in covered}
     totals = {
         name: torch.zeros(value.shape, dtype=torch.float64, device=value.device)
         for name, value in space.parameters.items()
     }
+    squares = {name: value.square().double() for name, value in space.split(space.theta).items()}
+    # Σ c, the variance, and whether there were draws.
+    counts = torch.zeros(3, dtype=torch.float64, device=problem.device)
 
     with (
         differentiable(problem.model),
@@ -48,16 +71,22 @@ def squared_gradients(space: ParameterSpace, routes: Routes) -> Tensor:
         def step(batch: Any) -> None:
             recording.clear()
             items = problem.items(batch)
-            found = _fast(space, recorded, recording, items)
-            for name, value in _slow(items, problem.loss.values, slow).items():
-                found[name] = value
+            losses, weights = problem.loss.items_weighed(items)
+            gradients = _Gradients(space, recorded, recording, losses, weights)
+            drawn = losses.shape[1] > MOST_POSITIONS
+            if drawn:
+                samples = problem.sample_numbers(len(losses))
+                found, variance = gradients.sampled(Signs(problem.seed, samples), squares)
+            else:
+                found, variance = gradients.exact(), 0.0
             recording.clear()
             for name, value in found.items():
-                if name in totals:
-                    totals[name] += value.reshape(totals[name].shape)
+                totals[name] += value
+            counts.add_(torch.stack([weights.sum(), weights.new_tensor(variance), weights.new_tensor(drawn)]))
 
-        problem.stream(step, "squared gradients", state=totals)
-    return space.join(totals) / space.normaliser
+        problem.stream(step, "squared gradients", state=[totals, counts])
+    weight, variance, drawn = counts.tolist()
+    return SquaredGradients(space.join(totals) / weight, math.sqrt(variance) / weight, bool(drawn))
 
 
 def _directly_readable(space: ParameterSpace, routes: Routes) -> Routes:
@@ -79,40 +108,88 @@ def _own(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
 
 
-def _fast(space: ParameterSpace, routes: Routes, recording: Recording, items: Items) -> dict[str, Tensor]:
-    n = items.logits.shape[0]
-    modules: list[LayerRoute | AffineModule] = [*routes.layers, *routes.affine]
-    edges: list[Any] = [recording.one(module.name).z_edge for module in modules]
-    values = space.problem.loss.values(items)
-    signals = torch.autograd.grad(values.sum(), edges, retain_graph=True, allow_unused=True)
-    found: dict[str, Tensor] = {}
-    for module, signal in zip(modules, signals, strict=True):
-        if signal is None:
-            continue
-        x = recording.one(module.name).x
-        if isinstance(module, LayerRoute):
-            sums = sums_of(module, x, n, None)
-            sums.add(layer_signals(module, signal.unsqueeze(0), n), None, None)
-            squares = sums.sums()
-            found[_own(module.name, "weight")] = squares["diagonal"]
-            found[_own(module.name, "bias")] = squares["bias"]
-        else:
-            for name, g in module.gradients(x, signal).items():
-                found[name.lstrip(".")] = g.square().sum(0, dtype=torch.float64)
-    return found
+class _Gradients:
+    """Squared gradients of the items of one micro-batch, by parameter.
 
+    Args:
+        space: The parameters, model, data and loss.
+        routes: The modules whose derivatives come from signals.
+        recording: Their inputs and where signals come back.
+        losses: ℓ, (n, T).
+        weights: c, (n, T).
+    """
 
-def _slow(
-    items: Items, values: Callable[[Items], Tensor], parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    if not parameters:
-        return {}
-    losses = values(items)
-    totals = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in parameters.items()}
-    for one in losses:
-        found = torch.autograd.grad(
-            one, list(parameters.values()), retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        for name, g in zip(parameters, found, strict=True):
-            totals[name] += g.double().square()
-    return totals
+    def __init__(
+        self, space: ParameterSpace, routes: Routes, recording: Recording, losses: Tensor, weights: Tensor
+    ) -> None:
+        self._space, self._recording, self._losses, self._weights = space, recording, losses, weights
+        self._modules: list[LayerRoute | AffineModule] = [*routes.layers, *routes.affine]
+        self._edges: list[Any] = [recording.one(module.name).z_edge for module in self._modules]
+        covered = {_own(name, key) for name in routes.modules() for key in ("weight", "bias")}
+        self._slow = {name: value for name, value in space.parameters.items() if name not in covered}
+
+    def exact(self) -> dict[str, Tensor]:
+        """Position by position, and for other modules item by item."""
+        totals = self._zeros()
+        roots = self._weights.sqrt().to(self._losses.dtype)
+        for t in range(self._losses.shape[1]):
+            if not bool(roots[:, t].any()):
+                continue
+            share = torch.zeros_like(roots)
+            share[:, t] = roots[:, t]
+            for name, value in self._of_modules(self._sent(share, self._edges)):
+                totals[name] += value
+        for i, t in self._weights.nonzero().tolist() if self._slow else ():
+            share = torch.zeros_like(roots)
+            share[i, t] = roots[i, t]
+            for name, g in zip(self._slow, self._sent(share, list(self._slow.values())), strict=True):
+                if g is not None:
+                    totals[name] += g.double().square()
+        return totals
+
+    def sampled(self, signs: Signs, squares: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+        """The mean over draws, and the variance of its sum weighted by `squares`."""
+        totals, sums = self._zeros(), []
+        for draw in range(DRAWS):
+            share = signs.at(draw).like(self._losses) * self._weights.sqrt().to(self._losses.dtype)
+            sent = self._sent(share, [*self._edges, *self._slow.values()])
+            found = dict(self._of_modules(sent[: len(self._edges)]))
+            for name, g in zip(self._slow, sent[len(self._edges) :], strict=True):
+                if g is not None:
+                    found[name] = g.double().square()
+            for name, value in found.items():
+                totals[name] += value / DRAWS
+            sums.append(torch.stack([(squares[name] * value).sum() for name, value in found.items()]).sum())
+        return totals, float(torch.stack(sums).var() / DRAWS)
+
+    def _zeros(self) -> dict[str, Tensor]:
+        parameters = self._space.parameters.items()
+        return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in parameters}
+
+    def _sent(self, share: Tensor, to: list[Any]) -> list[Tensor | None]:
+        """∂⟨share, ℓ⟩, at edges of the graph or in parameters."""
+        if not to:
+            return []
+        with explained():
+            return list(torch.autograd.grad(self._losses, to, share, retain_graph=True, allow_unused=True))
+
+    def _of_modules(self, signals: list[Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        """Sums over samples of squared derivatives, by parameter, from what arrived at the modules."""
+        n = len(self._losses)
+        for module, signal in zip(self._modules, signals, strict=True):
+            if signal is None:
+                continue
+            x = self._recording.one(module.name).x
+            if isinstance(module, LayerRoute):
+                sums = sums_of(module, x, n, None)
+                sums.add(layer_signals(module, signal.unsqueeze(0), n), None, None)
+                found = sums.sums()
+                squares = {_own(module.name, key): found[of] for key, of in _PARTS}
+            else:
+                squares = {
+                    name.lstrip("."): g.square().sum(0, dtype=torch.float64)
+                    for name, g in module.gradients(x, signal).items()
+                }
+            for name, value in squares.items():
+                if name in self._space.parameters:
+                    yield name, value.double().reshape(self._space.parameters[name].shape)

@@ -81,6 +81,17 @@ class Loss(ABC):
     def normaliser(self, items: Items) -> Tensor:
         """Return the batch's share of C, a float64: Σ values / Σ normaliser is torch's mean over the data."""
 
+    def items_weighed(self, items: Items) -> tuple[Tensor, Tensor]:
+        """Return the loss of every item by itself and the item's weight c, both (n, T′), c in float64.
+
+        An item is what the risk is a weighted mean over: a cross-entropy's prediction, token or pixel, with
+        T′ = T; with any other loss a sample, T′ = 1. Class weights are in c and not in the loss, so that a
+        common factor of theirs changes nothing; an item that is ignored has c = 0. What is quadratic in the
+        gradients of items is defined on these.
+        """
+        losses = self.values(items)[:, None]
+        return losses, torch.ones_like(losses, dtype=torch.float64).detach()
+
     @abstractmethod
     def rank(self, items: Items) -> int:
         """Return how many pairs `factors` yields."""

@@ -76,18 +76,31 @@ class CrossEntropy(Loss):
         """Return Σ_T of the weighted, smoothed cross-entropies: shape (n,)."""
         if self._knows_top(items):
             return self._values_from_top(items)
+        losses = self._losses(items, self.weight)
+        return losses[:, 0] if losses.shape[1] == 1 else losses.sum(1)
+
+    def items_weighed(self, items: Items) -> tuple[Tensor, Tensor]:
+        """Return cross-entropies without class weights, and w_y (soft labels: Σ_k w_k q_k), both (n, T)."""
+        losses = self._losses(items, None)
+        if _hard(items):
+            return losses, self._target_weight(items, torch.float64)
+        if self.weight is None:
+            return losses, torch.ones_like(losses, dtype=torch.float64).detach()
+        return losses, items.target.double() @ self.weight.to(items.target.device, torch.float64)
+
+    def _losses(self, items: Items, weight: Tensor | None) -> Tensor:
+        """Return the smoothed cross-entropy of every prediction: shape (n, T)."""
         logits = promote(items.logits)
-        n, T, _ = logits.shape
         target = items.target if _hard(items) else items.target.to(logits)
         losses = F.cross_entropy(
             logits.flatten(0, 1),
             target.flatten(0, 1),
-            weight=self._weight(logits),
+            weight=None if weight is None else weight.to(logits),
             ignore_index=self.ignore_index if _hard(items) else -100,  # torch: indices only
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        return losses if T == 1 else losses.reshape(n, T).sum(1)
+        return losses.reshape(logits.shape[:2])
 
     def _knows_top(self, items: Items) -> bool:
         """Whether the largest output and the logarithm of its probability are known, and losses follow."""
@@ -157,9 +170,6 @@ class CrossEntropy(Loss):
         if self.label_smoothing:
             options["label_smoothing"] = self.label_smoothing
         return options
-
-    def _weight(self, like: Tensor) -> Tensor | None:
-        return None if self.weight is None else self.weight.to(like)
 
     def _counted(self, items: Items) -> Tensor:
         """Return which targets are not ignored: shape (n, T)."""

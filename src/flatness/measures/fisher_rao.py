@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.parameter_space import ParameterSpace, explained
+from flatness.curvature.squared_gradients import DRAWS, MOST_POSITIONS
 from flatness.losses import Items
 from flatness.measures.catalogue import register_measure
 from flatness.measures.measure import Measure, Surroundings, Valued
@@ -20,18 +21,18 @@ from flatness.measures.option_checks import check_choice
 FORMS = ("definition", "published_script")
 
 
-def radial_derivatives(space: ParameterSpace, items: Items) -> Tensor:
-    """⟨θ, ∇ℓ_i⟩ for every sample of a micro-batch, (n,).
+def radial_derivatives(space: ParameterSpace, items: Items) -> tuple[Tensor, Tensor]:
+    """⟨θ, ∇ℓ_i⟩ and c_i for every item of a micro-batch, see `Loss.items_weighed`: both (n, T).
 
     With g(w) = ∂(Σ_i w_i ℓ_i)/∂θ, linear in w, the wanted numbers are ∂⟨θ, g(w)⟩/∂w: two backward passes for
-    all samples, whatever the network does.
+    all items, whatever the network does.
     """
-    values = space.problem.loss.values(items)
-    shares = torch.ones_like(values, requires_grad=True)
+    losses, weights = space.problem.loss.items_weighed(items)
+    shares = torch.ones_like(losses, requires_grad=True)
     theta = space.split(space.theta)
     with explained():
         slopes = torch.autograd.grad(
-            values, list(space.parameters.values()), shares, create_graph=True, allow_unused=True
+            losses, list(space.parameters.values()), shares, create_graph=True, allow_unused=True
         )
         reached = [
             (slope, theta[name])
@@ -39,31 +40,36 @@ def radial_derivatives(space: ParameterSpace, items: Items) -> Tensor:
             if slope is not None and slope.requires_grad
         ]
         (found,) = torch.autograd.grad([slope for slope, _ in reached], shares, [part for _, part in reached])
-    return found
+    return found, weights
 
 
-def output_derivatives(space: ParameterSpace, items: Items) -> Tensor:
-    """⟨f_i, ∂ℓ_i/∂f_i⟩ for every sample, (n,); for cross-entropy ⟨p, f⟩ − f_y."""
+def output_derivatives(space: ParameterSpace, items: Items) -> tuple[Tensor, Tensor]:
+    """⟨f_i, ∂ℓ_i/∂f_i⟩ and c_i for every item, both (n, T); for cross-entropy ⟨p, f⟩ − f_y."""
     with torch.enable_grad():
         logits = items.logits.detach().requires_grad_()
-        values = space.problem.loss.values(replace(items, logits=logits))
-        (slope,) = torch.autograd.grad(values.sum(), logits)
-    return (slope * logits.detach()).flatten(1).sum(1)
+        losses, weights = space.problem.loss.items_weighed(replace(items, logits=logits))
+        (slope,) = torch.autograd.grad(losses.sum(), logits)
+    return (slope * logits.detach()).reshape(*losses.shape, -1).sum(2), weights
 
 
 def _mean_square(
-    space: ParameterSpace, numbers: Callable[[ParameterSpace, Items], Tensor], *, differentiate: bool
+    space: ParameterSpace,
+    numbers: Callable[[ParameterSpace, Items], tuple[Tensor, Tensor]],
+    *,
+    differentiate: bool,
 ) -> float:
-    """E of the squares of one number per sample; one pass over the data."""
-    total = torch.zeros((), dtype=torch.float64, device=space.problem.device)
+    """Σ c_i s_i² / Σ c_i of one number s_i per item; one pass over the data."""
+    total = torch.zeros(2, dtype=torch.float64, device=space.problem.device)
 
     def visit(items: Items) -> Callable[[], None]:
-        return partial(_add, total, numbers(space, items).detach().double().square().sum())
+        found, weights = numbers(space, items)
+        squares = weights * found.detach().double().square()
+        return partial(_add, total, torch.stack([squares.sum(), weights.sum()]))
 
     space.each(
         visit, differentiate=differentiate, label="Fisher-Rao norm", state=total, depends_on=numbers.__name__
     )
-    return float(total) / space.normaliser
+    return float(total[0] / total[1])
 
 
 def _add(total: Tensor, part: Tensor) -> None:
@@ -83,6 +89,15 @@ def _fisher_rao(around: Surroundings) -> dict[str | None, Valued]:
     return {None: Valued(value, (note,))}
 
 
+def _fisher_rao_diagonal(around: Surroundings) -> dict[str | None, Valued]:
+    squares = around.squared_gradients()
+    value = float((around.space.theta.square() * squares.means).sum())
+    if not squares.sampled:
+        return {None: Valued(value)}
+    note = f"more than {MOST_POSITIONS} predictions per sample: {DRAWS} draws of random signs of all together"
+    return {None: Valued(value, (note,), stderr=squares.stderr, method="sampled")}
+
+
 def _check_option(name: str, value: Any) -> None:
     check_choice(name, value, FORMS)
 
@@ -91,9 +106,15 @@ fisher_rao = register_measure(
     Measure(
         name="fisher_rao",
         symbol="‖θ‖²_fr",
-        formula="E⟨θ, ∇_θ ℓ⟩²; without biases L² E⟨f, ∂_f ℓ⟩², L the number of weight layers",
+        formula=(
+            "E⟨θ, ∇_θ ℓ⟩² = Σ_i c_i ⟨θ, ∇_θ ℓ_i⟩² / Σ_i c_i; without biases L² E⟨f, ∂_f ℓ⟩², L the number of "
+            "weight layers"
+        ),
         source="Liang et al. 2019; petzka2021, §6",
-        summary="How fast each sample's loss changes when all parameters grow in proportion.",
+        summary=(
+            "How fast the loss of each item changes when all parameters grow in proportion. An item is a "
+            "sample, or with cross-entropy a prediction (token, pixel); its class weight is its weight c."
+        ),
         when=(
             "To compare with the capacity measures of the literature, or where a value must not "
             "notice any rescaling and one pass is all there is."
@@ -115,7 +136,7 @@ fisher_rao_diagonal = register_measure(
     Measure(
         name="fisher_rao_diagonal",
         symbol="Σ θ_i² F_ii",
-        formula="Σ_i θ_i² E(∂_i ℓ)²",
+        formula="Σ_i θ_i² E(∂_i ℓ)², E the weighted mean over items, as for fisher_rao",
         source="tsuzuku2020, eq. 25",
         summary="The Fisher-Rao norm without the terms between different parameters.",
         when="As the parameter-wise form that tsuzuku2020 compares with.",
@@ -125,9 +146,7 @@ fisher_rao_diagonal = register_measure(
         ),
         levels=("network",),
         invariances=frozenset({"layerwise", "neuronwise"}),
-        explore=lambda around: {
-            None: Valued(float((around.space.theta.square() * around.squared_gradients()).sum()))
-        },
-        cost="one pass with one backward pass",
+        explore=_fisher_rao_diagonal,
+        cost="one pass with one backward pass, or with one per prediction of a sample",
     )
 )

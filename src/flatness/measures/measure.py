@@ -14,6 +14,7 @@ from flatness.curvature.hessian_operator import HessianOperator
 from flatness.curvature.network_spectrum import NetworkSpectrum, SpectrumRequest
 from flatness.curvature.parameter_space import ParameterSpace
 from flatness.curvature.spectrum import Spectrum
+from flatness.curvature.squared_gradients import SquaredGradients
 from flatness.layers import Layer
 
 Level = Literal["unit", "layer", "network"]
@@ -130,7 +131,7 @@ class Surroundings:
     layers: Sequence[LayerView]
     weights: Mapping[str, Tensor]
     gradient: Callable[[], tuple[float, Tensor]]
-    squared_gradients: Callable[[], Tensor]
+    squared_gradients: Callable[[], SquaredGradients]
     spectrum: Callable[[SpectrumRequest], NetworkSpectrum]
     hessian: HessianOperator
     options: Mapping[str, Any]
