@@ -18,12 +18,13 @@ from flatness.curvature.recording import Record, Recording
 from flatness.curvature.routes import marker
 from flatness.errors import ModelError, OutOfMemoryError
 from flatness.examined import Examined, add_notes
-from flatness.graph import WRITTEN, InPlaceOperators, operator_name, read_graph
+from flatness.graph import InPlaceOperators, read_graph
 from flatness.guard import differentiable
 from flatness.layers import Layer, find_layers, own_parameters
 from flatness.layers.shared import EmbeddingLayer
 from flatness.losses import Items
 from flatness.memory import fits, ran_out
+from flatness.operators import WRITTEN, is_layout, operator_name
 from flatness.parts import modules
 from flatness.probe import check_runs, explain, largest, run_whole
 from flatness.problem import Problem
@@ -234,7 +235,7 @@ def _is_output(items: Items, record: Record) -> bool:
     if T != 1 or record.z_shape != (n, K) or record.z_edge is None or node is None:
         return False
     operands = node.next_functions
-    return operator_name(node) == "Unsqueeze" and len(operands) == 1 and operands[0] == record.z_edge[:2]
+    return operator_name(node) == "Unsqueeze" and is_layout(node) and operands[0] == record.z_edge[:2]
 
 
 def _refuse_rows(examined: Examined, alone: Mapping[str, list[Tensor]]) -> None:

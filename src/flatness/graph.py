@@ -3,87 +3,34 @@
 The question answered here is whether the output is a piecewise linear function of a layer's preactivation z:
 then the loss's Hessian with respect to that layer's weight is its Gauss-Newton part, and exact curvature is
 cheap. The autograd graph records every operator that ran and which of its operands depend on which layer,
-whatever the model's code looks like. Operators this file does not know count as curved: when in doubt, not
-exact.
-
-A new operator is one line in one of the tables below.
+whatever the model's code looks like. What each operator does is said in `flatness.operators`; those without a
+row there count as curved: when in doubt, not exact.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import function as autograd_function
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Linear in all operands together, or piecewise linear in them. Names are those of autograd nodes without
-# "Backward". CopySlices, an in-place operation on a view, hides which operation that was: it passes only when
-# the caller says so.
-_LAYOUT = """
-    Alias AsStrided Clone Contiguous Copy Diagonal Expand Permute Reshape ReshapeAlias Select Slice Split
-    SplitWithSizes SafeSplit Squeeze Stack T Transpose Unbind UnsafeSplit UnsafeView Unsqueeze View ToCopy
-    Movedim Detach Chunk
-"""
-_PIECEWISE_LINEAR = set(
-    f"""
-    {_LAYOUT}
-    Add Sub Rsub Neg Cat Sum Mean NanSum Cumsum Trace Tril Triu Flip Roll Rot90 Repeat Gather Index
-    IndexSelect IndexPut IndexAdd Scatter ScatterAdd MaskedSelect MaskedFill MaskedScatter Where Lerp Fill
-    Zero Relu LeakyRelu Hardtanh PreluKernel Threshold Hardsigmoid Softshrink Hardshrink RreluWithNoise
-    Clamp ClampMin ClampMax Abs Maximum Minimum Max Min Amax Amin Sort Topk Kthvalue Median Cummax Cummin
-    Aminmax MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D
-    MaxUnpool2D AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D
-    ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D
-    ReplicationPad3D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D
-    UpsampleBicubic2D UpsampleTrilinear3D PixelShuffle PixelUnshuffle Im2Col Col2Im Unfold ChannelShuffle
-    Mul Mm Bmm Mv Dot Matmul Addmm Baddbmm Addbmm Addmv Addr Addcmul Linear Convolution
-    ConvolutionOverrideable MkldnnConvolution CudnnConvolution Div NativeBatchNorm CudnnBatchNorm
-    MiopenBatchNorm
-    """.split()
-)
-_LAYOUT_NAMES = set(_LAYOUT.split())
-# The node of an in-place operation on a view.
-WRITTEN = "CopySlices"
-
-# Of these operands at most one may depend on the layer: the output is their product.
-_FACTORS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "PreluKernel"), (0, 1)),
-    **dict.fromkeys(
-        ("Convolution", "ConvolutionOverrideable", "MkldnnConvolution", "CudnnConvolution"), (0, 1)
-    ),
-    **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"), (0, 1)),
-    **dict.fromkeys(("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmul"), (1, 2)),
-}
-# These operands may not depend on the layer at all.
-_FIXED: dict[str, tuple[int, ...]] = {"Div": (1,), "Lerp": (2,)}
-# In-place operators that copy, add, scale or rectify.
-_LINEAR_IN_PLACE = set(
-    """
-    copy_ add_ sub_ neg_ zero_ fill_ detach_ masked_fill_ relu_ leaky_relu_ hardtanh_ threshold_ clamp_
-    clamp_min_ clamp_max_ abs_
-    """.split()  # noqa: SIM905
+from flatness.operators import (
+    WRITTEN,
+    is_custom,
+    is_layout,
+    linear_in_place,
+    operator_name,
+    operator_of,
 )
 
-
-def operator_name(node: Any) -> str:
-    """Name of an autograd node without its decoration.
-
-    >>> import torch
-    >>> operator_name(torch.ones(2, requires_grad=True).tanh().grad_fn)
-    'Tanh'
-    """
-    return _undecorated(node.name())
-
-
-@lru_cache(maxsize=4096)
-def _undecorated(name: str) -> str:
-    return re.sub(r"Backwards?\d*$", "", name.rsplit("::", 1)[-1])
+# How often random numbers are sent back to tell over which outputs a log-softmax is taken: numbers up to
+# `_LARGEST`, exact in every dtype, cancel by accident in one of a hundred cases, in all rounds never.
+_ROUNDS, _LARGEST = 4, 100
 
 
 class InPlaceOperators(TorchDispatchMode):
@@ -105,10 +52,11 @@ class InPlaceOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and remember it if it writes in place."""
         name = func.overloadpacket.__name__
-        if name.endswith("_") and not name.endswith("__"):
-            scaling = name in ("mul_", "div_") and not isinstance(args[1], Tensor)
-            if not scaling and name not in _LINEAR_IN_PLACE and name not in self.curved:
-                self.curved.append(name)
+        writes = name.endswith("_") and not name.endswith("__")
+        # Without gradients it writes what a function of one's own has computed by other means.
+        known = torch.is_grad_enabled() and linear_in_place(name, args) if writes else True
+        if not known and name not in self.curved:
+            self.curved.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -140,14 +88,13 @@ def read_graph(
     """Read the autograd graph of an output.
 
     Args:
-        output: What the loss sees, with its autograd graph.
+        output: What the loss sees, (…, K) with K numbers per prediction, with its autograd graph.
         layers: The gradient edge of each layer's preactivation.
-        final_log_softmax: Whether a log-softmax as the very last operator may pass. It may when the loss's
-        gradient
-            sums to zero over the classes: its second derivatives are the same for all classes and cancel.
+        final_log_softmax: Whether a log-softmax over the K numbers of a prediction may pass as the very last
+            operator. It may when the loss's gradient sums to zero over them: its second derivatives are the
+            same for all classes and cancel.
         curved_in_place: In-place operators that ran and are not piecewise linear. Autograd does not name
-        those that
-            wrote into a view: with any, all of them count as curved (see `InPlaceOperators`).
+            those that wrote into a view: with any, all of them count as curved (see `InPlaceOperators`).
     """
     produced: dict[Any, int] = {}
     for bit, name in enumerate(layers):
@@ -159,21 +106,25 @@ def read_graph(
     uses: dict[int, int] = {}
     operators: set[str] = set()
     for node, inputs in _operands_first(output.grad_fn):
-        operator = operator_name(node)
-        operators.add(operator)
+        row = operator_of(node)
+        if row is None and not _is_leaf(node):
+            operators.add(operator_name(node))
         _count_reads(inputs, uses)
         operands = [reach.get(operand, 0) for operand, _ in inputs]
-        written = operator == WRITTEN
-        plain = node is exempt or (written and not curved_in_place)
-        blocked = 0 if plain else _curved_in(node, operator, operands)
+        written = _is_written(node)
+        if node is exempt or (written and not curved_in_place):
+            blocked = 0
+        else:
+            blocked = _union(operands) if row is None else row.curved_in(operands)
         for bit, name in enumerate(layers) if blocked else ():
             if blocked >> bit & 1:
-                found = [f"{write} on a view" for write in curved_in_place] if written else [operator]
+                writes = [f"{write} on a view" for write in curved_in_place]
+                found = writes if written else [operator_name(node)]
                 curved[name] += [one for one in found if one not in curved[name]]
         reach[node] = _union(operands) | produced.get(node, 0)
     at_output = reach.get(output.grad_fn, 0)
     reached = frozenset(name for bit, name in enumerate(layers) if at_output >> bit & 1)
-    return NetworkGraph(curved, reached, uses, _not_linear(operators))
+    return NetworkGraph(curved, reached, uses, frozenset(operators))
 
 
 def reads(value: Tensor) -> dict[int, int]:
@@ -186,22 +137,29 @@ def reads(value: Tensor) -> dict[int, int]:
 
 def _count_reads(inputs: Any, uses: dict[int, int]) -> None:
     for operand, _ in inputs:
-        if operand is not None and hasattr(operand, "variable"):
+        if operand is not None and _is_leaf(operand):
             uses[id(operand.variable)] = uses.get(id(operand.variable), 0) + 1
 
 
 def curved_operators(output: Tensor) -> frozenset[str]:
     """Names of the operators on the way to an output that are not known to be piecewise linear."""
-    return _not_linear({operator_name(node) for node, _ in _operands_first(output.grad_fn)})
-
-
-def _not_linear(operators: set[str]) -> frozenset[str]:
-    return frozenset(operators - _PIECEWISE_LINEAR - {"AccumulateGrad"})
+    nodes = [node for node, _ in _operands_first(output.grad_fn) if not _is_leaf(node)]
+    return frozenset(operator_name(node) for node in nodes if operator_of(node) is None)
 
 
 def linear_operators(output: Tensor) -> frozenset[str]:
     """Names of the operators on the way to an output that are piecewise linear."""
-    return frozenset({operator_name(node) for node, _ in _operands_first(output.grad_fn)} & _PIECEWISE_LINEAR)
+    nodes = [node for node, _ in _operands_first(output.grad_fn)]
+    return frozenset(operator_name(node) for node in nodes if operator_of(node) is not None)
+
+
+def _is_leaf(node: Any) -> bool:
+    """Whether a node stands for a parameter or an input."""
+    return hasattr(node, "variable") and not is_custom(node)
+
+
+def _is_written(node: Any) -> bool:
+    return operator_name(node) == WRITTEN and not is_custom(node)
 
 
 def once_differentiable(output: Tensor) -> list[str]:
@@ -222,15 +180,39 @@ def once_differentiable(output: Tensor) -> list[str]:
 def custom_operators(output: Tensor) -> list[str]:
     """Names of operators behind an output whose backward someone wrote in Python."""
     nodes = _operands_first(output.grad_fn)
-    return sorted({operator_name(node) for node, _ in nodes if hasattr(node, "_forward_cls")})
+    return sorted({operator_name(node) for node, _ in nodes if is_custom(node)})
 
 
 def trailing_log_softmax(output: Tensor) -> Any:
-    """The log-softmax node the output ends in, up to changes of layout; None when it does not."""
+    """The log-softmax node that an output (…, K) ends in, up to changes of layout; None when it does not.
+
+    It counts only where all K numbers of a prediction are normalised together, so that they shift alike.
+    """
     node = output.grad_fn
-    while node is not None and operator_name(node) in _LAYOUT_NAMES and len(node.next_functions) == 1:
+    while node is not None and is_layout(node):
         node = node.next_functions[0][0]
-    return node if node is not None and operator_name(node) == "LogSoftmax" else None
+    if node is None or operator_name(node) != "LogSoftmax" or is_custom(node):
+        return None
+    return node if _shifts_alike(output, node) else None
+
+
+def _shifts_alike(output: Tensor, softmax: Any) -> bool:
+    """Whether all K numbers of every prediction were normalised together by that log-softmax.
+
+    Then, and only then, what sums to zero over the K numbers of each prediction sums to zero over what the
+    log-softmax has normalised. Numbers c_k − c_{k−1}, which telescope, are sent back through the layout.
+    """
+    generator = torch.Generator().manual_seed(0)
+    axis = int(softmax._saved_dim)
+    axis -= 2**64 if axis >= 2**63 else 0  # torch shows a negative axis as unsigned
+    for _ in range(_ROUNDS):
+        c = torch.randint(1, _LARGEST, output.shape, generator=generator)
+        c[..., -1] = 0
+        sent = (c - c.roll(1, -1)).to(output)
+        (arrived,) = torch.autograd.grad(output, [GradientEdge(softmax, 0)], sent, retain_graph=True)
+        if bool(arrived.sum(axis, dtype=torch.float64).any()):
+            return False
+    return True
 
 
 def only_layout_between(output: Tensor, layer: GradientEdge) -> bool:
@@ -238,26 +220,10 @@ def only_layout_between(output: Tensor, layer: GradientEdge) -> bool:
     node = output.grad_fn
     softmax = trailing_log_softmax(output)
     while node is not None and node is not layer.node:
-        if not (node is softmax or (operator_name(node) in _LAYOUT_NAMES and len(node.next_functions) == 1)):
+        if not (node is softmax or is_layout(node)):
             return False
         node = node.next_functions[0][0]
     return node is not None
-
-
-def _curved_in(node: Any, operator: str, operands: list[int]) -> int:
-    """The layers, as bits, in which this node is not piecewise linear, given what each operand depends on."""
-    if not any(operands):
-        return 0
-    if operator not in _PIECEWISE_LINEAR or getattr(node, "_saved_training", False):
-        return _union(operands)
-    curved = 0
-    for position in _FIXED.get(operator, ()):
-        if position < len(operands):
-            curved |= operands[position]
-    factors = [operands[position] for position in _FACTORS.get(operator, ()) if position < len(operands)]
-    if len(factors) == 2:
-        curved |= factors[0] & factors[1]
-    return curved
 
 
 def _operands_first(root: Any) -> list[tuple[Any, Any]]:
