@@ -7,7 +7,7 @@ has the standard error √Σ_j (f(S + F_j) − f(S))²: exact for sums, a jackkn
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -68,11 +68,7 @@ class Scatter:
         for j in range(self.count):
             # A copy shares what the view has computed once, such as W in float64.
             other = copy.copy(view)
-            statistics = {
-                name: value + folds[name][j] if name in folds else value
-                for name, value in view.statistics.items()
-            }
-            object.__setattr__(other, "statistics", statistics)
+            object.__setattr__(other, "statistics", _Moved(view.statistics, folds, j))
             moved.append(values(other))
         return torch.stack(moved) - at
 
@@ -114,6 +110,25 @@ class Scatter:
     def _trace_folds(self, sources: Sequence[tuple[str, str]]) -> Tensor | None:
         found = [self.folds[owner][key] for owner, key in sources if key in self.folds.get(owner, {})]
         return torch.stack([value.flatten(1).sum(1) for value in found]).sum(0) if found else None
+
+
+@dataclass(frozen=True)
+class _Moved(Mapping[str, Tensor]):
+    """Statistics as one fold moves them, added up when they are asked for: a measure needs few of them."""
+
+    statistics: Mapping[str, Tensor]
+    folds: Mapping[str, Tensor]
+    j: int
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.statistics[name]
+        return value + self.folds[name][self.j] if name in self.folds else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.statistics)
+
+    def __len__(self) -> int:
+        return len(self.statistics)
 
 
 def _padded(folds: Tensor, count: int) -> Tensor:

@@ -37,8 +37,11 @@ def layer_views(
         V = layer.spread_per_column(spreads[name]).cpu() if name in spreads else None
         if problem.weight_decay:
             means = penalised_statistics(means, W.double().cpu(), layer.taps, V, problem.weight_decay)
-        found = {_PART_NAME[part]: spectrum for (owner, part), spectrum in spectra.items() if owner == name}
-        found = {key: penalised_spectrum(spectrum, problem.weight_decay) for key, spectrum in found.items()}
+        found = {
+            key: penalised_spectrum(spectra[name, part], problem.weight_decay)
+            for part, key in _PART_NAME.items()
+            if (name, part) in spectra
+        }
         views.append(LayerView(name, W, means, found, taps=layer.taps, layer=layer))
     return views
 

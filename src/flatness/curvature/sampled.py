@@ -12,7 +12,8 @@ probed apart, which has a fraction of the noise of probing their sum:
   nothing is random.
 * Residual: random signs η, and h = ∂/∂z ⟨η, Jᵀg⟩ with g = ∂ℓ/∂f held fixed, which is the residual times η:
   one second backward pass. All layers at once ("joint"), at the price of noise from cross terms between
-  layers, or layer by layer.
+  layers, or layer by layer; a deep network's in `MOST_GROUPS` groups of neighbours, as a pass for each of L
+  layers would cost L².
 
 Every sample has probes of its own, so that n of them average out in one pass. The same code, given complete
 sets of directions instead of random ones, is exact: see `Budget`.
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,6 +47,8 @@ from flatness.losses import Items
 from flatness.problem import Problem
 
 PARTS: tuple[str, ...] = ("gauss_newton", "residual")
+# Second backward passes that one probe of the residual, layer by layer, takes at most.
+MOST_GROUPS = 32
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Budget:
     Attributes:
         gauss_newton: Number of probes of the Gauss-Newton part, even; None takes all directions.
         residual: Number of probes of the residual, even; None takes all directions.
-        joint: Whether one probe of the residual serves all layers.
+        joint: Whether one probe of the residual serves all layers, or only one of `MOST_GROUPS` groups.
         folds: Degrees of freedom of standard errors.
     """
 
@@ -279,11 +283,10 @@ class SampledEngine:
             return
         for probe in range(self.budget.residual):
             drawn = ((target, value, target.random_direction(self._generator)) for target, value in live)
-            if self.budget.joint and live:
-                yield probe, list(drawn)
-            else:
-                for single in drawn:
-                    yield probe, [single]
+            groups = min(len(live), 1 if self.budget.joint else MOST_GROUPS)
+            for g in range(groups):
+                size = len(live) * (g + 1) // groups - len(live) * g // groups
+                yield probe, list(islice(drawn, size))
 
 
 def output_slope(problem: Problem, items: Items) -> Tensor:
