@@ -7,40 +7,60 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flatness.alignment import Alignment, logits_of
 from flatness.batches import describe
 from flatness.errors import DataError
+from flatness.losses import Loss
+from flatness.objective import find_alignment
 
 Forward = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 """``forward(model, batch) -> (output, target)``."""
 
 
-def default_forward(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-    """(output, target) of an (input, target) batch, or of a dict with "labels"."""
-    if isinstance(batch, Mapping) and "labels" in batch:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        return _aligned(model, _logits(model(**inputs)), batch["labels"])
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x, target = batch
-        if isinstance(x, Mapping):
-            return _logits(model(**x)), target
-        return _logits(model(*x) if isinstance(x, (tuple, list)) else model(x)), target
-    by_name = isinstance(batch, Mapping)
-    example = "model(batch['image']), batch['class']" if by_name else "model(batch[0]), batch[1]"
-    raise DataError(
-        f"Expected batches (input, target) or dicts with 'labels' but got {describe(batch)}. "
-        f"Say how to use them, for example forward=lambda model, batch: ({example})."
-    )
+class DefaultForward:
+    """(output, target) of an (input, target) batch, or of a dict with "labels".
 
+    Where a model returns a loss of its own for labels, outputs and labels are paired as that loss does.
 
-def _aligned(model: nn.Module, output: Any, labels: Any) -> tuple[Any, Any]:
-    """Outputs and the labels they predict: the causal language models of transformers predict the next token.
+    Args:
+        loss: The loss that is going to be measured.
 
-    Their labels are the tokens themselves, and their own loss shifts them by one.
+    Attributes:
+        alignment: How outputs and labels are paired; None before the first dict with "labels".
     """
-    kinds = [kind for kind in type(model).__mro__ if kind.__module__.split(".")[0] == "transformers"]
-    causal = any(kind.__name__.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
-    shapes = isinstance(output, Tensor) and isinstance(labels, Tensor) and output.shape[:2] == labels.shape
-    return (output[:, :-1], labels[:, 1:]) if causal and shapes else (output, labels)
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self.alignment: Alignment | None = None
+
+    def settle(self, model: nn.Module, batch: Any) -> list[str]:
+        """Decide once how outputs and labels are paired, by runs of these samples; what is to be noted."""
+        if self.alignment is not None or not _labelled(batch):
+            return []
+        self.alignment, notes = find_alignment(model, batch, self._loss)
+        return notes
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Run the model on a batch."""
+        if _labelled(batch):
+            self.settle(model, batch)
+            assert self.alignment is not None
+            return self.alignment.run(model, batch)
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            x, target = batch
+            if isinstance(x, Mapping):
+                return logits_of(model(**x)), target
+            return logits_of(model(*x) if isinstance(x, (tuple, list)) else model(x)), target
+        by_name = isinstance(batch, Mapping)
+        example = "model(batch['image']), batch['class']" if by_name else "model(batch[0]), batch[1]"
+        raise DataError(
+            f"Expected batches (input, target) or dicts with 'labels' but got {describe(batch)}. "
+            f"Say how to use them, for example forward=lambda model, batch: ({example})."
+        )
+
+
+def _labelled(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and "labels" in batch
 
 
 def line_for(batch: Any, output: Any) -> str:
@@ -68,12 +88,3 @@ def _choice(output: Any) -> str:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _logits(output: Any) -> Any:
-    """The tensor of an output as transformers wrap it."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    return getattr(output, "logits", output)

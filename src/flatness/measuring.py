@@ -15,7 +15,7 @@ from flatness.curvature.groups import SampleGroups
 from flatness.data_errors import with_data_errors
 from flatness.errors import DataError, LossError, OptionError, ProcessError, listed
 from flatness.finalise import finalise
-from flatness.forward import Forward
+from flatness.forward import DefaultForward, Forward
 from flatness.losses import resolve_loss
 from flatness.losses.elementwise import Elementwise
 from flatness.measures.catalogue import LossGroup, by_loss
@@ -99,7 +99,8 @@ def measure(
     started = time.perf_counter()
     _check_precision(precision, max_passes)
     setting = {
-        "forward": forward,
+        # One for all losses: the user's says how outputs and labels are paired.
+        "forward": forward or DefaultForward(resolve_loss(loss)),
         "weight_decay": weight_decay,
         "batch_size": batch_size,
         "device": device,
@@ -212,6 +213,7 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
     bound.apply_defaults()
     given = bound.arguments
     given.pop("data_stderr")
+    given["forward"] = given["forward"] or DefaultForward(resolve_loss(given["loss"]))
     _check_precision(given["precision"], given["max_passes"])
     groups = by_loss(given.pop("measures"), given.pop("options"))
     planning = {key: given.pop(key) for key in ("layers", "method", "curvature", "precision", "max_passes")}

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flatness import batches
+from flatness.alignment import Alignment
 from flatness.errors import ModelError, NotFiniteError
-from flatness.forward import Forward, default_forward, line_for
+from flatness.forward import DefaultForward, Forward, line_for
 from flatness.guard import check_model, converted, measuring, unwrap
 from flatness.journal import journal_in_force
 from flatness.journal_state import digest_of
@@ -89,13 +90,14 @@ class Problem(StreamedData):
             source, resolved, parameter.device, parameter.dtype, batch_size=batch_size, progress=progress
         )
         self.notes += notes
-        self.forward = forward or default_forward
+        self.forward = forward or DefaultForward(resolved)
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
         self.copy_batches = False
         self._sequences = pooling_sequences(self.model)
         self.watch: Callable[[Tensor], None] | None = None
-        if journal_in_force() and isinstance(loss, str) and forward is None and source.is_pair:
+        plain = isinstance(loss, str) and isinstance(self.forward, DefaultForward)
+        if journal_in_force() and plain and source.is_pair:
             setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
             # The state lacks buffers that are not saved, and what modules do.
             network = [
@@ -112,6 +114,19 @@ class Problem(StreamedData):
             self.notes.append("autocast was on; measured without it")
         with measuring(self.model, self.seed):
             yield
+
+    @property
+    def alignment(self) -> Alignment | None:
+        """How outputs are paired with the labels of dict batches; None for others, or where the user says."""
+        return self.forward.alignment if isinstance(self.forward, DefaultForward) else None
+
+    def example(self, size: int) -> Any:
+        """The first samples of the first batch, placed; before any other run they say what labels mean."""
+        batch = super().example(size)
+        if isinstance(self.forward, DefaultForward):
+            with self._located():
+                self.notes += self.forward.settle(self.model, batch)
+        return batch
 
     def items(self, batch: Any, *, look: bool = True) -> Items:
         """Run the model on a placed batch and lay its outputs out as predictions; see `laid_out`."""
@@ -209,7 +224,7 @@ class Problem(StreamedData):
 
     def _check_lengths(self, batch: Any) -> None:
         """Refuse a batch (input, target) whose tensors count different numbers of samples."""
-        if self.forward is default_forward and isinstance(batch, (tuple, list)) and len(batch) == 2:
+        if isinstance(self.forward, DefaultForward) and isinstance(batch, (tuple, list)) and len(batch) == 2:
             x, y = batch
             if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[:1] != y.shape[:1]:
                 raise different_lengths(x, y)
