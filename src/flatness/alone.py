@@ -14,6 +14,7 @@ from flatness import batches
 from flatness.affine import AffineModule
 from flatness.layers import Layer
 from flatness.problem import Problem
+from flatness.unfamiliar import follows_weights, is_familiar
 
 
 @dataclass
@@ -49,17 +50,28 @@ def run_alone(
     misread: list[str] = []
 
     def hook(name: str, view: Layer | AffineModule) -> Any:
-        known = isinstance(view, Layer) and _is_torchs_own(view.module)
+        familiar = is_familiar(view)
+        # The size of a transposed convolution's output is an argument of the call.
+        known = isinstance(view, Layer) and familiar and not isinstance(view.module, _ConvTransposeNd)
+        nested = False
 
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            nonlocal nested
+            if nested:
+                return
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and isinstance(output, Tensor):
                 copied = copy_inputs or x.is_inference()
                 inputs.setdefault(name, []).append(x.detach().clone() if copied else x.detach())
                 if not copied:
                     versions.append((inputs[name][-1], x._version))
-                if not known and name not in misread and not view.explains(x, output, 1):
+                if known or name in misread:
+                    return
+                nested = True
+                fine = view.explains(x, output, 1)
+                if not fine or not (familiar or follows_weights(view, args, kwargs, output)):
                     misread.append(name)
+                nested = False
 
         return check
 
@@ -77,14 +89,3 @@ def run_alone(
     if any(x._version != version for x, version in versions):
         return run_alone(problem, example, views, copy_inputs=True)
     return Alone(items.logits, inputs, misread)
-
-
-def _is_torchs_own(module: nn.Module) -> bool:
-    """Whether torch wrote what the module computes: no subclass, no hook on its output, no replaced forward.
-
-    Such modules are taken at their word. Their features can be large: patches of a video, for one. Transposed
-    convolutions are not: the size of their output is an argument of the call.
-    """
-    stock = type(module).__module__.startswith("torch.nn.modules")
-    stock = stock and not isinstance(module, _ConvTransposeNd)
-    return stock and not module._forward_hooks and "forward" not in vars(module)

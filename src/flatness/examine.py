@@ -31,6 +31,7 @@ from flatness.problem import Problem
 from flatness.randomness import Draws
 from flatness.repeating import FirstOutputs
 from flatness.reuse import find_reuse, tied_embeddings
+from flatness.unfamiliar import misread_samples
 
 _SAMPLES = (8, 4, 2, 1)
 _CUT_OFF = "no gradient reaches it (torch.no_grad, detach or reentrant checkpointing in the forward pass)"
@@ -73,6 +74,8 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
             views = _views(problem.model)
             alone = run_alone(problem, example, views)
         views = {name: view for name, view in views.items() if name not in alone.misread}
+        later = misread_samples(problem, {name: view for name, view in views.items() if name in alone.inputs})
+        views = {name: view for name, view in views.items() if name not in later}
         record = partial(_recorded, problem, example, views, last_only)
         examined = record(check=lambda items: check_runs(problem, example, items, alone.logits, draws))
     except Exception as error:
@@ -95,7 +98,7 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
         if name in examined.affine
         or (name in examined.layers and own_parameter(problem.model, examined.layers[name]) is not None)
     }
-    add_notes(problem.model, examined, alone.misread)
+    add_notes(problem.model, examined, [*alone.misread, *later])
     problem.first_outputs = FirstOutputs(example, examined.items.logits)
     return examined
 

@@ -198,6 +198,9 @@ def _check_classes(loss: Any, group: LossGroup) -> None:
 def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: Any) -> Plan:
     """What `measure` would do with the same arguments, and why; only a few samples are looked at.
 
+    Where a layer has a forward of its own or a hook on its output, one forward pass over all of the data says
+    whether it computes what its class does.
+
     Example:
         >>> import torch, flatness
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))

@@ -1,0 +1,135 @@
+"""Modules whose code is not torch's: do they compute what their class says, for all samples and weights?
+
+A layer is measured as z = WΦ + b. A subclass with a forward of its own, a replaced forward or a hook may
+compute that for some samples only, for the weight's present values only (a mask over entries that are zero),
+or with other derivatives (a detached weight). So it is tried with other weights, and on all of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules import module as torch_module
+
+from flatness import batches
+from flatness.affine import AffineModule
+from flatness.layers import Layer
+from flatness.problem import Problem
+
+View = Layer | AffineModule
+# Where the code of modules is known: torch's own, GPT-2's Conv1D, and the projections of opened attention.
+_KNOWN = ("torch.nn.modules.", "transformers.pytorch_utils", "flatness.attention")
+# What a module calls on itself, and a user may replace in one module.
+_CALLED = ("forward", "_conv_forward", "_call_impl", "_wrapped_call_impl")
+
+
+def is_familiar(view: View) -> bool:
+    """Whether what the module computes is known: no own code, no hook on its output, no replaced method.
+
+    Such modules are taken at their word. Their features can be large: patches of a video, for one.
+    """
+    module = view.module
+    kind = type(module)
+    code = [getattr(kind, name, None) for name in _CALLED]
+    known = all(method is None or method.__module__.startswith(_KNOWN) for method in code)
+    replaced = any(name in vars(module) for name in _CALLED)
+    hooked = module._forward_hooks or torch_module._global_forward_hooks
+    return known and not replaced and not hooked
+
+
+def follows_weights(view: View, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor) -> bool:
+    """Whether a module computes what its view says with other weights too, and with those derivatives.
+
+    For z affine in the parameters θ, z(θ′) − z(θ) is the derivative at θ′ along θ′ − θ. Weights that are made
+    from other parameters are left as they are.
+
+    Args:
+        view: How the module is seen.
+        args: What it is called with.
+        kwargs: What it is called with by name.
+        z: What it returns.
+    """
+    own = {
+        key: value for key in ("weight", "bias") if (value := view.module._parameters.get(key)) is not None
+    }
+    if "weight" not in own:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    moved = {key: _elsewhere(value, generator) for key, value in own.items()}
+    explained: list[bool] = []
+
+    def check(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        x = given[0] if given else named.get("input")
+        explained.append(isinstance(x, Tensor) and view.explains(x.detach(), output.detach(), 1))
+
+    handle = view.module.register_forward_hook(check, with_kwargs=True)
+    try:
+        with torch.enable_grad():
+            given, named = batches.map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
+            there = functional_call(view.module, moved, given, named)
+            signal = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
+            slopes = torch.autograd.grad(there, list(moved.values()), signal, materialize_grads=True)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    finally:
+        handle.remove()
+    steps = [moved[key].detach() - value.detach() for key, value in own.items()]
+    pairs = zip(slopes, steps, strict=True)
+    along = sum(float((slope * step).sum(dtype=torch.float64)) for slope, step in pairs)
+    there = there.detach()
+    change = float((signal * (there - z)).sum(dtype=torch.float64))
+    size = float((signal.abs() * (there.abs() + z.abs())).sum(dtype=torch.float64))
+    return all(explained) and abs(along - change) <= torch.finfo(z.dtype).eps ** 0.5 * size
+
+
+def _elsewhere(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Other numbers of the same size."""
+    noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+    return (value.detach() + noise * value.detach().square().mean().sqrt().clamp(min=1e-2)).requires_grad_()
+
+
+def misread_samples(problem: Problem, views: Mapping[str, View]) -> list[str]:
+    """Unfamiliar modules that do not compute what their view says for all of the data: one forward pass.
+
+    Args:
+        problem: The model, data and loss.
+        views: The modules to look at; without unfamiliar ones there is no pass.
+    """
+    unfamiliar = {name: view for name, view in views.items() if not is_familiar(view)}
+    if not unfamiliar:
+        return []
+    misread: set[str] = set()
+    samples = 0
+
+    def hook(name: str, view: View) -> Any:
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            x: Any = args[0] if args else kwargs.get("input")
+            if name in misread:
+                return
+            if not (
+                isinstance(x, Tensor) and isinstance(output, Tensor) and view.explains(x, output, samples)
+            ):
+                misread.add(name)
+
+        return check
+
+    def step(batch: Any) -> None:
+        nonlocal samples
+        samples = batches.size_of(batch)
+        with torch.no_grad():
+            problem.outputs(batch)
+
+    handles = [
+        view.module.register_forward_hook(hook(name, view), with_kwargs=True)
+        for name, view in unfamiliar.items()
+    ]
+    try:
+        problem.stream(step, "layers")
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name in views if name in misread]
