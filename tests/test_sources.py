@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 import flatness
 from flatness.errors import DataError
+from flatness.second_reading import check_second_reading
 from flatness.sources import Source
 from small import assert_same, data, dataset, measure, network, reference
 from untouched import refusal, untouched
@@ -102,35 +103,193 @@ def test_sampling_with_replacement_is_made_once():
     assert report.meta["samples"] == 30
 
 
-@pytest.mark.parametrize(
-    "noise",
-    [
-        lambda: torch.randn(4, dtype=torch.float64),
-        lambda: random.gauss(0, 1),
-        lambda: float(np.random.standard_normal()),  # noqa: NPY002
-    ],
-    ids=["torch", "python", "numpy"],
+AUGMENTED = (
+    "Expected the same samples whenever the data are read but the first {samples}, read twice, {change}. "
+    "Measure without random augmentation: switch off random crops, flips, noise and mixing in the data set "
+    "and its collation, or pass list(loader), which draws them once."
 )
-def test_augmentation_from_the_shared_random_states_is_drawn_once(noise):
-    model, loader = network(), DataLoader(Augmented(noise), batch_size=5, shuffle=True)
-    with untouched(model):
-        report = measure(model, loader)
-    drawn = flatness.Problem(model, loader).source
-    with flatness.Problem(model, loader).guarded():
-        batches = list(drawn.batches(5))
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    assert_same(report, measure(model, (x, y)))
-    assert not any((x == row).all() for row in data()[0][0])
+OWN = np.random.default_rng(0)
+# Signs: of 20 samples some change theirs, so that the largest change is 2, unless all 20 agree (1 in 10^6).
+SIGNS = {
+    "torch": lambda: float(torch.randn(()).sign()),
+    "python": lambda: random.choice([-1.0, 1.0]),
+    "numpy": lambda: float(np.random.choice([-1.0, 1.0])),  # noqa: NPY002
+    "a generator of its own": lambda: float(OWN.choice([-1.0, 1.0])),
+    "the system": lambda: random.SystemRandom().choice([-1.0, 1.0]),
+}
 
 
-def test_augmentation_from_a_state_of_its_own_is_refused():
-    generator = np.random.default_rng(0)
-    loader = DataLoader(Augmented(lambda: float(generator.standard_normal())), batch_size=5)
-    assert refusal(DataError, network(), loader) == (
-        "Expected the data to begin anew on every iteration but the sample that came first was not seen "
-        "again. Pass data that can be iterated more than once, and whose samples stay the same: a "
-        "DataLoader without random augmentation, a pair of tensors, or list(batches)."
-    )
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("noise", SIGNS)
+def test_augmentation_is_refused_whatever_it_draws_from(noise, shuffle):
+    loader = DataLoader(Augmented(SIGNS[noise]), batch_size=5, shuffle=shuffle)
+    assert refusal(DataError, network(), loader) == AUGMENTED.format(samples=20, change="differ by up to 2")
+
+
+def test_augmentation_of_a_data_set_without_a_loader_is_refused():
+    expected = AUGMENTED.format(samples=23, change="differ by up to 2")
+    assert refusal(DataError, network(), Augmented(SIGNS["torch"])) == expected
+
+
+def test_augmentation_in_worker_processes_is_refused():
+    loader = DataLoader(Augmented(SIGNS["numpy"]), batch_size=5, num_workers=2)
+    assert refusal(DataError, network(), loader) == AUGMENTED.format(samples=20, change="differ by up to 2")
+
+
+class Rewritten(Dataset):
+    """Samples as a function of their number gives them."""
+
+    def __init__(self, sample):
+        self.samples = list(zip(*data(), strict=True))
+        self.sample = sample
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.sample(index, *self.samples[index])
+
+
+def mixed(samples):
+    """Collation that mixes every sample with another."""
+    x, y = torch.utils.data.default_collate(samples)
+    return x + (random.random() < 0.5) * 2.0, y
+
+
+BUFFER = torch.zeros(8, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "make, samples, change",
+    [
+        (lambda: Rewritten(lambda i, x, y: (x.flip(0) if random.random() < 0.5 else x, y)), 16, None),
+        (lambda: Rewritten(lambda i, x, y: (x, y if random.random() < 0.5 else (y + 1) % 3)), 16, None),
+        (
+            lambda: DataLoader(
+                Rewritten(lambda i, x, y: (BUFFER.fill_(random.choice([0.0, 2.0])), y.expand(8))),
+                batch_size=None,
+            ),
+            128,
+            "differ by up to 2",
+        ),
+        (
+            lambda: DataLoader(
+                Rewritten(lambda i, x, y: (x[: random.choice([3, 4])], y)), batch_size=1, collate_fn=None
+            ),
+            16,
+            "have other shapes",
+        ),
+        (lambda: DataLoader(dataset(), batch_size=1, collate_fn=mixed), 16, "differ by up to 2"),
+    ],
+    ids=["flips", "labels", "memory used again", "crops", "collation"],
+)
+def test_augmentation_of_every_kind_is_refused(make, samples, change):
+    given = make()
+    given = given if isinstance(given, DataLoader) else DataLoader(given, batch_size=4, shuffle=True)
+    message = refusal(DataError, network(), given)
+    if change is None:
+        change = message.split("read twice, ")[1].split(". Measure")[0]
+        assert float(change.removeprefix("differ by up to ")) > 0
+    assert message == AUGMENTED.format(samples=samples, change=change)
+
+
+def test_what_depends_on_the_number_of_a_sample_alone_is_no_augmentation():
+    def sample(index, x, y):
+        return x + torch.randn(4, generator=torch.Generator().manual_seed(index)), y
+
+    loader = DataLoader(Rewritten(sample), batch_size=5, shuffle=True)
+    assert_same(measure(network(), loader), measure(network(), list(DataLoader(Rewritten(sample), 23))))
+
+
+def test_workers_read_the_same_samples():
+    assert_same(measure(network(), DataLoader(dataset(), batch_size=5, num_workers=2)), reference())
+
+
+def test_a_list_of_a_loader_is_one_draw():
+    torch.manual_seed(3)
+    drawn = list(DataLoader(Augmented(SIGNS["torch"]), batch_size=5))
+    x, y = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    assert_same(measure(network(), drawn), measure(network(), (x, y)))
+
+
+def test_numbers_that_are_none_are_the_same_when_read_again():
+    nothing = torch.full((4,), torch.nan)
+    check_second_reading(DataLoader(Rewritten(lambda i, x, y: (x, nothing, y)), batch_size=8))
+
+
+class Stream(IterableDataset):
+    """Samples in an order, and with noise, that are drawn from the states that all share."""
+
+    def __init__(self, shuffle=False, noise=False):
+        self.shuffle, self.noise = shuffle, noise
+
+    def __iter__(self):
+        samples = list(zip(*data(), strict=True))
+        if self.shuffle:
+            random.shuffle(samples)
+        for x, y in samples:
+            yield x + (random.random() if self.noise else 0), y
+
+
+class Noisy(DataLoader):
+    """A loader that adds to what it read."""
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield x + torch.randn(()), y
+
+
+BEGIN_ANEW = (
+    "Expected the data to begin anew on every iteration but the sample that came first was not seen again. "
+    "Pass data that can be iterated more than once, and whose samples stay the same: a DataLoader without "
+    "random augmentation, a pair of tensors, or list(batches)."
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: DataLoader(Stream(noise=True), batch_size=5),
+        lambda: DataLoader(Stream(noise=True), batch_size=5, num_workers=1),
+        lambda: DataLoader(Stream(noise=True, shuffle=True), batch_size=5),
+        lambda: Noisy(dataset(), batch_size=5),
+    ],
+    ids=["stream", "stream in a worker", "shuffled stream", "loader"],
+)
+def test_noise_of_data_without_numbers_is_refused_also_where_one_pass_would_do(given):
+    assert refusal(DataError, network(), given(), measures="hessian_trace") == BEGIN_ANEW
+
+
+@pytest.mark.parametrize("option", ["drop_last", "sampler"])
+def test_a_loader_of_its_own_kind_may_choose_samples(option):
+    """Which others are left out when it begins with another random state says nothing against it."""
+
+    class Counting(DataLoader):
+        def __iter__(self):
+            self.batches = 0
+            for batch in super().__iter__():
+                self.batches += 1
+                yield batch
+
+    sampler = RandomSampler(dataset(), replacement=True)
+    options = {"drop_last": {"shuffle": True, "drop_last": True}, "sampler": {"sampler": sampler}}[option]
+    report = measure(network(), Counting(dataset(), batch_size=5, **options))
+    assert report.meta["samples"] == (20 if option == "drop_last" else 23)
+
+
+def test_noise_on_some_samples_of_a_stream_is_refused():
+    class Rare(Stream):
+        def __iter__(self):
+            for number, (x, y) in enumerate(super().__iter__()):
+                yield (x + random.random() if number == 3 else x), y
+
+    assert refusal(DataError, network(), DataLoader(Rare(), batch_size=5)) == BEGIN_ANEW
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_shuffles_gives_the_same_numbers(workers):
+    loader = DataLoader(Stream(shuffle=True), batch_size=5, num_workers=workers)
+    assert_same(measure(network(), loader), reference())
 
 
 class Changing:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatness.batches import describe, sample_codes, size_of, tensors_in
 from flatness.errors import DataError
+from flatness.second_reading import check_second_reading, reads_by_index
 
 _BATCH = 256
 _LONG_BATCH = 65536
@@ -42,7 +43,8 @@ class Source:
         self.samples: int | None = None
         self.fingerprint: int | None = None
         self.meanwhile: Callable[[], object] | None = None
-        self._first_sample: Tensor | None = None
+        self._first_samples: Tensor | None = None
+        self._checked = self.is_pair
 
     @property
     def is_pair(self) -> bool:
@@ -60,14 +62,25 @@ class Source:
         return [list(x.shape), x[:: -(-len(x) // 1000) or 1], y]
 
     def first(self) -> Any:
-        """The first batch that holds any sample."""
-        with self._replayable():
-            for batch in self._batches(_BATCH):
-                if size_of(batch) > 0:
-                    if not self.is_pair:  # tensors begin anew by themselves
-                        self._first_sample = sample_codes(batch)[:1]
-                    return batch
-        raise DataError(EMPTY)
+        """The first batch that holds any sample.
+
+        Raises:
+            DataError: If there is none, or a loader's data set draws random numbers for its samples.
+        """
+        # What a loader picks by numbers is read twice. Other data begin with other random states here than in
+        # a pass, which has to meet all of these samples wherever they come then.
+        by_index = self.is_pair or reads_by_index(self.data)
+        with self._replayable(self.seed if by_index else self.seed + 1):
+            batch = next((batch for batch in self._batches(_BATCH) if size_of(batch) > 0), None)
+        if batch is None:
+            raise DataError(EMPTY)
+        if not self.is_pair:  # tensors begin anew by themselves
+            self._first_samples = sample_codes(batch)[: 1 if by_index else None]
+        if not self._checked and by_index:
+            with self._replayable(self.seed):
+                check_second_reading(self.data)
+        self._checked = True
+        return batch
 
     def batches(self, size: int) -> Iterator[Any]:
         """All batches once; a pair of tensors in batches of `size`, other data in the batches it has.
@@ -76,8 +89,8 @@ class Source:
             DataError: After the last batch, when this pass saw other samples than the first one.
         """
         seen, code, met = 0, None, None
-        first = self._first_sample if self.samples is None else None
-        with self._replayable():
+        first = self._first_samples if self.samples is None else None
+        with self._replayable(self.seed):
             if self._on_gpu:
                 # A GPU takes as long for few samples as for many.
                 long = self._batches(_LONG_BATCH)
@@ -95,12 +108,14 @@ class Source:
                 # Kept where they are: a GPU is asked for them once, after the last batch.
                 code = codes.sum() if code is None else code.to(codes.device) + codes.sum()
                 if first is not None:
-                    here = (codes == first.to(codes.device)).any()
+                    here = torch.isin(first.to(codes.device), codes)
                     met = here if met is None else met.to(codes.device) | here
         if self.meanwhile is not None:
             work, self.meanwhile = self.meanwhile, None
             work()
-        self._check(seen, 0 if code is None else int(code), first is None or (met is not None and bool(met)))
+        self._check(
+            seen, 0 if code is None else int(code), first is None or (met is not None and bool(met.all()))
+        )
 
     def _gives_copies(self, batch: Any) -> bool:
         """Whether all of a batch goes to another device before the model sees it."""
@@ -134,13 +149,13 @@ class Source:
         return self.data.batches(size) if isinstance(self.data, _TensorPair) else iter(self.data)
 
     @contextmanager
-    def _replayable(self) -> Iterator[None]:
-        """Random states that are the same for every pass: shuffling and augmentation repeat themselves."""
+    def _replayable(self, seed: int) -> Iterator[None]:
+        """Random states that are the same whenever the seed is: shuffling repeats itself."""
         generators = _generators(self.data)
         states = [generator.get_state() for generator in generators]
-        torch.default_generator.manual_seed(self.seed)
-        random.seed(self.seed)
-        np.random.seed(self.seed % 2**32)  # noqa: NPY002 (the state that data sets of others draw from)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 (the state that data sets of others draw from)
         try:
             yield
         finally:
