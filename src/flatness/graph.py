@@ -147,12 +147,6 @@ def curved_operators(output: Tensor) -> frozenset[str]:
     return frozenset(operator_name(node) for node in nodes if operator_of(node) is None)
 
 
-def linear_operators(output: Tensor) -> frozenset[str]:
-    """Names of the operators on the way to an output that are piecewise linear."""
-    nodes = [node for node, _ in _operands_first(output.grad_fn)]
-    return frozenset(operator_name(node) for node in nodes if operator_of(node) is not None)
-
-
 def _is_leaf(node: Any) -> bool:
     """Whether a node stands for a parameter or an input."""
     return hasattr(node, "variable") and not is_custom(node)

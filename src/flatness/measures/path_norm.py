@@ -14,13 +14,13 @@ from torch.nn.utils import parametrize
 
 from flatness import batches
 from flatness.errors import UndefinedMeasureError, listed
-from flatness.graph import curved_operators, linear_operators
 from flatness.measures.catalogue import register_measure
 from flatness.measures.measure import Measure, Surroundings, Valued
+from flatness.measures.path_sums import PathSums
 from flatness.problem import Problem
 
-# Piecewise linear, but bounded or shifted: sums over paths do not pass through them.
-_NOT_HOMOGENEOUS = {"Clamp", "ClampMin", "ClampMax", "Hardsigmoid", "Hardtanh", "Hardshrink", "Softshrink"}
+_NOTE = "one forward pass of ones through the squared weights; pooling layers stay as they are"
+_SIGNED = "differences count as sums over paths, and constant factors by their size"
 
 
 def squared_network(model: nn.Module) -> nn.Module:
@@ -36,13 +36,16 @@ def squared_network(model: nn.Module) -> nn.Module:
             "Expected a model that copy.deepcopy can copy, as path_norm squares the weights of a copy, but "
             f"got: {error}. Leave path_norm out."
         ) from error
+    done: set[int] = set()
     with torch.no_grad():
         for module in squared.modules():
             if isinstance(module, _BatchNorm):
                 _square_batch_norm(module)
-            else:
-                for parameter in module.parameters(recurse=False):
+                continue
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in done:
                     parameter.square_()
+                    done.add(id(parameter))
     return squared
 
 
@@ -67,17 +70,17 @@ def _path_norm(around: Surroundings) -> dict[str | None, Valued]:
     _refuse_parametrized(problem.model)
     batch = _ones(problem)
     model = squared_network(problem.model)
-    with torch.enable_grad():
+    inputs = [tensor for tensor in batches.tensors_in(batch) if tensor.is_floating_point()]
+    with torch.no_grad(), PathSums(model, inputs) as paths:
         output, _ = problem.forward(model, batch)
-    _refuse_curved(output)
+    _refuse_others(paths.refused)
     value = float(output.detach().sum()) / len(output)
     if not math.isfinite(value):
         raise UndefinedMeasureError(
             f"Expected a finite path norm but got {value}: products of squared weights overflow even in "
             "float64. Leave path_norm out."
         )
-    note = "one forward pass of ones through the squared weights; pooling layers stay as they are"
-    return {None: Valued(value, (note,))}
+    return {None: Valued(value, (_NOTE, _SIGNED) if paths.signed else (_NOTE,))}
 
 
 def _ones(problem: Problem) -> Any:
@@ -104,12 +107,11 @@ def _refuse_parametrized(model: nn.Module) -> None:
         )
 
 
-def _refuse_curved(output: Tensor) -> None:
-    odd = sorted(curved_operators(output) | (linear_operators(output) & _NOT_HOMOGENEOUS))
-    if odd:
+def _refuse_others(operators: set[str]) -> None:
+    if operators:
         raise UndefinedMeasureError(
             "Expected a network of layers, rectifiers, pooling and batch norm, in which paths multiply, but "
-            f"it computes {listed(odd)}. Leave path_norm out."
+            f"it computes {listed(sorted(operators))}. Leave path_norm out."
         )
 
 
