@@ -1,7 +1,8 @@
-"""Files that are written at once or not at all."""
+"""Files that are written at once or not at all, and set aside where they cannot be read any more."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -44,6 +45,25 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         )
 
 
+def set_aside(path: Path, target: Path | None = None) -> Path:
+    """Rename a file that cannot be read, so that it is out of the way and can still be looked at.
+
+    Args:
+        path: The file.
+        target: What it becomes, a number added where there is such a file; ``NAME.damaged`` if not given.
+
+    Returns:
+        Its new path.
+    """
+    wanted = target or path.with_name(f"{path.name}.damaged")
+    free, number = wanted, 1
+    while free.exists() or free.is_symlink():
+        number += 1
+        free = wanted.with_name(f"{wanted.name}-{number}")
+    os.rename(path, free)
+    return free
+
+
 def _flush(path: Path) -> None:
     """Have the content on the disk before the name: after a power cut the file is whole or not there."""
     if path.is_file():
@@ -53,6 +73,9 @@ def _flush(path: Path) -> None:
 
 def write_tensors(path: str | os.PathLike[str], content: Any) -> None:
     """Write tensors, numbers and texts as ``torch.save`` does, whole or not at all.
+
+    ``torch.load`` does not look at the checksums in such a file: who must notice a flipped bit puts a digest
+    of `content` beside it.
 
     Raises:
         OSError: There is no room; ``torch.save`` by itself speaks of an unexpected position then.
@@ -66,6 +89,33 @@ def write_tensors(path: str | os.PathLike[str], content: Any) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+
+
+class DamagedFileError(ValueError):
+    """A file is not what was written to it: cut short, changed, or something else."""
+
+
+def read_tensors(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
+    """What `write_tensors` wrote, on the host; nothing in the file is executed.
+
+    Args:
+        path: The file.
+        mapped: Whether to leave tensors on the disk until they are needed.
+
+    Raises:
+        OSError: The disk cannot read it, or it is not there: nothing is known about its content.
+        DamagedFileError: It is read, and is not whole.
+    """
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOVERFLOW, None):  # places in the file that make no sense
+            raise DamagedFileError(str(error)) from error
+        raise
+    except Exception as error:  # what the reader trips over depends on where the damage is
+        raise DamagedFileError(str(error)) from error
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -10,7 +10,6 @@ computed for anything else is never found, and without a journal nothing changes
 from __future__ import annotations
 
 import math
-import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +18,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from flatness.files import write_tensors
-from flatness.journal_state import digest_of, plain, restored, size_of
+from flatness.files import DamagedFileError, read_tensors, set_aside, write_tensors
+from flatness.journal_state import digest_of, intact, plain, restored, sealed, size_of
 
 _NOW = "now.pt"
 # Longest share of the time that may go into writing, as what must lie between two times of it.
@@ -114,8 +111,8 @@ class Journal:
         self._waiting: dict[str, Any] = {}
         self._waiting_bytes = 0
         self._pause, self._saved_at = every, time.monotonic()
-        self._begun = _read(folder / _NOW)
-        self._files = {path: _read(path) for path in sorted(folder.glob("[0-9]*.pt"))}
+        self._begun = self._read(folder / _NOW)
+        self._files = {path: self._read(path) for path in sorted(folder.glob("[0-9]*.pt"))}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -135,14 +132,43 @@ class Journal:
     def begin(self, label: str, state: Any, depends_on: Any) -> Loop:
         """A loop, as far as it got before."""
         loop = Loop(state, digest_of([self.about, label, depends_on]), self)
-        for written in (self._waiting, *self._files.values(), self._begun):
-            if loop.key in written:
-                loop.restore(written[loop.key])
-                break
+        saved = self._waiting.get(loop.key) or self._found(loop.key)
+        if saved is not None:
+            loop.restore(saved)
         self._begun.pop(loop.key, None)
         if not loop.done:
             self._open.append(loop)
         return loop
+
+    def _found(self, key: str) -> Any:
+        """What is written of a loop; a file in which it is damaged is not believed in any other either."""
+        for path, written in [*self._files.items(), (self.folder / _NOW, self._begun)]:
+            if key not in written:
+                continue
+            if _is_loop(written[key]) and intact(written[key]):
+                return written[key]
+            written.clear()
+            self._files.pop(path, None)
+            self._set_aside(path)
+        return None
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """What was written, left on the disk until it is needed; nothing where there is no whole file."""
+        if not path.exists():
+            return {}
+        try:
+            content = read_tensors(path, mapped=True)
+        except DamagedFileError:
+            content = None
+        if isinstance(content, dict):
+            return content
+        self._set_aside(path)
+        return {}
+
+    def _set_aside(self, path: Path) -> None:
+        """Beside the folder, which is removed once its measurement is over."""
+        if path.exists():
+            set_aside(path, self.folder.with_name(f"{self.folder.name}-{path.name}.damaged"))
 
     def absorb(self, loop: Loop) -> None:
         """Drop what ended inside a loop: its state holds that now."""
@@ -193,11 +219,11 @@ class Journal:
             path = self.folder / f"{int(last.stem) + 1:06}.pt"
             if size_of(self._files.get(last, {})) < _SMALL:  # few files, however long it takes
                 path, self._waiting = last, {**self._files.get(last, {}), **self._waiting}
-            write_tensors(path, self._waiting)
-            self._files[path] = _read(path)
+            write_tensors(path, {key: _sealed(one) for key, one in self._waiting.items()})
+            self._files[path] = self._read(path)
             self._waiting, self._waiting_bytes = {}, 0
         small = [loop for loop in self._open if size_of(loop.state) <= _LARGEST]
-        begun = {loop.key: loop.saved(done=False) for loop in small}
+        begun = {loop.key: sealed(loop.saved(done=False)) for loop in small}
         # What an earlier run was in the midst of may still be ahead: this one need not have come to it.
         write_tensors(self.folder / _NOW, {**self._begun, **begun})
 
@@ -233,9 +259,10 @@ def about(*what: Any) -> Iterator[None]:
         journal.about.pop()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What was written, left on the disk until it is needed; nothing where there is no whole file."""
-    try:
-        return torch.load(path, weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
-        return {}
+def _is_loop(saved: Any) -> bool:
+    return isinstance(saved, dict) and {"state", "facts", "position", "done"} <= set(saved)
+
+
+def _sealed(saved: dict[str, Any]) -> dict[str, Any]:
+    """With its digest, which what was read from a file has already: a new one would hide damage."""
+    return saved if "checksum" in saved else sealed(saved)

@@ -69,8 +69,10 @@ def digest_of(value: Any) -> str:
 def _pieces(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, Tensor):
         yield f"{value.dtype}{list(value.shape)}".encode()
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = flat if flat.stride(0) == 1 else flat.clone()  # a single number may have any stride
         # As bytes: not all of torch's types are numpy's.
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield flat.view(torch.uint8).numpy().data
     elif isinstance(value, Mapping):
         yield f"mapping of {len(value)}".encode()
         for key, part in value.items():
@@ -84,6 +86,27 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
             yield from _pieces(part)
     else:
         yield f"{type(value).__name__} {value!r};".encode()
+
+
+_CHECKSUM = "checksum"
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Content with a digest of itself, by which `intact` knows a flipped bit."""
+    return {**content, _CHECKSUM: digest_of(content)}
+
+
+def intact(content: Any) -> bool:
+    """Whether sealed content is as it was; what has no digest is believed, as earlier versions wrote none."""
+    if not isinstance(content, Mapping):
+        return False
+    if _CHECKSUM not in content:
+        return True
+    try:
+        rest = {name: value for name, value in content.items() if name != _CHECKSUM}
+        return content[_CHECKSUM] == digest_of(rest)
+    except Exception:  # damage can make tensors that no operation takes
+        return False
 
 
 def plain(value: Any) -> Any:

@@ -17,14 +17,14 @@ order.
 from __future__ import annotations
 
 import os
-import pickle
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness.errors import DataError
-from flatness.files import write_tensors
+from flatness.files import DamagedFileError, read_tensors, write_tensors
+from flatness.journal_state import intact, sealed
 from flatness.ranks import Ranks
 
 LAYER_STATISTICS = frozenset(
@@ -133,18 +133,23 @@ class Statistics:
             "risk": self.risk.cpu(),
             "samples": self.samples,
         }
-        write_tensors(path, content)
+        write_tensors(path, sealed(content))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
         """Read sums that `save` wrote."""
         refusal = f"Expected statistics saved by this version of flatness but {path} holds something else. "
         try:
-            content = torch.load(path, weights_only=True, map_location="cpu")
-        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            content = read_tensors(path)
+        except DamagedFileError as error:
             raise DataError(refusal + "Pass a file that Statistics.save wrote.") from error
         if not isinstance(content, dict) or content.get("version") != _VERSION:
             raise DataError(refusal + "Pass a file that Statistics.save wrote.")
+        if not intact(content):
+            raise DataError(
+                f"Expected statistics as they were saved but {path} has changed since, on the disk or on the "
+                "way here. Copy it again, or compute it again."
+            )
         statistics = cls()
         statistics.sums = content["sums"]
         statistics.normaliser, statistics.risk = content["normaliser"], content["risk"]

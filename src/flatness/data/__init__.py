@@ -28,6 +28,7 @@ from flatness.data.idx import read_pair
 from flatness.data.places import find
 from flatness.data.published import PUBLISHED, departures
 from flatness.errors import DataError, nearest
+from flatness.journal_state import digest_of
 
 DATASETS = (*PUBLISHED, "digits")
 """The names that `load` knows, besides paths of ``.npz`` files."""
@@ -48,6 +49,8 @@ class Dataset:
         classes: What label 0, 1, … stands for; empty for real targets.
         notes: How it differs from what its name promises, one sentence each: a part only, other pixels.
         source: The folder or file it was read from.
+        digest: Of the samples as they are stored, before scaling: the same wherever and however they lie.
+            With ``standardize`` of the whole split, which decides how each sample is scaled.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Dataset:
     classes: tuple[str, ...]
     notes: tuple[str, ...] = ()
     source: str = ""
+    digest: str = ""
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -135,7 +139,9 @@ def load(
         inputs.sub_(mean).div_(std)
     targets = torch.from_numpy(raw.targets[:limit]).clone()
     short = os.path.basename(os.fspath(name))
-    return Dataset(short, split, inputs, targets, raw.classes, notes, raw.source)
+    counted = None if standardize else limit
+    stored = [torch.from_numpy(np.ascontiguousarray(each[:counted])) for each in (raw.inputs, raw.targets)]
+    return Dataset(short, split, inputs, targets, raw.classes, notes, raw.source, digest_of(stored))
 
 
 def _check_arguments(split: str, limit: int | None) -> None:

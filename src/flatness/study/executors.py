@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from flatness.errors import OptionError, nearest
 from flatness.study import ray_backend
+from flatness.study.in_hand import killed
+from flatness.study.records import Folder
 from flatness.study.work import Orders
 
 T = TypeVar("T")
@@ -61,11 +65,35 @@ def _parallel(
     with parallel_config(backend, n_jobs=jobs):
         # Ray's backend cannot hand out results as they come.
         asked: dict[str, Any] = {} if executor == "ray" else {"return_as": "generator_unordered"}
-        yield from _results(Parallel(pre_dispatch="all", **asked)(tasks))
+        with _naming_deaths(orders):
+            yield from _results(Parallel(pre_dispatch="all", **asked)(tasks))
 
 
 def _results(found: Any) -> Iterator[bool]:
     return iter(found)
+
+
+def execute_alone(unit: T, orders: Orders, do: Callable[[T, Orders], bool]) -> bool:
+    """Do one unit in a process of its own, which may die without taking the run along.
+
+    Raises:
+        WorkerKilledError: It died.
+    """
+    from joblib.externals.loky import ProcessPoolExecutor
+
+    with _naming_deaths(orders), ProcessPoolExecutor(max_workers=1) as pool:
+        return pool.submit(do, unit, replace(orders, parent=os.getpid())).result()
+
+
+@contextmanager
+def _naming_deaths(orders: Orders) -> Iterator[None]:
+    from joblib.externals.loky.process_executor import BrokenProcessPool
+
+    try:
+        yield
+    except BrokenProcessPool as error:
+        codes = re.search(r"exit codes of the workers are {(.*?)}", str(error))
+        raise killed(Folder(orders.folder), f" ({codes[1]})" if codes else "") from error
 
 
 def _on_device(orders: Orders, number: int) -> Orders:

@@ -17,6 +17,7 @@ from flatness.experiments.catalogue import experiment
 from flatness.files import write_text
 from flatness.study.experiment_text import table_lines, wrapped
 from flatness.study.grid import digest
+from flatness.study.in_hand import in_hand
 from flatness.study.records import FAILED, Folder, readable_disk_errors
 from flatness.study.spec import Spec
 from flatness.study.table import PENDING
@@ -53,12 +54,15 @@ def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
     record: dict[str, Any] = {"experiment": name, "unit": dict(unit), **stamp(orders)}
     torch.set_num_threads(1)  # units run side by side
     try:
-        with journal_of(key, folder, orders):
+        with in_hand(folder, key, "measuring", [key]), journal_of(key, folder, orders):
             record |= {"status": DONE, "reason": "", "rows": experiment(name, "the study").work(unit)}
     except OutOfTimeError:
         return False
     except (StudyError, KeyboardInterrupt):
         raise
+    except OSError:
+        with readable_disk_errors(folder.path):
+            raise
     except Exception as error:
         record |= {"status": FAILED, "reason": reason_of(error), "rows": []}
     finally:
@@ -66,6 +70,14 @@ def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
     folder.write_record(key, {**record, "seconds": round(time.perf_counter() - started, 3)})
     shutil.rmtree(folder.measuring / key, ignore_errors=True)
     return True
+
+
+def give_up_unit(task: tuple[str, Mapping[str, Any]], times: int, orders: Orders) -> None:
+    """Leave a record of a unit that killed its process again and again."""
+    name, unit = task
+    reason = f"killed its process {times} times, perhaps for want of memory. --retry tries it again."
+    record = {"experiment": name, "unit": dict(unit), **stamp(orders), "status": FAILED, "rows": []}
+    Folder(orders.folder).write_record(unit_key(name, unit), {**record, "reason": reason})
 
 
 class ExperimentStudy:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flatness.data import load
-from flatness.errors import DataError, FlatnessError, ModelError, SpecError, nearest
+from flatness.errors import DataError, FlatnessError, ModelError, SpecError, StudyError, nearest
+from flatness.journal_state import digest_of
 from flatness.models import MODELS, build, initialize
 from flatness.models.initial import seeded
 from flatness.study.grid import Configuration
@@ -31,11 +32,15 @@ class Split:
         train: Inputs and targets.
         test: Inputs and targets.
         notes: How the data differ from what their name promises.
+        digest: Of their content: a file of the same name may have been written anew.
+        source: Where they come from, for messages: a folder, a file or a factory.
     """
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     notes: tuple[str, ...] = ()
+    digest: str = ""
+    source: str = ""
 
     @property
     def classes(self) -> int:
@@ -47,6 +52,30 @@ class Split:
         """The same on another device."""
         moved = [tuple(tensor.to(device) for tensor in pair) for pair in (self.train, self.test)]
         return replace(self, train=moved[0], test=moved[1])
+
+    @property
+    def mark(self) -> dict[str, str]:
+        """What tells these data from others of the same name: ``digest`` and ``source``."""
+        return {"digest": self.digest, "source": self.source}
+
+
+def check_same_data(mark: Mapping[str, str], digest: str | None, whose: str) -> None:
+    """Refuse to go on with other data than something was made with.
+
+    Args:
+        mark: Of the data at hand, see `Split.mark`.
+        digest: Of the data that it was made with; None where that is not known.
+        whose: What was made with them, for the message.
+
+    Raises:
+        StudyError: The data have changed.
+    """
+    if digest is not None and digest != mark["digest"]:
+        raise StudyError(
+            f"Expected the data of {whose} but {mark['source']} has other content now: digest "
+            f"{mark['digest']} instead of {digest}. Bring the old content back, or run the study in another "
+            "folder."
+        )
 
 
 def load_split(data: Mapping[str, Any]) -> Split:
@@ -66,11 +95,12 @@ def load_split(data: Mapping[str, Any]) -> Split:
     if own:
         factory = import_object(name, "name in [data]")
         pairs = [_pair(factory, name, split, data) for split in ("train", "test")]
-        return Split(pairs[0], pairs[1])
+        return Split(pairs[0], pairs[1], digest=digest_of(pairs), source=name)
     options = {"data_dir": data.get("data_dir"), "standardize": bool(data.get("standardize", False))}
     train = load(name, split="train", limit=data.get("limit"), **options)
     test = load(name, split="test", limit=data.get("test_limit"), **options)
-    return Split(train.pair, test.pair, tuple(dict.fromkeys((*train.notes, *test.notes))))
+    notes = tuple(dict.fromkeys((*train.notes, *test.notes)))
+    return Split(train.pair, test.pair, notes, digest_of([train.digest, test.digest]), train.source)
 
 
 def _is_own(name: str) -> bool:

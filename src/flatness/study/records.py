@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from flatness.errors import StudyError
-from flatness.files import replacing, write_text
-
-_FORMAT = "flatness study record"
-VERSION = 1
-"""Of records; one of another version is refused."""
+from flatness.files import DamagedFileError, replacing, set_aside, write_text
+from flatness.json_shape import ShapeError, check_shape, parse_json
+from flatness.study.plain_files import FOLDERS, opened, refuse_links, remove_parts
+from flatness.study.record_content import STUDY, read_record, record_text
 
 FAILED = "failed"
 SO_FAR = "measured_so_far"
@@ -37,9 +37,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.records, self.weights, self.training, self.measuring = (
-            self.path / name for name in ("records", "weights", "training", "measuring")
-        )
+        self.records, self.weights, self.training, self.measuring = (self.path / name for name in FOLDERS)
 
     def make(self) -> None:
         """Make the folders."""
@@ -54,9 +52,10 @@ class Folder:
         Raises:
             StudyError: Another run is at work in this folder.
         """
+        refuse_links(self.path)
         self.make()
         with readable_disk_errors(self.path):
-            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+            lock = opened(self.path / ".lock")
         with lock as file:
             if not _lock(file):
                 file.seek(0)
@@ -68,15 +67,15 @@ class Folder:
                 file.truncate(0)
                 file.write(str(os.getpid()))
                 file.flush()
-            for part in self.path.glob("**/.*.part"):  # what a killed run was about to write
-                part.unlink(missing_ok=True)
+            with readable_disk_errors(self.path):
+                remove_parts(self.path)
             yield
 
     @contextmanager
     def claimed(self, key: str) -> Iterator[bool]:
         """Whether a network is this process's to measure; inside, no other of the run is given it."""
         with readable_disk_errors(self.path):
-            lock = open(self._claim(key), "a", encoding="utf-8")  # noqa: SIM115
+            lock = opened(self._claim(key))
         with lock as file:
             yield _lock(file)
 
@@ -91,30 +90,62 @@ class Folder:
     def record(self, key: str) -> dict[str, Any] | None:
         """The record of a network, or None."""
         path = self.records / f"{key}.json"
-        return _read_record(path) if path.is_file() else None
+        return self._record(path) if path.is_file() else None
 
     def all_records(self) -> Iterator[dict[str, Any]]:
         """Every record in the folder, by key."""
         for path in sorted(self.records.glob("*.json")):
-            yield _read_record(path)
+            yield self._record(path)
+
+    def _record(self, path: Path) -> dict[str, Any]:
+        try:
+            with readable_disk_errors(self.path):
+                return read_record(path)
+        except DamagedFileError as error:
+            raise StudyError(
+                f"Expected a record of a study but {path} is damaged: {error}. 'flatness study run' sets it "
+                "aside and does its network anew."
+            ) from error
+
+    def set_aside_damaged(self) -> None:
+        """Rename records that are damaged; their networks have none then.
+
+        Raises:
+            StudyError: One is of another version, or cannot be read at all.
+        """
+        for path in sorted(self.records.glob("*.json")):
+            with readable_disk_errors(self.path):
+                try:
+                    read_record(path)
+                except DamagedFileError:
+                    set_aside(path)
+
+    def damaged(self) -> list[str]:
+        """Files that were set aside, by their paths in this folder."""
+        return sorted(str(path.relative_to(self.path)) for path in self.path.glob("*/*.damaged*"))
 
     def write_record(self, key: str, record: Mapping[str, Any]) -> None:
         """Write or replace a record."""
-        content = {"format": _FORMAT, "version": VERSION, "key": key, **record}
         with readable_disk_errors(self.path):
-            write_text(self.records / f"{key}.json", json.dumps(content, ensure_ascii=False))
+            write_text(self.records / f"{key}.json", record_text(key, record))
+
+    def forget_record(self, key: str) -> None:
+        """Remove a record: its network is to be done anew."""
+        with readable_disk_errors(self.path):
+            (self.records / f"{key}.json").unlink(missing_ok=True)
 
     def weights_of(self, key: str) -> Path:
         """Where the weights of a network are, or will be."""
         return self.weights / f"{key}.safetensors"
 
-    def write_weights(self, key: str, weights: Mapping[str, Tensor]) -> None:
-        """Write the weights of a network."""
+    def write_weights(self, key: str, weights: Mapping[str, Tensor]) -> str:
+        """Write the weights of a network; returns the digest of the file, for its record."""
         from safetensors.torch import save
 
         content = save({name: value.contiguous() for name, value in weights.items()})
         with readable_disk_errors(self.path), replacing(self.weights_of(key)) as temporary:
             temporary.write_bytes(content)
+        return hashlib.sha256(content).hexdigest()
 
     def write_study(self, content: Mapping[str, Any]) -> None:
         """Write what the study is."""
@@ -127,25 +158,34 @@ class Folder:
         Raises:
             StudyError: There is no study in this folder.
         """
+        file = self.path / "study.json"
         try:
-            return json.loads((self.path / "study.json").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            content = parse_json(file.read_bytes().decode())
+        except (OSError, ShapeError, UnicodeDecodeError) as error:
             raise StudyError(
                 f"Expected a folder that 'flatness study run' wrote but {self.path} has no readable "
                 "study.json. Run the study first, or name its folder."
             ) from error
+        try:
+            check_shape(content, STUDY)
+        except ShapeError as error:
+            raise StudyError(
+                f"Expected {file} to say which study it is but {error}. Run the study again: its networks "
+                "stay."
+            ) from error
+        return content
 
     def study_name(self) -> str | None:
         """The name of the study in this folder; None where there is none."""
         try:
             return self.read_study()["name"]
-        except (StudyError, KeyError):
+        except StudyError:
             return None
 
 
 @contextmanager
 def readable_disk_errors(path: Path) -> Iterator[None]:
-    """Say plainly that the disk is full or that the folder cannot be written to."""
+    """Say plainly that the disk is full, or what else it cannot do: no error of a disk is a network's."""
     try:
         yield
     except OSError as error:
@@ -159,25 +199,11 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
                 f"Expected a folder that can be written to but {path} cannot: {error.strerror}. "
                 "Choose another folder."
             ) from error
-        raise
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        about = f" ({error.filename})" if error.filename else ""
         raise StudyError(
-            f"Expected a record of a study but {path} is damaged: {error}. Delete it; its network is then "
-            "measured, or trained, again."
+            f"Expected to read and write in {path} but the system said: {error.strerror or error}{about}. "
+            "That is no word on any network: run the same command again once it works."
         ) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise StudyError(f"Expected a record of a study but {path} holds something else. Move it away.")
-    if content.get("version") != VERSION:
-        raise StudyError(
-            f"Expected records of version {VERSION} but {path} has version {content.get('version')}. "
-            "Read them with the flatness that wrote them, or run the study in another folder."
-        )
-    return content
 
 
 def _lock(file: Any) -> bool:

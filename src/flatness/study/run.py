@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,20 +14,23 @@ from typing import Any
 
 import torch
 
-from flatness.errors import OptionError
+from flatness.errors import OptionError, StudyError
 from flatness.progress import ProgressBar
 from flatness.study.archive import SUFFIX, read_archive
 from flatness.study.cohorts import Unit, helping, units, usual_at_once, usual_device, usual_jobs
-from flatness.study.executors import check_executor, execute
-from flatness.study.experimenting import ExperimentStudy, do_experiment
+from flatness.study.executors import check_executor, execute, execute_alone
+from flatness.study.experimenting import ExperimentStudy, do_experiment, give_up_unit, unit_key
 from flatness.study.found import found_checkpoints
-from flatness.study.grid import Configuration
+from flatness.study.grid import Configuration, digest
+from flatness.study.in_hand import done_alone, forget_notes
+from flatness.study.objects import check_same_data
+from flatness.study.plain_files import refuse_links
 from flatness.study.records import FAILED, SO_FAR, Folder
 from flatness.study.results import Study
 from flatness.study.sources import check_sources
 from flatness.study.spec import Spec, make_spec, read_spec
 from flatness.study.watch import Watch
-from flatness.study.work import Orders, do_unit
+from flatness.study.work import Orders, do_unit, give_up
 
 
 def run(
@@ -89,11 +94,18 @@ def run(
     _check_numbers(jobs, minutes, checkpoint_every)
     folder = Folder(out)
     until = time.time() + 60 * minutes
-    orders = Orders(str(folder.path), chosen.parts, str(place), until, checkpoint_every)
-    held = folder.study_name()
+    orders = Orders(
+        str(folder.path), chosen.parts, str(place), until, checkpoint_every, run=secrets.token_hex(8)
+    )
+    held, damaged = folder.study_name(), folder.damaged()
     work = _run_networks if chosen.experiment is None else _run_experiment
     done = work(chosen, folder, orders, executor, jobs, retry, progress)
     study = load(out)
+    study.notes += [
+        f"A file that was damaged is set aside as {name}; what it held was done anew."
+        for name in folder.damaged()
+        if name not in damaged
+    ]
     if held not in (None, chosen.name):
         study.notes.append(
             f"{folder.path} held the study {held}: its networks stay; tables and figures of the same names "
@@ -113,16 +125,28 @@ def _run_networks(
 ) -> bool:
     """Whether all of it is done; False when time ran out."""
     work = plan_units(spec, torch.device(orders.device))
-    check_sources(spec, work)
+    orders = replace(orders, data=check_sources(spec, work))
     with _opened(folder, retry):
         networks = [one for unit in work for one in unit.configurations]
+        _check_data(folder, networks, orders)
         folder.write_study(_saved(spec, networks))
+        units_alone = {one.key: Unit((one,)) for one in networks}
+
+        def set_aside_killer(unit: Unit, doing: str, times: int) -> None:
+            give_up(unit.configurations[0], doing, times, folder, orders)
+
+        alone = functools.partial(execute_alone, orders=orders, do=do_unit)
+        if executor == "local" and not done_alone(folder, units_alone, alone, set_aside_killer):
+            return False
         jobs = min(jobs, max(len(networks), 1))  # one more would have nothing to do, not even to measure
         # Machines of a cluster, and Windows, may not see each other's claims.
         seen = executor == "local" and os.name == "posix"
         helpers = helping(work, jobs, torch.device(orders.device)) if seen else []
         with Watch(folder, [one.key for one in networks], progress):
-            return all(list(execute([*work, *helpers], orders, executor, jobs, do_unit)))
+            done = all(list(execute([*work, *helpers], orders, executor, jobs, do_unit)))
+        if done:
+            forget_notes(folder)
+        return done
 
 
 def _run_experiment(
@@ -134,10 +158,20 @@ def _run_experiment(
     tasks = [(experiment.name, unit) for unit in spec.units]
     with _opened(folder, retry), ProgressBar(experiment.counted, len(tasks), progress) as bar:
         folder.write_study(_saved(spec, []))
+        by_key = {unit_key(*task): task for task in tasks}
+        alone = functools.partial(execute_alone, orders=orders, do=do_experiment)
+
+        def set_aside_killer(task: Any, _: str, times: int) -> None:
+            give_up_unit(task, times, orders)
+
+        if executor == "local" and not done_alone(folder, by_key, alone, set_aside_killer):
+            return False
         ended = []
         for done in execute(tasks, orders, executor, jobs, do_experiment):
             ended.append(done)
             bar.advance()
+        if all(ended):
+            forget_notes(folder)
     return all(ended)
 
 
@@ -145,14 +179,23 @@ def _run_experiment(
 def _opened(folder: Folder, retry: bool) -> Iterator[None]:
     """The folder for this run alone; records of another version are refused before any work."""
     with folder.locked():
-        for _ in folder.all_records():
-            pass
+        folder.set_aside_damaged()
         if retry:
             _forget_failures(folder)
         try:
             yield
         finally:
             folder.forget_claims()
+
+
+def _check_data(folder: Folder, networks: list[Configuration], orders: Orders) -> None:
+    """Refuse to add networks to others that were trained on other data of the same name."""
+    marks = {digest(one.content()["data"]): orders.mark(one.data) for one in networks}
+    for record in folder.all_records():
+        mark = marks.get(digest(record.get("configuration", {}).get("data")))
+        if mark is not None and "data" in record:
+            whose = f"record {record['key']} in {folder.path}"
+            check_same_data(mark, record["data"]["digest"], whose)
 
 
 def load(out: str | os.PathLike[str]) -> Study | ExperimentStudy:
@@ -165,15 +208,32 @@ def load(out: str | os.PathLike[str]) -> Study | ExperimentStudy:
     """
     folder = Folder(str(out).removesuffix(SUFFIX))
     packed = str(out).endswith(SUFFIX)
+    refuse_links(folder.path)
     saved, found = read_archive(out) if packed else (folder.read_study(), folder.all_records())
     spec = make_spec(
         saved["name"], "paper", saved["content"], str(out if packed else folder.path / "study.json")
     )
     spec = replace(spec, scale=saved["scale"])
     records = {record["key"]: record for record in found}
+    _refuse_mixed_data(records)
     if spec.experiment is not None:
         return ExperimentStudy(spec, records, folder.path)
     return Study(spec, saved["networks"], records, folder.path)
+
+
+def _refuse_mixed_data(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse records that were made with different content under one table [data]."""
+    known: dict[str, tuple[str, str]] = {}
+    for key, record in records.items():
+        mark, table = record.get("data"), record.get("configuration", {}).get("data")
+        if mark is None or table is None:
+            continue
+        other, before = known.setdefault(digest(table), (key, mark["digest"]))
+        if before != mark["digest"]:
+            raise StudyError(
+                f"Expected networks of the same data but {mark['source']} had digest {before} for record "
+                f"{other} and {mark['digest']} for record {key}. Take the records of one of them away."
+            )
 
 
 def plan_units(spec: Spec, device: torch.device) -> list[Unit]:
@@ -204,7 +264,7 @@ def _forget_failures(folder: Folder) -> None:
                 kept = {name: value for name, value in record.items() if name not in ("measuring", SO_FAR)}
                 folder.write_record(record["key"], {**kept, "status": status, "reason": reason})
             else:
-                (folder.records / f"{record['key']}.json").unlink()
+                folder.forget_record(record["key"])
 
 
 def _check_numbers(jobs: int, minutes: float, every: float) -> None:

@@ -13,26 +13,29 @@ from flatness.measures.catalogue import select_measures
 from flatness.measures.measure import Measure
 from flatness.study.cohorts import Unit
 from flatness.study.conditions import parse_condition
+from flatness.study.grid import digest
 from flatness.study.objects import load_split, make_model
 from flatness.study.spec import Spec
 from flatness.study.table import column_name
 
 
-def check_sources(spec: Spec, work: Sequence[Unit]) -> None:
+def check_sources(spec: Spec, work: Sequence[Unit]) -> dict[str, Mapping[str, str]]:
     """Load every data set and build every model once: what is missing is said now, not after an hour.
+
+    Returns:
+        `Split.mark` of every data set, by the digest of its table [data].
 
     Raises:
         SpecError: A layer or a column is named that there will not be.
         DataError: The data are not there.
     """
-    data: list[Mapping[str, Any]] = []
+    data: dict[str, Mapping[str, str]] = {}
     models: list[tuple[str, Mapping[str, Any]]] = []
     columns: dict[str, None] = {}
     for unit in work:
         one = unit.configurations[0]
-        if one.data not in data:
-            load_split(one.data)
-            data.append(one.data)
+        if digest(dict(one.data)) not in data:
+            data[digest(dict(one.data))] = load_split(one.data).mark
         if (one.part, one.model) not in models:
             models.append((one.part, one.model))
             # A scale may measure less than the file, whose headline then holds all the same.
@@ -40,6 +43,7 @@ def check_sources(spec: Spec, work: Sequence[Unit]) -> None:
             columns |= dict.fromkeys(_columns(make_model(one), spec.parts[one.part], everything))
     if work:
         _check_analysis(spec, list(columns))
+    return data
 
 
 def _columns(model: nn.Module, settings: Mapping[str, Any], everything: bool) -> list[str]:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.files import write_tensors
+from flatness.files import DamagedFileError, read_tensors, set_aside, write_tensors
+from flatness.journal_state import intact, sealed
 from flatness.study.grid import Configuration
-from flatness.study.objects import Split, make_model, stream_seed, training_targets
+from flatness.study.objects import Split, check_same_data, make_model, stream_seed, training_targets
 from flatness.study.optimizers import OPTIMIZERS, Optimizer
 from flatness.study.program import Program
 from flatness.study.stack import Stack, usual_engine
@@ -22,6 +23,7 @@ from flatness.study.stack import Stack, usual_engine
 CONVERGED, NOT_CONVERGED, DIVERGED = "converged", "not_converged", "diverged"
 # A recorded graph is recorded anew for fewer networks only when this share of them is done.
 _WORTH_LEAVING = 1 / 8
+_SAVED = ("keys", "epoch", "position", "trainings", "stack", "optimizer", "sums")
 
 
 @dataclass
@@ -202,16 +204,29 @@ class Cohort:
             "stack": program.stack.saved(),
             "optimizer": program.optimizer.saved(),
             "sums": [program.loss_sums.cpu(), program.correct_sums.cpu()],
+            "data": self.split.digest,
         }
-        write_tensors(self.checkpoint, content)
+        write_tensors(self.checkpoint, sealed(content))
         self._saved_at = time.monotonic()
 
     def _read(self) -> dict[str, Any] | None:
-        """The checkpoint, if there is one with a network of this cohort that is not done."""
+        """The checkpoint, if there is one with a network of this cohort that is not done.
+
+        One that is damaged is set aside: its networks begin anew.
+        """
         if not self.checkpoint.is_file():
             return None
-        saved = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        return saved if set(saved["keys"]) & set(self.trainings) else None
+        try:
+            saved = read_tensors(self.checkpoint)
+        except DamagedFileError:
+            saved = None
+        if not isinstance(saved, dict) or not set(_SAVED) <= set(saved) or not intact(saved):
+            set_aside(self.checkpoint)
+            return None
+        if not set(saved["keys"]) & set(self.trainings):
+            return None
+        check_same_data(self.split.mark, saved.get("data"), f"the networks that train in {self.checkpoint}")
+        return saved
 
     def _resume(self, saved: Mapping[str, Any]) -> None:
         rows = torch.tensor([saved["keys"].index(one.key) for one in self.members])

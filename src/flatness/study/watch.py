@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from flatness.files import write_text
 from flatness.progress import ProgressBar
 from flatness.study.records import SO_FAR, Folder
 from flatness.study.train import Cohort
@@ -29,7 +30,7 @@ class Progress:
         if training and time.monotonic() - self._told > _LOOK_EVERY:
             self._told = time.monotonic()
             share = sum(min(cohort.epoch / one.stop["epochs"], 1.0) for one in training)
-            self._path.write_text(json.dumps({"share": share, "epoch": cohort.epoch}), encoding="utf-8")
+            write_text(self._path, json.dumps({"share": share, "epoch": cohort.epoch}))
 
 
 class Watch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import math
 import os
 import shutil
@@ -11,7 +12,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +21,23 @@ from torch import AcceleratorError, Tensor, nn
 
 from flatness.checkpoints import fit_checkpoint, read_checkpoint
 from flatness.errors import CheckpointError, StudyError
+from flatness.files import set_aside
 from flatness.journal import Journal, about
 from flatness.study.cohorts import Unit
 from flatness.study.environment import environment
 from flatness.study.evaluate import evaluation
 from flatness.study.grid import Configuration, digest
+from flatness.study.in_hand import in_hand
 from flatness.study.lines import lines_key, walked
 from flatness.study.measuring import measured, measuring_key
-from flatness.study.objects import Split, load_split, make_model, own_code, training_targets
+from flatness.study.objects import (
+    Split,
+    check_same_data,
+    load_split,
+    make_model,
+    own_code,
+    training_targets,
+)
 from flatness.study.records import FAILED, SO_FAR, Folder, readable_disk_errors
 from flatness.study.train import CONVERGED, DIVERGED, Cohort, OutOfTimeError, Training
 from flatness.study.watch import Progress
@@ -45,6 +56,8 @@ class Orders:
         until: Wall-clock time (`time.time`) at which to stop; infinite for never.
         every: Seconds between two training checkpoints.
         parent: Process that this work ends with; 0 for none.
+        run: A word of this run's own: data that are kept in memory are not those of another run.
+        data: What marks the content of each data set at the beginning of the run, by the digest of its table.
     """
 
     folder: str
@@ -53,6 +66,12 @@ class Orders:
     until: float = math.inf
     every: float = 60.0
     parent: int = 0
+    run: str = ""
+    data: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def mark(self, table: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """What marks the data of a table [data]; None where that is not known."""
+        return self.data.get(digest(dict(table)))
 
 
 def do_unit(unit: Unit, orders: Orders) -> bool:
@@ -106,7 +125,12 @@ def _measure(one: Configuration, folder: Folder, orders: Orders) -> bool:
             return False
         if time.time() > orders.until:
             raise OutOfTimeError
-        _finish(one, _split(one.data, torch.device(orders.device)), folder, orders)
+        try:
+            _finish(one, folder, orders)
+        except _DamagedWeightsError:  # the record goes by them, and goes with them
+            folder.forget_record(one.key)
+            _train([one], Unit((one,)), folder, orders)
+            _finish(one, folder, orders)
         return True
 
 
@@ -131,7 +155,7 @@ def _wants_measuring(status: str, settings: Mapping[str, Any]) -> bool:
 
 def _train(pending: list[Configuration], unit: Unit, folder: Folder, orders: Orders) -> None:
     """Train the networks that have no record; half of them at a time when memory runs out."""
-    split = _split(pending[0].data, torch.device(orders.device))
+    split = _split(pending[0].data, orders)
     waiting = [one for one in pending if not one.checkpoint and folder.record(one.key) is None]
     at_once = len(waiting)
     while waiting:
@@ -141,7 +165,11 @@ def _train(pending: list[Configuration], unit: Unit, folder: Folder, orders: Ord
         done = functools.partial(_trained, split=split, folder=folder, orders=orders)
         deadline = time.monotonic() + orders.until - time.time()
         try:
-            with readable_disk_errors(folder.path), _training_kernels(now[0].train.get("tf32", True)):
+            with (
+                readable_disk_errors(folder.path),
+                in_hand(folder, part, "training", [one.key for one in now]),
+                _training_kernels(now[0].train.get("tf32", True)),
+            ):
                 Cohort(now, split, file, orders.every).train(done, deadline, Progress(file))
         except torch.OutOfMemoryError:
             if len(now) == 1:
@@ -151,6 +179,8 @@ def _train(pending: list[Configuration], unit: Unit, folder: Folder, orders: Ord
         except (OutOfTimeError, StudyError, KeyboardInterrupt, AcceleratorError):
             raise  # the last: nothing works on the device any more, which is no word on the networks
         except Exception as error:
+            with readable_disk_errors(folder.path):
+                _raise_disk_error(error)
             for one in now:
                 if folder.record(one.key) is None:
                     _fail(one, folder, orders, "training", error)
@@ -175,12 +205,13 @@ def _trained(
         "training": {**asdict(training), "epochs": len(training.losses)},
     }
     if training.status != DIVERGED:
-        folder.write_weights(one.key, weights)
+        record["weights"] = folder.write_weights(one.key, weights)
     folder.write_record(one.key, record)
 
 
-def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) -> None:
+def _finish(one: Configuration, folder: Folder, orders: Orders) -> None:
     """Evaluate and measure a trained network; whatever fails becomes its reason."""
+    split = _split(one.data, orders)
     settings = orders.parts[one.part]
     record = folder.record(one.key) or {
         **_head(one, orders),
@@ -190,11 +221,15 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
     if record["status"] in (FAILED, DIVERGED):
         return
     try:
-        model = _loaded(one, folder).to(split.train[0].device).eval()
+        model = _loaded(one, folder, record.get("weights")).to(split.train[0].device).eval()
         train = (split.train[0], training_targets(split, one))
         loss = one.train.get("loss", "cross_entropy")
         code = own_code(one.model["name"], one.data["name"])
-        with journal_of(one.key, folder, orders) as journal, about(code):
+        with (
+            in_hand(folder, one.key, "measuring", [one.key]),
+            journal_of(one.key, folder, orders) as journal,
+            about(code, split.digest),
+        ):
             if "evaluation" not in record:
                 record["evaluation"] = evaluation(model, train, split.test, loss)
             if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
@@ -215,6 +250,8 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
     except (OutOfTimeError, StudyError, torch.OutOfMemoryError, AcceleratorError, KeyboardInterrupt):
         raise
     except Exception as error:
+        with readable_disk_errors(folder.path):
+            _raise_disk_error(error)
         _fail(one, folder, orders, "measuring", error, record)
     else:
         folder.write_record(one.key, {**record, **stamp(orders)})
@@ -243,19 +280,62 @@ def journal_of(key: str, folder: Folder, orders: Orders) -> Iterator[Journal]:
         if time.time() > orders.until:
             raise OutOfTimeError
 
-    journal = Journal(folder.measuring / key, orders.every, writing)
+    with readable_disk_errors(folder.path):
+        journal = Journal(folder.measuring / key, orders.every, writing)
     here = environment(torch.device(orders.device))
     with journal.kept(), about(*(here[name] for name in ("code", "torch", "device"))):
         yield journal
 
 
-def _loaded(one: Configuration, folder: Folder) -> nn.Module:
+class _DamagedWeightsError(StudyError):
+    """Weights that a run wrote are not what was written; they have been set aside."""
+
+
+def _loaded(one: Configuration, folder: Folder, written: str | None) -> nn.Module:
+    """The network with its weights; `written` is the digest of the file that the record knows, if it does."""
     model = make_model(one)
-    path = one.checkpoint or str(folder.weights_of(one.key))
-    if not one.checkpoint and not os.path.exists(path):
+    path = folder.weights_of(one.key)
+    if one.checkpoint:
+        _check_unchanged(one)
+        fit_checkpoint(model, read_checkpoint(one.checkpoint), one.checkpoint)
+        return model
+    if not path.exists():
         raise CheckpointError(f"Expected its weights in {path} but they are gone. --retry trains it anew.")
-    fit_checkpoint(model, read_checkpoint(path), path)
+    try:
+        if written not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
+            raise CheckpointError(f"Expected the weights that were written but {path} has others.")
+        weights = read_checkpoint(path)
+    except CheckpointError as error:
+        _raise_disk_error(error)
+        set_aside(path)
+        raise _DamagedWeightsError(str(error)) from error
+    fit_checkpoint(model, weights, str(path))
     return model
+
+
+def _check_unchanged(one: Configuration) -> None:
+    """Refuse a checkpoint that is not the one under whose digest its record will be."""
+    found = hashlib.sha256(Path(one.checkpoint).read_bytes()).hexdigest()
+    if found != one.fingerprint:
+        raise StudyError(
+            f"Expected {one.checkpoint} as it was when the run began but it has other content now: sha256 "
+            f"{found} instead of {one.fingerprint}. Run the same command again."
+        )
+
+
+def _raise_disk_error(error: BaseException | None) -> None:
+    """Raise the error of the disk that is behind an error, if there is one: it is no word on a network."""
+    while error is not None:
+        if isinstance(error, OSError):
+            raise error
+        error = error.__cause__
+
+
+def give_up(one: Configuration, doing: str, times: int, folder: Folder, orders: Orders) -> None:
+    """Leave a record of a network that killed its process again and again."""
+    reason = f"{doing}: killed its process {times} times, perhaps for want of memory. --retry tries it again."
+    record = folder.record(one.key) or _head(one, orders)
+    folder.write_record(one.key, {**record, "status": FAILED, "reason": reason})
 
 
 def _fail(
@@ -277,7 +357,9 @@ def reason_of(error: Exception) -> str:
 
 
 def _head(one: Configuration, orders: Orders) -> dict[str, Any]:
-    return {"part": one.part, "configuration": one.content(), **stamp(orders)}
+    mark = orders.mark(one.data)
+    known = {} if mark is None else {"data": dict(mark)}
+    return {"part": one.part, "configuration": one.content(), **known, **stamp(orders)}
 
 
 def stamp(orders: Orders) -> dict[str, Any]:
@@ -288,15 +370,21 @@ def stamp(orders: Orders) -> dict[str, Any]:
     }
 
 
-_SPLITS: dict[tuple[str, str], Split] = {}
+_SPLITS: dict[tuple[str, str, str], Split] = {}
 
 
-def _split(data: Mapping[str, Any], device: torch.device) -> Split:
-    """The data on the device; those of the last unit are kept, since the next one mostly has the same."""
-    asked = (digest(dict(data)), str(device))
+def _split(data: Mapping[str, Any], orders: Orders) -> Split:
+    """The data on the device; those of the last unit are kept, since the next one mostly has the same.
+
+    A process may work for several runs, and a file may be written anew in between: each loads its data.
+    """
+    asked = (digest(dict(data)), orders.device, orders.run)
     if asked not in _SPLITS:
         _SPLITS.clear()
-        _SPLITS[asked] = load_split(data).to(device)
+        found = load_split(data)
+        mark = orders.mark(data)
+        check_same_data(found.mark, None if mark is None else mark["digest"], "this run, as it began")
+        _SPLITS[asked] = found.to(torch.device(orders.device))
     return _SPLITS[asked]
 
 
