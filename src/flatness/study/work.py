@@ -125,12 +125,13 @@ def _measure(one: Configuration, folder: Folder, orders: Orders) -> bool:
             return False
         if time.time() > orders.until:
             raise OutOfTimeError
+        split = _split(one.data, orders)
         try:
-            _finish(one, folder, orders)
+            _finish(one, split, folder, orders)
         except _DamagedWeightsError:  # the record goes by them, and goes with them
             folder.forget_record(one.key)
             _train([one], Unit((one,)), folder, orders)
-            _finish(one, folder, orders)
+            _finish(one, split, folder, orders)
         return True
 
 
@@ -209,9 +210,8 @@ def _trained(
     folder.write_record(one.key, record)
 
 
-def _finish(one: Configuration, folder: Folder, orders: Orders) -> None:
+def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) -> None:
     """Evaluate and measure a trained network; whatever fails becomes its reason."""
-    split = _split(one.data, orders)
     settings = orders.parts[one.part]
     record = folder.record(one.key) or {
         **_head(one, orders),
