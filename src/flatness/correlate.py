@@ -7,13 +7,17 @@ matrices and exactly what one would get from drawing them one by one.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 COEFFICIENTS = ("pearson", "spearman", "kendall")
+_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,8 @@ def correlation(
     if n < 3:
         unknown = float("nan")
         return Correlation(unknown, unknown, unknown, unknown, unknown, n)
-    generator = np.random.default_rng(seed)
     value = float(weighted(a, b, np.ones((1, n)), kind)[0])
-    counts = generator.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.float64)
+    counts, generator = _resampled(n, resamples, seed)
     drawn = weighted(a, b, counts, kind)
     drawn = drawn[np.isfinite(drawn)]
     low, high = np.quantile(drawn, (0.025, 0.975)) if len(drawn) else (np.nan, np.nan)
@@ -80,15 +83,31 @@ def correlation(
     return Correlation(value, float(low), float(high), float(p_value), float(np.quantile(shuffled, 0.95)), n)
 
 
+def _resampled(n: int, resamples: int, seed: int) -> tuple[Array, np.random.Generator]:
+    """How often each resample draws each network, and the generator that drew them."""
+    counts, state = _drawn(n, resamples, seed)
+    generator = np.random.default_rng(seed)
+    generator.bit_generator.state = state
+    return counts, generator
+
+
+@functools.lru_cache(maxsize=2)
+def _drawn(n: int, resamples: int, seed: int) -> tuple[Array, Any]:
+    # All measures of a study are resampled alike: drawing takes longer than what is done with the draws.
+    generator = np.random.default_rng(seed)
+    counts = generator.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.float64)
+    counts.flags.writeable = False
+    return counts, generator.bit_generator.state
+
+
 def weighted(x: Array, y: Array, counts: Array, kind: str) -> Array:
-    """The coefficient of every resample, for counts (resamples, networks)."""
-    if kind == "kendall":
-        return _kendall(x, y, counts)
-    if kind == "spearman":
-        return _pearson(_ranks(x, counts), _ranks(y, counts), counts)
-    one = np.ones((len(counts), 1))
-    # Centring before squaring keeps the digits of values far from zero.
-    return _pearson(one * _standard(x), one * _standard(y), counts)
+    """The coefficient of every resample, for whole counts (resamples, networks).
+
+    Few resamples at a time: what is computed on the way stays in the processor's cache.
+    """
+    x, y = (_standard(x), _standard(y)) if kind == "pearson" else (x, y)
+    of = {"kendall": _kendall, "spearman": _spearman, "pearson": _pearson}[kind](x, y)
+    return np.concatenate([of(counts[at : at + _AT_ONCE]) for at in range(0, len(counts), _AT_ONCE)])
 
 
 def permuted(x: Array, y: Array, kind: str, permutations: int, generator: np.random.Generator) -> Array:
@@ -108,22 +127,39 @@ def family_null(
     The largest size over the measures of one permutation is what the best of so many measures reaches by
     chance. A measure that is not finite for some networks goes by the others.
     """
-    signs = np.stack([_known_signs(x).astype(np.float32).ravel() for x in xs])
-    known = np.stack([np.logical_and.outer(fine, fine).ravel() for fine in np.isfinite(xs)])
+    first, second = np.triu_indices(len(y), 1)
+    known = np.isfinite(xs)
+    both = known[:, first] & known[:, second]
+    signs = np.zeros(both.shape, np.float32)
+    np.sign(np.subtract(xs[:, first], xs[:, second], where=both, out=np.zeros(both.shape)), out=signs)
     gappy = ~known.all(axis=1)
-    sy = _signs(y).astype(np.float32)
-    squares = np.full((len(xs), permutations), (sy**2).sum(dtype=np.float64))
+    ranks = np.unique(y, return_inverse=True)[1].astype(np.float32)
+    untied = _untied(y)
+    squares = np.full((len(xs), permutations), untied)
     orders = _orders(len(y), permutations, generator)
     found = []
     for start in range(0, permutations, chunk):
-        part = orders[start : start + chunk]
-        shuffled = sy[part[:, :, None], part[:, None, :]].reshape(len(part), -1).T
-        found.append(signs @ shuffled)
+        shuffled = _pair_signs(ranks[orders[start : start + chunk]])
+        # Whole numbers, exact in float32 below 2^24. Every pair counts twice, once in either order.
+        found.append(2.0 * (signs @ shuffled.T).astype(np.float64))
         if gappy.any():
-            squares[gappy, start : start + chunk] = known[gappy].astype(np.float32) @ shuffled**2
-    sums = np.concatenate(found, axis=1).astype(np.float64)  # whole numbers, exact in float32 below 2^24
+            squares[gappy, start : start + chunk] = 2.0 * (both[gappy].astype(np.float32) @ (shuffled**2).T)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return sums / np.sqrt((signs**2).sum(1, dtype=np.float64)[:, None] * squares)
+        return np.concatenate(found, axis=1) / np.sqrt(
+            2.0 * (signs**2).sum(1, dtype=np.float64)[:, None] * squares
+        )
+
+
+def _pair_signs(ranks: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Signs of the differences of all pairs i < j, for every row of ranks, in the order of `triu_indices`."""
+    rows, n = ranks.shape
+    signs = np.empty((rows, n * (n - 1) // 2), np.float32)
+    start = 0
+    for i in range(n - 1):
+        end = start + n - 1 - i
+        np.sign(ranks[:, i : i + 1] - ranks[:, i + 1 :], out=signs[:, start:end])
+        start = end
+    return signs
 
 
 def _orders(n: int, permutations: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -142,7 +178,18 @@ def _standard(values: Array) -> Array:
     return (values - values.mean()) / (spread if spread > 0 else 1.0)
 
 
-def _pearson(a: Array, b: Array, counts: Array) -> Array:
+Coefficient = Callable[[Array], Array]
+
+
+def _pearson(x: Array, y: Array) -> Coefficient:
+    return lambda counts: _product_moment(np.ones_like(counts) * x, np.ones_like(counts) * y, counts)
+
+
+def _spearman(x: Array, y: Array) -> Coefficient:
+    return lambda counts: _product_moment(_ranks(x, counts), _ranks(y, counts), counts)
+
+
+def _product_moment(a: Array, b: Array, counts: Array) -> Array:
     """Row by row: Σ w (a − ā)(b − b̄) over the roots of the same with squares."""
     total = counts.sum(1, keepdims=True)
     a = a - (counts * a).sum(1, keepdims=True) / total
@@ -155,26 +202,62 @@ def _pearson(a: Array, b: Array, counts: Array) -> Array:
 
 def _ranks(values: Array, counts: Array) -> Array:
     """Mid-ranks within every resample: what lies below, half of what is equal, and a half."""
-    below = (values[:, None] > values[None, :]).astype(np.float64)
-    equal = (values[:, None] == values[None, :]).astype(np.float64)
-    return counts @ (below + 0.5 * equal).T + 0.5
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    below = np.zeros((len(counts), len(values) + 1))
+    np.cumsum(np.take(counts, order, axis=1), axis=1, out=below[:, 1:])
+    start, end = (np.searchsorted(ordered, values, side=side) for side in ("left", "right"))
+    return 0.5 * (np.take(below, start, axis=1) + np.take(below, end, axis=1)) + 0.5
 
 
 def _signs(values: Array) -> Array:
     return np.sign(values[:, None] - values[None, :])
 
 
-def _known_signs(values: Array) -> Array:
-    """The same, 0 where one of the two is not finite."""
-    fine = np.isfinite(values)
-    return np.where(np.logical_and.outer(fine, fine), _signs(np.where(fine, values, 0.0)), 0.0)
+def _kendall(x: Array, y: Array) -> Coefficient:
+    """τ_b = Σ_{i,j} w_i w_j s_x s_y / √(Σ w_i w_j s_x² · Σ w_i w_j s_y²), s the sign of a difference.
+
+    Counts and signs are whole numbers, so that no order of summation changes a digit, nor does float32 while
+    a resample has fewer than 2^24 networks.
+    """
+    both = (_signs(x) * _signs(y)).astype(np.float32)
+    ties = _ties(x), _ties(y)
+
+    def of(counts: Array) -> Array:
+        agreement = _quadratic(both, counts)
+        pairs_x, pairs_y = (_weighted_pairs(codes, counts) for codes in ties)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return agreement / np.sqrt(pairs_x * pairs_y)
+
+    return of
 
 
-def _kendall(x: Array, y: Array, counts: Array) -> Array:
-    """τ_b = Σ_{i,j} w_i w_j s_x s_y / √(Σ w_i w_j s_x² · Σ w_i w_j s_y²), s the sign of a difference."""
-    sx, sy = _signs(x), _signs(y)
-    agreement, pairs_x, pairs_y = (
-        np.einsum("bi,bi->b", counts @ matrix, counts) for matrix in (sx * sy, sx * sx, sy * sy)
-    )
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return agreement / np.sqrt(pairs_x * pairs_y)
+def _quadratic(matrix: NDArray[np.float32], counts: Array) -> Array:
+    """Σ_{i,j} w_i w_j M_ij of every row w, for a symmetric M: what lies below its diagonal counts twice."""
+    single, total = counts.astype(np.float32), np.zeros(len(counts))
+    for start in range(0, len(matrix), _AT_ONCE):
+        block = slice(start, start + _AT_ONCE)
+        inner, outer = single[:, block] @ matrix[block, block], single[:, :start] @ matrix[:start, block]
+        total += np.einsum("bi,bi->b", inner + 2 * outer, counts[:, block])
+    return total
+
+
+def _ties(values: Array) -> NDArray[np.int64] | None:
+    """Which networks have equal values, as a number of each value; None where no two have."""
+    different, codes = np.unique(values, return_inverse=True)
+    return codes if len(different) < len(values) else None
+
+
+def _weighted_pairs(codes: NDArray[np.int64] | None, counts: Array) -> Array:
+    """Σ w_i w_j over pairs of networks whose values differ: all pairs without those within a value."""
+    within = counts
+    if codes is not None:
+        order = np.argsort(codes, kind="stable")
+        starts = np.searchsorted(codes[order], np.arange(codes.max() + 1))
+        within = np.add.reduceat(np.take(counts, order, axis=1), starts, axis=1)
+    return counts.sum(1) ** 2 - np.einsum("bi,bi->b", within, within)
+
+
+def _untied(values: Array) -> float:
+    """Ordered pairs of networks whose values differ."""
+    return float(len(values) ** 2 - np.sum(np.unique(values, return_counts=True)[1] ** 2))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flatness.correlate import COEFFICIENTS, correlation, family_null
-from flatness.study.granulated import SEED, granulated
+from flatness.study.granulated import SEED, Places
 from flatness.study.table import measure_columns
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def correlation_table(
     import pandas as pd
 
     columns = [name for name in measure_columns(kept) if _usable(kept, name)]
-    rows = [_row(kept, name, axes, resamples, seed) for name in columns]
-    table = pd.DataFrame(rows)
+    held = _Against(kept, axes, resamples, seed)
+    table = pd.DataFrame([_row(held, name) for name in columns])
     if len(table) == 0:
         return table
     _add_null(table, kept, columns, permutations, seed)
@@ -72,8 +73,9 @@ def baseline_table(
     names = {axis: columns[0] for axis, columns in axes.items() if axis != SEED} | {
         "train_loss": "train_loss"
     }
+    held = _Against(kept, axes, resamples, seed)
     rows = [
-        {"quantity": name, **_coefficients(kept, column, axes, resamples, seed)}
+        {"quantity": name, **held.coefficients(column)}
         for name, column in names.items()
         if column in kept and _numbers_that_vary(kept[column]) and _usable(kept, column)
     ]
@@ -91,61 +93,67 @@ def _usable(kept: pandas.DataFrame, name: str) -> bool:
     return int(np.isfinite(kept[name].to_numpy(float)).sum()) >= FEWEST
 
 
-def _row(
-    kept: pandas.DataFrame, name: str, axes: Mapping[str, Sequence[str]], resamples: int, seed: int
-) -> dict[str, Any]:
+def _row(held: _Against, name: str) -> dict[str, Any]:
     measure, place, *reduction = name.split(":")
     return {
         "quantity": name,
         "measure": measure,
         "layer": None if place == "network" else place,
         "reduction": reduction[0] if reduction else None,
-        **_coefficients(kept, name, axes, resamples, seed),
+        **held.coefficients(name),
     }
 
 
-def _coefficients(
-    kept: pandas.DataFrame, name: str, axes: Mapping[str, Sequence[str]], resamples: int, seed: int
-) -> dict[str, Any]:
-    """How one column goes with the gap, and its rescaled twin where there is one."""
-    x, gap = kept[name].to_numpy(float), kept["gap"].to_numpy(float)
-    fine = np.isfinite(x) & np.isfinite(gap)
-    row: dict[str, Any] = {"n": int(fine.sum())}
-    for kind in COEFFICIENTS:
-        found = correlation(x[fine], gap[fine], kind, resamples=resamples, permutations=0, seed=seed)
-        row |= {kind: found.value, f"{kind}_low": found.low, f"{kind}_high": found.high}
-    twin = f"{name}:rescaled"
-    if twin in kept:
-        moved = kept[twin].to_numpy(float)
-        both = fine & np.isfinite(moved)
+class _Against:
+    """Columns of `kept` held against the gap, one by one."""
+
+    def __init__(
+        self, kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], resamples: int, seed: int
+    ) -> None:
+        self._kept, self._axes, self._resamples, self._seed = kept, axes, resamples, seed
+        self._gap = kept["gap"].to_numpy(float)
+        # Most measures are known for the same networks.
+        self._places = functools.lru_cache(maxsize=2)(self._places_of)
+
+    def coefficients(self, name: str) -> dict[str, Any]:
+        """How one column goes with the gap, and its rescaled twin where there is one."""
+        x = self._kept[name].to_numpy(float)
+        fine = np.isfinite(x) & np.isfinite(self._gap)
+        row: dict[str, Any] = {"n": int(fine.sum())}
         for kind in COEFFICIENTS:
-            found = correlation(moved[both], gap[both], kind, resamples=resamples, permutations=0, seed=seed)
-            row |= {f"{kind}_rescaled": found.value}
-            row |= {f"{kind}_rescaled_low": found.low, f"{kind}_rescaled_high": found.high}
-    return row | _pairs(x, gap, kept, axes, fine)
+            row |= self._coefficient(x, fine, kind, kind)
+        twin = f"{name}:rescaled"
+        if twin in self._kept:
+            moved = self._kept[twin].to_numpy(float)
+            for kind in COEFFICIENTS:
+                row |= self._coefficient(moved, fine & np.isfinite(moved), kind, f"{kind}_rescaled")
+        return row | self._pairs(x, fine)
 
+    def _coefficient(self, x: np.ndarray, fine: np.ndarray, kind: str, label: str) -> dict[str, float]:
+        resamples, seed = self._resamples, self._seed
+        found = correlation(x[fine], self._gap[fine], kind, resamples=resamples, permutations=0, seed=seed)
+        return {label: found.value, f"{label}_low": found.low, f"{label}_high": found.high}
 
-def _pairs(
-    x: np.ndarray,
-    gap: np.ndarray,
-    kept: pandas.DataFrame,
-    axes: Mapping[str, Sequence[str]],
-    fine: np.ndarray,
-) -> dict[str, Any]:
-    """Columns of the statistics over pairs of networks."""
-    if not axes:
-        return {}
-    values = {
-        axis: list(kept.loc[fine, list(columns)].itertuples(index=False, name=None))
-        for axis, columns in axes.items()
-    }
-    found = granulated(x[fine], gap[fine], values)
-    row: dict[str, Any] = {"granulated": found.coefficient}
-    row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
-    row |= {"worst_sign_error": found.worst_sign_error}
-    row |= {f"sign_error_{axis}": value for axis, value in found.sign_error.items()}
-    row |= {"least_information": found.least_information}
-    return row | {f"information_{axis}": value for axis, value in found.information.items()}
+    def _places_of(self, mask: bytes) -> Places:
+        known: Any = self._kept[np.frombuffer(mask, bool)]
+        return Places(
+            {
+                axis: list(known[list(columns)].itertuples(index=False, name=None))
+                for axis, columns in self._axes.items()
+            }
+        )
+
+    def _pairs(self, x: np.ndarray, fine: np.ndarray) -> dict[str, Any]:
+        """Columns of the statistics over pairs of networks."""
+        if not self._axes:
+            return {}
+        found = self._places(fine.tobytes()).granulated(x[fine], self._gap[fine])
+        row: dict[str, Any] = {"granulated": found.coefficient}
+        row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
+        row |= {"worst_sign_error": found.worst_sign_error}
+        row |= {f"sign_error_{axis}": value for axis, value in found.sign_error.items()}
+        row |= {"least_information": found.least_information}
+        return row | {f"information_{axis}": value for axis, value in found.information.items()}
 
 
 def _add_null(

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Codes = NDArray[np.int64]
 SEED = "seed"
 
 
@@ -56,23 +57,40 @@ def granulated(measure: ArrayLike, gap: ArrayLike, axes: Mapping[str, Sequence[o
         gap: Likewise.
         axes: For each axis, the value that each network has; "seed" is one of them where there are seeds.
     """
-    x, g = np.asarray(measure, np.float64), np.asarray(gap, np.float64)
-    places = {axis: _codes(values) for axis, values in axes.items()}
-    psi = {axis: _psi(x, g, axis, places) for axis in places}
-    without_seed = [axis for axis in places if axis != SEED]
-    agreement = np.sign(x[:, None] - x[None, :]) * np.sign(g[:, None] - g[None, :])
-    errors = {axis: _sign_error(agreement, axis, places) for axis in places}
-    decided = _decided(x, g)
-    information = {"none": _information(decided, [], places)}
-    information |= {axis: _information(decided, [axis], places) for axis in without_seed}
-    pairs = [_information(decided, list(two), places) for two in itertools.combinations(without_seed, 2)]
-    return Granulated(
-        psi,
-        _last([psi[axis] for axis in without_seed], np.nanmean),
-        errors,
-        information,
-        _last([*information.values(), *pairs], np.nanmin),
-    )
+    return Places(axes).granulated(measure, gap)
+
+
+class Places:
+    """Where networks stand on the axes, and which pairs that makes: found once for all measures of them.
+
+    Args:
+        axes: For each axis, the value that each network has; "seed" is one of them where there are seeds.
+    """
+
+    def __init__(self, axes: Mapping[str, Sequence[object]]) -> None:
+        codes = {axis: _codes(values) for axis, values in axes.items()}
+        without_seed = [axis for axis in codes if axis != SEED]
+        self._cells = {
+            axis: _cells([codes[other] for other in codes if other != axis], len(own))
+            for axis, own in codes.items()
+        }
+        self._alone = {axis: _differing_in(axis, codes) for axis in codes}
+        given = [(), *((axis,) for axis in without_seed), *itertools.combinations(without_seed, 2)]
+        self._given = {names: _numbered([codes[axis] for axis in names]) for names in given}
+
+    def granulated(self, measure: ArrayLike, gap: ArrayLike) -> Granulated:
+        """What pairs of these networks say about one measure."""
+        x, g = np.asarray(measure, np.float64), np.asarray(gap, np.float64)
+        psi = {axis: _psi(x, g, cells) for axis, cells in self._cells.items()}
+        errors = {axis: _sign_error(x, g, *pairs) for axis, pairs in self._alone.items()}
+        shares = _information(x, g, self._given)
+        return Granulated(
+            psi,
+            _last([value for axis, value in psi.items() if axis != SEED], np.nanmean),
+            errors,
+            {"none": shares[()]} | {names[0]: share for names, share in shares.items() if len(names) == 1},
+            _last(list(shares.values()), np.nanmin),
+        )
 
 
 def _last(values: Sequence[float], reduce: object) -> float:
@@ -80,66 +98,94 @@ def _last(values: Sequence[float], reduce: object) -> float:
     return float(reduce(finite)) if finite else float("nan")  # type: ignore[operator]
 
 
-def _codes(values: Sequence[object]) -> NDArray[np.int64]:
+def _codes(values: Sequence[object]) -> Codes:
     known = {value: code for code, value in enumerate(dict.fromkeys(values))}
     return np.array([known[value] for value in values], np.int64)
 
 
-def _cells(places: dict[str, NDArray[np.int64]], axes: Sequence[str], n: int) -> list[NDArray[np.int64]]:
-    """Rows that agree in all of `axes`."""
+def _numbered(codes: Sequence[Codes]) -> Codes | None:
+    """Which of the values that occur in all of these axes together each network has; None without an axis."""
+    return np.unique(np.stack(codes), axis=1, return_inverse=True)[1].ravel() if codes else None
+
+
+def _cells(codes: Sequence[Codes], n: int) -> list[NDArray[np.int64]]:
+    """Rows of more than one network that agree in all of these axes, as tables of rows of equal length.
+
+    Cells come in the order of their first networks, the place in that order in front of each.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in range(n):
-        groups.setdefault(tuple(int(places[axis][row]) for axis in axes), []).append(row)
-    return [np.array(rows) for rows in groups.values()]
+        groups.setdefault(tuple(int(axis[row]) for axis in codes), []).append(row)
+    sizes: dict[int, list[list[int]]] = {}
+    for number, rows in enumerate(rows for rows in groups.values() if len(rows) > 1):
+        sizes.setdefault(len(rows), []).append([number, *rows])
+    return [np.array(cells) for cells in sizes.values()]
 
 
-def _psi(x: Array, g: Array, axis: str, places: dict[str, NDArray[np.int64]]) -> float:
+def _psi(x: Array, g: Array, cells: Sequence[NDArray[np.int64]]) -> float:
     """Mean over cells of τ = Σ_{i≠j} sign(x_i − x_j) sign(g_i − g_j) / (k(k − 1))."""
-    others = [other for other in places if other != axis]
-    taus = []
-    for rows in _cells(places, others, len(x)):
-        if len(rows) > 1:
-            signs = np.sign(x[rows][:, None] - x[rows]) * np.sign(g[rows][:, None] - g[rows])
-            taus.append(signs.sum() / (len(rows) * (len(rows) - 1)))
-    return float(np.mean(taus)) if taus else float("nan")
+    taus = np.empty(sum(len(table) for table in cells))
+    for table in cells:
+        numbers, rows = table[:, 0], table[:, 1:]
+        signs = _difference_signs(x[rows]) * _difference_signs(g[rows])
+        k = rows.shape[1]
+        taus[numbers] = signs.sum((1, 2)) / (k * (k - 1))
+    return float(np.mean(taus)) if len(taus) else float("nan")
 
 
-def _sign_error(agreement: Array, axis: str, places: dict[str, NDArray[np.int64]]) -> float:
-    """½(1 − mean sign) over pairs that differ in `axis` and in nothing else but the seed."""
-    n = len(agreement)
+def _difference_signs(values: Array) -> Array:
+    return np.sign(values[:, :, None] - values[:, None, :])
+
+
+def _differing_in(axis: str, codes: Mapping[str, Codes]) -> tuple[Codes, Codes]:
+    """Ordered pairs of networks that differ in `axis` and in nothing else but the seed."""
+    n = len(codes[axis])
     wanted = ~np.eye(n, dtype=bool)
-    for other, codes in places.items():
-        same = codes[:, None] == codes[None, :]
+    for other, values in codes.items():
+        same = values[:, None] == values[None, :]
         if other == axis:
             wanted &= ~same
         elif other != SEED:
             wanted &= same
-    return float(0.5 * (1 - agreement[wanted].mean())) if wanted.any() else float("nan")
+    first, second = np.nonzero(wanted)
+    return first, second
 
 
-def _decided(x: Array, g: Array) -> tuple[NDArray[np.int64], ...]:
-    """Ordered pairs of networks without a tie: both places, and the signs of both differences as a number."""
-    known = ~np.isnan(x) & ~np.isnan(g)
-    first, second = np.nonzero((x[:, None] != x) & (g[:, None] != g) & known[:, None] & known)
-    return first, second, 2 * (x[first] > x[second]) + (g[first] > g[second])
+def _sign_error(x: Array, g: Array, first: Codes, second: Codes) -> float:
+    """½(1 − mean sign) over pairs."""
+    signs = np.sign(x[first] - x[second]) * np.sign(g[first] - g[second])
+    return float(0.5 * (1 - signs.mean())) if len(signs) else float("nan")
 
 
 def _information(
-    decided: tuple[NDArray[np.int64], ...], given: Sequence[str], places: dict[str, NDArray[np.int64]]
-) -> float:
-    """I(V_x; V_g | U) / H(V_g | U) over ordered pairs of networks, V the sign of a difference.
+    x: Array, g: Array, given: Mapping[tuple[str, ...], Codes | None]
+) -> dict[tuple[str, ...], float]:
+    """I(V_x; V_g | U) / H(V_g | U) over ordered pairs of networks by set of axes, V the sign of a difference.
 
     U is the values that *both* networks have in the axes `given`, so that whatever those axes tell about the
     order of the gaps does not count for the measure. A value of U weighs by its number of pairs; pairs with a
-    tie are left out. NaN where U alone tells the order of all gaps.
+    tie, or with what is not a number, are left out. NaN where U alone tells the order of all gaps.
     """
-    first, second, signs = decided
-    which, cells = signs, 1
-    if given:
-        _, value = np.unique(np.stack([places[axis] for axis in given]), axis=1, return_inverse=True)
-        size = int(value.max()) + 1
-        which, cells = 4 * (value[first] * size + value[second]) + signs, size**2
-    counts = np.bincount(which, minlength=4 * cells).reshape(-1, 2, 2).astype(float)
+    larger_x, larger_g = x[:, None] > x, g[:, None] > g
+    # Pairs in which both are larger, and in which only x is: the other two kinds are these from the other
+    # side. Numbers of pairs are whole: no order of summation changes a digit.
+    kinds = [larger_x & larger_g, larger_x & (g[:, None] < g)]
+    tables = [kind.astype(np.float32) for kind in kinds]
+    return {names: _share(_counts(tables, codes)) for names, codes in given.items()}
+
+
+def _counts(kinds: Sequence[NDArray[np.float32]], codes: Codes | None) -> Array:
+    """Pairs by the values of both networks, and the signs of their differences in x and g: (cells, 2, 2)."""
+    if codes is None:
+        codes = np.zeros(len(kinds[0]), np.int64)
+    member = np.zeros((len(codes), int(codes.max(initial=0)) + 1), np.float32)
+    member[np.arange(len(codes)), codes] = 1
+    both, only_x = (member.T.astype(np.float64) @ (kind @ member) for kind in kinds)
+    # Smaller in both, larger in the gap alone, larger in x alone, larger in both.
+    return np.stack([both.T, only_x.T, only_x, both], axis=-1).reshape(-1, 2, 2)
+
+
+def _share(counts: Array) -> float:
     of_gap = _entropies(counts.sum(1))
     shared = _entropies(counts.sum(2)) + of_gap - _entropies(counts.reshape(-1, 4))
     return float(shared.sum() / of_gap.sum()) if of_gap.sum() > 0 else float("nan")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatness.errors import StudyError, nearest
 from flatness.files import write_text
 from flatness.landscape.line_result import Line
+from flatness.study.analysis import Remembered, table_key
 from flatness.study.conditions import parse_condition
 from flatness.study.correlations import baseline_table, correlation_table
 from flatness.study.granulated import SEED
@@ -51,6 +52,7 @@ class Study:
         self.notes: list[str] = []
         self._correlated: dict[str | None, pandas.DataFrame] = {}
         self._known: dict[str | None, pandas.DataFrame] = {}
+        self._remembered = Remembered(path)
 
     @functools.cached_property
     def _frame(self) -> pandas.DataFrame:
@@ -121,20 +123,28 @@ class Study:
         """A row per measured quantity: how it goes with the gap; see `correlations.correlation_table`."""
         if part not in self._correlated:
             analysis = self._analysis(part)
-            self._correlated[part] = correlation_table(
-                self.kept(part),
-                self.axes(),
-                resamples=analysis.get("resamples", 2000),
-                permutations=analysis.get("permutations", 2000),
-            )
+            settings = {name: analysis.get(name, 2000) for name in ("resamples", "permutations")}
+            self._correlated[part] = self._table("correlations", correlation_table, part, settings)
         return self._correlated[part].copy()
 
     def baselines(self, part: str | None = None) -> pandas.DataFrame:
         """A row per hyperparameter and for the training loss: how they go with the gap, without a measure."""
         if part not in self._known:
-            resamples = self._analysis(part).get("resamples", 2000)
-            self._known[part] = baseline_table(self.kept(part), self.axes(), resamples=resamples)
+            settings = {"resamples": self._analysis(part).get("resamples", 2000)}
+            self._known[part] = self._table("baselines", baseline_table, part, settings)
         return self._known[part].copy()
+
+    def _table(
+        self, what: str, compute: Callable[..., pandas.DataFrame], part: str | None, settings: dict[str, Any]
+    ) -> pandas.DataFrame:
+        """A table of the analysis, as it was computed when networks and settings were the same, or anew."""
+        kept, axes = self.kept(part), self.axes()
+        key = table_key(what, kept, {"axes": axes, **settings})
+        found = self._remembered.get(key)
+        if found is None:
+            found = compute(kept, axes, **settings)
+            self._remembered.put(key, found)
+        return found
 
     def _analysis(self, part: str | None) -> Mapping[str, Any]:
         """The file's table [analysis] for a part, or for the first one where all are looked at together."""
@@ -202,6 +212,7 @@ class Study:
         with readable_disk_errors(self.path):
             for name, text in written.items():
                 write_text(self.path / name, text)
+            self._remembered.save()  # a packed study has a folder only now
         return list(written)
 
     def text(self, width: int | None = None) -> str:
