@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
 from flatness.attention import math_attention, open_attention
+from flatness.autocast import Suppressed, autocast_off
 from flatness.errors import ModelError, NotFiniteError, listed
 from flatness.parts import buffers, modules, named_modules, named_parameters, parameters
 from flatness.weight_normalization import plain_weight_norm
@@ -131,15 +134,22 @@ def converted(model: nn.Module, device: torch.device | None, dtype: torch.dtype 
     """The model itself when nothing is to change, else a copy on that device and in that dtype.
 
     Tensors made under `torch.inference_mode` cannot be differentiated through: such a model is copied too.
+
+    Raises:
+        ModelError: If the model cannot be copied, or has parameters of several types and none is asked for.
     """
     sample = next(model.parameters())
+    types = {value.dtype for value in parameters(model)}
+    if dtype is None and len(types) > 1:
+        raise _several_types(model)
     same_device = device is None or (sample.device.type, sample.device.index or 0) == (
         device.type,
         device.index or 0,
     )
     inference = any(value.is_inference() for value in (*parameters(model), *buffers(model)))
-    if same_device and dtype in (None, sample.dtype) and not inference:
+    if same_device and (dtype is None or types == {dtype}) and not inference:
         return model
+    _check_own_forward(model)
     try:
         with torch.inference_mode(False):
             duplicate = copy.deepcopy(model)
@@ -151,14 +161,50 @@ def converted(model: nn.Module, device: torch.device | None, dtype: torch.dtype 
     return duplicate.to(device=device, dtype=dtype)
 
 
+def _several_types(model: nn.Module) -> ModelError:
+    """The error about weights of several types, which do not meet in one product."""
+    first: dict[torch.dtype, str] = {}
+    for name, value in named_parameters(model).items():
+        first.setdefault(value.dtype, name)
+    widest = max(first, key=lambda kind: (torch.finfo(kind).bits, torch.finfo(kind).eps < 1e-2))
+    kinds = [f"{str(kind).removeprefix('torch.')} ({name})" for kind, name in first.items()]
+    return ModelError(
+        f"Expected parameters of one floating-point type but got {listed(kinds)}. Pass dtype={widest}, which "
+        "measures a copy of the model in that type."
+    )
+
+
+def _check_own_forward(model: nn.Module) -> None:
+    """Refuse to copy a function that stands in for a forward: the copy's would still run the original."""
+    replaced = [
+        name or "the model itself"
+        for name, module in named_modules(model)
+        if isinstance(own := vars(module).get("forward"), FunctionType) and _knows_modules(own)
+    ]
+    if replaced:
+        raise ModelError(
+            "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got a "
+            f"function in place of the forward of {listed(replaced)}, which would run the original. Convert "
+            "the model yourself and leave device and dtype out."
+        )
+
+
+def _knows_modules(function: FunctionType) -> bool:
+    """Whether a function holds anything, or reads a module or a method of one by a global name."""
+    names = inspect.getclosurevars(function)
+    owners = (getattr(value, "__self__", value) for value in names.globals.values())
+    return bool(names.nonlocals) or any(isinstance(owner, nn.Module) for owner in owners)
+
+
 @contextmanager
-def measuring(model: nn.Module, seed: int) -> Iterator[None]:
+def measuring(model: nn.Module, seed: int) -> Iterator[Suppressed]:
     """Evaluation mode, gradients, full precision and seeded randomness inside; everything as it was outside.
 
     Attributes and modes of all modules, buffers, hooks, random states and precision switches are restored,
     also after an exception, and embeddings with a largest norm, which shorten themselves. Other parameters
     and all gradients are never written to. Backward hooks of the user do not run. Attention and weight
-    normalisation run in plain operators, and `nn.MultiheadAttention` through its projections.
+    normalisation run in plain operators, and `nn.MultiheadAttention` through its projections. Autocast is
+    off, also where the model turns it on; what is yielded says whether it tried.
     """
     device = next(model.parameters()).device.type
     with ExitStack() as stack:
@@ -172,10 +218,11 @@ def measuring(model: nn.Module, seed: int) -> Iterator[None]:
         stack.enter_context(_own_randomness(model, seed))
         for kind in dict.fromkeys(("cpu", device)):
             stack.enter_context(torch.autocast(kind, enabled=False))
+        suppressed = stack.enter_context(autocast_off())
         if any(_is_compiled(module) or module._compiled_call_impl is not None for module in modules(model)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
-        yield
+        yield suppressed
 
 
 @contextmanager

@@ -18,6 +18,11 @@ from flatness.randomness import Draws
 # Largest accepted changes of an output, relative to the largest output. Kernels differ between batch sizes.
 _SAME_BATCH = 1e-4
 _OTHER_BATCH = 1e-2
+_TRY = "Try it on one batch yourself, or say how to use a batch with forward=."
+_TYPES = (
+    "It turns autocast on, which is off while measuring: let it cast to the type of its weights, "
+    "x.to(weight.dtype), or pass dtype=torch.float32."
+)
 
 
 def first_run(problem: Problem, example: Any) -> Items:
@@ -31,8 +36,7 @@ def first_run(problem: Problem, example: Any) -> Items:
         reason = (str(error).splitlines() or [""])[0].rstrip(".")
         raise ModelError(
             f"Expected the model to take batches like {batches.describe(example)} but it raised "
-            f"{type(error).__name__}: {reason}. Try it on one batch yourself, or say how to use a batch with "
-            "forward=."
+            f"{type(error).__name__}: {reason}. {_TYPES if problem.autocast.seen else _TRY}"
         ) from error
     with torch.no_grad():
         items = problem.laid_out(output, target)

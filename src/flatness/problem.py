@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flatness import batches
 from flatness.alignment import Alignment
+from flatness.autocast import Suppressed
 from flatness.errors import ModelError, NotFiniteError
 from flatness.forward import DefaultForward, Forward, line_for
 from flatness.guard import check_model, converted, measuring, unwrap
@@ -55,6 +56,7 @@ class Problem(StreamedData):
         first_outputs: What the samples gave that were looked at first, if any were; passes that run the model
             as it is hold their outputs against it.
         ranks: The processes that measure together, each on its part of the data; one alone by default.
+        autocast: Whether the model turned autocast on while it was measured, where it is off.
         watch: Called with the output of every differentiable forward pass; a plan checks here what it relies
         on.
     """
@@ -96,6 +98,7 @@ class Problem(StreamedData):
         self.copy_batches = False
         self._sequences = pooling_sequences(self.model)
         self.watch: Callable[[Tensor], None] | None = None
+        self.autocast = Suppressed()
         plain = isinstance(loss, str) and isinstance(self.forward, DefaultForward)
         if journal_in_force() and plain and source.is_pair:
             setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
@@ -112,8 +115,10 @@ class Problem(StreamedData):
         """A context in which the model is in evaluation mode, and after which it is as it was."""
         if torch.is_autocast_enabled(self.device.type):
             self.notes.append("autocast was on; measured without it")
-        with measuring(self.model, self.seed):
+        with measuring(self.model, self.seed) as self.autocast:
             yield
+        if self.autocast.seen:
+            self.notes.append("the model turns autocast on; measured without it")
 
     @property
     def alignment(self) -> Alignment | None:
@@ -161,6 +166,9 @@ class Problem(StreamedData):
                 f"Expected one output row per sample, {n} here, but got outputs of shape "
                 f"{list(output.shape)}. Pass forward= to lay inputs and outputs out with samples first."
             )
+        if output.is_floating_point() and output.dtype != self.dtype:
+            # Some networks in half precision return their outputs in single; engines compute in one type.
+            output = output.to(self.dtype)
         if self.watch is not None and torch.is_grad_enabled():
             self.watch(output)
         return output, target
