@@ -148,7 +148,18 @@ def landscape() -> str:
         return (Path(folder) / "index.html").read_text(encoding="utf-8")
 
 
+def deep_report() -> Report:
+    """A report of 300 layers with two measures; the largest values are in the middle."""
+    rows = [
+        Result(measure, "layer", float(factor * (1000 - abs(number - 180))), layer=f"fc{number}")
+        for number in range(300)
+        for measure, factor in (("relative_flatness", 1), ("weight_norm", 2))
+    ]
+    return Report(tuple(rows), {"model": "deep", "samples": 10, "risk": 0.5})
+
+
 PAGES = {
+    "deep": lambda: render(Page("Deep", {"net": deep_report()})),
     "study": lambda: render_study(small_study()),
     "parts": lambda: render_study(
         made_up_study(GRID, 1, parts={"first": {}, "second": {"gap": {"kind": "accuracy"}}})

@@ -30,13 +30,18 @@ class Grid:
     rows: list[str] = field(default_factory=list)
     columns: list[str] = field(default_factory=list)
     cells: dict[tuple[str, str], str] = field(default_factory=dict)
+    _known_rows: set[str] = field(default_factory=set, init=False, repr=False)
+    _known_columns: set[str] = field(default_factory=set, init=False, repr=False)
 
     def put(self, row: str, column: str, text: str) -> None:
         """Set a cell; new rows and columns come after those already there."""
-        if row not in self.rows:
-            self.rows.append(row)
-        if column not in self.columns:
-            self.columns.append(column)
+        for labels, known, label in (
+            (self.rows, self._known_rows, row),
+            (self.columns, self._known_columns, column),
+        ):
+            if label not in known:
+                known.add(label)
+                labels.append(label)
         self.cells[row, column] = text
 
     def row(self, label: str, columns: Iterable[str]) -> list[str]:

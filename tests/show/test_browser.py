@@ -49,6 +49,32 @@ def test_the_layers_of_a_report_are_bars_of_the_chosen_measure(opened):
     assert texts(driver, "table.bars tbody th") == ["fc2", "fc1"]
 
 
+def test_of_a_long_table_the_first_rows_of_any_order_are_shown_until_all_are_asked_for(opened):
+    driver = opened("deep")
+    layers, values = every(driver, "table")
+    names = "return Array.from(arguments[0].tBodies[0].rows, (row) => row.children[0].textContent)"
+    assert driver.execute_script(names, layers) == [f"fc{number}" for number in range(200)]
+    assert len(driver.execute_script(names, values)) == 200
+    assert len(every(driver, "ul.bars li")) == 300
+    # Sorted are all rows, not only those that were shown.
+    layers.find_elements("css selector", "thead button")[1].click()
+    layers.find_elements("css selector", "thead button")[1].click()
+    falling = sorted(range(300), key=lambda number: (abs(number - 180), number))
+    assert driver.execute_script(names, layers) == [f"fc{number}" for number in falling[:200]]
+    button, other = every(driver, "button.rest")
+    assert [button.text, other.text] == ["Show all 300 rows", "Show all 600 rows"]
+    button.click()
+    assert driver.execute_script(names, layers) == [f"fc{number}" for number in falling]
+    assert not button.is_displayed()
+    assert one(driver, "#said").text == "All 300 rows are shown"
+    assert driver.switch_to.active_element.get_attribute("role") == "region"
+    layers.find_elements("css selector", "thead button")[0].click()
+    assert driver.execute_script(names, layers) == [f"fc{number}" for number in range(200)]
+    assert button.is_displayed()
+    driver.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert [len(driver.execute_script(names, table)) for table in (layers, values)] == [300, 600]
+
+
 def test_the_invariance_plot_tells_ratios_and_follows_its_choices(opened):
     driver = opened("check")
     driver.execute_script("document.querySelector('#plot svg').focus()")

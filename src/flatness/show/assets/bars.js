@@ -1,9 +1,9 @@
 // A bar per row of a table, for the column that one chooses; the table stays beside it with everything.
 for (const table of document.querySelectorAll("table.bars")) {
   const headings = Array.from(table.tHead.rows[0].children, (th) => th.textContent);
+  const rows = rowsOf(table);
   const columns = headings.map((text, i) => [i, text]).filter(([i]) => i > 0 &&
-    Array.from(table.tBodies[0].rows).some((row) => row.children[i] && row.children[i].dataset.share !== undefined));
-  const rows = Array.from(table.tBodies[0].rows);
+    rows.some((row) => row.children[i] && row.children[i].dataset.share !== undefined));
   if (columns.length === 0 || rows.length < 2) continue;
   const list = element("ul", { class: "bars", "aria-label": "Bars" });
   let logarithmic = false, column = columns[0][0];

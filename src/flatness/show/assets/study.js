@@ -81,7 +81,7 @@ function told(column, i, copy = "values") {
 const tables = Array.from(document.querySelectorAll("table.correlations"));
 const originals = new Map();
 for (const table of tables) {
-  for (const cell of table.querySelectorAll("tbody td")) {
+  for (const cell of rowsOf(table).flatMap((row) => Array.from(row.querySelectorAll("td")))) {
     originals.set(cell, [cell.textContent, cell.dataset.value, cell.getAttribute("style")]);
   }
 }
@@ -100,7 +100,7 @@ function fillTable() {
   for (const one of tables) one.closest(".part").hidden = one !== table;
   const as = untouched(), ys = study.targets[state.target].values;
   let line = null;
-  for (const row of table ? table.tBodies[0].rows : []) {
+  for (const row of table ? rowsOf(table) : []) {
     const column = study.columns[columnOf.get(row.dataset.quantity)], chosen = column === study.columns[state.column];
     row.setAttribute("aria-current", String(chosen));
     const xs = column[state.copy];
