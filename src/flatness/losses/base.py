@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import FlatnessError
+from flatness.signs import Signs
 
 Check = tuple[Tensor, Callable[[tuple[int, ...]], FlatnessError]]
 """A mask of what is wrong, and the error to raise given the index of its first entry."""
@@ -104,7 +105,7 @@ class Loss(ABC):
         No graph is attached.
         """
 
-    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
         """Draw vectors s, shape (n, T, K), with E Σ ±s sᵀ = ∂²ℓ/∂f², all predictions of a sample together.
 
         Every factor gets an independent random sign, and those with c = +1 and with c = −1 are added up
@@ -141,8 +142,10 @@ class Loss(ABC):
         return f"{self.name}({options})" if options else self.name
 
 
-def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Independent signs ±1 in the shape and type of a tensor."""
+def random_signs(like: Tensor, generator: Signs | torch.Generator) -> Tensor:
+    """Independent signs ±1 in the shape and type of a tensor: those of its samples, or just the next ones."""
+    if isinstance(generator, Signs):
+        return generator.like(like)
     bits = torch.randint(0, 2, like.shape, generator=generator, device=like.device, dtype=torch.int8)
     return bits.to(like.dtype).mul_(2).sub_(1)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flatness.errors import LossError
 from flatness.losses.base import Items, Loss, count, promote, random_signs, refuse
 from flatness.losses.layout import lay_out_values, place, shape, validate_output
+from flatness.signs import Signs
 
 LARGEST_OUTPUT = 512
 
@@ -64,7 +65,7 @@ class CustomLoss(Loss):
         for r in range(columns.shape[2]):
             yield columns[:, None, :, r], signs[:, None, r]
 
-    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
         """Draw from the eigenvectors, or for very many outputs without forming a Hessian.
 
         With random signs ε and w = Hε, E of ½(εwᵀ + wεᵀ) is H, and it is the difference of the squares of

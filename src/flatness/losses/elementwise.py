@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from flatness.errors import DataError, LossError
 from flatness.losses.base import Check, Items, Loss, count, promote, random_signs
 from flatness.losses.layout import finite, lay_out_values, place, shape
+from flatness.signs import Signs
 
 
 class Elementwise(Loss):
@@ -55,7 +56,7 @@ class Elementwise(Loss):
             s[..., k] = roots[..., k]
             yield s, None
 
-    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
         """Draw ±√H_kk for every output."""
         roots = self.curvature_roots(items).to(items.logits.dtype)
         return [(roots * random_signs(roots, generator), 1.0)]

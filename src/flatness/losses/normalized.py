@@ -13,6 +13,7 @@ from flatness.errors import DataError
 from flatness.losses.base import Check, Items, Loss, promote, random_signs
 from flatness.losses.layout import place
 from flatness.losses.softmax import CrossEntropy, softmax_factors, softmax_probe
+from flatness.signs import Signs
 
 _INSTEAD = (
     "Use another loss; measures that bring this one along, such as normalized_sharpness, take yours with the "
@@ -80,7 +81,7 @@ class NormalizedCrossEntropy(CrossEntropy):
         """Return None: eigenvectors of what is not finite do not exist, and stop the pass."""
         return None
 
-    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
         """Draw two vectors, for the positive and the negative part; beyond `dense_limit` classes in O(K)."""
         if items.logits.shape[2] <= self.dense_limit:
             return Loss.probes(self, items, generator)
@@ -196,7 +197,7 @@ def _signed(terms: _Terms) -> Iterator[tuple[Tensor, Tensor]]:
         yield s, -shift.squeeze(2).sign()
 
 
-def _signed_probes(terms: _Terms, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+def _signed_probes(terms: _Terms, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
     """The vectors of `_signed` with random signs, those of positive and of negative weight added up apart."""
     c, sigma, alpha = terms.c, terms.sigma, terms.alpha
     s = softmax_probe(c / sigma, terms.a.squeeze(2).sqrt(), generator)

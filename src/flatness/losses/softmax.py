@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from flatness.errors import DataError, LossError
 from flatness.losses.base import Check, Items, Loss, count, promote, random_signs
 from flatness.losses.layout import lay_out_classes, place, shape
+from flatness.signs import Signs
 
 
 class CrossEntropy(Loss):
@@ -133,7 +134,7 @@ class CrossEntropy(Loss):
         for s in softmax_factors(promote(items.logits.detach()), self._weights(items).sqrt()):
             yield s.to(items.logits.dtype), None
 
-    def probes(self, items: Items, generator: torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
         """Draw one vector by `softmax_probe`, in O(K)."""
         s = softmax_probe(promote(items.logits.detach()), self._weights(items).sqrt(), generator)
         return [(s.to(items.logits.dtype), 1.0)]
@@ -273,7 +274,7 @@ def softmax_factors(logits: Tensor, scale: Tensor) -> Iterator[Tensor]:
         yield (shared * root).scatter_add_(-1, k, root)
 
 
-def softmax_probe(logits: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
+def softmax_probe(logits: Tensor, scale: Tensor, generator: Signs | torch.Generator) -> Tensor:
     """Draw s = Σ_k ±s_k over the columns of `softmax_factors` at once: E s sᵀ = scale²·(diag p − p pᵀ).
 
     With q = √p∘ε outside the most probable class j, s = q − (p + √p_j e_j)/(1 + √p_j) Σq, whose component j
