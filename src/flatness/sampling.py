@@ -141,8 +141,13 @@ def _pilot(problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Bud
     """Probe the first samples; nothing of it enters the results."""
     engine = SampledEngine(problem, plan.sampling, spreads, budget)
     with engine.attached():
-        step = stepwise(problem, None, engine.probed, engine.total.merge)
-        problem.stream(step, "pilot", first=_PILOT_SAMPLES)
+        problem.stream(
+            stepwise(problem, None, engine.probed, engine.total.merge),
+            "pilot",
+            _PILOT_SAMPLES,
+            state=engine.state(),
+            depends_on=[plan.sampling.described(), spreads, astuple(budget), problem.seed],
+        )
     sums = engine.finished()
     seen = sums.statistics.samples
     names = [route.name for route in plan.sampling.layers if plan.methods.get(route.name) == "sampled"]
@@ -158,9 +163,9 @@ def _residual_passes(plan: Plan, joint: bool) -> float:
     """What a probe of the residual costs, in backward passes of the network.
 
     One second backward pass for all layers goes through the graph of the first and through the network: 2.
-    Layer by layer, or group by group, each goes through the part behind, which for m of them adds up to (m + 1)/2 passes
-    through the network. Timed on fully connected, convolutional and attention networks, the two differ by
-    factors of 0.9, 1.7 and 3.8 for 2, 8 and 16 layers; this counts 1.3, 2.8 and 4.8.
+    Layer by layer, or group by group, each goes through the part behind, which for m of them adds up to
+    (m + 1)/2 passes through the network. Timed on fully connected, convolutional and attention networks, the
+    two differ by factors of 0.9, 1.7 and 3.8 for 2, 8 and 16 layers; this counts 1.3, 2.8 and 4.8.
     """
     return 2.0 if joint else 1.0 + (min(len(plan.sampling.curved), MOST_GROUPS) + 1) / 2
 
