@@ -20,6 +20,7 @@ from flatness.problem import Problem
 from flatness.progress import ProgressBar
 from flatness.ranks import separately
 from flatness.result import Report
+from flatness.symmetry.equality import Comparison
 from flatness.symmetry.groups import Symmetries, symmetries
 from flatness.symmetry.judging import judge, zero_values
 from flatness.symmetry.rescaling import KINDS, Rescaling, check_choices, make_rescaling, rescaled_copy
@@ -144,6 +145,7 @@ class _Setting:
     part: list[Any]
     options: dict[str, Any]
     notes: tuple[str, ...]
+    comparison: Comparison
 
     def measured(self, rewriting: Rewriting, rescaling: Rescaling) -> Report:
         """A rewritten network, measured like the original."""
@@ -154,7 +156,7 @@ class _Setting:
             asked = self.options.get("options") or {}
             narrowed["measures"] = rewriting.measures
             narrowed["options"] = {key: asked[key] for key in asked if key in rewriting.measures}
-        changed = rescaled_copy(self.base, self.example, rescaling, self.forward)
+        changed = rescaled_copy(self.base, self.example, rescaling, self.forward, self.comparison)
         return measure(changed, self.part, **narrowed)
 
 
@@ -177,8 +179,9 @@ def _prepared(
         return problem.forward(network, batch)[0]
 
     found = symmetries(base, example, forward=forward)
-    notes = [*problem.notes, *original.notes, *notes]
-    return _Setting(base, original, found, example, forward, part, options, tuple(notes))
+    comparison = Comparison(base, example, forward, part)
+    notes = [*problem.notes, *original.notes, *notes, *comparison.notes]
+    return _Setting(base, original, found, example, forward, part, options, tuple(notes), comparison)
 
 
 def _first_samples(problem: Problem, samples: int | None) -> tuple[list[Any], bool]:
