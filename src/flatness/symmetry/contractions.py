@@ -14,11 +14,13 @@ from flatness.symmetry.recorder import Call
 
 def linear(flow: Flow, call: Call) -> Any:
     """Follow z = W x + b along the last dimension."""
-    given = call.bound("input weight bias")
+    given = call.bound("input weight | bias")
     W = flow.entry(given["weight"])
     x = flow.labels(given["input"])
     if not isinstance(W, ParameterView):
         return _add_bias(flow, _product(flow, call, x, W.transpose(-1, -2)), given.get("bias"))
+    if len(W.shape) != 2:
+        return None
     d, m = W.shape
     rows, columns = flow.classes.fresh(d), flow.per_channel(x, -1)
     _weight(flow, W, rows, columns, lambda r: r.reshape(d, 1), lambda c: c.reshape(1, m))
@@ -29,13 +31,14 @@ def linear(flow: Flow, call: Call) -> Any:
 def matmul(flow: Flow, call: Call) -> Any:
     """Follow x @ W, W @ x, and b + x @ W; between two values one must be fixed."""
     if call.name == "addmm":
-        given = call.bound("input mat1 mat2")
+        given = call.bound("input mat1 mat2 | beta alpha")
         labels, bias = _matmul(flow, call, given["mat1"], given["mat2"]), flow.entry(given["input"])
         if isinstance(labels, Tensor) and isinstance(bias, ParameterView) and len(bias.shape) == 1:
             _bias(flow, given["input"], flow.per_channel(labels, -1))
             return labels
         return _add_bias(flow, labels, given["input"])
-    first, second = call.args[:2]
+    given = call.bound("input mat2" if call.name in ("mm", "bmm") else "input other")
+    first, second = given.values()
     return _matmul(flow, call, *((second, first) if call.name == "rmatmul" else (first, second)))
 
 
@@ -43,12 +46,12 @@ def _matmul(flow: Flow, call: Call, first: Any, second: Any) -> Any:
     a, b = flow.entry(first), flow.entry(second)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _product(flow, call, a, b)
-    if isinstance(b, ParameterView) and isinstance(a, Tensor):
+    if isinstance(b, ParameterView) and isinstance(a, Tensor) and len(b.shape) == 2:
         m, d = b.shape
         rows, columns = flow.classes.fresh(d), flow.per_channel(a, -1)
         _weight(flow, b, rows, columns, lambda r: r.reshape(1, d), lambda c: c.reshape(m, 1))
         return rows.expand(flow.shape(call))
-    if isinstance(a, ParameterView) and isinstance(b, Tensor) and b.dim() > 1:
+    if isinstance(a, ParameterView) and isinstance(b, Tensor) and len(a.shape) == 2 and b.dim() > 1:
         d, m = a.shape
         rows, columns = flow.classes.fresh(d), flow.per_channel(b, -2)
         _weight(flow, a, rows, columns, lambda r: r.reshape(d, 1), lambda c: c.reshape(1, m))
@@ -58,7 +61,7 @@ def _matmul(flow: Flow, call: Call, first: Any, second: Any) -> Any:
 
 def conv(flow: Flow, call: Call) -> Any:
     """A convolution with groups: weight (O, C/G, …)."""
-    given = call.bound("input weight bias stride padding dilation groups")
+    given = call.bound("input weight | bias stride padding dilation groups")
     W, groups = flow.entry(given["weight"]), given.get("groups", 1)
     if not isinstance(W, ParameterView):
         return None
@@ -86,7 +89,7 @@ def conv(flow: Flow, call: Call) -> Any:
 
 def conv_transpose(flow: Flow, call: Call) -> Any:
     """A transposed convolution with groups: weight (C, O/G, …)."""
-    given = call.bound("input weight bias stride padding output_padding groups")
+    given = call.bound("input weight | bias stride padding output_padding groups dilation")
     W, groups = flow.entry(given["weight"]), given.get("groups", 1)
     if not isinstance(W, ParameterView):
         return None
@@ -115,10 +118,11 @@ def _grouped(values: Tensor, groups: int, each: int, taps: list[int]) -> Tensor:
 
 def embedding(flow: Flow, call: Call) -> Any:
     """Every column of the table is a unit, whichever rows the example looks up."""
-    given = call.bound("input weight padding_idx max_norm")
+    given = call.bound("input weight | padding_idx max_norm norm_type scale_grad_by_freq sparse")
     table = flow.entry(given["weight"])
     if not isinstance(table, ParameterView) or given.get("max_norm") is not None:
         return None
+    flow.decided(given["input"], f"it decides what {call} picks")
     rows = flow.classes.fresh(table.shape[1])
     flow.uses.append(
         Use(table.name, table.index, up=rows.reshape(1, -1), rows=rows, up_part="columns of the table")
@@ -128,16 +132,28 @@ def embedding(flow: Flow, call: Call) -> Any:
 
 def scaled_attention(flow: Flow, call: Call) -> Any:
     """softmax(QKᵀ) V: what is averaged keeps its labels; what a query gains in a channel, the key loses."""
-    given = call.bound("query key value attn_mask")
-    values = flow.labels(given["value"])
+    given = call.bound("query key value | attn_mask dropout_p is_causal scale enable_gqa")
+    query, key, values = (flow.labels(given[name]) for name in ("query", "key", "value"))
+    if query.dim() > 2:
+        # Grouped queries: several heads of queries share a head of keys and values.
+        key, values = (
+            part.repeat_interleave(query.shape[-3] // part.shape[-3], -3) for part in (key, values)
+        )
     compared = ("query", "key", "attn_mask") if flow.permuting else ("attn_mask",)
     for name in compared:
         if given.get(name) is not None and not flow.is_constant(given[name]):
             flow.classes.pin(flow.labels(given[name]), f"{call} is not positively homogeneous in its {name}")
     if not flow.permuting:
-        query, key = flow.labels(given["query"]), flow.labels(given["key"])
         flow.classes.invert(flow.classes.unite_along(query, [-2]), flow.classes.unite_along(key, [-2]))
-    return flow.classes.unite_along(values, [-2]).expand(flow.shape(call))
+    return _averaged(flow, call, values)
+
+
+def _averaged(flow: Flow, call: Call, values: Tensor) -> Tensor:
+    """Rows of values averaged with weights of their head: channels stay in it when they change places."""
+    one = flow.classes.unite_along(values, [-2])
+    if flow.permuting:
+        flow.keep_company(one, [-1])
+    return one.expand(flow.shape(call))
 
 
 def _product(flow: Flow, call: Call, a: Tensor, b: Tensor) -> Any:
@@ -145,7 +161,7 @@ def _product(flow: Flow, call: Call, a: Tensor, b: Tensor) -> Any:
     if min(a.dim(), b.dim()) < 2:
         return None
     if flow.classes.are_fixed(a):
-        return flow.classes.unite_along(b, [-2]).expand(flow.shape(call))
+        return _averaged(flow, call, b)
     if flow.classes.are_fixed(b):
         return flow.classes.unite_along(a, [-1]).expand(flow.shape(call))
     if flow.permuting:

@@ -14,27 +14,38 @@ from flatness.symmetry.recorder import Call
 
 
 def copies(flow: Flow, call: Call) -> Any:
-    """Copies and changes of dtype: the same entries, also of a parameter."""
-    return flow.entry(call.bound("input")["input"])
+    """Copies and changes of dtype: the same entries, also of a parameter; rounding ends the chain before."""
+    return flow.entry(call.first())
 
 
 def homogeneous(flow: Flow, call: Call) -> Any:
     """f(s·x) = s·f(x) for s > 0: entries keep their labels."""
-    return flow.labels(call.bound("input")["input"])
+    return flow.labels(call.operand())
 
 
 def pointwise(flow: Flow, call: Call) -> Any:
     """Entries are treated alike, but not in proportion: fine to permute, not to scale."""
     if flow.permuting:
-        return flow.labels(call.bound("input")["input"])
+        return flow.labels(call.operand())
     return flow.stop(call, f"{call} is not positively homogeneous")
+
+
+def softmax(flow: Flow, call: Call) -> Any:
+    """Pointwise, but for a sum over a dimension: channels side by side there have to stay together."""
+    labels = pointwise(flow, call)
+    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
+    if flow.permuting and isinstance(dim, int):
+        flow.keep_company(labels, [dim], alone=True)
+    return labels if not flow.permuting or isinstance(dim, int) else None
 
 
 def clamp(flow: Flow, call: Call) -> Any:
     """Clamping at 0 is a ReLU; at another bound it is not homogeneous."""
-    names = {"clamp_min": "input min", "clamp_max": "input max", "threshold": "input threshold value"}.get(
-        call.name, "input min max"
-    )
+    names = {
+        "clamp_min": "input min",
+        "clamp_max": "input max",
+        "threshold": "input threshold value | inplace",
+    }.get(call.name, "input | min max")
     given = call.bound(names)
     bounds = [
         value
@@ -42,12 +53,17 @@ def clamp(flow: Flow, call: Call) -> Any:
         if key in ("min", "max", "threshold", "value") and value is not None
     ]
     zeros = all(isinstance(bound, (int, float)) and (bound == 0 or math.isinf(bound)) for bound in bounds)
-    return flow.labels(given["input"]) if zeros else pointwise(flow, call)
+    return flow.labels(call.operand()) if zeros else pointwise(flow, call)
 
 
 def power(flow: Flow, call: Call) -> Any:
     """x¹ is x."""
-    return homogeneous(flow, call) if call.args[1:] == (1,) else pointwise(flow, call)
+    exponent = call.bound("input exponent")["exponent"]
+    return (
+        homogeneous(flow, call)
+        if isinstance(exponent, (int, float)) and exponent == 1
+        else pointwise(flow, call)
+    )
 
 
 def prelu(flow: Flow, call: Call) -> Any:
@@ -66,32 +82,51 @@ def prelu(flow: Flow, call: Call) -> Any:
 
 def sign(flow: Flow, call: Call) -> Any:
     """A positive factor changes neither the sign nor whether a number is finite."""
-    return flow.labels(call.args[0]) if flow.permuting else flow.fixed_output(call)
+    return flow.labels(call.operand()) if flow.permuting else flow.fixed_output(call)
 
 
 def add(flow: Flow, call: Call) -> Any:
     """Summands share their class, and so does whatever is chosen from."""
-    given = call.bound("input other")
-    other = next(given[key] for key in ("other", "src", "value") if key in given)
-    return flow.classes.unite(flow.labels(given["input"]), flow.labels(other))
+    other = {"copy": "src", "fill": "value"}.get(call.name, "other")
+    given = call.bound(f"input {other} | alpha non_blocking")
+    return flow.classes.unite(flow.labels(given["input"]), flow.labels(given[other]))
 
 
 def compare(flow: Flow, call: Call) -> Any:
     """Where x > y holds, so does s·x > s·y."""
-    joined = add(flow, call)
+    joined = flow.labels(call.operand()) if call.name == "logical_not" else add(flow, call)
     return joined if flow.permuting else flow.fixed_output(call)
 
 
 def where(flow: Flow, call: Call) -> Any:
     """Either operand may end up in the output."""
-    given = call.bound("condition input other" if call.name == "where" else "input mask value")
-    other = given["other"] if call.name == "where" else given["value"]
-    return flow.classes.unite(flow.labels(given["input"]), flow.labels(other)).expand(flow.shape(call))
+    if call.name == "masked_fill":
+        condition, first, second = "mask", "input", "value"
+        given = call.bound("input mask value")
+    else:
+        condition, first, second = "condition", "input", "other"
+        given = call.bound(
+            "input condition other" if call.function is Tensor.where else "condition input other"
+        )
+    chosen = flow.classes.unite(flow.labels(given[first]), flow.labels(given[second])).expand(
+        flow.shape(call)
+    )
+    if flow.permuting:
+        return _told_apart(flow, chosen, flow.labels(given[condition]))
+    return chosen
+
+
+def _told_apart(flow: Flow, labels: Tensor, condition: Tensor) -> Tensor:
+    """Channels that a condition treats alike are free of it; others move with it."""
+    shape = [1] * (labels.dim() - condition.dim()) + list(condition.shape)
+    alike = all(size == 1 or flow.same_along(labels, dim) for dim, size in enumerate(shape))
+    return labels if alike and flow.classes.are_fixed(condition) else flow.classes.unite(labels, condition)
 
 
 def multiply(flow: Flow, call: Call) -> Any:
     """A product with something fixed keeps the other's labels; a parameter may give it any scale."""
-    first, second = call.args[:2]
+    given = call.bound("input other")
+    first, second = given["input"], given["other"]
     if flow.is_constant(first):
         first, second = second, first
     one, other = flow.entry(first), flow.entry(second)
@@ -108,7 +143,10 @@ def multiply(flow: Flow, call: Call) -> Any:
 
 def divide(flow: Flow, call: Call) -> Any:
     """A quotient keeps the labels of its numerator where the denominator is fixed."""
-    numerator, denominator = call.args[:2]
+    given = call.bound("input other | rounding_mode")
+    if given.get("rounding_mode") is not None:
+        return None
+    numerator, denominator = given["input"], given["other"]
     above, below = flow.entry(numerator), flow.entry(denominator)
     if isinstance(below, ParameterView) or isinstance(above, ParameterView):
         return None

@@ -70,12 +70,10 @@ class Comparison:
             self._compare(output, self._output(changed, inputs), change, where)
         for batch in self._data:
             inputs = placed(self._model, batch)
-            self._compare(
-                self._output(self._model, inputs), self._output(changed, inputs), change, _DATA
-            )
+            self._compare(self._output(self._model, inputs), self._output(changed, inputs), change, _DATA)
 
     def _elsewhere(self, example: Any) -> list[tuple[str, Any, Tensor]]:
-        """New inputs and what the network puts out there; the example in another order where it cannot run."""
+        """New inputs and what the network puts out; the example in another order where it does not run."""
         samples = batches.size_of(example)
         generator = torch.Generator().manual_seed(0)
         found = []
@@ -108,9 +106,8 @@ class Comparison:
             elsewhere = (
                 "an operator in it does not do what its name says"
                 if where == _EXAMPLE
-                else "it treats other values in another way than the example (a branch, an index or a rounding "
-                "that depends on values), so that nothing equal to it was found: leave this kind out, or "
-                "rescale only the part of the network before or after"
+                else "it treats other values in another way than the example (a branch, an index or a "
+                "rounding that depends on values): leave this kind out, or rescale a part of the network only"
             )
             raise ModelError(
                 f"Expected the {change.kind} copy to put out the same but outputs differ by {drift:.3g} of "

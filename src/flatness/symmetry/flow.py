@@ -15,14 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.symmetry.labels import ANY, Classes, compact
-from flatness.symmetry.recorder import Call, Ref, Value
+from flatness.symmetry.dependence import way_through
+from flatness.symmetry.labels import ANY, Classes, compact, distinct
+from flatness.symmetry.recorder import Call, Ref, UnknownFormError, Value
 from flatness.symmetry.tracing import Trace
 
 Handler = Callable[["Flow", Call], Any]
 """Follows one call: gives the labels of what it returned (or moved parameters), or None to end the chain."""
 
 COMPARISONS = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "logical_and", "logical_or", "logical_not"})
+# Operators whose whole numbers, or truth values, stay as they are when all their operands share one factor.
+_UNMOVED = COMPARISONS | {"isnan", "isinf", "isfinite"}
+# Operators that take from a tensor only what it looks like.
+CREATION = frozenset(
+    """
+    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full
+    """.split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,11 @@ class Flow:
         self.classes = Classes()
         self.uses: list[Use] = []
         self.corrections: list[NormCorrection] = []
+        self.companies: list[tuple[Tensor, Tensor]] = []
         self._entries: dict[int, Tensor | ParameterView] = {}
+        # Labels of what whole numbers and truth values were decided by.
+        self._deciders: dict[int, frozenset[int]] = {}
+        self._used = {ref.index for call in trace.calls for ref in call.refs()}
         for call in trace.calls:
             self._follow(call, operators.get(call.name))
         output = self.labels(trace.output)
@@ -131,6 +144,7 @@ class Flow:
             self.classes.pin(output, "the network's output")
         self.output = output
         self._check_uses()
+        self._check_way(way_through(trace))
 
     def value(self, ref: Ref) -> Value:
         """The value behind a reference."""
@@ -187,11 +201,39 @@ class Flow:
             self.classes.fixed(self.value(ref).shape, reason or f"fed by {call}") for ref in call.outputs()
         ]
 
+    def keep_company(self, labels: Tensor, dims: Sequence[int], *, alone: bool = False) -> None:
+        """Note that channels side by side along some dimensions change places only with each other.
+
+        Args:
+            labels: Their labels.
+            dims: The dimensions.
+            alone: Whether channels that are alike along the dimensions, and so have no company, may change
+                places with those elsewhere.
+        """
+        (small,) = compact(labels)
+        dims = [dim % small.dim() for dim in dims]
+        if alone and all(self.same_along(small, dim) for dim in dims):
+            return
+        shape = [1 if dim in dims else size for dim, size in enumerate(small.shape)]
+        self.companies.append((small, torch.arange(math.prod(shape)).reshape(shape).expand(small.shape)))
+
+    def same_along(self, labels: Tensor, dim: int) -> bool:
+        """Whether all entries along a dimension are in one class."""
+        (small,) = compact(labels)
+        roots = self.classes.roots(small, free_only=False)
+        return roots.numel() == 0 or bool((roots == roots.narrow(dim, 0, 1)).all())
+
+    def decided(self, ref: Ref, reason: str) -> None:
+        """Fix what whole numbers were decided by."""
+        for label in self._deciders.get(ref.index, ()):
+            self.classes.pin(torch.tensor(float(label), dtype=torch.float64), reason)
+
     def stop(self, call: Call, reason: str) -> list[Tensor]:
         """End all chains that run into a call: its operands and results keep their scale."""
         for ref in dict.fromkeys(call.refs()):
             if self.is_constant(ref):
                 continue
+            self.decided(ref, reason)
             entry = self.entry(ref)
             if isinstance(entry, Tensor):
                 self.classes.pin(entry, reason)
@@ -231,21 +273,63 @@ class Flow:
 
     def _follow(self, call: Call, handler: Handler | None) -> None:
         outputs = call.outputs()
-        floating = [ref for ref in call.refs() if not self.is_constant(ref) and self.value(ref).floating]
-        if not floating and all(not self.value(ref).floating for ref in outputs):
-            return
+        self._note_deciders(call, outputs)
+        reason = self._ending(call, outputs, handler)
         results: Any = None
-        if handler is not None:
+        if reason is None:
+            followed = any(self._labelled(ref) for ref in call.refs())
+            if not followed and not any(self.value(ref).floating for ref in outputs):
+                return  # whole numbers out of whole numbers
             try:
-                results = handler(self, call)
-            except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, StopIteration):
-                results = None  # a form of the operator that the handler does not know: end the chain
-        if results is None:
-            results = self.stop(call, _unknown(call))
-        results = list(results) if isinstance(results, (list, tuple)) else [results]
-        for ref, result in zip(outputs, results, strict=False):
-            if self.value(ref).floating or (self.permuting and call.name in COMPARISONS):
+                results = handler(self, call) if handler is not None else None
+            except UnknownFormError:
+                results = None
+        if results is not None:
+            results = list(results) if isinstance(results, (list, tuple)) else [results]
+        if results is None or len(results) != len(outputs):
+            results = self.stop(call, reason or _unknown(call))
+        for ref, result in zip(outputs, results, strict=True):
+            if self.value(ref).floating or self.permuting:
                 self._store(call, ref, result)
+
+    def _labelled(self, ref: Ref) -> bool:
+        """Whether an operand can scale or move: values, parameters, and what was decided by values."""
+        moved = self.permuting and ref.index in self._entries
+        return not self.is_constant(ref) and (self.value(ref).floating or moved)
+
+    def _ending(self, call: Call, outputs: list[Ref], handler: Handler | None) -> str | None:
+        """Why a call ends all chains whatever its handler says; None where it does not."""
+        if not outputs:
+            return f"Python code reads its values ({call})"
+        if any(0 in self.value(ref).shape for ref in (*call.refs(), *outputs)):
+            return f"the example has no entries for {call}"
+        operands = [
+            self.value(ref) for ref in call.refs() if self._labelled(ref) and self.value(ref).floating
+        ]
+        if not operands or handler is None or call.name in CREATION:
+            return None
+        counted = [ref for ref in outputs if not self.value(ref).floating]
+        if call.name not in _UNMOVED and any(ref.index in self._used for ref in counted):
+            return f"{call} turns it into whole numbers"
+        digits = min(
+            (torch.finfo(self.value(ref).dtype).bits for ref in outputs if ref not in counted), default=64
+        )
+        if not self.permuting and digits < max(torch.finfo(value.dtype).bits for value in operands):
+            return f"{call} rounds it to fewer digits"
+        return None
+
+    def _note_deciders(self, call: Call, outputs: list[Ref]) -> None:
+        if all(self.value(ref).floating for ref in outputs):
+            return
+        deciders: set[int] = set()
+        for ref in call.refs():
+            deciders |= self._deciders.get(ref.index, frozenset())
+            entry = self._entries.get(ref.index)
+            if isinstance(entry, Tensor) and not self.is_constant(ref):
+                deciders.update(distinct(entry))
+        for ref in outputs:
+            if not self.value(ref).floating:
+                self._deciders[ref.index] = frozenset(deciders)
 
     def _store(self, call: Call, ref: Ref, result: Tensor | ParameterView) -> None:
         if tuple(result.shape) != self.value(ref).shape:
@@ -255,6 +339,9 @@ class Flow:
             old = self.entry(call.in_place)
             if isinstance(old, ParameterView) or isinstance(result, ParameterView):
                 result = self.stop(call, _unknown(call))[0].reshape(-1)[:1].expand(self.value(ref).shape)
+            elif result.shape != old.shape:
+                self.classes.pin(old, _unknown(call))
+                self.classes.pin(result, _unknown(call))
             else:
                 result = self.classes.unite(result, old)
         self._entries[ref.index] = result
@@ -267,7 +354,9 @@ class Flow:
         for name, uses in by_name.items():
             total = math.prod(self.trace.shapes[name])
             reason = next((use.held for use in uses if use.held is not None), None)
-            if len(uses) > 1 and _overlap(uses):
+            if self._read_elsewhere(name, len(uses)):
+                reason = f"{name} is used elsewhere too"
+            elif len(uses) > 1 and _overlap(uses):
                 reason = f"{name} is used {len(uses)} times"
             elif reason is None and _covered(uses, total) < total:
                 reason = f"the example uses only a part of {name}"
@@ -275,10 +364,27 @@ class Flow:
                 for labels in [labels for use in uses for labels in (use.up, use.down) if labels is not None]:
                     self.classes.pin(labels, reason)
 
+    def _read_elsewhere(self, buffer: str, uses: int) -> bool:
+        """Whether a running statistic is also read by a call that does not count as a use of it."""
+        places = [
+            index
+            for index, value in enumerate(self.trace.values)
+            if value.name == buffer and value.kind == "constant"
+        ]
+        return (
+            bool(places)
+            and sum(any(ref.index in places for ref in call.refs()) for call in self.trace.calls) > uses
+        )
+
+    def _check_way(self, reason: str | None) -> None:
+        """Where other data may take another way through the network, nothing is known to be free."""
+        for use in self.uses if reason is not None else ():
+            for labels in (use.up, use.down, use.rows, use.columns):
+                if labels is not None:
+                    self.classes.pin(labels, str(reason))
+
 
 def _unknown(call: Call) -> str:
-    if not call.outputs():
-        return f"Python code reads its values ({call})"
     return f"{call} is not known to keep channels apart"
 
 

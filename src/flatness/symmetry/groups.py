@@ -34,6 +34,7 @@ class Symmetries:
         trace: The recorded forward pass behind it.
         output: The class of the output, where one factor may scale all of it; else −1.
         inverse: For every class the one whose factor is its inverse (keys for queries); −1 without one.
+        companies: Classes side by side in values, and numbers of the places that they share, such as heads.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Symmetries:
     trace: Trace
     output: int = -1
     inverse: tuple[int, ...] = ()
+    companies: tuple[tuple[Tensor, Tensor], ...] = ()
 
     @cached_property
     def layers(self) -> dict[str, Action]:
@@ -179,6 +181,7 @@ def find_groups(flow: Flow) -> Symmetries:
         trace=flow.trace,
         output=int(table[flow.output.flatten()[:1].long()]) if flow.output.numel() else -1,
         inverse=tuple(_inverses(flow, roots[roots >= 0].tolist(), number)),
+        companies=tuple((table[labels.long()], places) for labels, places in flow.companies),
     )
 
 

@@ -13,6 +13,7 @@ from flatness.errors import ModelError, OptionError, listed, nearest
 from flatness.symmetry.flow import Flow
 from flatness.symmetry.groups import Symmetries, find_groups
 from flatness.symmetry.operators import OPERATORS
+from flatness.symmetry.recorder import Call, Ref, UnknownFormError
 from flatness.symmetry.tracing import Trace
 
 # Operators that a shift of all entries passes unchanged.
@@ -24,11 +25,12 @@ _TRANSPARENT = frozenset(
 )
 # Operators that add a bias to all entries, and the names of their arguments.
 _BIASED = {
-    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), "input weight bias"),
+    "linear": "input weight | bias",
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "input weight | bias stride padding dilation groups"),
     "addmm": "bias mat1 mat2",
     "add": "input bias",
-    "batch_norm": "input running_mean running_var weight bias",
-    "layer_norm": "input normalized_shape weight bias",
+    "batch_norm": "input running_mean running_var | weight bias training momentum eps",
+    "layer_norm": "input normalized_shape | weight bias eps",
 }
 
 
@@ -56,14 +58,22 @@ def final_biases(trace: Trace) -> list[str]:
         if call is not None and call.name in _TRANSPARENT:
             waiting += [ref for ref in call.refs() if trace.values[ref.index].floating]
             continue
-        bias = (
-            call.bound(_BIASED[call.name]).get("bias") if call is not None and call.name in _BIASED else None
-        )
-        value = trace.values[bias.index] if bias is not None and hasattr(bias, "index") else None
+        bias = _bias(call)
+        value = trace.values[bias.index] if isinstance(bias, Ref) else None
         if value is None or value.kind != "parameter" or value.name is None:
             return []
         names.append(value.name)
     return names if len(set(names)) == len(names) else []
+
+
+def _bias(call: Call | None) -> Any:
+    """The bias that a call adds, if it does."""
+    if call is None or call.name not in _BIASED:
+        return None
+    try:
+        return call.bound(_BIASED[call.name]).get("bias")
+    except UnknownFormError:
+        return None
 
 
 def shift_biases(model: nn.Module, found: Symmetries, shift: float) -> None:

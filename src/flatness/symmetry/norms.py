@@ -14,7 +14,7 @@ from flatness.symmetry.recorder import Call
 
 def batch_norm(flow: Flow, call: Call) -> Any:
     """Follow z = γ (x − μ)/√(v + ε) + β: x may scale if the running μ and v do, z may scale by γ and β."""
-    given = call.bound("input running_mean running_var weight bias training momentum eps")
+    given = call.bound("input running_mean running_var | weight bias training momentum eps")
     if call.function is not F.batch_norm or given.get("training") or given.get("running_mean") is None:
         return None
     x = flow.labels(given["input"])
@@ -41,9 +41,9 @@ def batch_norm(flow: Flow, call: Call) -> Any:
 def feature_norm(flow: Flow, call: Call) -> Any:
     """Layer norm and RMS norm over the last dimensions: scale and shift start a class per feature."""
     names = (
-        "input normalized_shape weight eps"
+        "input normalized_shape | weight eps"
         if call.name == "rms_norm"
-        else "input normalized_shape weight bias eps"
+        else "input normalized_shape | weight bias eps"
     )
     given = call.bound(names)
     x = flow.labels(given["input"])
@@ -59,12 +59,14 @@ def feature_norm(flow: Flow, call: Call) -> Any:
 
 def group_norm(flow: Flow, call: Call) -> Any:
     """Group norm: scale and shift start a class per channel."""
-    return _channel_norm(flow, call, call.bound("input num_groups weight bias eps"))
+    return _channel_norm(flow, call, call.bound("input num_groups | weight bias eps"))
 
 
 def instance_norm(flow: Flow, call: Call) -> Any:
     """Instance norm: scale and shift start a class per channel."""
-    return _channel_norm(flow, call, call.bound("input running_mean running_var weight bias"))
+    return _channel_norm(
+        flow, call, call.bound("input | running_mean running_var weight bias use_input_stats momentum eps")
+    )
 
 
 def _channel_norm(flow: Flow, call: Call, given: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ runs into it, so that leaving one out costs symmetries but never correctness.
 from __future__ import annotations
 
 from flatness.symmetry import contractions, elementwise, layouts, norms
-from flatness.symmetry.flow import COMPARISONS, Handler
+from flatness.symmetry.flow import COMPARISONS, CREATION, Handler
 
 
 def _table(handler: Handler, names: str) -> dict[str, Handler]:
@@ -22,18 +22,14 @@ _HOMOGENEOUS = """
 _POINTWISE = """
     tanh sigmoid gelu silu mish elu selu celu softplus softsign logsigmoid hardtanh relu6 hardswish
     hardsigmoid hardshrink softshrink tanhshrink exp log log1p expm1 sqrt rsqrt square reciprocal sin cos erf
-    softmax log_softmax softmin round
+    round
 """
 _LAYOUT = """
     view reshape flatten unflatten permute transpose t T mT adjoint movedim squeeze unsqueeze expand expand_as
     view_as reshape_as narrow select split chunk unbind tensor_split split_with_sizes cat stack hstack vstack
-    dstack getitem index_select gather flip roll repeat tile repeat_interleave broadcast_to pixel_shuffle
-    pixel_unshuffle channel_shuffle rot90 diagonal ravel hsplit vsplit take_along_dim unsafe_chunk
-    unsafe_split atleast_1d atleast_2d atleast_3d
+    dstack flip roll repeat tile broadcast_to pixel_shuffle pixel_unshuffle channel_shuffle rot90 ravel hsplit
+    vsplit unsafe_chunk unsafe_split atleast_1d atleast_2d atleast_3d
 """
-_CREATION = (
-    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full"
-)
 _POOLING = """
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
@@ -46,6 +42,7 @@ OPERATORS: dict[str, Handler] = {
     **_table(elementwise.copies, _COPIES),
     **_table(elementwise.homogeneous, _HOMOGENEOUS),
     **_table(elementwise.pointwise, _POINTWISE),
+    **_table(elementwise.softmax, "softmax log_softmax softmin"),
     **_table(elementwise.clamp, "clamp clamp_min clamp_max threshold"),
     **_table(elementwise.power, "pow"),
     **_table(elementwise.prelu, "prelu"),
@@ -56,10 +53,11 @@ OPERATORS: dict[str, Handler] = {
     **_table(elementwise.multiply, "mul"),
     **_table(elementwise.divide, "div"),
     **_table(layouts.layout, _LAYOUT),
+    **_table(layouts.pick, "getitem index_select gather take_along_dim repeat_interleave diagonal"),
     **_table(layouts.filling, "unfold tril triu"),
     **_table(layouts.pad, "pad"),
     **_table(layouts.set_item, "setitem"),
-    **_table(layouts.creation, _CREATION),
+    **_table(layouts.creation, " ".join(CREATION)),
     **_table(layouts.reduction, "sum mean amax amin max min nansum nanmean median std argmax argmin"),
     **_table(layouts.along, "sort argsort topk kthvalue cumsum cummax cummin"),
     **_table(layouts.pooling, _POOLING),

@@ -17,7 +17,8 @@ def exchangeable(symmetries: Symmetries) -> list[list[int]]:
     """Classes that may change places with each other, in lists.
 
     Two channels are exchangeable when they meet the same parameters in the same way and next to the same
-    channels: rows of one group of a convolution are, rows of different groups are not.
+    channels: rows of one group of a convolution and value channels of one head of attention are, rows of
+    different groups and channels of different heads are not.
     """
     columns = []
     whole = torch.ones(symmetries.classes, dtype=torch.bool)
@@ -29,6 +30,8 @@ def exchangeable(symmetries: Symmetries) -> list[list[int]]:
         if action.rows is not None:
             # Rows tied to each other by what follows: which of them is which is not known here.
             whole &= action.rows[action.rows >= 0].bincount(minlength=symmetries.classes) <= 1
+    for own, places in symmetries.companies:
+        columns += _neighbours(own, places, symmetries.classes)
     families: dict[Any, list[int]] = {}
     for number, signature in enumerate(torch.stack(columns, 1).tolist() if columns else ()):
         if whole[number]:

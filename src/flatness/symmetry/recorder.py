@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 # Questions about a tensor that its values do not enter.
 _QUERIES = frozenset(
     """
-    size dim ndimension numel nelement stride len element_size data_ptr get_device storage_offset storage
-    untyped_storage is_contiguous is_floating_point is_complex is_signed is_pinned is_same_size is_shared
+    size dim ndimension numel nelement stride len element_size data_ptr get_device storage_offset
+    is_contiguous is_floating_point is_complex is_signed is_pinned is_same_size is_shared
     is_inference is_conj is_neg is_set_to requires_grad requires_grad_ register_hook retain_grad hash repr
     format str dir has_names is_tensor is_storage
     """.split()  # noqa: SIM905
 )
+# How Python asks a tensor for a number; `t.float()` and `t.int()` are other operators.
+_NUMBERS = frozenset("__float__ __int__ __bool__ __index__ __complex__ __long__".split())  # noqa: SIM905
 _SYNONYMS = {
     **{
         "radd": "add",
@@ -69,17 +72,23 @@ class Value:
         shape: Its shape.
         name: Name of the parameter or buffer.
         tensor: Its entries, for constants and for whatever is not floating-point.
+        dtype: Its dtype.
     """
 
     kind: str
     shape: tuple[int, ...]
     name: str | None = None
     tensor: Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
     @property
     def floating(self) -> bool:
         """Whether it holds floating-point numbers."""
-        return self.tensor is None or self.tensor.is_floating_point()
+        return self.dtype.is_floating_point
+
+
+class UnknownFormError(Exception):
+    """A call with arguments that the operator's row in the table does not describe."""
 
 
 @dataclass(frozen=True)
@@ -95,31 +104,69 @@ class Call:
         output: What it returned, likewise.
         module: Name of the innermost module it ran in.
         in_place: The value it overwrote, if any.
+        enclosed: Whether it belongs to a module that was recorded as one operator.
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
     module: str
     in_place: Ref | None = None
+    enclosed: bool = False
 
     def __str__(self) -> str:
         """The operator and where it is."""
         return f"{self.name} in {self.module}" if self.module else self.name
 
     def bound(self, names: str) -> dict[str, Any]:
-        """The arguments by name, given the names of the positional ones; those left out are missing."""
-        return dict(zip(names.split(), self.args, strict=False)) | self.kwargs
+        """The arguments by name; optional ones that were left out are missing.
+
+        Args:
+            names: Names of all arguments in order, required ones first, then "|" and those that may be left
+                out.
+
+        Raises:
+            UnknownFormError: When the call has other arguments: what they do is not known.
+        """
+        required, _, optional = (part.split() for part in names.partition("|"))
+        given = dict(zip([*required, *optional], self.args, strict=False)) | self.kwargs
+        if len(given) != len(self.args) + len(self.kwargs) or not set(required) <= set(given):
+            raise UnknownFormError(self.name)
+        if not set(given) <= {*required, *optional}:
+            raise UnknownFormError(self.name)
+        return given
+
+    def first(self) -> Ref:
+        """The first argument, which is a tensor.
+
+        Raises:
+            UnknownFormError: When it is none.
+        """
+        first = self.args[0] if self.args else self.kwargs.get("input")
+        if not isinstance(first, Ref):
+            raise UnknownFormError(self.name)
+        return first
+
+    def operand(self) -> Ref:
+        """The one tensor that an operator with further arguments that are no tensors works on.
+
+        Raises:
+            UnknownFormError: When there are more tensors, or the first argument is none.
+        """
+        first = self.first()
+        if self.refs() != [first]:
+            raise UnknownFormError(self.name)
+        return first
 
     def refs(self) -> list[Ref]:
         """All tensors among the arguments."""
-        return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Ref)]
+        return _references((self.args, self.kwargs))
 
     def outputs(self) -> list[Ref]:
         """All tensors it returned."""
-        return [leaf for leaf in tree_flatten(self.output)[0] if isinstance(leaf, Ref)]
+        return _references(self.output)
 
 
 def canonical_name(function: Any) -> str:
@@ -130,10 +177,18 @@ def canonical_name(function: Any) -> str:
     ...     for f in (torch.add, Tensor.add_, Tensor.__iadd__, Tensor.__radd__, Tensor.T.__get__)
     ... ]
     ['add', 'add', 'add', 'add', 'T']
+    >>> [
+    ...     canonical_name(f)
+    ...     for f in (Tensor.float, Tensor.__float__, Tensor.data.__get__, Tensor.data.__set__)
+    ... ]
+    ['float', 'float()', 'data', 'set data']
     """
     name = getattr(function, "__name__", type(function).__name__)
     if name in ("__get__", "__set__", "__delete__"):
-        return getattr(function.__self__, "__name__", name)
+        attribute = getattr(function.__self__, "__name__", name)
+        return attribute if name == "__get__" else f"{name.strip('_')} {attribute}"
+    if name in _NUMBERS:
+        return f"{name.strip('_')}()"
     name = name.strip("_")
     return _SYNONYMS.get(name, name)
 
@@ -187,11 +242,13 @@ class Recorder(TorchFunctionMode):
         self.values: list[Value] = []
         self.calls: list[Call] = []
         self.location = Location()
+        self._recording = False
         # Tensors are kept, so that no two of them can have the same id or the same memory.
         self._model = model
         self._kept: list[Tensor] = []
         self._known: dict[int, Ref] = {}
         self._memory: dict[int, list[tuple[Ref, int]]] = {}
+        self._names = {id(buffer): name for name, buffer in model.named_buffers()}
         for name, parameter in model.named_parameters():
             self._add(parameter, "parameter", name)
         for name, buffer in model.named_buffers():
@@ -208,45 +265,97 @@ class Recorder(TorchFunctionMode):
         """Record a module as one unknown operator when its output was not made by recorded calls."""
         if module is self._model:
             return
-        with torch._C.DisableTorchFunction():
-            lost = [
-                tensor
-                for tensor in _tensors(output)
-                if self.known(tensor) is None and tensor.is_floating_point()
-            ]
+        with self._busy(), torch._C.DisableTorchFunction():
+            lost = [tensor for tensor in _tensors(output) if self.known(tensor) is None]
             followed = [tensor for tensor in _tensors(inputs) if self._follows(self.known(tensor))]
             if lost and followed:
+                self._enclose(self.location.names.get(module))
                 operands = (*followed, *module.parameters())
                 self._record(
-                    type(module).__name__, module, tree_map(self._reference, (operands, {})), output, None
+                    type(module).__name__, module, tree_map(self._reference, (operands, {})), output, []
                 )
+
+    def _enclose(self, name: str | None) -> None:
+        """What a module did to get at values belongs to the one operator that it is recorded as."""
+        for position, call in enumerate(self.calls):
+            if name and (call.module == name or call.module.startswith(f"{name}.")):
+                self.calls[position] = replace(call, enclosed=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a call and write it down."""
-        name = canonical_name(func)
+        name, kwargs = canonical_name(func), kwargs or {}
         if name in _QUERIES:
-            return func(*args, **(kwargs or {}))
-        arguments = tree_map(self._reference, (args, kwargs or {}))
-        output = func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        if name == "iter":
+            with self:
+                return iter(args[0].unbind(0))
+        with self._busy():
+            return self._called(name, func, args, kwargs)
+
+    def _called(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        operands = tree_map(self._without_slices, args)
+        arguments = tree_map(self._reference, (operands, kwargs))
+        before = [(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))]
+        # Where nothing that is followed shows in the arguments, it may still be inside, as in those of vmap.
+        with self._busy(any(self._follows(ref) for ref in _references(arguments))):
+            output = func(*args, **kwargs)
+        # Views of one memory count together: the first of them is what was written to.
+        written = {
+            _address(tensor): tensor for tensor, version in reversed(before) if _version(tensor) != version
+        }
         asked = isinstance(output, (torch.Size, str, torch.dtype, torch.device))
         if not asked and (isinstance(output, Tensor) or func.__name__ != "__get__"):
-            self._record(name, func, arguments, output, args[0] if name == "setitem" else None)
+            self._record(name, func, arguments, output, list(written.values()))
         return output
 
-    def _record(self, name: str, func: Any, arguments: Any, output: Any, target: Tensor | None) -> None:
-        refs = [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Ref)]
-        result = output if target is None else target
-        if not any(self._follows(ref) for ref in refs):
-            self._forget_constants(result)
+    def see(self, name: str, operands: Any, output: Any) -> None:
+        """Record what an operator did outside of the calls that are written down, as one unknown operator."""
+        if self._recording:
             return
-        overwritten = next((ref for tensor in _tensors(result) if (ref := self.known(tensor)) in refs), None)
-        if overwritten is not None:
-            self._forget_constants(result)
-        returned = tree_map(
-            lambda leaf: self._add(leaf, "computed") if isinstance(leaf, Tensor) else leaf, result
+        with self._busy(), torch._C.DisableTorchFunction():
+            tensors = _tensors(operands)
+            if any(self._in_followed_memory(tensor) for tensor in tensors):
+                refs = tuple(self._reference(tensor) for tensor in tensors)
+                written = [tensor for tensor in _tensors(output) if any(tensor is one for one in tensors)]
+                inner = self.location.stack[-1] if self.location.stack else None
+                name = type(inner).__name__ if isinstance(inner, torch.jit.ScriptModule) else name
+                self._record(name, None, (refs, {}), output, written)
+
+    @contextmanager
+    def _busy(self, busy: bool = True) -> Iterator[None]:
+        """Inside, operators belong to a call that is being written down."""
+        before, self._recording = self._recording, busy
+        try:
+            yield
+        finally:
+            self._recording = before
+
+    def _without_slices(self, leaf: Any) -> Any:
+        """A slice with tensors in it as one with numbers: Python reads them."""
+        if not isinstance(leaf, slice):
+            return leaf
+        bounds = [leaf.start, leaf.stop, leaf.step]
+        for place, bound in enumerate(bounds):
+            if isinstance(bound, Tensor):
+                self._record("index()", Tensor.__index__, ((self._reference(bound),), {}), None, [])
+                bounds[place] = int(bound)
+        return slice(*bounds)
+
+    def _record(self, name: str, func: Any, arguments: Any, output: Any, written: list[Tensor]) -> None:
+        refs = _references(arguments)
+        overwritten = next((ref for tensor in written if (ref := self.known(tensor)) in refs), None)
+        for tensor in written:
+            self._forget_sharers(tensor)
+        if not any(self._follows(ref) for ref in refs):
+            return
+        returned = [id(tensor) for tensor in _tensors(output)]
+        beside = [tensor for tensor in written if id(tensor) not in returned]
+        made = output if not beside else beside[0] if not returned and len(beside) == 1 else (output, beside)
+        outputs = tree_map(
+            lambda leaf: self._add(leaf, "computed") if isinstance(leaf, Tensor) else leaf, made
         )
         args, kwargs = arguments
-        self.calls.append(Call(name, func, args, kwargs, returned, self.location.module, overwritten))
+        self.calls.append(Call(name, func, args, kwargs, outputs, self.location.module, overwritten))
 
     def _reference(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -254,22 +363,25 @@ class Recorder(TorchFunctionMode):
         ref = self.known(leaf)
         if ref is not None:
             return ref
-        sharers = [sharer for sharer, _ in self._memory.get(_address(leaf), [])] if _address(leaf) else []
-        if any(self._follows(sharer) for sharer in sharers):
+        if self._in_followed_memory(leaf):
+            sharers = [sharer for sharer, _ in self._memory[_address(leaf)]]
             # A tensor nobody returned, in the memory of one that was written to: a base or a view of it.
             ref = self._add(leaf, "computed")
             self.calls.append(
                 Call("shared memory", torch.clone, tuple(sharers), {}, ref, self.location.module)
             )
             return ref
-        return self._add(leaf, "constant")
+        return self._add(leaf, "constant", self._names.get(id(leaf)))
 
-    def _forget_constants(self, written: Any) -> None:
-        """Constants in memory that may have been written to are looked at anew when they are used next."""
-        addresses = {_address(tensor) for tensor in _tensors(written)} - {0}
-        for ref, identity in [entry for address in addresses for entry in self._memory.get(address, [])]:
-            value = self.values[ref.index]
-            if value.kind == "constant" and value.name is None and self._known.get(identity) == ref:
+    def _in_followed_memory(self, tensor: Tensor) -> bool:
+        address = _address(tensor)
+        return address != 0 and any(self._follows(ref) for ref, _ in self._memory.get(address, []))
+
+    def _forget_sharers(self, written: Tensor) -> None:
+        """Whatever lies in memory that was written to is looked at anew when it is used next."""
+        address = _address(written)
+        for ref, identity in self._memory.get(address, []) if address else []:
+            if self.values[ref.index].kind != "parameter" and self._known.get(identity) == ref:
                 del self._known[identity]
 
     def _follows(self, ref: Ref | None) -> bool:
@@ -280,15 +392,39 @@ class Recorder(TorchFunctionMode):
         entries = (
             tensor.detach().cpu().clone() if kind == "constant" or not tensor.is_floating_point() else None
         )
-        self.values.append(Value(kind, tuple(tensor.shape), name, entries))
+        self.values.append(Value(kind, tuple(tensor.shape), name, entries, tensor.dtype))
         self._kept.append(tensor)
         self._known[id(tensor)] = ref
         self._memory.setdefault(_address(tensor), []).append((ref, id(tensor)))
         return ref
 
 
+class Unrecorded(TorchDispatchMode):
+    """Sees every operator that runs, also where no call shows it: TorchScript, vmap, extensions."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and tell the recorder."""
+        with torch._C.DisableTorchFunction():
+            output = func(*args, **(kwargs or {}))
+        self._recorder.see(func.name(), (args, kwargs), output)
+        return output
+
+
+def _references(tree: Any) -> list[Ref]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Ref)]
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _version(tensor: Tensor) -> int:
+    """A counter that grows when a tensor, or another view of its memory, is written to."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _address(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flatness.batches import describe
 from flatness.errors import FlatnessError, ModelError, NondeterministicError
-from flatness.symmetry.recorder import Call, Location, Recorder, Ref, Value, located
+from flatness.symmetry.recorder import Call, Location, Recorder, Ref, Unrecorded, Value, located
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -97,7 +97,7 @@ def _recorded(
     model: nn.Module, example: Any, forward: Forward, recorder: Recorder, location: Location
 ) -> Tensor:
     try:
-        with recorder:
+        with recorder, Unrecorded(recorder):
             return _one_tensor(forward(model, example))
     except FlatnessError:
         raise
