@@ -326,13 +326,11 @@ def inputs(rows, width=4):
 
 
 def drift(model, example, kind):
-    """How far outputs on other data move under a rewriting; None with the reason when there is none."""
+    """How far outputs on other data move under a rewriting; None when it is refused."""
     found = symmetries(model, example)
     try:
         rescaling = make_rescaling(found, kind, seed=3)
-    except ModelError as error:
-        assert str(error).startswith("Expected"), error
-        assert "not known" in str(error) or ":" in str(error)
+    except ModelError:
         return None
     changed = copy.deepcopy(model)
     rescaling.apply(changed)

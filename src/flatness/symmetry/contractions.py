@@ -38,8 +38,7 @@ def matmul(flow: Flow, call: Call) -> Any:
             return labels
         return _add_bias(flow, labels, given["input"])
     given = call.bound("input mat2" if call.name in ("mm", "bmm") else "input other")
-    first, second = given.values()
-    return _matmul(flow, call, *((second, first) if call.name == "rmatmul" else (first, second)))
+    return _matmul(flow, call, given["input"], given["mat2" if "mat2" in given else "other"])
 
 
 def _matmul(flow: Flow, call: Call, first: Any, second: Any) -> Any:

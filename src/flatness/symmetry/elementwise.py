@@ -116,11 +116,13 @@ def where(flow: Flow, call: Call) -> Any:
     return chosen
 
 
-def _told_apart(flow: Flow, labels: Tensor, condition: Tensor) -> Tensor:
-    """Channels that a condition treats alike are free of it; others move with it."""
-    shape = [1] * (labels.dim() - condition.dim()) + list(condition.shape)
-    alike = all(size == 1 or flow.same_along(labels, dim) for dim, size in enumerate(shape))
-    return labels if alike and flow.classes.are_fixed(condition) else flow.classes.unite(labels, condition)
+def _told_apart(flow: Flow, labels: Tensor, other: Tensor) -> Tensor:
+    """Channels that all meet the same numbers are free of them; others move with what they meet."""
+    shape = [1] * (labels.dim() - other.dim()) + list(other.shape)
+    if any(size > 1 and not flow.same_along(labels, dim) for dim, size in enumerate(shape)):
+        return flow.classes.unite(labels, other)
+    flow.classes.pin(other, "it meets several channels")
+    return labels
 
 
 def multiply(flow: Flow, call: Call) -> Any:
@@ -151,7 +153,7 @@ def divide(flow: Flow, call: Call) -> Any:
     if isinstance(below, ParameterView) or isinstance(above, ParameterView):
         return None
     if flow.permuting:
-        return flow.classes.unite(above, below)
+        return _told_apart(flow, above.expand(flow.shape(call)), below)
     if not flow.is_constant(denominator):
         flow.classes.pin(below, f"{call} divides by it")
     return above.expand(flow.shape(call))
@@ -160,7 +162,8 @@ def divide(flow: Flow, call: Call) -> Any:
 def _product(flow: Flow, call: Call, one: Tensor, other: Tensor, constant: bool) -> Any:
     shape = flow.shape(call)
     if flow.permuting:
-        return flow.classes.unite(one, other)
+        wide, narrow = (one, other) if one.numel() >= other.numel() else (other, one)
+        return _told_apart(flow, wide.expand(shape), narrow)
     if constant or flow.classes.are_fixed(other):
         return one.expand(shape)
     if flow.classes.are_fixed(one):

@@ -301,11 +301,11 @@ class Flow:
         """Why a call ends all chains whatever its handler says; None where it does not."""
         if not outputs:
             return f"Python code reads its values ({call})"
-        if any(0 in self.value(ref).shape for ref in (*call.refs(), *outputs)):
-            return f"the example has no entries for {call}"
         operands = [
             self.value(ref) for ref in call.refs() if self._labelled(ref) and self.value(ref).floating
         ]
+        if any(0 in value.shape for value in operands):
+            return f"the example has no entries for {call}"
         if not operands or handler is None or call.name in CREATION:
             return None
         counted = [ref for ref in outputs if not self.value(ref).floating]

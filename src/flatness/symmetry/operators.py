@@ -20,7 +20,7 @@ _HOMOGENEOUS = """
     feature_alpha_dropout
 """
 _POINTWISE = """
-    tanh sigmoid gelu silu mish elu selu celu softplus softsign logsigmoid hardtanh relu6 hardswish
+    tanh sigmoid gelu silu mish elu selu celu softplus softsign log_sigmoid hardtanh relu6 hardswish
     hardsigmoid hardshrink softshrink tanhshrink exp log log1p expm1 sqrt rsqrt square reciprocal sin cos erf
     round
 """
@@ -34,8 +34,7 @@ _POOLING = """
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool1d_with_indices
-    adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices interpolate upsample upsample_nearest
-    upsample_bilinear
+    adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices interpolate
 """
 
 OPERATORS: dict[str, Handler] = {
@@ -62,7 +61,7 @@ OPERATORS: dict[str, Handler] = {
     **_table(layouts.along, "sort argsort topk kthvalue cumsum cummax cummin"),
     **_table(layouts.pooling, _POOLING),
     **_table(contractions.linear, "linear"),
-    **_table(contractions.matmul, "matmul mm bmm rmatmul addmm"),
+    **_table(contractions.matmul, "matmul mm bmm addmm"),
     **_table(contractions.conv, "conv1d conv2d conv3d"),
     **_table(contractions.conv_transpose, "conv_transpose1d conv_transpose2d conv_transpose3d"),
     **_table(contractions.embedding, "embedding"),
