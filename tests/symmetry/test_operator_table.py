@@ -1,4 +1,4 @@
-"""Every operator that lets factors pass is tried in a network: what is found has to leave its function as it is.
+"""Every operator that lets factors pass is tried in a network: what is found leaves its function as it is.
 
 An operator that is in no row here counts as not free, by construction: the table of the library and the table
 of this file hold the same names.
@@ -18,7 +18,7 @@ from flatness.symmetry.rescaling import KINDS, make_rescaling
 
 
 class Tried(nn.Module):
-    """An operator between two layers, on vectors h (n, 6), sequences s (n, 7, 4) and images p (n, 4, 5, 5)."""
+    """An operator between layers, on vectors h (n, 6), sequences s (n, 7, 4) and images p (n, 4, 5, 5)."""
 
     def __init__(self, formula):
         super().__init__()
@@ -66,6 +66,16 @@ def methods(names, *args):
 
 def functions(names, *args, **kwargs):
     return {name: functional(name, *args, **kwargs) for name in names.split()}
+
+
+def compared(name):
+    """A comparison of the vectors with others."""
+    return lambda m, h, s, p: getattr(h, name)(0.5 * h.flip(0))
+
+
+def reduced(name):
+    """A value out of those along the sequence."""
+    return lambda m, h, s, p: getattr(s, name)(1).values
 
 
 def written(m, h, s, p):
@@ -141,10 +151,7 @@ TRIED = {
     "fmin": lambda m, h, s, p: torch.fmin(h, torch.zeros_like(h)),
     "copy": lambda m, h, s, p: torch.zeros_like(h).copy_(h.relu()),
     "fill": lambda m, h, s, p: torch.cat([h, h.clone().fill_(0.0)], 1),
-    **{
-        name: (lambda name: lambda m, h, s, p: getattr(h, name)(0.5 * h.flip(0)))(name)
-        for name in ("gt", "lt", "ge", "le", "eq", "ne")
-    },
+    **{name: compared(name) for name in ("gt", "lt", "ge", "le", "eq", "ne")},
     "logical_and": lambda m, h, s, p: (h > 0).logical_and(h.relu() > 0) * h,
     "logical_or": lambda m, h, s, p: (h > 0).logical_or(h < 0) * h,
     "logical_not": lambda m, h, s, p: (h > 0).logical_not() * h,
@@ -207,10 +214,8 @@ TRIED = {
     "triu": lambda m, h, s, p: s.triu(1),
     "pad": lambda m, h, s, p: F.pad(h, (1, 2)),
     "setitem": written,
-    **{
-        name: (lambda name: lambda m, h, s, p: h + 0 * getattr(torch, name)(h))(name)
-        for name in ("zeros_like", "ones_like")
-    },
+    "zeros_like": lambda m, h, s, p: h + torch.zeros_like(h),
+    "ones_like": lambda m, h, s, p: h * torch.ones_like(h),
     "empty_like": lambda m, h, s, p: torch.empty_like(h).copy_(h),
     "full_like": lambda m, h, s, p: torch.maximum(h, torch.full_like(h, 0.0)),
     "rand_like": lambda m, h, s, p: h + 0 * torch.rand_like(h),
@@ -220,10 +225,7 @@ TRIED = {
     "new_empty": lambda m, h, s, p: h.new_empty(h.shape).copy_(h),
     "new_full": lambda m, h, s, p: h * h.new_full((6,), 2.0),
     **{name: method(name, 1, True) for name in ("sum", "mean", "amax", "amin", "nansum", "nanmean")},
-    **{
-        name: (lambda name: lambda m, h, s, p: getattr(s, name)(1).values)(name)
-        for name in ("max", "min", "median")
-    },
+    **{name: reduced(name) for name in ("max", "min", "median")},
     "std": lambda m, h, s, p: s.std(1),
     "argmax": lambda m, h, s, p: s.argmax(1),
     "argmin": lambda m, h, s, p: h.argmin(1, keepdim=True),
@@ -304,13 +306,8 @@ def test_an_operator_between_two_layers_leaves_an_equal_function(name):
         rescaling.apply(changed)
         with torch.no_grad():
             for x in (example, *data, data[0][:1]):
-                torch.testing.assert_close(
-                    changed(x),
-                    rescaling.expected(model(x)),
-                    rtol=1e-10,
-                    atol=1e-10,
-                    msg=lambda text: f"{kind}: {text}",
-                )
+                expected = rescaling.expected(model(x))
+                torch.testing.assert_close(changed(x), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_operators_that_no_test_knows_end_the_chain():

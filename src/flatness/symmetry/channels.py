@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flatness.errors import listed
-from flatness.symmetry.flow import Use
+from flatness.symmetry.uses import Use
 
 
 @dataclass(frozen=True, eq=False)

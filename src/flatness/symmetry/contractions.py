@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.symmetry.flow import Flow, ParameterView, Use
-from flatness.symmetry.recorder import Call
+from flatness.symmetry.calls import Call
+from flatness.symmetry.flow import Flow
+from flatness.symmetry.uses import ParameterView, Use
 
 
 def linear(flow: Flow, call: Call) -> Any:

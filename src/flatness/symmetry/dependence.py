@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatness.symmetry.recorder import Call, Ref
+from flatness.symmetry.calls import Call, Ref
 from flatness.symmetry.tracing import Trace
 
 # Operators that put out as many entries as the data say; Python code can read that off a shape.

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.symmetry.flow import Flow, ParameterView, Use
+from flatness.symmetry.calls import Call
+from flatness.symmetry.flow import Flow
 from flatness.symmetry.labels import ANY, compact
-from flatness.symmetry.recorder import Call
+from flatness.symmetry.uses import ParameterView, Use
 
 
 def copies(flow: Flow, call: Call) -> Any:

@@ -79,20 +79,25 @@ class Comparison:
         found = []
         for _ in range(max(2, min(_BATCHES, _SAMPLES // samples))):
             inputs = inputs_like(example, generator)
-            try:
-                output = self._output(self._model, inputs)
-                reason = "it puts out NaN or infinity" if not bool(output.isfinite().all()) else None
-            except ModelError as error:
-                reason = str(error.__cause__ or error).strip().splitlines()[0]
-            if reason is not None:
+            output = self._output_or_reason(inputs)
+            if isinstance(output, str):
                 self.notes.append(
-                    "compared on the example only, also in another order, as the model does not run on "
-                    f"random inputs like it ({reason.rstrip('.')})"
+                    "compared the networks on the example only, also in another order, as the model does not "
+                    f"run on random inputs like it ({output})"
                 )
                 shuffled = batches.picked(example, torch.randperm(samples, generator=generator))
                 return [(_SHUFFLED, shuffled, self._output(self._model, shuffled))]
             found.append((_NEW, inputs, output))
         return found
+
+    def _output_or_reason(self, inputs: Any) -> Tensor | str:
+        """The output for new inputs, or why there is none."""
+        try:
+            output = self._output(self._model, inputs)
+        except ModelError as error:
+            return str(error.__cause__ or error).strip().splitlines()[0].rstrip(".")
+        finite = not output.is_floating_point() or bool(output.isfinite().all())
+        return output if finite else "it puts out NaN or infinity"
 
     def _output(self, model: nn.Module, inputs: Any) -> Tensor:
         with measuring(model, 0):

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatness.symmetry.calls import Call, Ref, UnknownFormError, Value
 from flatness.symmetry.dependence import way_through
 from flatness.symmetry.labels import ANY, Classes, compact, distinct
-from flatness.symmetry.recorder import Call, Ref, UnknownFormError, Value
 from flatness.symmetry.tracing import Trace
+from flatness.symmetry.uses import NormCorrection, ParameterView, Use, covered, overlap
 
 Handler = Callable[["Flow", Call], Any]
 """Follows one call: gives the labels of what it returned (or moved parameters), or None to end the chain."""
@@ -32,79 +32,6 @@ CREATION = frozenset(
     zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full
     """.split()  # noqa: SIM905
 )
-
-
-@dataclass(frozen=True)
-class ParameterView:
-    """A parameter, or entries of it in another layout.
-
-    Attributes:
-        name: Name of the parameter.
-        shape: Shape of the view.
-        index: Which entry of the parameter (counted flat) stands where; None when nothing has moved.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    index: Tensor | None = None
-
-    def entries(self) -> Tensor:
-        """The index as a tensor, float64 like labels."""
-        if self.index is not None:
-            return self.index
-        return torch.arange(math.prod(self.shape), dtype=torch.float64).reshape(self.shape)
-
-
-@dataclass(frozen=True)
-class Use:
-    """One use of a parameter: by which labels its entries are multiplied and divided.
-
-    Attributes:
-        name: Name of the parameter or buffer.
-        index: As in `ParameterView`.
-        up: Labels whose factors multiply the entries; broadcasts against the view; None for none.
-        down: Labels whose factors divide them.
-        up_part: What the labels of `up` are called: "rows", "bias", "scale", …
-        down_part: Likewise, "columns".
-        rows: The labels of `up`, one per output unit.
-        columns: The labels of `down`, one per input unit.
-        units: Output and input unit of every entry of a weight, laid out like `up` and `down`.
-        power: 2 for a variance.
-        held: Why the entries may not change at all.
-    """
-
-    name: str
-    index: Tensor | None = None
-    up: Tensor | None = None
-    down: Tensor | None = None
-    up_part: str = "entries"
-    down_part: str = "columns"
-    rows: Tensor | None = None
-    columns: Tensor | None = None
-    units: tuple[Tensor, Tensor] | None = None
-    power: int = 1
-    held: str | None = None
-
-
-@dataclass(frozen=True)
-class NormCorrection:
-    """A batch norm whose input is scaled by s: its scale takes the factor √(s²v + ε) / (s·√(v + ε)).
-
-    Mean and variance become s·μ and s²·v, as they would be if they were collected anew. The ε inside the root
-    does not scale, and what that leaves goes into the scale γ. (Putting it into the variance could make that
-    negative.)
-
-    Attributes:
-        scale: Name of γ.
-        variance: Name of the running variance.
-        eps: ε.
-        labels: Labels of the input, one per channel.
-    """
-
-    scale: str
-    variance: str
-    eps: float
-    labels: Tensor
 
 
 class Flow:
@@ -356,9 +283,9 @@ class Flow:
             reason = next((use.held for use in uses if use.held is not None), None)
             if self._read_elsewhere(name, len(uses)):
                 reason = f"{name} is used elsewhere too"
-            elif len(uses) > 1 and _overlap(uses):
+            elif len(uses) > 1 and overlap(uses):
                 reason = f"{name} is used {len(uses)} times"
-            elif reason is None and _covered(uses, total) < total:
+            elif reason is None and covered(uses, total) < total:
                 reason = f"the example uses only a part of {name}"
             if reason is not None:
                 for labels in [labels for use in uses for labels in (use.up, use.down) if labels is not None]:
@@ -386,18 +313,3 @@ class Flow:
 
 def _unknown(call: Call) -> str:
     return f"{call} is not known to keep channels apart"
-
-
-def _overlap(uses: list[Use]) -> bool:
-    if any(use.index is None for use in uses):
-        return True
-    single = [torch.unique(compact(use.index)[0]) for use in uses if use.index is not None]
-    return len(torch.unique(torch.cat(single))) < sum(len(index) for index in single)
-
-
-def _covered(uses: list[Use], total: int) -> int:
-    if any(use.index is None for use in uses):
-        return total
-    return len(
-        torch.unique(torch.cat([compact(use.index)[0].flatten() for use in uses if use.index is not None]))
-    )

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from flatness import batches
 from flatness.guard import check_model, measuring, unwrap
 from flatness.symmetry.channels import Action, Group, Slot, counted, layer_of
-from flatness.symmetry.flow import Flow, NormCorrection
+from flatness.symmetry.flow import Flow
 from flatness.symmetry.operators import OPERATORS
 from flatness.symmetry.tracing import Forward, Trace, default_forward, trace
+from flatness.symmetry.uses import NormCorrection
 
 _STATISTICS = ("running mean", "running variance")
 

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from flatness.symmetry.calls import Call, Ref
 from flatness.symmetry.elementwise import add
-from flatness.symmetry.flow import Flow, ParameterView
+from flatness.symmetry.flow import Flow
 from flatness.symmetry.labels import ANY
-from flatness.symmetry.recorder import Call, Ref
+from flatness.symmetry.uses import ParameterView
 
 _RESHAPED = ("view", "reshape", "expand", "broadcast_to", "view_as", "reshape_as", "expand_as")
 _PICKS = {

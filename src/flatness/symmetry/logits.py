@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from flatness.errors import ModelError, OptionError, listed, nearest
+from flatness.symmetry.calls import Call, Ref, UnknownFormError
 from flatness.symmetry.flow import Flow
 from flatness.symmetry.groups import Symmetries, find_groups
 from flatness.symmetry.operators import OPERATORS
-from flatness.symmetry.recorder import Call, Ref, UnknownFormError
 from flatness.symmetry.tracing import Trace
 
 # Operators that a shift of all entries passes unchanged.

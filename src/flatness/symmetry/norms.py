@@ -8,8 +8,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatness.symmetry.flow import Flow, NormCorrection, ParameterView, Use
-from flatness.symmetry.recorder import Call
+from flatness.symmetry.calls import Call
+from flatness.symmetry.flow import Flow
+from flatness.symmetry.uses import NormCorrection, ParameterView, Use
 
 
 def batch_norm(flow: Flow, call: Call) -> Any:

@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from flatness.symmetry.calls import Call, Ref, Value, canonical_name, references
+
 # Questions about a tensor that its values do not enter.
 _QUERIES = frozenset(
     """
@@ -23,174 +25,6 @@ _QUERIES = frozenset(
     format str dir has_names is_tensor is_storage
     """.split()  # noqa: SIM905
 )
-# How Python asks a tensor for a number; `t.float()` and `t.int()` are other operators.
-_NUMBERS = frozenset("__float__ __int__ __bool__ __index__ __complex__ __long__".split())  # noqa: SIM905
-_SYNONYMS = {
-    **{
-        "radd": "add",
-        "iadd": "add",
-        "isub": "sub",
-        "subtract": "sub",
-        "rmul": "mul",
-        "imul": "mul",
-        "multiply": "mul",
-    },
-    **{"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "imatmul": "matmul"},
-    **{
-        "negative": "neg",
-        "absolute": "abs",
-        "arctan": "atan",
-        "concat": "cat",
-        "concatenate": "cat",
-        "swapaxes": "transpose",
-    },
-    **{
-        "swapdims": "transpose",
-        "moveaxis": "movedim",
-        "greater": "gt",
-        "less": "lt",
-        "greater_equal": "ge",
-        "less_equal": "le",
-    },
-    **{"clip": "clamp", "native_dropout": "dropout", "special_expit": "sigmoid"},
-}
-
-
-@dataclass(frozen=True)
-class Ref:
-    """Stands for a tensor inside recorded arguments: the number of a `Value`."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor of the forward pass.
-
-    Attributes:
-        kind: "input", "parameter", "constant" (buffers too) or "computed" from the others.
-        shape: Its shape.
-        name: Name of the parameter or buffer.
-        tensor: Its entries, for constants and for whatever is not floating-point.
-        dtype: Its dtype.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    name: str | None = None
-    tensor: Tensor | None = None
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def floating(self) -> bool:
-        """Whether it holds floating-point numbers."""
-        return self.dtype.is_floating_point
-
-
-class UnknownFormError(Exception):
-    """A call with arguments that the operator's row in the table does not describe."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call into torch.
-
-    Attributes:
-        name: The operator, however it was spelled: "add" for ``a + b``, ``a.add_(b)`` and ``torch.add(a,
-            b)``.
-        function: What was called.
-        args: Its arguments, tensors replaced by `Ref`.
-        kwargs: Its keyword arguments, likewise.
-        output: What it returned, likewise.
-        module: Name of the innermost module it ran in.
-        in_place: The value it overwrote, if any.
-        enclosed: Whether it belongs to a module that was recorded as one operator.
-    """
-
-    name: str
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    module: str
-    in_place: Ref | None = None
-    enclosed: bool = False
-
-    def __str__(self) -> str:
-        """The operator and where it is."""
-        return f"{self.name} in {self.module}" if self.module else self.name
-
-    def bound(self, names: str) -> dict[str, Any]:
-        """The arguments by name; optional ones that were left out are missing.
-
-        Args:
-            names: Names of all arguments in order, required ones first, then "|" and those that may be left
-                out.
-
-        Raises:
-            UnknownFormError: When the call has other arguments: what they do is not known.
-        """
-        required, _, optional = (part.split() for part in names.partition("|"))
-        given = dict(zip([*required, *optional], self.args, strict=False)) | self.kwargs
-        if len(given) != len(self.args) + len(self.kwargs) or not set(required) <= set(given):
-            raise UnknownFormError(self.name)
-        if not set(given) <= {*required, *optional}:
-            raise UnknownFormError(self.name)
-        return given
-
-    def first(self) -> Ref:
-        """The first argument, which is a tensor.
-
-        Raises:
-            UnknownFormError: When it is none.
-        """
-        first = self.args[0] if self.args else self.kwargs.get("input")
-        if not isinstance(first, Ref):
-            raise UnknownFormError(self.name)
-        return first
-
-    def operand(self) -> Ref:
-        """The one tensor that an operator with further arguments that are no tensors works on.
-
-        Raises:
-            UnknownFormError: When there are more tensors, or the first argument is none.
-        """
-        first = self.first()
-        if self.refs() != [first]:
-            raise UnknownFormError(self.name)
-        return first
-
-    def refs(self) -> list[Ref]:
-        """All tensors among the arguments."""
-        return _references((self.args, self.kwargs))
-
-    def outputs(self) -> list[Ref]:
-        """All tensors it returned."""
-        return _references(self.output)
-
-
-def canonical_name(function: Any) -> str:
-    """One name for all spellings of an operator.
-
-    >>> [
-    ...     canonical_name(f)
-    ...     for f in (torch.add, Tensor.add_, Tensor.__iadd__, Tensor.__radd__, Tensor.T.__get__)
-    ... ]
-    ['add', 'add', 'add', 'add', 'T']
-    >>> [
-    ...     canonical_name(f)
-    ...     for f in (Tensor.float, Tensor.__float__, Tensor.data.__get__, Tensor.data.__set__)
-    ... ]
-    ['float', 'float()', 'data', 'set data']
-    """
-    name = getattr(function, "__name__", type(function).__name__)
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(function.__self__, "__name__", name)
-        return attribute if name == "__get__" else f"{name.strip('_')} {attribute}"
-    if name in _NUMBERS:
-        return f"{name.strip('_')}()"
-    name = name.strip("_")
-    return _SYNONYMS.get(name, name)
 
 
 @dataclass
@@ -297,7 +131,7 @@ class Recorder(TorchFunctionMode):
         arguments = tree_map(self._reference, (operands, kwargs))
         before = [(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))]
         # Where nothing that is followed shows in the arguments, it may still be inside, as in those of vmap.
-        with self._busy(any(self._follows(ref) for ref in _references(arguments))):
+        with self._busy(any(self._follows(ref) for ref in references(arguments))):
             output = func(*args, **kwargs)
         # Views of one memory count together: the first of them is what was written to.
         written = {
@@ -342,7 +176,7 @@ class Recorder(TorchFunctionMode):
         return slice(*bounds)
 
     def _record(self, name: str, func: Any, arguments: Any, output: Any, written: list[Tensor]) -> None:
-        refs = _references(arguments)
+        refs = references(arguments)
         overwritten = next((ref for tensor in written if (ref := self.known(tensor)) in refs), None)
         for tensor in written:
             self._forget_sharers(tensor)
@@ -412,10 +246,6 @@ class Unrecorded(TorchDispatchMode):
             output = func(*args, **(kwargs or {}))
         self._recorder.see(func.name(), (args, kwargs), output)
         return output
-
-
-def _references(tree: Any) -> list[Ref]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Ref)]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

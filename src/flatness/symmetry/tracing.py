@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from flatness.batches import describe
 from flatness.errors import FlatnessError, ModelError, NondeterministicError
-from flatness.symmetry.recorder import Call, Location, Recorder, Ref, Unrecorded, Value, located
+from flatness.symmetry.calls import Call, Ref, Value
+from flatness.symmetry.recorder import Location, Recorder, Unrecorded, located
 
 Forward = Callable[[nn.Module, Any], Any]
 
