@@ -427,5 +427,5 @@ def test_channels_change_places_within_their_head_only():
         rescale(model, x, "permutation", factors={"attn.v": [2, 1, 0, 3]})
     assert str(raised.value) == (
         "Expected rows of 'attn.v' that may change places but 0 and 2 may not: they lead to different "
-        "layers, groups or heads."
+        "layers or groups."
     )

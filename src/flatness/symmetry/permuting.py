@@ -88,7 +88,7 @@ def given_permutation(symmetries: Symmetries, given: Mapping[str, Any]) -> Tenso
             if row != former and (family.get(rows[row], -1) != family.get(rows[former], -2)):
                 raise OptionError(
                     f"Expected rows of {name!r} that may change places but {row} and {former} may not: they "
-                    "lead to different layers, groups or heads."
+                    "lead to different layers or groups."
                 )
             if rows[former] >= 0:
                 goes[rows[former]] = rows[row]
