@@ -719,3 +719,55 @@ def test_a_layer_that_the_first_run_replaces_is_measured():
         report = measure(model, data(), layers=["fc1", "head"])
     plain = Net(lambda net, x: net.head(net.fc1(x).relu()))
     assert_same(report, measure(plain, data(), layers=["fc1", "head"]))
+
+
+CHANGES_LATER = {
+    "a product": (lambda self, x, h: self.head(h * h), "Mul"),
+    "a quotient": (lambda self, x, h: self.head(h / (1 + h)), "Div"),
+    "a product of matrices": (lambda self, x, h: (h @ h.T @ self.head(h))[:3], "Mm"),
+}
+
+
+@pytest.mark.parametrize("name", list(CHANGES_LATER))
+def test_a_later_batch_that_meets_a_known_operator_in_another_way_is_refused(name):
+    later, operator = CHANGES_LATER[name]
+
+    def compute(self, x):
+        h = self.fc1(x).relu()
+        # All operators run for the first samples, too, after no layer.
+        unused = (x * x / (1 + x.square())) @ torch.eye(4).double()
+        if len(x) == 3:
+            return later(self, x, h)
+        return self.head(h) + 0 * unused[:, :3]
+
+    assert refusal(NotExactError, Net(compute), batches()) == (
+        f"Expected every batch to take the same path through the network but a later one meets {operator}, "
+        "which the first samples did not. Exact curvature needs a path that does not depend on the data."
+    )
+
+
+def squared(z):
+    z = z.clone()
+    z[:, 0] = z[:, 0] ** 2
+    return z
+
+
+@pytest.mark.parametrize("change", [torch.tanh, torch.Tensor.tanh_, squared, lambda z: z * z.sign()])
+def test_a_later_batch_in_which_the_last_layer_is_not_last_is_refused(change):
+    model = Net(lambda self, x: plain(self, x) if len(x) != 3 else change(plain(self, x)))
+    assert refusal(NotExactError, model, batches(), layers="last", measures="relative_flatness") == (
+        "Expected every batch to take the same path through the network but on a later one something follows "
+        "'head', which was last for the first samples. Exact curvature needs a path that does not depend on "
+        "the data."
+    )
+
+
+def test_a_later_batch_may_take_another_path_of_pieces():
+    model = Net(lambda self, x: plain(self, x) if len(x) != 3 else plain(self, x.relu() - 2 * (-x).relu()))
+    report = measure(model, batches())
+
+    def risk(m):
+        return torch.cat([F.cross_entropy(m(a), b, reduction="none") for a, b in batches()]).mean()
+
+    H = oracle.layer_hessian(model, risk, "fc1")
+    assert report.value("hessian_trace", layer="fc1") == pytest.approx(oracle.hessian_trace(H), rel=1e-8)

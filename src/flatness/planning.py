@@ -84,6 +84,7 @@ def make_plan(
         precision=precision,
         max_passes=max_passes,
     )
+    problem.watch = None  # an earlier plan's
     examined = examine(problem, last_only=_last_only(problem, asked))
     names = selected_layers(problem, examined, layers)
     if asked.of_layers:
@@ -92,11 +93,23 @@ def make_plan(
     if asked.differences:
         refuse_made_weights(problem, examined, names)
     ways = _ways(problem, examined, asked, names)
-    watch_path(problem, examined, unused=layers is None or ways.routes.network)
+    watch_path(
+        problem,
+        examined,
+        linear=_linear(examined, ways.decision) if curvature != "gauss_newton" else [],
+        last=[route.layer for route in ways.made.values() if route.kind == "softmax head"],
+        unused=layers is None or ways.routes.network,
+    )
     if curvature == "hessian" and ways.heavy:
         note_hidden_curvature(problem, examined)
     graph_bytes = _fit_memory(problem, examined, ways)
     return _plan(problem, examined, asked, ways, graph_bytes)
+
+
+def _linear(examined: Examined, decision: Decision) -> list[str]:
+    """Layers and norm layers whose Hessian is taken for its Gauss-Newton part."""
+    through = {*decision.curved, *decision.by_parameters, *examined.idle}
+    return [name for name in decision.reasons if name not in through]
 
 
 def _last_only(problem: Problem, asked: Asked) -> bool:

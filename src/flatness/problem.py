@@ -57,8 +57,8 @@ class Problem(StreamedData):
             as it is hold their outputs against it.
         ranks: The processes that measure together, each on its part of the data; one alone by default.
         autocast: Whether the model turned autocast on while it was measured, where it is off.
-        watch: Called with the output of every differentiable forward pass; a plan checks here what it relies
-        on.
+        watch: Called with the outputs of every forward pass, laid out as predictions; a plan checks here what
+            it relies on.
     """
 
     def __init__(
@@ -135,7 +135,10 @@ class Problem(StreamedData):
 
     def items(self, batch: Any, *, look: bool = True) -> Items:
         """Run the model on a placed batch and lay its outputs out as predictions; see `laid_out`."""
-        return self.laid_out(*self.outputs(batch), look=look)
+        items = self.laid_out(*self.outputs(batch), look=look)
+        if self.watch is not None:
+            self.watch(items.logits)
+        return items
 
     def items_again(self, batch: Any) -> Items:
         """`items` in a pass with the model as it is: `stream` checks that the first samples give the same."""
@@ -169,8 +172,6 @@ class Problem(StreamedData):
         if output.is_floating_point() and output.dtype != self.dtype:
             # Some networks in half precision return their outputs in single; engines compute in one type.
             output = output.to(self.dtype)
-        if self.watch is not None and torch.is_grad_enabled():
-            self.watch(output)
         return output, target
 
     @contextmanager

@@ -2,41 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from flatness.errors import LayerError, NotExactError, listed
 from flatness.examined import Examined
-from flatness.graph import curved_operators
+from flatness.graph import read_graph
+from flatness.layers import Layer
 from flatness.problem import Problem
 
+_PATH = "Expected every batch to take the same path through the network but "
+_NEEDED = "Exact curvature needs a path that does not depend on the data."
 
-def watch_path(problem: Problem, examined: Examined, *, unused: bool) -> None:
-    """Have later batches checked for taking another path through the network than the samples looked at.
 
-    Hooks set here are removed with everything else that the guard sets back.
+class Watch:
+    """Holds every batch against what the plan relies on; the guard removes its hooks with all others.
+
+    Args:
+        problem: The model, data and loss.
+        examined: What the first samples showed.
+        linear: Layers and norm layers after which the network has to be piecewise linear.
+        last: Layers whose output has to be the network's, up to a constant per prediction.
     """
 
-    def check(output: Tensor) -> None:
-        new = curved_operators(output) - examined.graph.operators
-        if new:
-            raise NotExactError(
-                "Expected every batch to take the same path through the network but a later one meets "
-                f"{listed(sorted(new))}, which the first samples did not. Exact curvature needs a path that "
-                "does not depend on the data."
-            )
+    def __init__(
+        self, problem: Problem, examined: Examined, linear: Collection[str], last: Iterable[Layer]
+    ) -> None:
+        self._known = examined.graph.operators
+        self._shift_invariant = problem.loss.shift_invariant
+        self._last = {layer.name: layer for layer in last}
+        self._edges: dict[str, GradientEdge] = {}
+        self._outputs: dict[str, tuple[Tensor, int]] = {}
+        problem.model.register_forward_pre_hook(self._forget)
+        for name in {*linear, *self._last}:
+            problem.model.get_submodule(name).register_forward_hook(self._note(name, name in linear))
+
+    def __call__(self, logits: Tensor) -> None:
+        """Look at the outputs of a batch, laid out as predictions.
+
+        Raises:
+            NotExactError: If the plan does not hold for them.
+        """
+        if logits.requires_grad:
+            graph = read_graph(logits, self._edges, final_log_softmax=self._shift_invariant)
+            found = set(graph.operators - self._known).union(*graph.curved.values())
+            if found:
+                met = listed(sorted(found))
+                raise NotExactError(
+                    f"{_PATH}a later one meets {met}, which the first samples did not. {_NEEDED}"
+                )
+        for name, (z, version) in self._outputs.items():
+            if z._version != version or not _same_up_to_shifts(self._last[name], z, logits.detach()):
+                raise NotExactError(
+                    f"{_PATH}on a later one something follows {name!r}, which was last for the first "
+                    f"samples. {_NEEDED}"
+                )
+        self._forget()
+
+    def _forget(self, *_: Any) -> None:
+        self._edges.clear()
+        self._outputs.clear()
+
+    def _note(self, name: str, linear: bool) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not isinstance(output, Tensor):
+                return
+            if linear and output.requires_grad:
+                self._edges[name] = get_gradient_edge(output)
+            if name in self._last:
+                self._outputs[name] = (output.detach(), output._version)
+
+        return hook
+
+
+def _same_up_to_shifts(layer: Layer, z: Tensor, logits: Tensor) -> bool:
+    """Whether logits (n, T, K) are what a layer puts out at T positions, up to a shift for each."""
+    if z.numel() != logits.numel():
+        return False
+    if z.data_ptr() == logits.data_ptr():
+        return True
+    rows = layer.signals(z, len(logits))[:, 0].transpose(1, 2)
+    if rows.shape != logits.shape:
+        return False
+    apart = (logits - rows).float() if logits.element_size() < 4 else logits - rows
+    spread = apart.amax(-1) - apart.amin(-1)
+    return bool((spread <= torch.finfo(logits.dtype).eps ** 0.5 * (1 + rows.abs().amax(-1))).all())
+
+
+def watch_path(
+    problem: Problem, examined: Examined, *, linear: Collection[str], last: Iterable[Layer], unused: bool
+) -> None:
+    """Have later batches checked for taking another path through the network than the samples looked at.
+
+    Args:
+        problem: The model, data and loss.
+        examined: What the first samples showed.
+        linear: Layers and norm layers after which the network has to be piecewise linear.
+        last: Layers whose output has to be the network's, up to a constant per prediction.
+        unused: Whether layers that the first samples did not use may not be used at all.
+    """
 
     def refuse(name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             raise LayerError(
-                "Expected every batch to take the same path through the network but a later one calls "
-                f"{name!r}, which the first samples did not. Name the layers to measure with layers=, "
-                "without those used now and then."
+                f"{_PATH}a later one calls {name!r}, which the first samples did not. Name the layers to "
+                "measure with layers=, without those used now and then."
             )
 
         return hook
 
-    problem.watch = check
+    problem.watch = Watch(problem, examined, linear, last)
     for name in examined.silent if unused else ():
         problem.model.get_submodule(name).register_forward_pre_hook(refuse(name))
