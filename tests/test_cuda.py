@@ -5,14 +5,16 @@ import torch
 from torch.utils.data import DataLoader
 
 import flatness
+from flatness.errors import DataError
 from flatness.landscape.fused import fused, launched
 from flatness.landscape.points import Points
 from flatness.models import lenet5
 from flatness.problem import Problem
 from flatness.randomness import Draws
+from labelled_models import Tokens, sentences
 from networks import CASES
 from small import assert_same, data, dataset, measure, network, reference
-from untouched import untouched
+from untouched import refusal, untouched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,6 +135,31 @@ def test_a_default_device_is_respected():
     finally:
         torch.set_default_device("cpu")
     assert_same(report, reference())
+
+
+def test_autocast_is_off_where_the_model_turns_it_on():
+    model = network(torch.float32).cuda()
+    given = [part.cuda() for part in data(dtype=torch.float32)]
+    expected = measure(model, given)
+    inner = model.forward
+    model.forward = torch.autocast("cuda", dtype=torch.bfloat16)(inner)
+    report = measure(model, given)
+    assert "the model turns autocast on; measured without it" in report.notes
+    assert_same(report, expected, 1e-5)
+
+
+def test_labels_out_of_range_never_reach_the_loss_of_a_model_on_a_gpu():
+    """There the device would stop for good."""
+    model, batch = Tokens().cuda(), sentences(8)
+    batch["labels"][2, 3] = 9
+    assert refusal(DataError, model, [batch]) == (
+        "Expected class indices from 0 to 4, as the model has 5 outputs, but got 9 for sample 2, prediction "
+        "3 of the batch. Number the classes from 0, or give the model 10 outputs. Seen on the first 8 "
+        "samples."
+    )
+    report = flatness.measure(model, [sentences()], measures="hessian_trace", progress=False)
+    assert report.meta["alignment"] == "labels shifted by one: as in the model's own loss"
+    assert report.meta["risk"] == pytest.approx(Tokens()(**sentences()).loss.item(), rel=1e-6)
 
 
 def test_autocast_is_off_inside():

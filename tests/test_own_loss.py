@@ -334,6 +334,22 @@ def test_modules_that_hand_labels_on_to_what_takes_none_have_no_loss_of_their_ow
     assert report.meta["alignment"] == "labels not shifted: the model returns no loss of its own"
 
 
+def test_tokens_that_are_their_own_labels_are_noted_where_no_loss_says_whether_they_are_shifted():
+    class Plain(Tokens):
+        def forward(self, input_ids):
+            return super().forward(input_ids).logits
+
+    tokens = sentences()["input_ids"]
+    report = measure(Plain(), [{"input_ids": tokens, "labels": tokens}])
+    assert report.meta["alignment"] == "labels not shifted: the model returns no loss of its own"
+    assert (
+        "labels are input_ids itself and were not shifted, as the model returns no loss of its own: if it "
+        "predicts the next token, pass a forward= that returns (output[:, :-1], batch['labels'][:, 1:])"
+    ) in report.notes
+    other = measure(Plain(), [{"input_ids": tokens, "labels": tokens.flip(1)}])
+    assert not any("itself" in note for note in other.notes)
+
+
 def test_the_model_is_called_with_labels_only_where_nothing_else_says_what_is_measured():
     model, batch = Tokens(), sentences()
     flatness.measure(model, [batch], measures="hessian_trace", layers="last", progress=False)

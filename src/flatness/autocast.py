@@ -6,10 +6,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-_ENTER = torch.autocast.__enter__
+_SET = torch.set_autocast_enabled
 _LOCK = threading.Lock()
 
 
@@ -30,7 +31,7 @@ _OFF: dict[int, list[Suppressed]] = {}
 
 @contextmanager
 def autocast_off() -> Iterator[Suppressed]:
-    """In this thread, run ``torch.autocast`` as if it said ``enabled=False``.
+    """In this thread, ``torch.autocast`` works as if it said ``enabled=False``.
 
     Accelerate and the Trainer of transformers wrap a model's forward in it, and some models have it inside.
     Half precision leaves second derivatives two digits, and gives features another type than weights.
@@ -38,7 +39,7 @@ def autocast_off() -> Iterator[Suppressed]:
     thread, found = threading.get_ident(), Suppressed()
     with _LOCK:
         _OFF.setdefault(thread, []).append(found)
-        torch.autocast.__enter__ = _enter
+        torch.set_autocast_enabled = _set
     try:
         yield found
     finally:
@@ -47,17 +48,13 @@ def autocast_off() -> Iterator[Suppressed]:
             if not _OFF[thread]:
                 del _OFF[thread]
             if not _OFF:
-                torch.autocast.__enter__ = _ENTER
+                torch.set_autocast_enabled = _SET
 
 
-def _enter(self: torch.autocast) -> torch.autocast:
-    """`torch.autocast.__enter__`, off in the threads that say so."""
+def _set(*arguments: Any) -> None:
+    """`torch.set_autocast_enabled` of (kind of device, enabled), or of the latter; off where a thread is."""
+    *kind, enabled = arguments
     off = _OFF.get(threading.get_ident())
-    if not off:
-        return _ENTER(self)
-    enabled, self._enabled = self._enabled, False
-    off[-1].seen = off[-1].seen or enabled
-    try:
-        return _ENTER(self)
-    finally:
-        self._enabled = enabled
+    if off:
+        off[-1].seen = off[-1].seen or enabled
+    _SET(*kind, bool(enabled and not off))  # type: ignore[call-overload]

@@ -38,12 +38,12 @@ def find_alignment(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> tu
             than the given one does and that is the default.
     """
     if not takes_labels(model):
-        return _by_name(model), []
+        return _by_name(model, batch)
     plain = run_without_labels(model, batch)
     _refuse_labels(loss, plain, batch["labels"])
     own = own_loss(model, batch, plain)
     if own is None or not own.logits.isfinite().all():  # the latter has an error of its own
-        return _by_name(model), []
+        return _by_name(model, batch)
     return _chosen(own, batch["labels"], loss)
 
 
@@ -56,11 +56,25 @@ def _refuse_labels(loss: Loss, output: Any, labels: Any) -> None:
     refuse(loss.checks(items))
 
 
-def _by_name(model: nn.Module) -> Alignment:
+def _by_name(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Alignment, list[str]]:
     """Causal language models of transformers predict the next token: their labels are the tokens."""
     kinds = [kind for kind in type(model).__mro__ if kind.__module__.split(".")[0] == "transformers"]
-    causal = any(kind.__name__.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds)
-    return Alignment(shift=1, known_by="the model's class says so") if causal else Alignment()
+    if any(kind.__name__.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
+        return Alignment(shift=1, known_by="the model's class says so"), []
+    inputs = [name for name, value in batch.items() if name != "labels" and _is(value, batch["labels"])]
+    notes = [
+        f"labels are {name} itself and were not shifted, as the model returns no loss of its own: if it "
+        "predicts the next token, pass a forward= that returns (output[:, :-1], batch['labels'][:, 1:])"
+        for name in inputs[:1]
+    ]
+    return Alignment(), notes
+
+
+def _is(value: Any, labels: Any) -> bool:
+    """Whether an input is the labels, up to those that do not count."""
+    if not (isinstance(value, Tensor) and isinstance(labels, Tensor) and labels.dim() == 2):
+        return False
+    return value.shape == labels.shape and bool(((value == labels) | (labels < 0)).all())
 
 
 def _chosen(own: OwnLoss, labels: Tensor, loss: Loss) -> tuple[Alignment, list[str]]:
