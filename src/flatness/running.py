@@ -64,6 +64,7 @@ def run_plan(problem: Problem, chosen: Plan, groups: SampleGroups | None) -> Run
 def _add_sampled(problem: Problem, chosen: Plan, run: Run) -> None:
     own = SampleGroups() if run.groups is not None else None
     sums, run.scatter, how = sample(problem, chosen, run.spreads, own)
+    _check_weight(sums.statistics)
     run.statistics = _joined(run.statistics, sums.statistics)
     if run.groups is not None and own is not None:
         pairs = zip(run.groups.parts, own.parts, strict=True)
@@ -148,13 +149,18 @@ def _spectra(problem: Problem, chosen: Plan, statistics: Statistics) -> dict[tup
     return found
 
 
-def _check_totals(problem: Problem, statistics: Statistics) -> None:
-    """Refuse sums that cannot be divided or that are no numbers."""
+def _check_weight(statistics: Statistics) -> None:
+    """Refuse a mean over nothing."""
     if float(statistics.normaliser) == 0:
         raise DataError(
             f"Expected targets that count but all {statistics.samples} samples weigh 0: every target is "
             "ignored, or its class has weight 0. Check ignore_index and the class weights of the loss."
         )
+
+
+def _check_totals(problem: Problem, statistics: Statistics) -> None:
+    """Refuse sums that cannot be divided or that are no numbers."""
+    _check_weight(statistics)
     broken = [
         owner
         for owner, sums in statistics.sums.items()
