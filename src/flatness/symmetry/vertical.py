@@ -47,21 +47,16 @@ def vertical_directions(
         raise OptionError(
             f"Expected kind to be one of {listed(KINDS)} but got {kind!r}.{nearest(kind, KINDS)}"
         )
-    of = LayerClasses(found).of if kind == "layerwise" else torch.arange(found.classes)
-    # Rescaling what runs into a batch norm moves its running statistics too, which are no parameters.
-    elsewhere = {int(of[number]) for _, numbers in found.corrections for number in numbers.tolist()}
-    chosen = sorted(set(of.tolist()) - elsewhere - {FIXED})
-    place = {number: index for index, number in enumerate(chosen)}
-    index = torch.tensor([place.get(number, len(chosen)) for number in of.tolist()] + [len(chosen)])
+    exponents = _exponents(found, kind)
     rates: dict[str, Tensor] = {}
     parameters = dict(model.named_parameters())
     for action in found.actions:
         name = action.use.name
         if name in parameters:
-            rates.setdefault(name, torch.zeros(len(chosen), *parameters[name].shape))
+            rates.setdefault(name, torch.zeros(len(exponents), *parameters[name].shape))
             for classes, power in ((action.up, action.use.power), (action.down, -1)):
                 if classes is not None:
-                    _add_rates(rates[name], index[classes], power, action.use.index)
+                    _add_rates(rates[name], power * exponents[:, classes], action.use.index)
     return [
         {
             name: rates[name][one].to(value) * value.detach()
@@ -69,16 +64,37 @@ def vertical_directions(
             else torch.zeros_like(value, requires_grad=False)
             for name, value in parameters.items()
         }
-        for one in range(len(chosen))
+        for one in range(len(exponents))
     ]
 
 
-def _add_rates(rates: Tensor, numbers: Tensor, power: float, index: Tensor | None) -> None:
+def _exponents(found: Symmetries, kind: str) -> Tensor:
+    """The power of every factor that may be chosen in that of every class: (factors, classes + 1).
+
+    Classes with inverse factors (keys to queries) go with one choice, 1 and −1. The last column is that of
+    class −1, which is fixed.
+    """
+    of = LayerClasses(found).of if kind == "layerwise" else torch.arange(found.classes)
+    inverse = torch.tensor(found.inverse or [FIXED] * found.classes, dtype=torch.int64)
+    # Rescaling what runs into a batch norm moves its running statistics too, which are no parameters.
+    elsewhere = {int(number) for _, numbers in found.corrections for number in numbers.unique()} - {FIXED}
+    rows: list[Tensor] = []
+    for number in sorted(set(of.tolist()) - {FIXED}):
+        row = torch.zeros(found.classes + 1)
+        row[:-1][of == number] = 1
+        partners = inverse[of == number]
+        row[partners[partners != FIXED]] = -1
+        moved = set(row.nonzero().flatten().tolist())
+        if not moved & elsewhere and not any(torch.equal(row, -other) for other in rows):
+            rows.append(row)
+    return torch.stack(rows) if rows else torch.zeros(0, found.classes + 1)
+
+
+def _add_rates(rates: Tensor, touched: Tensor, index: Tensor | None) -> None:
     """Add to d log θ / d log factor, for every chosen factor, what one action does."""
-    for one in range(len(rates)):
-        touched = power * (numbers == one).to(rates.dtype)
+    for one, change in enumerate(touched):
         if index is None:
-            rates[one] += touched
+            rates[one] += change
         else:
             flat = rates[one].view(-1)
-            flat[index.long()] += touched.expand(index.shape)
+            flat[index.long()] += change.expand(index.shape)
