@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatness.curvature.parameter_products import entries_of, own_parameter
 from flatness.curvature.parameter_space import ParameterSpace
-from flatness.errors import OptionError
+from flatness.errors import OptionError, listed
 from flatness.forward import Forward
-from flatness.layers import find_layers
+from flatness.layers import Layer, find_layers
 from flatness.measuring import measure
 from flatness.problem import Problem
 from flatness.result import Report, Result
@@ -82,26 +83,34 @@ def kink_share(
     }
     flat = measure(model, data, loss, measures="relative_flatness", layers=layers, **setting)
     problem = Problem(model, data, loss, **setting)
-    available = find_layers(problem.model)
-    rows = []
+    rows, left_out = [], []
     with problem.guarded():
-        owners = {id(value): name for name, value in problem.model.named_parameters()}
+        available = find_layers(problem.model)
+        parameters = dict(problem.model.named_parameters())
         for name in flat.layers():
             layer = available[name]
-            space = ParameterSpace(problem, [owners[id(layer.weight)]])
-            rises = _rises(space, layer.matrix(), alpha, trials, seed)
+            own = own_parameter(problem.model, layer)
+            if own is None:
+                left_out.append(name)
+                continue
+            space = ParameterSpace(problem, [own])
+            rises = _rises(space, layer, entries_of(layer, parameters[own]), alpha, trials, seed)
             expected = alpha**2 / (2 * layer.matrix().shape[2]) * flat.value("relative_flatness", layer=name)
-            rows.append(_row(name, rises, expected, alpha, flat.meta["loss"]))
-    return Report(tuple(rows), flat.meta, flat.notes)
+            rows.append(_row(name, rises, expected, alpha, flat.meta["loss"], space.risk()))
+    notes = (f"left out, as their weights are computed from other parameters: {listed(left_out)}",)
+    return Report(tuple(rows), flat.meta, flat.notes + (notes if left_out else ()))
 
 
-def _rises(space: ParameterSpace, W: Tensor, alpha: float, trials: int, seed: int) -> Tensor:
-    """½[E(W + αWA) + E(W − αWA)] − E for random orthogonal A."""
+def _rises(
+    space: ParameterSpace, layer: Layer, entries: Tensor, alpha: float, trials: int, seed: int
+) -> Tensor:
+    """½[E(W + αWA) + E(W − αWA)] − E for random orthogonal A; entries are those of W in the parameter."""
     generator = torch.Generator().manual_seed(seed)
-    at = space.risk()
+    at, W = space.risk(), layer.matrix()
     rises = []
     for _ in range(trials):
-        step = alpha * (W.double() @ _orthogonal(W, generator)).flatten()
+        step = torch.zeros_like(space.theta, dtype=torch.float64)
+        step[entries.flatten()] = alpha * (W.double() @ _orthogonal(W, generator)).flatten()
         rises.append((space.risk(step) + space.risk(-step)) / 2 - at)
     return torch.tensor(rises, dtype=torch.float64, device="cpu")
 
@@ -115,8 +124,20 @@ def _orthogonal(W: Tensor, generator: torch.Generator) -> Tensor:
     return (Q * R.diagonal(dim1=1, dim2=2).sign()[:, None]).to(W.device)
 
 
-def _row(name: str, rises: Tensor, expected: float, alpha: float, loss: str) -> Result:
+def _row(name: str, rises: Tensor, expected: float, alpha: float, loss: str, risk: float) -> Result:
     rise, spread = float(rises.mean()), float(rises.std()) / len(rises) ** 0.5
+    if abs(rise) <= 4 * torch.finfo(rises.dtype).eps * abs(risk):
+        note = f"changes of size {alpha:g} raise the risk by no more than rounding: there is nothing to share"
+        return Result(
+            "kink_share",
+            "layer",
+            float("nan"),
+            layer=name,
+            method="sampled",
+            loss=loss,
+            converged=False,
+            notes=(note,),
+        )
     return Result(
         "kink_share",
         "layer",
