@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from flatness import batches
 from flatness.curvature.statistics import Statistics
-from flatness.problem import Problem
-from flatness.signs import lots
 
 GROUPS = 20
 
@@ -29,13 +27,14 @@ class SampleGroups:
 
     def __init__(self) -> None:
         self.parts = [Statistics() for _ in range(GROUPS)]
+        self._generator = torch.Generator().manual_seed(0)
 
-    def split(self, batch: Any, samples: Tensor) -> Iterator[tuple[int, Any, Tensor]]:
-        """The samples of a batch that belong to each group, with its number and theirs."""
-        drawn = lots(samples, GROUPS).cpu()
-        for number in drawn.unique().tolist():
-            mine = (drawn == number).nonzero()[:, 0]
-            yield number, batches.picked(batch, mine), samples[mine.to(samples.device)]
+    def split(self, batch: Any) -> Iterator[tuple[int, Any]]:
+        """The samples of a batch that belong to each group, with its number."""
+        n = batches.size_of(batch)
+        lots = torch.randint(GROUPS, (n,), generator=self._generator, device="cpu")
+        for number in lots.unique().tolist():
+            yield number, batches.picked(batch, (lots == number).nonzero()[:, 0])
 
     def without_each(self, total: Statistics) -> list[Statistics]:
         """The statistics of all samples but those of one group, for every group that has any."""
@@ -53,26 +52,21 @@ class SampleGroups:
 
 
 def stepwise(
-    problem: Problem,
-    groups: SampleGroups | None,
-    found: Callable[[Any, Tensor], Statistics],
-    add: Callable[[Statistics], object],
+    groups: SampleGroups | None, found: Callable[[Any], Statistics], add: Callable[[Statistics], object]
 ) -> Callable[[Any], None]:
     """A step over micro-batches that adds up what is found, also group by group where groups are asked for.
 
     Args:
-        problem: Says which samples a micro-batch holds.
         groups: The groups, or None.
-        found: Statistics of a micro-batch, given the numbers of its samples in the data.
+        found: Statistics of a micro-batch.
         add: Adds them to the total.
     """
 
     def step(batch: Any) -> None:
-        samples = problem.sample_numbers(batches.size_of(batch))
         if groups is None:
-            add(found(batch, samples))
+            add(found(batch))
             return
-        parts = [(number, found(part, mine)) for number, part, mine in groups.split(batch, samples)]
+        parts = [(number, found(part)) for number, part in groups.split(batch)]
         for number, part in parts:
             groups.parts[number].merge(part)
             add(part)

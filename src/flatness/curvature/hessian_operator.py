@@ -185,6 +185,8 @@ def gauss_newton_product(space: ParameterSpace, items: Items, values: Tensor) ->
         reached = [
             (p, along[name]) for name, p in zip(space.parameters, pulled, strict=True) if p.requires_grad
         ]
+        if not reached or not slope.requires_grad:  # a loss that is linear in the outputs
+            return torch.zeros(space.dimension, dtype=torch.float64, device=vector.device)
         with explained():
             (pushed,) = torch.autograd.grad(
                 [p for p, _ in reached], dual, [direction for _, direction in reached], retain_graph=True

@@ -22,7 +22,7 @@ from flatness.curvature.folds import Collector
 from flatness.curvature.layer_sums import working_numbers
 from flatness.curvature.routes import LayerRoute
 from flatness.layers import Layer
-from flatness.signs import Signs
+from flatness.losses.base import random_signs
 
 
 class LayerPairs:
@@ -166,11 +166,12 @@ class WeightSigns:
 
     Args:
         pairs: The layer.
-        signs: The draw they come from.
+        generator: Where they come from.
     """
 
-    def __init__(self, pairs: LayerPairs, signs: Signs) -> None:
-        self._pairs, self._signs = pairs, signs
+    def __init__(self, pairs: LayerPairs, generator: torch.Generator) -> None:
+        self._pairs = pairs
+        self._seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         self._shift: Tensor | None = None
 
     def signal(self, shape: torch.Size) -> Tensor:
@@ -178,7 +179,8 @@ class WeightSigns:
         pairs = self._pairs
         eta = torch.cat([V @ Phi for _, Phi, V in self._drawn()])
         if pairs.bias is not None:
-            self._shift = self._signs.at(1).like(eta[..., :1])
+            generator = torch.Generator(eta.device).manual_seed(self._seed + 1)
+            self._shift = random_signs(eta[..., :1], generator)
             eta = eta + self._shift
         return laid_out_like(pairs.layer, eta, shape)
 
@@ -193,11 +195,11 @@ class WeightSigns:
 
     def _drawn(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         pairs = self._pairs
-        signs = self._signs.at(0)
+        generator = torch.Generator(pairs.x.device).manual_seed(self._seed)
         G, d, m = pairs.W.shape
         for part in pairs.slices():
             V = pairs.W.new_empty(part.stop - part.start, G, d, m)
-            yield part, pairs.features(part), signs.of(part).like(V)
+            yield part, pairs.features(part), random_signs(V, generator)
 
 
 def laid_out_like(layer: Layer, values: Tensor, shape: torch.Size) -> Tensor:

@@ -14,6 +14,8 @@ def _minimum(view: NetworkView) -> Valued:
     L = len(traces)
     notes = [f"over the weights of {', '.join(traces)}; biases and norm layers are no part of it"]
     low = [name for name, trace in traces.items() if trace <= 0]
+    if not traces:  # no signal arrives anywhere: the loss has no curvature on these outputs
+        return Valued(0.0, ("no layer has any curvature",), converged=False)
     if low:
         # A trace of 0 makes the infimum 0; below 0 there is none, and the value says no more than that.
         notes.append(f"traces that are not positive count as 0: {', '.join(low)}; no minimum is attained")
