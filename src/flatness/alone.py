@@ -12,7 +12,9 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from flatness import batches
 from flatness.affine import AffineModule
+from flatness.errors import FlatnessError, ModelError
 from flatness.layers import Layer
+from flatness.memory import ran_out
 from flatness.problem import Problem
 from flatness.unfamiliar import follows_weights, is_familiar
 
@@ -83,6 +85,16 @@ def run_alone(
         with torch.no_grad():
             # The example's targets have been looked at already.
             items = problem.items(batches.copied(batches.rows(example, 0, 1)), look=False)
+    except FlatnessError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and ran_out(error):
+            raise
+        raise ModelError(
+            "Expected a model that runs on one sample as it does on several but on the first sample alone it "
+            f"raises {type(error).__name__}: {error}. A squeeze() without dim drops the batch, too: write "
+            "squeeze(-1), for example."
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
