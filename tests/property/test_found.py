@@ -1,0 +1,173 @@
+"""What random networks found wrong, as plain cases."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import flatness
+import oracle
+from flatness.errors import DataError, ModelError
+from untouched import refusal
+
+UNWEIGHTED = (
+    "Expected targets that count but all {} samples weigh 0: every target is ignored, or its class has "
+    "weight 0. Check ignore_index and the class weights of the loss."
+)
+
+
+def smooth(*sizes):
+    """A tanh network in float64."""
+    torch.manual_seed(0)
+    pairs = itertools.pairwise(sizes)
+    modules = [module for a, b in pairs for module in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*modules[:-1]).double().eval()
+
+
+class Bare(nn.Module):
+    """A network of a parameter that belongs to no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+
+    def forward(self, x):
+        return x @ self.table
+
+
+@pytest.mark.parametrize("method", ["auto", "sampled"])
+@pytest.mark.parametrize("network", ["last layer", "hidden layers", "parameters"])
+def test_targets_that_are_all_ignored_are_refused_by_every_engine(method, network):
+    model = smooth(4, 3) if network == "last layer" else smooth(4, 3, 3, 3)
+    if network == "parameters":
+        model = nn.Sequential(Bare(), smooth(3, 3))
+    data = torch.randn(3, 4, dtype=torch.float64), torch.full((3,), -100)
+    assert refusal(DataError, model, data, method=method) == UNWEIGHTED.format(3)
+
+
+def test_a_pilot_of_ignored_samples_says_nothing_and_the_rest_is_measured():
+    model = smooth(2, 3, 3, 3)
+    x, y = torch.randn(540, 2, dtype=torch.float64), torch.arange(540) % 3
+    y[:512] = -100
+    report = flatness.measure(model, (x, y), method="sampled", measures="hessian_trace", progress=False)
+    row = report.result("hessian_trace", layer="0")
+    H = oracle.hessian(model, oracle.mean_risk(x, y, nn.functional.cross_entropy), ["0.weight"])
+    assert row.stderr > 0
+    assert abs(row.value - float(H.trace())) < 5 * row.stderr
+
+
+class Attending(nn.Module):
+    """One head of attention with packed projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(2, 6), nn.Linear(2, 2)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out((q @ k.mT).softmax(-1) @ v).mean(1)
+
+
+VERTICAL = {
+    "attention": (Attending, (3, 2), {"layerwise": 0, "neuronwise": 4}),
+    "batch norm first": (
+        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)),
+        (4,),
+        {"layerwise": 2, "neuronwise": 9},
+    ),
+    "batch norm alone": (lambda: nn.BatchNorm1d(4), (4,), {"layerwise": 0, "neuronwise": 0}),
+}
+
+
+@pytest.mark.parametrize("kind", ["layerwise", "neuronwise"])
+@pytest.mark.parametrize("name", VERTICAL)
+def test_outputs_do_not_change_along_vertical_directions(name, kind):
+    make, shape, counts = VERTICAL[name]
+    torch.manual_seed(0)
+    model = make().double().eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value += 0.3 * torch.randn_like(value)
+    x = torch.randn(5, *shape, dtype=torch.float64)
+    directions = flatness.vertical_directions(model, flatness.symmetries(model, x), kind)
+    assert len(directions) == counts[kind]
+    slopes = torch.autograd.grad((model(x) ** 3).sum(), list(model.parameters()))
+    for direction in directions:
+        terms = [(slope * part).sum() for slope, part in zip(slopes, direction.values(), strict=True)]
+        assert any(bool(part.any()) for part in direction.values())
+        assert abs(sum(terms)) < 1e-12
+
+
+class Shaped(nn.Module):
+    """Attention and a transposed convolution, with nothing that has a kink."""
+
+    def __init__(self):
+        super().__init__()
+        self.spread = nn.ConvTranspose1d(2, 4, 2, groups=2)
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+
+    def forward(self, x):
+        h = self.spread(x).mT
+        return self.normed(self.attend(h, h, h, need_weights=False)[0].mean(1))
+
+
+def test_smooth_layers_have_no_kinks_wherever_their_weight_lies():
+    torch.manual_seed(0)
+    model, x = Shaped().double().eval(), torch.randn(9, 2, 3, dtype=torch.float64)
+    report = flatness.kink_share(model, (x, torch.arange(9) % 3), alpha=0.01, trials=40, progress=False)
+    assert report.layers() == ["spread", "attend.q", "attend.k", "attend.v", "attend.out_proj"]
+    assert report.notes[-1] == "left out, as their weights are computed from other parameters: normed"
+    for row in report.results:
+        # What the expansion leaves out is of order α² too.
+        assert abs(row.value) < 4 * row.stderr + 1e-3, row
+
+
+def straight(output, target):
+    """A loss that is linear in the outputs."""
+    return (output * target).sum(1)
+
+
+def test_a_loss_without_curvature_has_none():
+    torch.manual_seed(0)
+    shared = nn.Linear(3, 3)
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    for model in (nn.Sequential(nn.Linear(3, 3)), nn.Sequential(shared, nn.ReLU(), shared)):
+        model = model.double().eval()
+        report = flatness.measure(
+            model,
+            (x, y),
+            straight,
+            curvature="gauss_newton",
+            measures=["minimum_sharpness", "hessian_trace"],
+            progress=False,
+        )
+        assert {row.value for row in report.results} == {0.0}
+    share = flatness.kink_share(model, (x, y), straight, progress=False).result("kink_share", layer="0")
+    assert abs(share.value) > 0  # the shared weight is applied to its own output
+    share = flatness.kink_share(model[:1], (x, y), straight, progress=False).result("kink_share", layer="0")
+    assert share.value != share.value
+    assert share.notes == (
+        "changes of size 0.01 raise the risk by no more than rounding: there is nothing to share",
+    )
+
+
+class Squeezing(nn.Module):
+    """Loses the batch where that is one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(self.first(x).squeeze().relu().flatten(1))
+
+
+def test_a_model_that_cannot_run_on_one_sample_is_refused_in_words():
+    model, data = Squeezing(), (torch.randn(6, 4), torch.arange(6) % 2)
+    assert refusal(ModelError, model, data) == (
+        "Expected a model that runs on one sample as it does on several but on the first sample alone it "
+        "raises IndexError: Dimension out of range (expected to be in range of [-1, 0], but got 1). A "
+        "squeeze() without dim drops the batch, too: write squeeze(-1), for example."
+    )

@@ -1,0 +1,77 @@
+"""Sampled numbers of random networks, judged in their own standard errors."""
+
+import math
+import warnings
+
+from hypothesis import given
+
+import flatness
+from property.budget import count, examples
+from property.recipes import build, recipes
+from property.reference import Reference
+
+# Linear in the sums, so that their standard errors are those of means of many differences.
+LINEAR = [
+    "hessian_trace",
+    "layer_flatness_trace",
+    "relative_flatness",
+    "neuron_flatness",
+    "neuron_flatness_incoming",
+]
+# Where probes leave no noise (a diagonal residual) only rounding is left.
+ROUNDING = 1e-9
+# Errors rest on 128 differences or more, some much larger than others: tails are heavier than normal ones.
+FARTHEST = 6
+
+
+def test_sampled_values_scatter_as_their_errors_say():
+    scores = []
+
+    @examples(12)
+    @given(recipes(samples=(20, 30), longest=3))
+    def hold(recipe):
+        if count("sampled"):
+            scores.extend(hold_sampled_values(recipe))
+
+    hold()
+    rms = math.sqrt(sum(z * z for z in scores) / max(len(scores), 1))
+    count(f"sampled, rms z {rms:.3f} of {len(scores)}")
+    assert len(scores) > 5
+    # rms of N standard normals scatters by 1/√(2N): 0.13 at 30 networks
+    assert rms < 1 + 4 / math.sqrt(2 * len(scores)) + 0.1, (rms, len(scores))
+
+
+def hold_sampled_values(recipe):
+    """The z-score of one value per network, its layers and measures taken in turn; none may be far off."""
+    made = build(recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            report = flatness.measure(
+                made.model,
+                made.data,
+                made.loss,
+                measures=LINEAR,
+                method="sampled",
+                precision=0.1,
+                max_passes=20,
+                seed=recipe.seed,
+                progress=False,
+            )
+        except flatness.FlatnessError:
+            return []
+    reference = Reference(made)
+    if not reference.exists():
+        return []
+    found = []
+    for row in report.results:
+        expected = reference.row(row.measure, row.layer, row.unit, row.reduction)
+        if row.method != "sampled" or expected is None or row.reduction == "max":
+            continue
+        error = row.value - expected.value
+        if abs(error) <= ROUNDING * expected.scale:
+            continue
+        assert row.stderr > 0, (row, expected)
+        assert abs(error) < FARTHEST * row.stderr, (row, expected, error / row.stderr)
+        found.append(error / row.stderr)
+    return found[recipe.seed % len(found) :][:1] if found else []
