@@ -192,6 +192,24 @@ def test_a_function_that_knows_no_module_may_stand_in_for_a_forward():
     assert measure(model, data(), dtype=torch.float64).meta["dtype"] == "float64"
 
 
+def test_a_model_that_fabric_set_up_is_measured():
+    """Under mixed precision it casts inputs to half, which only fits under autocast."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self._forward_module(x.bfloat16()).float()
+
+    kind = type(
+        "_FabricModule", (nn.Module,), {"__module__": "lightning.fabric.wrappers", "forward": forward}
+    )
+    model, given = kind(), data(dtype=torch.float32)
+    model._forward_module = model._original_module = network(torch.float32)
+    with untouched(model):
+        report = measure(model, given)
+    assert report.notes[0] == "unwrapped Lightning Fabric"
+    assert_same(report, measure(network(torch.float32), given))
+
+
 def test_a_model_that_accelerate_prepared_is_measured():
     accelerate = pytest.importorskip("accelerate")
     model, given = network(torch.float32), data(dtype=torch.float32)

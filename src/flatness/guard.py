@@ -26,7 +26,7 @@ from flatness.weight_normalization import plain_weight_norm
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The model inside DataParallel, DistributedDataParallel and torch.compile, and a note about each."""
+    """The model inside DataParallel, DistributedDataParallel, torch.compile and Lightning Fabric; notes."""
     notes: list[str] = []
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -35,8 +35,17 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, list[str]]:
         elif _is_compiled(model):
             notes.append("unwrapped torch.compile")
             model = model._orig_mod  # type: ignore[assignment]
+        elif _is_of_fabric(model):
+            notes.append("unwrapped Lightning Fabric")
+            model = model._original_module  # type: ignore[assignment]
         else:
             return model, notes
+
+
+def _is_of_fabric(module: nn.Module) -> bool:
+    """Whether Lightning Fabric set the module up: then it casts inputs as only autocast understands."""
+    package = type(module).__module__.split(".")[0]
+    return type(module).__name__ == "_FabricModule" and package in ("lightning", "lightning_fabric")
 
 
 def _is_compiled(module: nn.Module) -> bool:
