@@ -20,11 +20,14 @@ from flatness.problem import Problem
 from flatness.sampling import relative_variances
 from flatness.scatter import Scatter
 
-# Samples of a pilot, and random directions of each of its micro-batches.
+# Samples of a pilot, and random directions of each of its units.
 _PILOT_SAMPLES, _PILOT_PROBES = 512, 2
-# Few micro-batches say little about a variance.
+# Few units say little about a variance.
 _CAUTION = 1.5
 _FEWEST = 4
+# What a product costs however few samples it has, in numbers of a graph that are worked on meanwhile; and how
+# many samples are usually worked on at a time. Counted, not timed: the same call takes the same decision.
+_PRODUCT, _USUAL_BATCH = 1 << 19, 256
 
 
 @dataclass
@@ -60,7 +63,7 @@ def sample_products(
     probes = _FEWEST
     if routes.random:
         with problem.ranks.stage():
-            # By the time that products take, hence not to be chosen a second time.
+            # A resumed run goes by what was chosen, without another pilot.
             chosen: list[Any] = []
             asked = [routes.described(), spreads, plan.precision, plan.max_passes]
             with problem.loop("directions", chosen, asked) as once:
@@ -82,15 +85,19 @@ def sample_products(
         for folded in sums.parts.values():
             folded.all_reduce(problem.ranks)
         found.append(Products(sums, groups))
-    return found, _remarks(plan, error, probes)
+    return found, _remarks(problem, plan, error, probes)
 
 
-def _remarks(plan: Plan, error: DifferenceError, probes: int) -> dict[str | None, list[str]]:
+def _remarks(
+    problem: Problem, plan: Plan, error: DifferenceError, probes: int
+) -> dict[str | None, list[str]]:
     routes = plan.by_parameters
+    length = unit_length(problem)
+    random = f"{probes} random directions per {'sample' if length == 1 else f'{length} samples'}"
     remarks: dict[str | None, list[str]] = {}
     for route in routes.layers:
         complete = route.name in routes.complete
-        remarks[route.name] = [ALL if complete else f"{probes} random directions per micro-batch"]
+        remarks[route.name] = [ALL if complete else random]
         if plan.differences:
             remarks[route.name].append(str(error))
     if routes.rest and plan.differences:
@@ -107,8 +114,8 @@ def _choose(
     samples = problem.source.expected_samples()
     engine = ParameterEngine(problem, routes, spreads, min(_PILOT_PROBES, most), folds)
     sums = engine.run(first=_PILOT_SAMPLES)
-    # Every micro-batch has directions of its own: the more of them, the smaller the error of their sum.
-    units = -(-samples // unit_length(problem, routes)) if samples else engine.units
+    # Every unit has directions of its own: the more of them, the smaller the error of their sum.
+    units = -(-samples // unit_length(problem)) if samples else engine.units
     scale = engine.units / max(units, 1)
     scatter = Scatter.of(sums)
     names = [route.name for route in routes.layers]
@@ -119,11 +126,16 @@ def _choose(
     probes = most if wanted >= most else max(min(_FEWEST, most), 2 * -int(-wanted // 2))
     cheaper: set[str | None] = set()
     if routes.may_complete and samples:
-        # A product of a small micro-batch takes about as long as one of a large one, on small data.
-        random = {name: probes / engine.probes * t / scale for name, t in engine.seconds.items()}
-        complete = engine.seconds_complete(samples)
-        cheaper = {name for name in random if complete[name] <= random[name]}
-    return probes, list(cheaper)
+        each = max(1, plan.graph_bytes // problem.dtype.itemsize)
+        random = probes * _cost(samples, unit_length(problem), each)
+        complete = _cost(samples, _USUAL_BATCH, each)
+        cheaper = {name for name, entries in engine.entries.items() if entries * complete <= random}
+    return probes, [name for name in engine.entries if name in cheaper]
+
+
+def _cost(samples: int, length: int, each: int) -> int:
+    """What products of all samples, so many at a time, cost: in numbers of their graphs."""
+    return samples * each + _PRODUCT * -(-samples // length)
 
 
 def _rest_variance(plan: Plan, known: Statistics, found: Statistics, scatter: Scatter) -> Tensor:

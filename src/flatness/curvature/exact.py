@@ -46,7 +46,7 @@ def exact_statistics(
     }
     with Recording(routes.modules(), edges=routes.backward, copy_inputs=routes.copy_inputs) as recording:
 
-        def found(batch: Any) -> Statistics:
+        def found(batch: Any, samples: Tensor) -> Statistics:
             recording.clear()
             with torch.set_grad_enabled(routes.backward):
                 items = problem.items_again(batch)
@@ -56,7 +56,7 @@ def exact_statistics(
 
         with problem.ranks.stage():
             problem.stream(
-                stepwise(groups, found, total.merge),
+                stepwise(problem, groups, found, total.merge),
                 "curvature",
                 state=Fields(total) if groups is None else None,
                 depends_on=[routes.described(), spreads],

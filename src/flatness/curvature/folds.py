@@ -24,6 +24,7 @@ from flatness.ranks import Ranks
 
 # Degrees of freedom of a standard error; fewer where diagonals or block traces, large as weights, are kept.
 FOLDS, FOLDS_OF_LARGE = 64, 16
+_STEP = 7
 LARGE = frozenset({"diagonal", "block_traces"})
 
 
@@ -76,20 +77,19 @@ class FoldedSums:
 class Collector:
     """Takes values per sample of one micro-batch and one probe, and adds them to sums and folds.
 
+    Probes come in pairs of opposite signs. A sample's number and that of the pair say which fold they go to,
+    so that micro-batches make no difference.
+
     Args:
         into: Where they go.
-        n: Number of samples.
-        device: Where they live.
-        shift: Moves samples to other folds; another number for every pair of probes and micro-batch.
-        sign: +1 or −1, opposite for the two probes of a pair.
+        samples: Numbers of the samples in the data, (n,).
+        probe: Number of the probe.
     """
 
-    def __init__(self, into: FoldedSums, n: int, device: torch.device, shift: int, sign: float) -> None:
-        self.into, self.sign = into, sign
-        self.fold: Tensor | None = None
-        if into.count:
-            J = into.count
-            self.fold = (torch.arange(n, device=device) * max(1, J // max(n, 1)) + shift) % J
+    def __init__(self, into: FoldedSums, samples: Tensor, probe: int) -> None:
+        self.into, self.sign = into, 1.0 if probe % 2 == 0 else -1.0
+        # A step that has no divisor in common with the number of folds: pairs spread out.
+        self.fold = (samples + _STEP * (probe // 2)) % into.count if into.count else None
 
     def put(self, owner: str, values: Mapping[str, Tensor], start: int = 0) -> None:
         """Add values (samples, …) by statistic, of the samples from `start` on."""

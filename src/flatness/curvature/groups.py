@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from flatness import batches
 from flatness.curvature.statistics import Statistics
+from flatness.problem import Problem
+from flatness.signs import lots
 
 GROUPS = 20
 
@@ -27,14 +29,13 @@ class SampleGroups:
 
     def __init__(self) -> None:
         self.parts = [Statistics() for _ in range(GROUPS)]
-        self._generator = torch.Generator().manual_seed(0)
 
-    def split(self, batch: Any) -> Iterator[tuple[int, Any]]:
-        """The samples of a batch that belong to each group, with its number."""
-        n = batches.size_of(batch)
-        lots = torch.randint(GROUPS, (n,), generator=self._generator, device="cpu")
-        for number in lots.unique().tolist():
-            yield number, batches.picked(batch, (lots == number).nonzero()[:, 0])
+    def split(self, batch: Any, samples: Tensor) -> Iterator[tuple[int, Any, Tensor]]:
+        """The samples of a batch that belong to each group, with its number and theirs."""
+        drawn = lots(samples, GROUPS).cpu()
+        for number in drawn.unique().tolist():
+            mine = (drawn == number).nonzero()[:, 0]
+            yield number, batches.picked(batch, mine), samples[mine.to(samples.device)]
 
     def without_each(self, total: Statistics) -> list[Statistics]:
         """The statistics of all samples but those of one group, for every group that has any."""
@@ -52,21 +53,26 @@ class SampleGroups:
 
 
 def stepwise(
-    groups: SampleGroups | None, found: Callable[[Any], Statistics], add: Callable[[Statistics], object]
+    problem: Problem,
+    groups: SampleGroups | None,
+    found: Callable[[Any, Tensor], Statistics],
+    add: Callable[[Statistics], object],
 ) -> Callable[[Any], None]:
     """A step over micro-batches that adds up what is found, also group by group where groups are asked for.
 
     Args:
+        problem: Says which samples a micro-batch holds.
         groups: The groups, or None.
-        found: Statistics of a micro-batch.
+        found: Statistics of a micro-batch, given the numbers of its samples in the data.
         add: Adds them to the total.
     """
 
     def step(batch: Any) -> None:
+        samples = problem.sample_numbers(batches.size_of(batch))
         if groups is None:
-            add(found(batch))
+            add(found(batch, samples))
             return
-        parts = [(number, found(part)) for number, part in groups.split(batch)]
+        parts = [(number, found(part, mine)) for number, part, mine in groups.split(batch, samples)]
         for number, part in parts:
             groups.parts[number].merge(part)
             add(part)

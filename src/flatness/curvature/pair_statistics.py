@@ -22,7 +22,7 @@ from flatness.curvature.folds import Collector
 from flatness.curvature.layer_sums import working_numbers
 from flatness.curvature.routes import LayerRoute
 from flatness.layers import Layer
-from flatness.losses.base import random_signs
+from flatness.signs import Signs
 
 
 class LayerPairs:
@@ -166,12 +166,11 @@ class WeightSigns:
 
     Args:
         pairs: The layer.
-        generator: Where they come from.
+        signs: The draw they come from.
     """
 
-    def __init__(self, pairs: LayerPairs, generator: torch.Generator) -> None:
-        self._pairs = pairs
-        self._seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    def __init__(self, pairs: LayerPairs, signs: Signs) -> None:
+        self._pairs, self._signs = pairs, signs
         self._shift: Tensor | None = None
 
     def signal(self, shape: torch.Size) -> Tensor:
@@ -179,8 +178,7 @@ class WeightSigns:
         pairs = self._pairs
         eta = torch.cat([V @ Phi for _, Phi, V in self._drawn()])
         if pairs.bias is not None:
-            generator = torch.Generator(eta.device).manual_seed(self._seed + 1)
-            self._shift = random_signs(eta[..., :1], generator)
+            self._shift = self._signs.at(1).like(eta[..., :1])
             eta = eta + self._shift
         return laid_out_like(pairs.layer, eta, shape)
 
@@ -195,11 +193,11 @@ class WeightSigns:
 
     def _drawn(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         pairs = self._pairs
-        generator = torch.Generator(pairs.x.device).manual_seed(self._seed)
+        signs = self._signs.at(0)
         G, d, m = pairs.W.shape
         for part in pairs.slices():
             V = pairs.W.new_empty(part.stop - part.start, G, d, m)
-            yield part, pairs.features(part), random_signs(V, generator)
+            yield part, pairs.features(part), signs.of(part).like(V)
 
 
 def laid_out_like(layer: Layer, values: Tensor, shape: torch.Size) -> Tensor:

@@ -2,13 +2,13 @@
 
 The way for what no module call shows sample by sample (see `parameter_products`). A block of entries, a
 layer's weight or all parameters that only the network's trace asks for, gets directions of its own: every
-entry in turn where that is cheap, else random signs V, new ones for every micro-batch. The pair (V, HV) is
-one "sample" of `LayerPairs`: a micro-batch takes the place of a sample in the folds.
+entry in turn where that is cheap, else random signs V, new ones for every unit of so many consecutive
+samples. The pair (V, HV) is one "sample" of `LayerPairs`: a unit takes the place of a sample in the folds.
+All sums are linear in HV, so that it makes no difference whether a unit is worked on at once.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,12 +27,14 @@ from flatness.curvature.sampled import SampledSums
 from flatness.curvature.statistics import Statistics
 from flatness.guard import differentiable
 from flatness.journal_state import Fields
-from flatness.losses.base import random_signs
 from flatness.problem import Problem
+from flatness.signs import Signs
 
 ALL, SIGNS = "all directions", "signs"
-# Micro-batches of a pass at least, where there are as many samples: each has random directions of its own.
+# Units of a pass, where there are as many samples: each has random directions of its own.
 UNITS = 64
+# Samples of a unit where nobody knows how many there are.
+_UNKNOWN_UNIT = 64
 
 
 @dataclass
@@ -84,13 +86,13 @@ class ParameterEngine:
         problem: The model, data and loss, already guarded.
         routes: What to measure.
         spreads: V per input unit of the layers that need `relative_normalized`.
-        probes: Random directions per micro-batch, even.
+        probes: Random directions per unit, even.
         folds: Degrees of freedom of standard errors.
         error: Told how far finite differences are off.
 
     Attributes:
-        units: Micro-batches seen.
-        seconds: Time that products took, by layer; with None, those of the rest.
+        units: Units seen.
+        entries: Number of entries that have directions of their own, by layer; with None, those of the rest.
     """
 
     def __init__(
@@ -106,30 +108,36 @@ class ParameterEngine:
         names = dict.fromkeys([*(routes.parameters[route.name] for route in routes.layers), *routes.rest])
         self.space = ParameterSpace(problem, names)
         self._error = error or DifferenceError()
-        self.seconds: dict[str | None, float] = {}
         self.total = Statistics()
         self.parts = {ALL: FoldedSums(0), SIGNS: FoldedSums(folds)}
         self._spreads = spreads
         self._blocks = list(self._made(spreads))
-        # Samples of different processes need probes of their own.
-        seed = problem.seed + 1_000_003 * problem.ranks.rank + 17
-        self._generator = torch.Generator(problem.device).manual_seed(seed)
+        self.entries = {block.name: block.entries.numel() for block in self._blocks}
+        self._length = 0
         self.units = 0
 
-    def probed(self, batch: Any) -> Statistics:
-        """Probe one micro-batch: its sums. Folds are added to the parts at once."""
+    def probed(self, batch: Any, samples: Tensor) -> Statistics:
+        """Sums of one micro-batch, given its samples' numbers. Folds are added to the parts at once."""
+        if not self.routes.random:
+            return self._probed(batch, 0)
+        units, found = samples.cpu() // self._length, Statistics()
+        for unit in units.unique().tolist():
+            mine = (units == unit).nonzero()[:, 0]
+            found.merge(self._probed(batch if len(mine) == len(units) else batches.picked(batch, mine), unit))
+        return found
+
+    def _probed(self, batch: Any, unit: int) -> Statistics:
+        """Probe samples of one unit."""
         items, product = batch_product(self.space, batch, self.routes.curvature, self._error)
         parts = {name: FoldedSums(part.count) for name, part in self.parts.items()}
+        number = torch.tensor([unit], device=self.problem.device)
+        # Units of different processes need directions of their own.
+        signs = Signs(self.problem.seed, number, [self.problem.ranks.rank, 2])
         for block in self._blocks:
-            started = self._now()
-            for probe, V in block.directions(self.probes, self._generator):
-                q = self._along(product, block, V)
+            for probe, V in block.directions(self.probes, signs.next()):
                 part = parts[ALL if block.complete else SIGNS]
-                shift = self.units + 7 * (probe // 2)
-                sign = 1.0 if probe % 2 == 0 else -1.0
-                block.add(Collector(part, 1, self.problem.device, shift, sign), V, q)
-            self.seconds[block.name] = self.seconds.get(block.name, 0.0) + self._now() - started
-        self.units += 1
+                block.add(Collector(part, number, probe), V, self._along(product, block, V))
+        self.units = max(self.units, unit + 1)
         found, loss = Statistics(), self.problem.loss
         with torch.no_grad():
             values = loss.values(items).sum(dtype=torch.float64)
@@ -142,49 +150,23 @@ class ParameterEngine:
                     found.add(owner, statistic, value)
         return found
 
-    def seconds_complete(self, samples: int) -> dict[str | None, float]:
-        """What all directions would take, from one of each block on the longest micro-batch."""
-        found: dict[str | None, float] = {}
-        length = min(self.problem.micro_batch, samples)
-        with differentiable(self.problem.model):
-            batch = self.problem.example(length)
-            _, product = batch_product(self.space, batch, self.routes.curvature)
-            for block in self._blocks:
-                one = torch.ones_like(block.entries, dtype=self.problem.dtype)
-                self._along(product, block, one)  # warms up
-                started = self._now()
-                self._along(product, block, one)
-                passes = block.entries.numel() * -(-samples // batches.size_of(batch))
-                found[block.name] = (self._now() - started) * passes
-        return found
-
     def _along(self, product: Product, block: _Block, V: Tensor) -> Tensor:
         """The product with V in the place of a block, seen there."""
         vector = torch.zeros(self.space.dimension, dtype=V.dtype, device=V.device)
         vector[block.entries] = V
         return product(vector)[block.entries].to(V.dtype)
 
-    def _now(self) -> float:
-        if self.problem.device.type == "cuda":
-            torch.cuda.synchronize(self.problem.device)
-        return time.perf_counter()
-
     def run(self, groups: SampleGroups | None = None, *, first: int | None = None) -> SampledSums:
         """All samples, or the first ones; sums of this process alone."""
-        before = self.problem.micro_batch
-        label = "products" if first is None else "pilot"
-        try:
-            self.problem.micro_batch = unit_length(self.problem, self.routes, first)
-            with differentiable(self.problem.model):
-                self.problem.stream(
-                    stepwise(groups, self.probed, self.total.merge),
-                    label,
-                    first,
-                    state=self._state() if groups is None else None,
-                    depends_on=[self.routes.described(), self._spreads, self.probes, self.problem.seed],
-                )
-        finally:
-            self.problem.micro_batch = before
+        self._length = unit_length(self.problem, first)
+        with differentiable(self.problem.model):
+            self.problem.stream(
+                stepwise(self.problem, groups, self.probed, self.total.merge),
+                "products" if first is None else "pilot",
+                first,
+                state=self._state() if groups is None else None,
+                depends_on=[self.routes.described(), self._spreads, self.probes, self.problem.seed],
+            )
         if not bool(self.total.to_host().risk.isfinite()):
             self.problem.locate_bad_loss()
         return SampledSums(self.total, self.parts)
@@ -194,7 +176,7 @@ class ParameterEngine:
         return {
             "total": Fields(self.total),
             "parts": {name: Fields(part) for name, part in self.parts.items()},
-            "own": Fields(self, "units", "seconds", "_generator"),
+            "own": Fields(self, "units"),
             "error": Fields(self._error),
         }
 
@@ -218,15 +200,15 @@ class ParameterEngine:
             yield _RestBlock(None, torch.cat(places), complete, self.problem.dtype, sizes)
 
 
-def unit_length(problem: Problem, routes: ParameterRoutes, first: int | None = None) -> int:
-    """Samples per micro-batch, so that there are `UNITS` of them where directions are random.
+def unit_length(problem: Problem, first: int | None = None) -> int:
+    """Samples per unit, so that there are `UNITS` of them.
 
-    A pilot on the first samples has a quarter as many, unless its micro-batches would be the longer ones.
+    A pilot on the first samples has a quarter as many, unless its units would be the longer ones.
     """
     samples = problem.source.expected_samples()
-    if not samples or not routes.random:
-        return problem.micro_batch
-    length = max(1, min(problem.micro_batch, -(-samples // UNITS)))
+    if not samples:
+        return _UNKNOWN_UNIT
+    length = max(1, -(-samples // UNITS))
     return length if first is None else min(length, -(-4 * min(samples, first) // UNITS))
 
 
@@ -239,12 +221,12 @@ class _Block:
     complete: bool
     dtype: torch.dtype
 
-    def directions(self, probes: int, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:
+    def directions(self, probes: int, signs: Signs) -> Iterator[tuple[int, Tensor]]:
         """Directions shaped like the entries, with the number of the probe they belong to."""
         like = torch.zeros(self.entries.shape, dtype=self.dtype, device=self.entries.device)
         if not self.complete:
             for probe in range(probes):
-                yield probe, random_signs(like, generator)
+                yield probe, signs.at(probe).like(like)
             return
         for entry in range(like.numel()):
             one = torch.zeros_like(like)

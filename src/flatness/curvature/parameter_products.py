@@ -2,7 +2,7 @@
 
 A weight some of whose uses no module shows, inputs whose samples are not told apart, embeddings, the raw
 parameters of a parametrisation: the loss can always be differentiated twice in a parameter itself. What is
-lost is the sample: a product is that of a whole micro-batch, and random directions are drawn per micro-batch.
+lost is the sample: a product is that of a whole micro-batch, and samples share their random directions.
 
 Where an operator has no second derivative, central differences of gradients stand in,
 

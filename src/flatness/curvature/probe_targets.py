@@ -12,7 +12,7 @@ from torch import Tensor
 from flatness.affine import AffineModule
 from flatness.curvature.folds import Collector
 from flatness.curvature.pair_statistics import LayerPairs, WeightSigns
-from flatness.losses.base import random_signs
+from flatness.signs import Signs
 
 
 class Direction:
@@ -61,7 +61,7 @@ class Target:
         """Add a pair of signals shaped like z to the sums."""
         raise NotImplementedError
 
-    def random_direction(self, generator: torch.Generator) -> Direction:
+    def random_direction(self, signs: Signs) -> Direction:
         """A random direction with E ηηᵀ = 1."""
         raise NotImplementedError
 
@@ -92,12 +92,12 @@ class LayerTarget(Target):
         """Add a pair of signals to the layer's statistics."""
         self.pairs.add(collector, eta, h)
 
-    def random_direction(self, generator: torch.Generator) -> Direction:
+    def random_direction(self, signs: Signs) -> Direction:
         """Signs shaped like z where a sample meets W once, η = VΦ with signs V at many positions."""
         if self.pairs.plain:
-            return GivenSignal(self, random_signs(self._like(), generator))
-        signs = WeightSigns(self.pairs, generator)
-        return WeightSignal(signs, signs.signal(self.shape))
+            return GivenSignal(self, signs.like(self._like()))
+        drawn = WeightSigns(self.pairs, signs)
+        return WeightSignal(drawn, drawn.signal(self.shape))
 
     def _like(self) -> Tensor:
         return self.pairs.x.new_empty(self.shape)
@@ -117,9 +117,9 @@ class SharedTarget(Target):
         for part in self.pairs.slices():
             self.pairs.add_gradients(collector, eta[part], h[part], part.start)
 
-    def random_direction(self, generator: torch.Generator) -> Direction:
+    def random_direction(self, signs: Signs) -> Direction:
         """Signs in the place of every weight of every sample."""
-        return GivenSignal(self, random_signs(self._like(), generator))
+        return GivenSignal(self, signs.like(self._like()))
 
     def _like(self) -> Tensor:
         return self.pairs.W.new_empty(self.shape)
@@ -142,9 +142,9 @@ class AffineTarget(Target):
         for name, a in first.items():
             collector.put(name, {"diagonal": a * second[name]})
 
-    def random_direction(self, generator: torch.Generator) -> Direction:
+    def random_direction(self, signs: Signs) -> Direction:
         """Signs shaped like z."""
-        return GivenSignal(self, random_signs(self._like(), generator))
+        return GivenSignal(self, signs.like(self._like()))
 
     def _like(self) -> Tensor:
         return self.x.new_empty(self.shape)

@@ -21,10 +21,9 @@ sets of directions instead of random ones, is exact: see `Budget`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -45,6 +44,7 @@ from flatness.journal_state import Fields
 from flatness.layers.shared import SharedLayer
 from flatness.losses import Items
 from flatness.problem import Problem
+from flatness.signs import Signs
 
 PARTS: tuple[str, ...] = ("gauss_newton", "residual")
 # Second backward passes that one probe of the residual, layer by layer, takes at most.
@@ -75,12 +75,10 @@ class SampledSums:
     Attributes:
         statistics: Both parts together; with the normaliser and the risk.
         parts: Each part with its folds.
-        seconds: Time spent on each part.
     """
 
     statistics: Statistics
     parts: dict[str, FoldedSums]
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def folds(self, owner: str, statistic: str) -> Tensor | None:
         """The folds of both parts together; None where nothing is random."""
@@ -111,7 +109,7 @@ def sampled_statistics(
     engine = SampledEngine(problem, routes, spreads, budget)
     with engine.attached(), problem.ranks.stage():
         problem.stream(
-            stepwise(groups, engine.probed, engine.total.merge),
+            stepwise(problem, groups, engine.probed, engine.total.merge),
             "probes",
             state=engine.state() if groups is None else None,
             depends_on=[routes.described(), spreads, astuple(budget), problem.seed],
@@ -122,6 +120,25 @@ def sampled_statistics(
     for part in engine.parts.values():
         part.all_reduce(problem.ranks)
     return engine.finished()
+
+
+@dataclass
+class Probes:
+    """What the probes of one part and micro-batch are made of, and where they go.
+
+    Attributes:
+        into: The sums and folds.
+        samples: The samples' numbers in the data.
+        signs: Their signs, of this part.
+    """
+
+    into: FoldedSums
+    samples: Tensor
+    signs: Signs
+
+    def collector(self, probe: int) -> Collector:
+        """What takes the values of one probe."""
+        return Collector(self.into, self.samples, probe)
 
 
 class SampledEngine:
@@ -135,11 +152,6 @@ class SampledEngine:
         random = {"gauss_newton": budget.gauss_newton, "residual": budget.residual}
         self._probes = {name: count or 1 for name, count in random.items()}
         self.parts = {name: FoldedSums(budget.folds if random[name] else 0) for name in PARTS}
-        # Samples of different processes need probes of their own, too.
-        seed = problem.seed + 1_000_003 * problem.ranks.rank
-        self._generator = torch.Generator(problem.device).manual_seed(seed)
-        self._micro_batches = 0
-        self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -147,8 +159,8 @@ class SampledEngine:
         with self._recording, self._copies:
             yield
 
-    def probed(self, batch: Any) -> Statistics:
-        """Probe one micro-batch: its sums. Folds are added to the parts at once."""
+    def probed(self, batch: Any, samples: Tensor) -> Statistics:
+        """Sums of one micro-batch, given its samples' numbers. Folds are added to the parts at once."""
         recording = self._recording
         recording.clear()
         self._copies.prepare(batches.size_of(batch))
@@ -157,19 +169,16 @@ class SampledEngine:
         n = items.logits.shape[0]
         parts = {name: FoldedSums(part.count) for name, part in self.parts.items()}
         targets = self._targets(n)
-        started = self._now()
-        self._gauss_newton(items, targets, parts["gauss_newton"])
-        middle = self._now()
+        # Samples of different processes need probes of their own.
+        signs = Signs(self.problem.seed, samples, [self.problem.ranks.rank])
+        self._gauss_newton(items, targets, Probes(parts["gauss_newton"], samples, signs.at(0)))
         curved = [target for target in targets if target.name in self.routes.curved]
         if curved:
-            self._residual(items, curved, parts["residual"])
-        self._spent("gauss_newton", middle - started)
-        self._spent("residual", self._now() - middle)
+            self._residual(items, curved, Probes(parts["residual"], samples, signs.at(1)))
         with torch.no_grad():
             loss = self.problem.loss
             counted = n, loss.normaliser(items), loss.values(items).sum(dtype=torch.float64)
         recording.clear()
-        self._micro_batches += 1
         found = Statistics()
         found.count(*counted)
         for name, part in parts.items():
@@ -184,20 +193,11 @@ class SampledEngine:
         return {
             "total": Fields(self.total),
             "parts": {name: Fields(part) for name, part in self.parts.items()},
-            "own": Fields(self, "_micro_batches", "_seconds", "_generator"),
         }
 
     def finished(self) -> SampledSums:
         """What was summed."""
-        return SampledSums(self.total, self.parts, self._seconds)
-
-    def _now(self) -> float:
-        if self.problem.device.type == "cuda":
-            torch.cuda.synchronize(self.problem.device)
-        return time.perf_counter()
-
-    def _spent(self, part: str, seconds: float) -> None:
-        self._seconds[part] += seconds
+        return SampledSums(self.total, self.parts)
 
     def _targets(self, n: int) -> list[Target]:
         targets: list[Target] = []
@@ -215,28 +215,23 @@ class SampledEngine:
             targets.append(AffineTarget(module.name, record.z_edge, record.z_shape, module, record.x))
         return [target for target in targets if target.edge is not None]
 
-    def _collector(self, into: FoldedSums, n: int, probe: int) -> Collector:
-        # Steps that have no divisor in common with the number of folds: pairs and micro-batches spread out.
-        shift = 7 * (probe // 2) + 13 * self._micro_batches
-        return Collector(into, n, self.problem.device, shift, 1.0 if probe % 2 == 0 else -1.0)
-
-    def _gauss_newton(self, items: Items, targets: list[Target], into: FoldedSums) -> None:
+    def _gauss_newton(self, items: Items, targets: list[Target], probes: Probes) -> None:
         n, edges = items.logits.shape[0], [target.edge for target in targets]
-        for probe, s, weight in self._output_directions(items):
+        for probe, s, weight in self._output_directions(items, probes.signs):
             with explained():
                 arrived = torch.autograd.grad(items.logits, edges, s, retain_graph=True, allow_unused=True)
-            collector = self._collector(into, n, probe)
+            collector = probes.collector(probe)
             with torch.no_grad():
                 for target, delta in zip(targets, arrived, strict=True):
                     if delta is not None:
                         target.add(collector, delta, _weighted(delta, weight, n))
 
-    def _output_directions(self, items: Items) -> Iterator[tuple[int, Tensor, Tensor | float]]:
+    def _output_directions(self, items: Items, signs: Signs) -> Iterator[tuple[int, Tensor, Tensor | float]]:
         """Directions (n, T, K) at the output with the probe they belong to and their weight."""
         loss = self.problem.loss
         if self.budget.gauss_newton is not None:
             for probe in range(self.budget.gauss_newton):
-                for s, sign in loss.probes(items, self._generator):
+                for s, sign in loss.probes(items, signs.at(probe)):
                     yield probe, s, sign
             return
         T = items.logits.shape[1]
@@ -246,8 +241,7 @@ class SampledEngine:
                 alone[:, t] = s[:, t]
                 yield 0, s if T == 1 else alone, 1.0 if c is None else c[:, t].to(s.dtype)
 
-    def _residual(self, items: Items, targets: list[Target], into: FoldedSums) -> None:
-        n = items.logits.shape[0]
+    def _residual(self, items: Items, targets: list[Target], probes: Probes) -> None:
         slope = output_slope(self.problem, items)
         edges = [target.edge for target in targets]
         with explained(second=True):
@@ -257,8 +251,8 @@ class SampledEngine:
             for target, value in zip(targets, pulled, strict=True)
             if value is not None and value.requires_grad
         ]
-        for probe, group in self._residual_directions(live, n):
-            collector = self._collector(into, n, probe)
+        for probe, group in self._residual_directions(live, probes.signs):
+            collector = probes.collector(probe)
             with explained(second=True):
                 products = torch.autograd.grad(
                     [value for _, value, _ in group],
@@ -273,7 +267,7 @@ class SampledEngine:
                         direction.take(collector, h)
 
     def _residual_directions(
-        self, live: list[tuple[Target, Tensor]], n: int
+        self, live: list[tuple[Target, Tensor]], signs: Signs
     ) -> Iterator[tuple[int, list[tuple[Target, Tensor, Direction]]]]:
         """Groups of targets that share a product, each with its direction."""
         if self.budget.residual is None:
@@ -282,7 +276,8 @@ class SampledEngine:
                     yield 0, [(target, value, direction)]
             return
         for probe in range(self.budget.residual):
-            drawn = ((target, value, target.random_direction(self._generator)) for target, value in live)
+            own = signs.at(probe)
+            drawn = ((target, value, target.random_direction(own.next())) for target, value in live)
             groups = min(len(live), 1 if self.budget.joint else MOST_GROUPS)
             for g in range(groups):
                 size = len(live) * (g + 1) // groups - len(live) * g // groups
