@@ -126,7 +126,6 @@ CASES = {
     "AdaptiveMaxPool3D": [case(lambda z: F.adaptive_max_pool3d(z, 3), VIDEO)],
     "Amax": [case(lambda z: z.amax(1), A)],
     "Amin": [case(lambda z: z.amin(1), A)],
-    "Aminmax": [case(lambda z: z.aminmax(dim=1).max, A)],
     "Clamp": [
         case(lambda z: z.clamp(-0.5, 0.7), A),
         case(lambda z, low, high: torch.clamp(z, low, high), A, A, A),

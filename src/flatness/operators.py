@@ -144,7 +144,6 @@ OPERATORS: Mapping[str, Operator] = {
     "AdaptiveMaxPool3D": KINKED,
     "Amax": KINKED,
     "Amin": KINKED,
-    "Aminmax": KINKED,
     "Clamp": KINKED,
     "ClampMax": KINKED,
     "ClampMin": KINKED,
