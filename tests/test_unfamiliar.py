@@ -1,5 +1,7 @@
 """Modules with code of their own: what they compute for later samples, and for other weights, counts too."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -225,6 +227,22 @@ def test_a_hook_on_all_modules_is_seen():
     finally:
         handle.remove()
     assert LEFT_OUT in report.notes
+    assert report.value("hessian_trace") == pytest.approx(total, rel=1e-8)
+
+
+def test_a_class_of_torch_that_someone_changed_is_not_taken_at_its_word(monkeypatch):
+    original = nn.Linear.forward
+
+    @functools.wraps(original)
+    def forward(self, x):
+        return original(self, x) * (1 + odd(x)) if self.out_features == 6 else original(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    x, y = data()
+    model = network(nn.Linear)
+    report = measure(model, (x, y), batch_size=5)
+    assert LEFT_OUT in report.notes
+    total = oracle.total_trace(model, oracle.mean_risk(x, y, F.cross_entropy))
     assert report.value("hessian_trace") == pytest.approx(total, rel=1e-8)
 
 

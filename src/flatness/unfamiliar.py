@@ -7,6 +7,7 @@ or with other derivatives (a detached weight). So it is tried with other weights
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules import module as torch_module
 
-from flatness import batches
+from flatness import attention, batches
 from flatness.affine import AffineModule
 from flatness.layers import Layer
 from flatness.problem import Problem
 
 View = Layer | AffineModule
-# Where the code of modules is known: torch's own, GPT-2's Conv1D, and the projections of opened attention.
-_KNOWN = ("torch.nn.modules.", "transformers.pytorch_utils", "flatness.attention")
+# Where code is that is known: torch's modules, the projections of opened attention, and GPT-2's Conv1D.
+_TORCH = os.path.dirname(nn.modules.__file__) + os.sep
+_CONV1D = os.sep + os.path.join("transformers", "pytorch_utils.py")
 # What a module calls on itself, and a user may replace in one module.
 _CALLED = ("forward", "_conv_forward", "_call_impl", "_wrapped_call_impl")
 
@@ -34,11 +36,17 @@ def is_familiar(view: View) -> bool:
     """
     module = view.module
     kind = type(module)
-    code = [getattr(kind, name, None) for name in _CALLED]
-    known = all(method is None or method.__module__.startswith(_KNOWN) for method in code)
+    known = all(_is_known(getattr(kind, name)) for name in _CALLED if hasattr(kind, name))
     replaced = any(name in vars(module) for name in _CALLED)
     hooked = module._forward_hooks or torch_module._global_forward_hooks
     return known and not replaced and not hooked
+
+
+def _is_known(method: Any) -> bool:
+    # The file, not the name: a decorated method may bear the name of the one it replaces.
+    code = getattr(method, "__code__", None)
+    file = "" if code is None else code.co_filename
+    return file.startswith(_TORCH) or file == attention.__file__ or file.endswith(_CONV1D)
 
 
 def follows_weights(view: View, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor) -> bool:
