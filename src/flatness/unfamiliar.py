@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from flatness import attention, batches
 from flatness.affine import AffineModule
 from flatness.layers import Layer
+from flatness.memory import ran_out
 from flatness.problem import Problem
 
 View = Layer | AffineModule
@@ -66,8 +67,7 @@ def follows_weights(view: View, args: tuple[Any, ...], kwargs: dict[str, Any], z
     }
     if "weight" not in own:
         return True
-    generator = torch.Generator().manual_seed(0)
-    moved = {key: _elsewhere(value, generator) for key, value in own.items()}
+    moved = {key: _elsewhere(value) for key, value in own.items()}
     explained: list[bool] = []
 
     def check(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -79,9 +79,11 @@ def follows_weights(view: View, args: tuple[Any, ...], kwargs: dict[str, Any], z
         with torch.enable_grad():
             given, named = batches.map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
             there = functional_call(view.module, moved, given, named)
-            signal = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
+            signal = _elsewhere(torch.zeros_like(z)).detach()
             slopes = torch.autograd.grad(there, list(moved.values()), signal, materialize_grads=True)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        if ran_out(error):
+            raise
         return False
     finally:
         handle.remove()
@@ -94,10 +96,12 @@ def follows_weights(view: View, args: tuple[Any, ...], kwargs: dict[str, Any], z
     return all(explained) and abs(along - change) <= torch.finfo(z.dtype).eps ** 0.5 * size
 
 
-def _elsewhere(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Other numbers of the same size."""
-    noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
-    return (value.detach() + noise * value.detach().square().mean().sqrt().clamp(min=1e-2)).requires_grad_()
+def _elsewhere(value: Tensor) -> Tensor:
+    """Other numbers of the same size; made on the device, as a weight may be large."""
+    held = value.detach()
+    waves = torch.arange(1, held.numel() + 1, device=held.device, dtype=torch.float32).mul_(0.7).cos_()
+    size = held.square().mean().sqrt().clamp(min=1e-2)
+    return (held + waves.to(held.dtype).reshape(held.shape) * size).requires_grad_()
 
 
 def misread_samples(problem: Problem, views: Mapping[str, View]) -> list[str]:
