@@ -10,6 +10,7 @@ import torch
 import flatness
 from flatness.latex import latex_report
 from flatness.result import Report, Result
+from flatness.show.page import Page, render
 from flatness.tables import format_report, format_value
 
 
@@ -176,3 +177,31 @@ def test_what_an_ascent_did_not_reach_is_marked_as_such():
     text = format_report(Report((row,)), 80)
     assert "2.000*" in text
     assert "* a search or an iteration did not arrive: see report.result(...).notes" in text
+
+
+def test_errors_of_the_data_are_in_every_table():
+    rows = (
+        Result("relative_flatness", "layer", 3.14159, layer="fc1", data_stderr=0.02, loss="mse"),
+        Result("relative_flatness", "layer", 2.71828, layer="fc2", stderr=0.3, data_stderr=0.02),
+        Result("weight_norm", "layer", 1234.5, layer="fc1", data_stderr=1e-13),
+    )
+    report = Report(rows, {"model": "Net", "samples": 10, "loss": "mse"})
+    text = format_report(report, 120)
+    assert text.splitlines()[0] == (
+        "Net: 10 samples, mse, all values exact, ± is the standard error, that of the data included"
+    )
+    cells = [line.split("  ") for line in text.splitlines()[-2:]]
+    assert [[cell.strip() for cell in line if cell.strip()] for line in cells] == [
+        ["fc1", "3.14 ± 0.02", "1234"],
+        ["fc2", "2.7 ± 0.3"],
+    ]
+    latex = report.to_latex()
+    assert latex.splitlines()[0] == "% ± is the standard error, that of the data included"
+    assert r"fc1 & $3.14 \pm 0.02$ & $1234$ \\" in latex
+    assert str(rows[0]) == (
+        "relative_flatness of fc1: 3.14 ± 0.02 (exact, hessian of mse, ± with that of the data)"
+    )
+    page = render(Page("One", {"net": report}))
+    assert ">that of the data</button>" in page
+    assert '<td data-value="0.02">0.02000</td>' in page
+    assert "3.14 ± 0.02" in page

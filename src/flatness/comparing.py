@@ -1,88 +1,45 @@
-"""`flatness.compare`: which of two reports is flatter, measure by measure, with error bars."""
+"""`flatness.compare`: which of two networks, or groups of them, is flatter, and what cannot be compared."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from flatness.errors import MeasureError, ReportError
+from flatness.comparison import Comparison, Group, Pair, address
+from flatness.errors import MeasureError, ReportError, listed
 from flatness.measures.catalogue import get_measure
 from flatness.result import Report, Result
-from flatness.tables import WHOLE_MODEL, format_value
 
-if TYPE_CHECKING:
-    import pandas
+__all__ = ["Comparison", "compare"]
 
-# Values closer than this, relatively, count as equal: rounding of float32 models.
-_EQUAL = 1e-6
-_SIGNIFICANT = 2.0
-# What two reports must agree on, by the key of their meta data.
+# What all reports must agree on, by the key of their meta data.
 _SHARED = {
     "data_fingerprint": "data",
     "loss": "loss",
     "loss_options": "options of the loss",
+    "alignment": "alignment of outputs and labels",
     "curvature": "curvature",
     "weight_decay": "weight decay",
 }
+# Training losses that differ by as much, or more, are not similar.
+_FACTOR = 2.0
+
+Reports = Report | Sequence[Report]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two reports side by side.
+def compare(report_a: Reports, report_b: Reports, *, names: tuple[str, str] = ("A", "B")) -> Comparison:
+    """Is A flatter than B? Pairs every layer- and network-level quantity that all reports hold.
 
-    Attributes:
-        rows: Pairs of matching results, A's and B's.
-        names: What A and B are called in tables.
-    """
+    Values from different data or losses are not comparable and are refused; measures whose options or losses
+    differ are left out, and the notes say so. Errors are those of the estimator, or of the data where they
+    are known and larger (`data_stderr`): without them, the verdict is about these samples.
 
-    rows: tuple[tuple[Result, Result], ...]
-    names: tuple[str, str] = ("A", "B")
-
-    def to_frame(self) -> pandas.DataFrame:
-        """One row per shared quantity: measure, level, layer, reduction, a, b, ratio, z, flatter."""
-        import pandas as pd
-
-        rows = []
-        for a, b in self.rows:
-            address = dict(zip(("measure", "level", "layer", "reduction"), _address(a), strict=True))
-            ratio = a.value / b.value if b.value else math.nan
-            verdict = {"ratio": ratio, "z": _z(a, b), "flatter": self._verdict(a, b)}
-            rows.append({**address, "a": a.value, "b": b.value, **verdict})
-        return pd.DataFrame(rows)
-
-    def _verdict(self, a: Result, b: Result) -> str:
-        if not _is_flatness(a.measure):
-            return ""
-        if abs(a.value - b.value) <= _EQUAL * max(abs(a.value), abs(b.value)):
-            return "equal"
-        if abs(_z(a, b)) < _SIGNIFICANT:
-            return "undecided"
-        return self.names[0] if a.value < b.value else self.names[1]
-
-    def __str__(self) -> str:
-        """A table."""
-        lines = [("measure", "where", *self.names, "flatter")]
-        for a, b in self.rows:
-            layer = "network" if a.layer is None else a.layer or WHOLE_MODEL
-            where = " ".join(part for part in (layer, a.reduction) if part)
-            values = format_value(a.value, a.stderr), format_value(b.value, b.stderr)
-            lines.append((a.measure, where, *values, self._verdict(a, b)))
-        widths = [max(len(line[column]) for line in lines) for column in range(5)]
-        text = []
-        for line in lines:
-            aligned = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
-            cells = [align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)]
-            text.append("  ".join(cells).rstrip())
-        return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
-
-    __repr__ = __str__
-
-
-def compare(report_a: Report, report_b: Report, *, names: tuple[str, str] = ("A", "B")) -> Comparison:
-    """Is A flatter than B? Pairs every layer- and network-level quantity that both reports hold.
-
-    Values from different data or losses are not comparable and are refused.
+    Args:
+        report_a: A report, or a list of reports of networks that differ in their seed.
+        report_b: Likewise. Of groups the means are compared, with the spread between the networks of each in
+            the error, by Welch's t-test; a single network against several is taken to spread as they do.
+        names: What the two are called.
 
     Example:
         >>> import torch, flatness
@@ -91,46 +48,215 @@ def compare(report_a: Report, report_b: Report, *, names: tuple[str, str] = ("A"
         >>> a = flatness.measure(model, data)
         >>> _ = torch.nn.init.normal_(model.weight, std=3)
         >>> b = flatness.measure(model, data)
-        >>> frame = flatness.compare(a, b).to_frame()
+        >>> comparison = flatness.compare(a, b)
+        >>> frame = comparison.to_frame()
         >>> frame.loc[frame.measure == "layer_flatness_trace", "flatter"].tolist()
         ['A', 'A', 'A']
     """
-    for report in (report_a, report_b):
-        if not isinstance(report, Report):
-            raise ReportError(
-                f"Expected two reports but got {type(report).__name__}. Pass what flatness.measure or "
-                "Report.load returned."
-            )
-    for key, what in _SHARED.items():
-        ours, theirs = report_a.meta.get(key), report_b.meta.get(key)
-        if ours != theirs:
-            raise ReportError(
-                f"Expected two reports on the same {what} but got {ours!r} and {theirs!r}: their values are "
-                "not comparable. Measure both models on the same samples with the same loss."
-            )
-    others = {_address(row): row for row in report_b.results if row.level != "unit"}
-    pairs = [(row, others.get(_address(row))) for row in report_a.results if row.level != "unit"]
-    rows = tuple((row, other) for row, other in pairs if other is not None)
-    if not rows:
-        raise ReportError(
-            "Expected two reports with measures and layers in common but they share none. Measure both with "
-            "the same measures= and layers=."
+    sides = tuple(_listed(given) for given in (report_a, report_b))
+    if names[0] == names[1]:
+        raise ReportError(f"Expected two names that differ but both are {names[0]!r}. Pass names=.")
+    reports = [report for side in sides for report in side]
+    _check_shared(reports)
+    for side, name in zip(sides, names, strict=True):
+        _check_different(side, name)
+    left = _left_out(sides, names)
+    held = [{address(row): row for row in report.results if row.level != "unit"} for report in reports]
+    shared = [key for key in held[0] if all(key in rows for rows in held)]
+    kept = [key for key in shared if key[0] not in left.measures and not (left.sums and _is_aggregate(key))]
+    if not kept:
+        raise ReportError(_nothing_left(left, bool(shared)))
+    first = len(sides[0])
+    pairs = [
+        Pair(
+            Group(tuple(rows[key] for rows in held[:first])), Group(tuple(rows[key] for rows in held[first:]))
         )
-    return Comparison(rows, names)
+        for key in kept
+    ]
+    compared = list(dict.fromkeys(key[0] for key in kept))
+    notes = [*left.words(), *_warnings(sides, names, compared, pairs)]
+    return Comparison(tuple(pairs), names, tuple(notes))
 
 
-def _address(row: Result) -> tuple[str, str, str | None, str | None]:
-    return row.measure, row.level, row.layer, row.reduction
+def _listed(given: Any) -> tuple[Report, ...]:
+    """The reports of one side."""
+    found = (given,) if isinstance(given, Report) else given
+    if not isinstance(found, Sequence) or isinstance(found, str | bytes) or not found:
+        what = "an empty list" if isinstance(found, list | tuple) else type(given).__name__
+    else:
+        odd = [type(one).__name__ for one in found if not isinstance(one, Report)]
+        if not odd:
+            return tuple(found)
+        what = f"a list with {odd[0]}"
+    raise ReportError(
+        f"Expected two reports but got {what}. Pass what flatness.measure or Report.load returned."
+    )
 
 
-def _z(a: Result, b: Result) -> float:
-    spread = math.hypot(a.stderr, b.stderr)
-    difference = a.value - b.value
-    return difference / spread if spread > 0 else math.copysign(math.inf, difference) if difference else 0.0
+def _check_shared(reports: Sequence[Report]) -> None:
+    first, *others = reports
+    for key, what in _SHARED.items():
+        for other in others:
+            ours, theirs = first.meta.get(key), other.meta.get(key)
+            if ours != theirs:
+                raise ReportError(
+                    f"Expected two reports on the same {what} but got {ours!r} and {theirs!r}: their values "
+                    "are not comparable. Measure both models on the same samples with the same loss."
+                )
 
 
-def _is_flatness(name: str) -> bool:
+def _check_different(side: Sequence[Report], name: str) -> None:
+    """Refuse a network that is in a group twice: it would make the spread between networks too small."""
+    prints = [report.meta.get("model_fingerprint") for report in side]
+    known = [one for one in prints if one is not None]
+    twice = next((one for one in known if known.count(one) > 1), None)
+    if twice is not None:
+        places = [str(number + 1) for number, one in enumerate(prints) if one == twice]
+        raise ReportError(
+            f"Expected {len(side)} different networks in {name} but numbers {' and '.join(places)} are the "
+            f"same, {twice}. Pass each network once."
+        )
+
+
+class _LeftOut:
+    """What cannot be compared: measures with the reason, and sums over layers that are not the same."""
+
+    def __init__(self) -> None:
+        self.measures: dict[str, str] = {}
+        self.sums = ""
+
+    def words(self) -> list[str]:
+        """A sentence for each."""
+        found = [f"{name} is left out: {why}" for name, why in self.measures.items()]
+        return found + ([f"sums and maxima over layers are left out: {self.sums}"] if self.sums else [])
+
+
+def _left_out(sides: Sequence[Sequence[Report]], names: Sequence[str]) -> _LeftOut:
+    found = _LeftOut()
+    labelled = [(name, report) for name, side in zip(names, sides, strict=True) for report in side]
+    reports = [report for _, report in labelled]
+    for measure in dict.fromkeys(row.measure for row in reports[0].results):
+        options = [_options(report).get(measure) for report in reports]
+        known = [one for one in options if one is not None]
+        facts = [
+            ("its losses differ", [_words(_of(report, measure, "loss")) for report in reports]),
+            ("its curvatures differ", [_words(_of(report, measure, "curvature")) for report in reports]),
+        ]
+        if len(known) == len(reports):
+            changed = {key for one in known for key in one if any(one.get(key) != o.get(key) for o in known)}
+            facts.append(("its options differ", [_settings(one, changed) for one in known]))
+        for what, values in facts:
+            if len({value for value in values if value}) > 1:
+                found.measures[measure] = f"{what} ({_contrasted(labelled, values)})"
+                break
+    if len({str(report.meta.get("parameters")) for report in reports}) == 1:
+        layers = [listed(report.layers()) for report in reports]
+        if len(set(layers)) > 1 and any(_is_aggregate(address(row)) for row in reports[0].results):
+            found.sums = f"other layers were measured ({_contrasted(labelled, layers)})"
+    return found
+
+
+def _contrasted(labelled: Sequence[tuple[str, Report]], values: Sequence[str]) -> str:
+    """Which side has what: every pair of a name and a value once."""
+    said = dict.fromkeys(f"{name}: {value}" for (name, _), value in zip(labelled, values, strict=True))
+    return "; ".join(said)
+
+
+def _options(report: Report) -> Mapping[str, Mapping[str, Any]]:
+    """Options by measure as reports record them; a measure without any has an empty table."""
+    recorded = report.meta.get("options")
+    if recorded is None:
+        return {}
+    return {row.measure: recorded.get(row.measure, {}) for row in report.results}
+
+
+def _of(report: Report, measure: str, fact: str) -> set[str]:
+    return {getattr(row, fact) for row in report.results if row.measure == measure and row.level != "unit"}
+
+
+def _words(values: Iterable[str]) -> str:
+    return ", ".join(sorted(value for value in values if value))
+
+
+def _settings(options: Mapping[str, Any], changed: Iterable[str]) -> str:
+    return ", ".join(f"{key} {options.get(key)}" for key in sorted(changed))
+
+
+def _is_aggregate(key: tuple[str, str, str | None, str | None]) -> bool:
+    """Whether a row is a sum or maximum over the measured layers."""
+    return key[1] == "network" and key[3] is not None
+
+
+def _nothing_left(left: _LeftOut, shared: bool) -> str:
+    if shared:
+        return (
+            "Expected two reports with values that can be compared but none is left: "
+            f"{'; '.join(left.words())}. Measure both with the same options=, measures= and layers=."
+        )
+    return (
+        "Expected two reports with measures and layers in common but they share none. Measure both with the "
+        "same measures= and layers=."
+    )
+
+
+def _warnings(
+    sides: Sequence[Sequence[Report]], names: Sequence[str], measures: Sequence[str], pairs: Sequence[Pair]
+) -> list[str]:
+    """What to beware of in the values that are compared."""
+    reports = [report for side in sides for report in side]
+    found = _similar_risks(sides, names)
+    if len({str(report.meta.get("parameters")) for report in reports}) > 1:
+        found.append("the networks have different parameters: their values are on different scales")
+    old = any("options" not in report.meta for report in reports)
+    taking = [name for name in measures if _has_options(name)]
+    if old and taking:
+        found.append(
+            f"not every report recorded the options of {listed(taking)}: they are taken to be the same; "
+            "measure again to be sure"
+        )
+    rows: list[Result] = [row for pair in pairs for side in (pair.a, pair.b) for row in side.results]
+    with_data = [
+        any(row.data_stderr is not None for pair in pairs for row in getattr(pair, side).results)
+        for side in ("a", "b")
+    ]
+    if any(with_data) and not all(with_data):
+        found.append(
+            f"only {names[with_data.index(True)]} was measured with data_stderr: half of it is missing"
+        )
+    elif all(with_data):
+        found.append(
+            "errors include that of the data, which is rather too large here: both share their samples"
+        )
+    sizes = [len(side) for side in sides]
+    if max(sizes) > 1 and min(sizes) == 1:
+        single = names[sizes.index(1)]
+        found.append(f"{single} is one network: it is taken to spread as the others do")
+    if any(not math.isfinite(row.value) for row in rows):
+        found.append("values that are not finite are undecided")
+    return found
+
+
+def _similar_risks(sides: Sequence[Sequence[Report]], names: Sequence[str]) -> list[str]:
+    """The second rule of comparing: similar training losses."""
+    risks = []
+    for side in sides:
+        known = [float(report.meta.get("risk", math.nan)) for report in side]
+        risks.append(math.fsum(known) / len(known))
+    small, large = sorted(map(abs, risks))
+    if not all(map(math.isfinite, risks)) or (risks[0] * risks[1] >= 0 and large < _FACTOR * small):
+        return []
+    if large == 0:
+        return []
+    times = f" {large / small:.3g} times" if small > 0 and risks[0] * risks[1] > 0 else ""
+    told = ", ".join(f"{name} {risk:.4g}" for name, risk in zip(names, risks, strict=True))
+    return [
+        f"the training losses differ{times} ({told}): curvature falls with the loss whatever the minimum is "
+        "like, so flatter may only mean trained further; normalized_sharpness takes most of that out"
+    ]
+
+
+def _has_options(name: str) -> bool:
     try:
-        return get_measure(name).flatness
+        return bool(get_measure(name).options)
     except MeasureError:
-        return True
+        return False

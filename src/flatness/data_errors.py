@@ -11,6 +11,7 @@ import torch
 from flatness.measures.measure import SPECTRA, Measure
 from flatness.result import Result
 
+_ROUNDING = 1e-12
 _GOAL = 0.01
 
 
@@ -35,7 +36,9 @@ def with_data_errors(
     values = torch.tensor(
         [[row.value for row in rows] for rows in left_out], dtype=torch.float64, device="cpu"
     )
-    errors = ((B - 1) / B * (values - values.mean(0)).square().sum(0)).sqrt().tolist()
+    errors = ((B - 1) / B * (values - values.mean(0)).square().sum(0)).sqrt()
+    # What does not depend on the data, such as norms of weights, moves by rounding alone.
+    errors = errors.where(errors > _ROUNDING * values.mean(0).abs(), 0.0).tolist()
     return [
         _with(row, error, samples) if row.measure in sums else row
         for row, error in zip(results, errors, strict=True)

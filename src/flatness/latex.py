@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from flatness.tables import Grid, report_grid
+from flatness.tables import DATA_ERRORS, Grid, has_data_errors, report_grid
 
 _SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -47,9 +47,10 @@ def number(cell: str) -> str:
     return f"${cell}$" if not cell.endswith("*") else f"${cell[:-1]}^*$"
 
 
-def latex_grid(grid: Grid) -> str:
-    """A grid as a LaTeX tabular; needs the package booktabs."""
-    lines = [r"\begin{tabular}{l" + "r" * len(grid.columns) + "}", r"\toprule"]
+def latex_grid(grid: Grid, comment: str = "") -> str:
+    """A grid as a LaTeX tabular; needs the package booktabs. A comment goes above it."""
+    lines = [f"% {comment}"] if comment else []
+    lines += [r"\begin{tabular}{l" + "r" * len(grid.columns) + "}", r"\toprule"]
     headings = [escaped(column.replace("_", " ")) for column in grid.columns]
     lines.append(" & ".join([escaped(grid.corner), *headings]) + r" \\")
     lines.append(r"\midrule")
@@ -61,4 +62,4 @@ def latex_grid(grid: Grid) -> str:
 
 def latex_report(report: Any) -> str:
     """The table of layers of a report as a LaTeX tabular."""
-    return latex_grid(report_grid(report))
+    return latex_grid(report_grid(report), DATA_ERRORS if has_data_errors(report) else "")

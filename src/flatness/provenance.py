@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ def provenance(
         **({} if problem.alignment is None else {"alignment": str(problem.alignment)}),
         "curvature": chosen.curvature,
         "weight_decay": problem.weight_decay,
+        "options": _plain({measure.name: chosen.options[measure.name] for measure in chosen.measures}),
         "parameters": {name: list(value.shape) for name, value in named_parameters(problem.model).items()},
         "dtype": str(problem.dtype).removeprefix("torch."),
         "device": problem.device.type,
@@ -46,6 +50,13 @@ def provenance(
         "flatness": __version__,
         "torch": torch.__version__,
     }
+
+
+def _plain(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Options as JSON keeps them, of the measures that have any; what it cannot keep, in words."""
+    given = {name: dict(own) for name, own in options.items() if own}
+    # Without addresses in memory, which differ from run to run.
+    return json.loads(json.dumps(given, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value))))
 
 
 def with_own_risk(meta: dict[str, Any], problem: Problem) -> dict[str, Any]:

@@ -94,6 +94,7 @@ class Result:
     def __str__(self) -> str:
         """The number in a sentence, and its notes."""
         source = f"{self.method}, {self.curvature} of {self.loss}" if self.loss else self.method
+        source += ", ± with that of the data" if self.data_stderr else ""
         lines = [f"{self.measure} of {self.subject()}: {cell_of(self)} ({source})", *self.notes]
         return "\n  ".join(lines)
 
@@ -240,7 +241,9 @@ def joined(reports: list[Report]) -> Report:
         return reports[0]
     rows = tuple(row for report in reports for row in report.results)
     notes = tuple(dict.fromkeys(note for report in reports for note in report.notes))
-    return Report(rows, {**reports[0].meta, "seconds": reports[-1].meta["seconds"]}, notes)
+    options = {name: own for report in reports for name, own in report.meta.get("options", {}).items()}
+    meta = {**reports[0].meta, "options": options, "seconds": reports[-1].meta["seconds"]}
+    return Report(rows, meta, notes)
 
 
 def _row(entry: dict[str, Any]) -> Result:

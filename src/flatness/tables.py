@@ -12,6 +12,8 @@ REDUCTION_LABEL = {"max": "max", "sum": "Σ"}
 # A model that is one layer has the empty name.
 WHOLE_MODEL = "(model)"
 _HEADING_WIDTH = 11
+# A standard error that is as small, relatively, is rounding, and would take more digits than anyone reads.
+_ROUNDING = 1e-9
 _LONGEST_ROW_LABEL = 32
 
 
@@ -63,7 +65,7 @@ def format_value(value: float, stderr: float = 0.0) -> str:
     """
     if not math.isfinite(value):
         return str(value)
-    if not (stderr > 0 and math.isfinite(stderr)):
+    if not (stderr > _ROUNDING * abs(value) and math.isfinite(stderr)):
         return _four_digits(value)
     size = max(abs(value), stderr)
     if 1e-4 <= size < 1e6:
@@ -94,9 +96,26 @@ def place_of(row: Any) -> str:
     return "network" if row.layer is None else row.layer or WHOLE_MODEL
 
 
+def total_error(row: Any) -> float:
+    """A result's standard error: the estimator's, or the data's where it is known and larger.
+
+    That of the data is found from groups of samples, probes included, and so contains the estimator's.
+    """
+    return max(row.stderr, row.data_stderr or 0.0)
+
+
 def cell_of(row: Any) -> str:
     """A result as a cell: its value and error, with a star where an iteration did not converge."""
-    return format_value(row.value, row.stderr) + ("" if row.converged else "*")
+    return format_value(row.value, total_error(row)) + ("" if row.converged else "*")
+
+
+DATA_ERRORS = "± is the standard error, that of the data included"
+"""What ± means in a table of values that know how far their data let them err."""
+
+
+def has_data_errors(report: Any) -> bool:
+    """Whether a report was measured with ``data_stderr``."""
+    return any(row.data_stderr is not None for row in report.results)
 
 
 def report_grid(report: Any) -> Grid:
@@ -151,7 +170,9 @@ def title(report: Any) -> str:
     methods = {row.method for row in report.results}
     if methods <= {"exact"}:
         parts.append("all values exact")
-    if "sampled" in methods:
+    if has_data_errors(report):
+        parts.append(DATA_ERRORS)
+    elif "sampled" in methods:
         parts.append("± is the standard error of sampled values")
     if "ascent" in methods:
         parts.append("values by ascent are lower bounds")

@@ -18,7 +18,7 @@ from flatness.files import write_text
 from flatness.latex import latex_grid
 from flatness.show.overview import overview_columns
 from flatness.show.page import Page, render
-from flatness.tables import format_grid, format_report
+from flatness.tables import DATA_ERRORS, format_grid, format_report, has_data_errors
 
 _NARROWEST, _WIDEST = 40, 160
 
@@ -54,6 +54,7 @@ def print_entries(entries: Sequence[Entry]) -> None:
     width = terminal_width()
     grid = entries_grid(entries)
     parts = [format_grid(grid, width)] if grid.rows else []
+    parts += [DATA_ERRORS] * _know_data_errors(entries)
     failed = [entry for entry in entries if entry.report is None]
     if failed:
         parts.append(_failures(failed, width))
@@ -160,7 +161,11 @@ def _texts(entries: Sequence[Entry], title: str) -> dict[str, str]:
 def _latex(entries: Sequence[Entry]) -> str:
     if len(entries) == 1 and entries[0].report is not None:
         return entries[0].report.to_latex()
-    return latex_grid(entries_grid(entries))
+    return latex_grid(entries_grid(entries), DATA_ERRORS if _know_data_errors(entries) else "")
+
+
+def _know_data_errors(entries: Sequence[Entry]) -> bool:
+    return any(entry.report is not None and has_data_errors(entry.report) for entry in entries)
 
 
 def file_name(name: str) -> str:

@@ -13,7 +13,15 @@ from flatness.result import Report, Result
 from flatness.show.document import FOOT, document
 from flatness.show.markup import Cell, row, table
 from flatness.show.overview import overview_columns
-from flatness.tables import column_of, format_value, place_of, report_grid, title
+from flatness.tables import (
+    column_of,
+    format_value,
+    has_data_errors,
+    place_of,
+    report_grid,
+    title,
+    total_error,
+)
 
 _OPEN_SECTIONS = 3
 
@@ -101,10 +109,10 @@ def _value_cell(result: Result | None, largest: float) -> Cell:
     share = result.value / largest if largest > 0 and math.isfinite(result.value) else 0.0
     star = "" if result.converged else "*"
     return Cell(
-        format_value(result.value, result.stderr) + star,
+        format_value(result.value, total_error(result)) + star,
         result.value,
         min(max(share, 0.0), 1.0),
-        result.stderr,
+        total_error(result),
         hint=result.method,
     )
 
@@ -139,6 +147,7 @@ def _layers(report: Report) -> str:
 
 def _values(report: Report, opened: bool) -> str:
     rows = [result for result in report.results if result.level != "unit"]
+    of_data = has_data_errors(report)
     lines = [
         row(
             place_of(result),
@@ -147,14 +156,16 @@ def _values(report: Report, opened: bool) -> str:
                 Cell(result.reduction or "", kind="word"),
                 Cell(format_value(result.value), result.value),
                 Cell(format_value(result.stderr) if result.stderr else "0", result.stderr),
+                *([_fact(result.data_stderr)] if of_data else []),
                 Cell(result.method, kind="word"),
                 Cell("; ".join(result.notes), kind="text"),
             ],
         )
         for result in rows
     ]
-    words = ("layer", "measure", "reduction", "value", "standard error", "method", "how")
-    headings = [(word, "" if word in ("value", "standard error") else "text") for word in words]
+    numbers = ["value", "standard error", *(["that of the data"] if of_data else [])]
+    words = ["layer", "measure", "reduction", *numbers, "method", "how"]
+    headings = [(word, "" if word in numbers else "text") for word in words]
     units = len(report.results) - len(rows)
     more = f"; {units:,} values of single units are in the JSON and CSV files" if units else ""
     values = table(f"Every value, with its method and error{more}", headings, "".join(lines))
