@@ -209,7 +209,7 @@ def test_json_can_be_compared(folder):
     )
     assert (damaged.status, damaged.err) == (
         1,
-        "error: Expected a whole report but bad.json is damaged: KeyError: 'results'. Measure again.\n",
+        "error: Expected a whole report but bad.json is damaged: it has no 'results'. Measure again.\n",
     )
     assert text.status == 1
     assert text.err.startswith("error: Expected a report saved by flatness but text.json is not JSON")

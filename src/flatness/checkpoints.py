@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import CheckpointError, listed, nearest
+from flatness.unpacking import TooLargeError, check_unpacked
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """What a file in a folder must end with to be taken for a checkpoint."""
@@ -104,6 +106,7 @@ def _read_safetensors(path: Path) -> Any:
 
 
 def _read_torch(path: Path) -> Any:
+    _check_size(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -123,6 +126,17 @@ def _read_torch(path: Path) -> Any:
     except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
         # What the reader trips over in a damaged file depends on where the damage is.
         raise _damaged(path) from error
+
+
+def _check_size(path: Path) -> None:
+    """Refuse a file that was compressed to hide its size; torch.save compresses nothing."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            check_unpacked(path, sum(member.file_size for member in archive.infolist()))
+    except TooLargeError as error:
+        raise CheckpointError(f"Expected a checkpoint of a usual size but {path} {error}.") from error
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile):
+        pass  # another format, or damaged: the reader says so
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

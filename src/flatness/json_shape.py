@@ -31,18 +31,19 @@ class ShapeError(ValueError):
     """Content of another shape; the message is a clause: ``results[2].value is 'x' instead of a number``."""
 
 
-def parse_json(text: str) -> Any:
+def parse_json(raw: bytes) -> Any:
     """JSON as Python's own reader takes it, with one kind of error for all that can be wrong with it.
 
     Raises:
-        ShapeError: It is no JSON, or nested so deeply that nothing could read it.
+        ShapeError: It is no JSON, or nested so deeply that nothing could read it. The message goes behind
+            "is": ``not JSON: Expecting value``.
     """
     try:
-        return json.loads(text)
+        return json.loads(raw.decode())
     except RecursionError as error:
-        raise ShapeError("it is nested too deeply") from error
+        raise ShapeError("nested too deeply") from error
     except ValueError as error:
-        raise ShapeError(f"it is not JSON: {error}") from error
+        raise ShapeError(f"not JSON: {error}") from error
 
 
 def check_shape(content: Any, shape: Any, place: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from flatness.errors import ReportError
 from flatness.files import write_text
 from flatness.forward import Forward
+from flatness.json_shape import NUMBER, TEXT, ShapeError, check_shape, parse_json
 from flatness.measuring import measure
 from flatness.notebook import terms_html
 from flatness.tables import format_value
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
 
 _FORMAT = "flatness PAC-Bayes bound"
 _VERSION = 1
+_SHAPE = {
+    "value": NUMBER,
+    "stderr": NUMBER,
+    "terms": [{"term": TEXT}],
+    "unknown": TEXT,
+    "grid": [{"lambda": NUMBER}],
+    "settings": {},
+    "notes": [TEXT],
+}
 _NOT_COMPUTABLE = "not computable"
 
 
@@ -114,16 +124,24 @@ class PacBayesBound:
     def load(cls, path: str | os.PathLike[str]) -> PacBayesBound:
         """Read a bound that `save` wrote."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if (content.pop("format"), content.pop("version")) != (_FORMAT, _VERSION):
-                raise KeyError("another format or version")
-            lists = {key: tuple(content[key]) for key in ("terms", "grid", "notes")}
-            return cls(**{**content, **lists})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            content = parse_json(Path(path).read_bytes())
+        except ShapeError:
+            content = None
+        told = content if isinstance(content, dict) else {}
+        if (told.pop("format", None), told.pop("version", None)) != (_FORMAT, _VERSION):
             raise ReportError(
                 f"Expected a bound saved by this version of flatness but {path} holds something else. Pass a "
                 "file that PacBayesBound.save wrote."
+            )
+        try:
+            check_shape(told, _SHAPE)
+        except ShapeError as error:
+            raise ReportError(
+                f"Expected a whole bound but {path} is damaged: {error}. Compute it again."
             ) from error
+        known: dict[str, Any] = {item.name: told[item.name] for item in fields(cls)}
+        known |= {name: tuple(known[name]) for name in ("terms", "grid", "notes")}
+        return cls(**known)
 
 
 def pac_bayes_bound(

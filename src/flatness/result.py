@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.errors import ReportError, listed, nearest
 from flatness.files import write_text
+from flatness.json_shape import NUMBER, TEXT, WHOLE, YES_NO, Optional, ShapeError, check_shape, parse_json
 from flatness.latex import latex_report
 from flatness.notebook import report_html, result_html
+from flatness.sheets import csv_text
 from flatness.tables import WHOLE_MODEL, cell_of, format_report
 
 if TYPE_CHECKING:
@@ -20,6 +22,22 @@ if TYPE_CHECKING:
 
 _FORMAT = "flatness report"
 _VERSION = 1
+_SHAPE = {
+    "meta": {},
+    "notes": [TEXT],
+    "results": [
+        {
+            **dict.fromkeys(("measure", "level"), TEXT),
+            "value": NUMBER,
+            **{name: Optional(TEXT) for name in ("layer", "reduction", "method", "loss", "curvature")},
+            **{name: Optional(NUMBER) for name in ("stderr", "residual", "data_stderr")},
+            "unit": Optional(WHOLE),
+            "converged": Optional(YES_NO),
+            "notes": Optional([TEXT]),
+            "terms": Optional({}),
+        }
+    ],
+}
 _COLUMNS = (
     "measure",
     "level",
@@ -198,11 +216,11 @@ class Report:
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Read a report that `save` wrote."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            content = parse_json(Path(path).read_bytes())
+        except ShapeError as error:
             raise ReportError(
-                f"Expected a report saved by flatness but {path} is not JSON: {error}. Pass a file that "
-                "report.save wrote."
+                f"Expected a report saved by flatness but {path} is {error}. Pass a file that report.save "
+                "wrote."
             ) from error
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ReportError(
@@ -215,17 +233,16 @@ class Report:
                 "Measure again."
             )
         try:
-            rows = tuple(_row(entry) for entry in content["results"])
-            return cls(rows, dict(content["meta"]), tuple(content["notes"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            check_shape(content, _SHAPE)
+        except ShapeError as error:
             raise ReportError(
-                f"Expected a whole report but {path} is damaged: {type(error).__name__}: {error}. Measure "
-                "again."
+                f"Expected a whole report but {path} is damaged: {error}. Measure again."
             ) from error
+        return cls(tuple(map(_row, content["results"])), content["meta"], tuple(content["notes"]))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `to_frame` as CSV."""
-        write_text(path, self.to_frame().to_csv(index=False))
+        write_text(path, csv_text(self.to_frame()))
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str:
         """The table of layers as a LaTeX tabular (booktabs); written to `path` if given."""
@@ -249,7 +266,7 @@ def joined(reports: list[Report]) -> Report:
 def _row(entry: dict[str, Any]) -> Result:
     """A row as `Report.save` wrote it; what a later version may have added is left out."""
     names = {item.name for item in fields(Result)}
-    known = {key: value for key, value in entry.items() if key in names}
+    known = {key: value for key, value in entry.items() if key in names and value is not None}
     return Result(**{**known, "notes": tuple(known.get("notes", ()))})
 
 

@@ -461,7 +461,15 @@ def test_an_archive_that_was_tampered_with_is_refused(tmp_path, read):
         ({"records": [{**first, "key": "../../elsewhere"}]}, keys),
         ({"records": [first, {}]}, keys),
         ({"records": None}, keys),
-        ({"study": {}}, "Expected an archive that says what its study is but {} does not."),
+        (
+            {"study": {}},
+            "Expected an archive that says what its study is but {} does not: study has no 'name'.",
+        ),
+        (
+            {"records": [{**first, "evaluation": {"train_loss": "high"}}]},
+            "Expected whole records but {} has others: records[0].evaluation.train_loss is 'high' instead of "
+            "a number.",
+        ),
     ):
         file.write_bytes(lzma.compress(json.dumps({**content, **changed}).encode()))
         with pytest.raises(StudyError) as caught:

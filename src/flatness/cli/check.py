@@ -13,6 +13,7 @@ from flatness.cli.forms import output_form, print_frame, say_written
 from flatness.cli.help import Command
 from flatness.cli.inputs import DataWords, Inputs, NetworkWords
 from flatness.cli.values import key_values, one_or_many, split_list
+from flatness.sheets import csv_text
 
 if TYPE_CHECKING:
     from flatness.symmetry.verdicts import InvarianceReport
@@ -99,7 +100,7 @@ def _written(out: Path, report: InvarianceReport) -> list[str]:
     from flatness.show.invariance_plots import save_invariance
 
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / "invariance.csv", report.to_frame().to_csv(index=False))
+    write_text(out / "invariance.csv", csv_text(report.to_frame()))
     drawn = report.plot_data()
     files = ["invariance.csv"]
     for kind in dict.fromkeys(drawn["kind"]):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from flatness.cli.answers import UsageError, printable
+from flatness.sheets import csv_text
 
 if TYPE_CHECKING:
     import pandas
@@ -27,7 +28,7 @@ def print_frame(frame: Callable[[], pandas.DataFrame], form: str, table: Callabl
     if form == "json":
         typer.echo(frame().to_json(orient="records", indent=1, force_ascii=False))
     elif form == "csv":
-        typer.echo(frame().to_csv(index=False), nl=False)
+        typer.echo(csv_text(frame()), nl=False)
     else:
         typer.echo(printable(table()))
 

@@ -20,6 +20,7 @@ from flatness.cli.inputs import Inputs
 from flatness.cli.loading import arguments_of, check_folder, checkpoints_of, data_of, network_of
 from flatness.cli.output import terminal_width
 from flatness.errors import LayerError, OptionError
+from flatness.sheets import csv_text
 from flatness.show.landscape_page import Landscape, write_landscape
 
 _PENALISED = "the copies' curves differ in every metric: rescaling changes the penalty of weight decay"
@@ -170,7 +171,7 @@ def finish(found: Landscape, out: Path | None, as_csv: bool) -> int:
     import textwrap
 
     if as_csv:
-        typer.echo(found.to_frame().to_csv(index=False), nl=False)
+        typer.echo(csv_text(found.to_frame()), nl=False)
     else:
         for text in str(found).splitlines():
             typer.echo(printable(textwrap.fill(text.strip(), terminal_width(), subsequent_indent="  ")))

@@ -16,6 +16,7 @@ from flatness.cli.entries import Entry, entries_grid
 from flatness.errors import listed
 from flatness.files import write_text
 from flatness.latex import latex_grid
+from flatness.sheets import csv_text
 from flatness.show.overview import overview_columns
 from flatness.show.page import Page, render
 from flatness.tables import DATA_ERRORS, format_grid, format_report, has_data_errors
@@ -110,7 +111,7 @@ def entries_csv(entries: Sequence[Entry]) -> str:
         if len(entries) > 1:
             frame.insert(0, "checkpoint", entry.name)
         frames.append(frame)
-    return pd.concat(frames, ignore_index=True).to_csv(index=False) if frames else ""
+    return csv_text(pd.concat(frames, ignore_index=True)) if frames else ""
 
 
 def overview_csv(entries: Sequence[Entry]) -> str:
@@ -125,7 +126,7 @@ def overview_csv(entries: Sequence[Entry]) -> str:
                 for column, result in overview_columns(entry.report).items()
             }
         rows.append({**row, "error": entry.error})
-    return pd.DataFrame(rows).to_csv(index=False)
+    return csv_text(pd.DataFrame(rows))
 
 
 def write_folder(folder: Path, entries: Sequence[Entry], title: str) -> list[Path]:

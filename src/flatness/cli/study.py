@@ -11,6 +11,7 @@ import typer
 from flatness.cli import options as o
 from flatness.cli.answers import FAILED, UsageError, choice, printable, usage_of
 from flatness.cli.help import Command, Group
+from flatness.sheets import csv_text
 
 _SCALES = ("smoke", "small", "gallery", "paper")
 _EXECUTORS = ("local", "ray")
@@ -52,7 +53,10 @@ def list_studies() -> None:
 
 
 def run(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="A name of 'study list', or FILE.toml.")],
+    study: Annotated[
+        str,
+        typer.Argument(metavar="STUDY", help="A name of 'study list', or FILE.toml: code, which runs."),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Folder of the study.  [default: STUDY-SCALE]")
     ] = None,
@@ -66,12 +70,18 @@ def run(
         float | None, typer.Option(metavar="N", help="Save everything and stop after so long.")
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try networks that failed once more.")] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run code named by a study that came from elsewhere.")
+    ] = False,
     data_dir: o.DataDir = None,
     progress: o.Progress = True,
 ) -> None:
     """Train the networks of a study, measure them and correlate; run it again to go on where it stopped.
 
     Killed at any moment it loses about a minute: training and measuring are written down that often.
+
+    A study file is code: what it names as package.module:factory is imported and called. A file in the
+    folder of a study that was unpacked, copied or received is refused if it names code, until --trust.
 
     Example:
         flatness study run petzka2019-mnist --scale smoke
@@ -103,6 +113,7 @@ def run(
         device=device,
         minutes=math.inf if minutes is None else minutes,
         retry=retry,
+        trust=trust,
         progress=progress,
     )
     _present(done)
@@ -135,6 +146,9 @@ def unpack(
 ) -> None:
     """Make the folder of a packed study again. 'study run' goes on there and trains nothing twice.
 
+    Unpacking runs nothing. A study file is code: one that lies in the folder and names package.module:factory
+    needs --trust to be run.
+
     Example:
         flatness study unpack results.json.xz
         flatness study run mine.toml --out results
@@ -165,10 +179,10 @@ def show(
     if not as_csv:
         _present(study)
     elif isinstance(study, ExperimentStudy):
-        typer.echo(study.summary_frame().to_csv(index=False), nl=False)
+        typer.echo(csv_text(study.summary_frame()), nl=False)
     else:
         for part in study.spec.parts:
-            typer.echo(study.correlations(part).to_csv(index=False), nl=False)
+            typer.echo(csv_text(study.correlations(part)), nl=False)
 
 
 def _present(study: Any) -> None:

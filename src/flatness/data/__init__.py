@@ -73,9 +73,10 @@ class Dataset:
 
 @dataclass(frozen=True)
 class _Raw:
-    """A whole split as read, before scaling.
+    """A split as read, before scaling.
 
-    `moments` gives mean and spread of the training split once its inputs are divided by `scale`.
+    `moments` gives mean and spread of the training split once its inputs are divided by `scale`; `total` is
+    the number of samples where only the first ones were read.
     """
 
     inputs: np.ndarray
@@ -85,6 +86,7 @@ class _Raw:
     moments: Callable[[], Moments]
     source: str
     notes: tuple[str, ...] = ()
+    total: int | None = None
 
 
 def load(
@@ -126,8 +128,9 @@ def load(
         (torch.Size([359, 1, 8, 8]), 10)
     """
     _check_arguments(split, limit)
-    raw = _read(os.fspath(name), split, data_dir)
-    total = len(raw.targets)
+    # How a sample is scaled, where that is not known beforehand, depends on all of them.
+    raw = _read(os.fspath(name), split, data_dir, None if standardize else limit)
+    total = len(raw.targets) if raw.total is None else raw.total
     if total == 0:
         raise DataError(f"Expected at least one sample in {raw.source}, but found none.")
     notes = raw.notes
@@ -151,9 +154,9 @@ def _check_arguments(split: str, limit: int | None) -> None:
         raise DataError(f"Expected limit to be a positive whole number or None, but got {limit!r}.")
 
 
-def _read(name: str, split: str, data_dir: str | os.PathLike[str] | None) -> _Raw:
+def _read(name: str, split: str, data_dir: str | os.PathLike[str] | None, rows: int | None) -> _Raw:
     if name.lower().endswith(".npz"):
-        return _read_file(name, split)
+        return _read_file(name, split, rows)
     if name == "digits":
         inputs, targets = digits(split)
         classes = tuple("0123456789")
@@ -182,12 +185,13 @@ def _read_published(name: str, split: str, data_dir: str | os.PathLike[str] | No
     return _Raw(images, labels.astype(np.int64), known.classes, 255, lambda: (mean, std), source, notes)
 
 
-def _read_file(name: str, split: str) -> _Raw:
+def _read_file(name: str, split: str, rows: int | None) -> _Raw:
     file = ArrayFile(name)
-    inputs, targets = file.split(split)
+    inputs, targets = file.split(split, rows)
     scale = 255 if inputs.dtype == np.uint8 else 1
     classes = tuple(str(label) for label in range(file.class_count()))
-    return _Raw(inputs, targets, classes, scale, lambda: _moments(file.inputs("train") / scale), file.path)
+    moments = lambda: _moments(file.inputs("train") / scale)  # noqa: E731
+    return _Raw(inputs, targets, classes, scale, moments, file.path, total=file.length(split))
 
 
 def _moments(inputs: np.ndarray) -> Moments:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from flatness.errors import DataError, listed
+from flatness.npz import UNREADABLE, array_length, array_names, read_array, row_blocks
+from flatness.unpacking import TooLargeError
 
 _INPUTS = ("x", "inputs", "images")
 _TARGETS = ("y", "targets", "labels")
+_SINGLE = b"\x93NUMPY"  # what a file of one array begins with
 _MOST_CLASSES = 1_000_000  # larger numbers are identifiers or years, not classes
 
 
@@ -46,32 +48,36 @@ class ArrayFile:
         self.path = os.path.expanduser(os.fspath(path))
         try:
             with open(self.path, "rb") as stream:
-                archive = np.load(stream, allow_pickle=False)
-                names = list(archive.files) if isinstance(archive, np.lib.npyio.NpzFile) else None
+                single = stream.read(len(_SINGLE)) == _SINGLE
+            self.names = [] if single else array_names(self.path)
         except FileNotFoundError as error:
             raise DataError(f"Expected {self.path} to be an .npz file, but there is no such file.") from error
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        except UNREADABLE as error:
             raise DataError(
                 f"Expected {self.path} to be an .npz archive, but it cannot be read as one."
             ) from error
-        if names is None:
+        if single:
             raise DataError(f"Expected {self.path} to be an .npz archive, but it is a single array.")
-        self.names = names
 
-    def split(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of a split, checked to fit each other."""
-        inputs, targets = self.inputs(split), self.targets(split)
-        if len(inputs) != len(targets):
+    def split(self, split: str, rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of a split, or the first ones of it, checked to fit each other."""
+        found = self.inputs(split, rows), self.targets(split, rows)
+        inputs, targets = self.length(split), self._length(self._name(_TARGETS, split))
+        if inputs != targets:
             raise DataError(
-                f"Expected as many targets as inputs, but {self.path} has {len(inputs):,} inputs and"
-                f" {len(targets):,} targets to {split}."
+                f"Expected as many targets as inputs, but {self.path} has {inputs:,} inputs and"
+                f" {targets:,} targets to {split}."
             )
-        return inputs, targets
+        return found
 
-    def inputs(self, split: str) -> np.ndarray:
+    def length(self, split: str) -> int:
+        """Number of samples of a split."""
+        return self._length(self._name(_INPUTS, split))
+
+    def inputs(self, split: str, rows: int | None = None) -> np.ndarray:
         """Inputs of a split: uint8 as stored, all else as finite float32."""
         name = self._name(_INPUTS, split)
-        values = self._read(name)
+        values = self._read(name, rows)
         if values.dtype.kind not in "iufb" or values.ndim < 2:
             raise DataError(
                 f"Expected {name!r} in {self.path} to be numbers with a first axis of samples and at least"
@@ -81,12 +87,15 @@ class ArrayFile:
             return values
         return self._finite(values, name, "inputs")
 
-    def targets(self, split: str) -> np.ndarray:
+    def targets(self, split: str, rows: int | None = None) -> np.ndarray:
         """Targets of a split: class labels as int64 of shape (samples,), real targets as float32."""
         name = self._name(_TARGETS, split)
-        values = self._read(name)
+        return self._targets(self._read(name, rows), name)
+
+    def _targets(self, values: np.ndarray, name: str, before: int = 0) -> np.ndarray:
+        """Checked targets; `before` is the number of samples that come before them in the file."""
         if values.dtype.kind == "f" and values.ndim >= 1:
-            return self._finite(values, name, "targets")
+            return self._finite(values, name, "targets", before)
         if values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]
         if values.dtype.kind not in "iub" or values.ndim != 1:
@@ -97,27 +106,33 @@ class ArrayFile:
         wrong = np.flatnonzero((values < 0) | (values >= _MOST_CLASSES))
         if wrong.size:
             raise DataError(
-                f"Expected class labels from 0 to {_MOST_CLASSES - 1:,}, but sample {wrong[0]} of {name!r} in"
-                f" {self.path} has {values[wrong[0]]}."
+                f"Expected class labels from 0 to {_MOST_CLASSES - 1:,}, but sample {before + wrong[0]} of"
+                f" {name!r} in {self.path} has {values[wrong[0]]}."
             )
         return values.astype(np.int64)
 
     def class_count(self) -> int:
         """One more than the largest label of any split; 0 for real targets."""
-        splits = [split for split in ("train", "test") if self._candidates(_TARGETS, split)]
-        labels = [self.targets(split) for split in splits]
-        return max(
-            (int(each.max()) + 1 for each in labels if each.dtype == np.int64 and each.size), default=0
-        )
+        largest = -1
+        for split in ("train", "test"):
+            if self._candidates(_TARGETS, split):
+                name, before = self._name(_TARGETS, split), 0
+                for block in self._blocks(name):
+                    labels = self._targets(block, name, before)
+                    before += len(block)
+                    if labels.dtype == np.int64 and labels.size:
+                        largest = max(largest, int(labels.max()))
+        return largest + 1
 
-    def _finite(self, values: np.ndarray, name: str, role: str) -> np.ndarray:
+    def _finite(self, values: np.ndarray, name: str, role: str, before: int = 0) -> np.ndarray:
         """`values` as float32, where that loses nothing but digits."""
         with np.errstate(over="ignore"):
             single = values.astype(np.float32)
         finite = np.isfinite(single).reshape(len(single), -1).all(axis=1) if single.size else np.ones(0, bool)
         if not finite.all():
+            sample = before + int(np.argmin(finite))
             raise DataError(
-                f"Expected finite {role}, but sample {int(np.argmin(finite))} of {name!r} in {self.path} has"
+                f"Expected finite {role}, but sample {sample} of {name!r} in {self.path} has"
                 " NaN, infinite or too large values for float32."
             )
         return single
@@ -138,11 +153,30 @@ class ArrayFile:
             )
         return found[0]
 
-    def _read(self, name: str) -> np.ndarray:
+    def _length(self, name: str) -> int:
+        with self._explained(name):
+            return array_length(self.path, name)
+
+    def _read(self, name: str, rows: int | None = None) -> np.ndarray:
+        with self._explained(name):
+            return read_array(self.path, name, rows)
+
+    def _blocks(self, name: str) -> Iterator[np.ndarray]:
+        with self._explained(name):
+            yield from row_blocks(self.path, name)
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """What is wrong with an array that cannot be read, in words."""
         try:
-            with open(self.path, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
-                return archive[name]
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            yield
+        except DataError:
+            raise
+        except TooLargeError as error:
+            raise DataError(
+                f"Expected {name!r} in {self.path} to be of a usual size, but it {error}."
+            ) from error
+        except UNREADABLE as error:
             raise DataError(
                 f"Expected {name!r} in {self.path} to be an array of numbers, but it is truncated, corrupted"
                 " or pickled (pickled objects are never loaded)."

@@ -7,15 +7,18 @@ import tarfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import IO, cast
 
 import numpy as np
 
 from flatness.data.array_pickle import ArrayPickleError, load_array_pickle
 from flatness.errors import DataError
+from flatness.unpacking import Bounded, TooLargeError
 
 PIXELS = 3 * 32 * 32
 _RECORD = 1 + PIXELS
 _BUFFER = 2**20
+_ROUGHLY_AN_ARCHIVE = 512 * 2**20  # the published ones have 180 MB
 _ROUGHLY_A_BATCH = 64 * 2**20  # a published batch has 31 MB; more than this is not read from an archive
 
 
@@ -57,20 +60,22 @@ def _read_archive(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
     """Read the wanted members in one pass, in whatever order they come, without unpacking to disk."""
     contents: dict[str, bytes] = {}
     try:
-        with (
-            gzip.open(path) as unzipped,
-            tarfile.open(fileobj=unzipped, mode="r|", bufsize=_BUFFER) as archive,
-        ):
+        with gzip.open(path) as stream:
+            # Headers of an archive have sizes too, and are read whole.
+            unzipped = Bounded(cast(IO[bytes], stream), path, _ROUGHLY_AN_ARCHIVE)
+            archive = tarfile.open(fileobj=cast(IO[bytes], unzipped), mode="r|", bufsize=_BUFFER)  # noqa: SIM115
             for member in archive:
                 name = PurePosixPath(member.name).name
                 if name not in wanted or member.size > _ROUGHLY_A_BATCH:
                     continue
-                if (stream := archive.extractfile(member)) is not None:
-                    contents[name] = stream.read()
+                if (content := archive.extractfile(member)) is not None:
+                    contents[name] = content.read()
             while unzipped.read(_BUFFER):  # to the end, where the checksum is
                 pass
     except PermissionError as error:
         raise DataError(f"Expected to read {path}, but got: {error.strerror}.") from error
+    except TooLargeError as error:
+        raise DataError(f"Expected {path} to be of a usual size, but it {error}.") from error
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise DataError(
             f"Expected {path} to be a whole .tar.gz archive, but it is truncated or corrupted."

@@ -12,6 +12,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from flatness.errors import DataError
+from flatness.unpacking import TooLargeError, check_unpacked
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -35,6 +36,8 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
             plain.seek(0)
             stream = cast(BinaryIO, gzip.GzipFile(fileobj=plain)) if compressed else plain
             return _parse(stream, path, dimensions)
+    except TooLargeError as error:
+        raise DataError(f"Expected {path} to be of a usual size, but it {error}.") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
             f"Expected {path} to be a whole gzip file, but it is truncated or corrupted. Download it again."
@@ -58,9 +61,12 @@ def _parse(stream: BinaryIO | io.BufferedIOBase, path: Path, dimensions: int) ->
             f" {dimensions} dimension{'s' if dimensions > 1 else ''}), but got 0x{magic:08x}."
         )
     size = math.prod(shape)
-    payload = bytearray(
-        stream.read(size + 1)
-    )  # one more than there should be: longer shows, and gzip checks its sum
+    if isinstance(stream, gzip.GzipFile):
+        check_unpacked(path, size)
+        asked = size + 1  # one more than there should be: longer shows, and the checksum is checked
+    else:
+        asked = min(size, path.stat().st_size) + 1  # what a header asks for would be allocated
+    payload = bytearray(stream.read(asked))
     if len(payload) != size:
         raise DataError(
             f"Expected {path} to hold {'×'.join(map(str, shape))} = {size:,} bytes after its header, but got"

@@ -14,6 +14,7 @@ from flatness.errors import listed
 from flatness.files import write_text
 from flatness.latex import latex_grid
 from flatness.result import Report
+from flatness.sheets import csv_text
 from flatness.show.invariance_plots import save_invariance
 from flatness.show.page import Page, write_page
 from flatness.show.plots import save_layers, save_scatter
@@ -60,7 +61,7 @@ def write_folder(
         MEASURE[0],
         "Where the curvature sits: relative flatness by layer",
     )
-    write_text(out / "invariance.csv", check.to_frame().to_csv(index=False))
+    write_text(out / "invariance.csv", csv_text(check.to_frame()))
     drawn = check.plot_data().to_dict("records")
     for kind, what in _KINDS.items():
         title = f"One function, ten ways to write it: {what} rescaled"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatness.files import write_text
+from flatness.sheets import csv_text
 
 if TYPE_CHECKING:
     import pandas
@@ -27,7 +28,7 @@ class Rows:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as CSV."""
-        write_text(path, self.to_frame().to_csv(index=False))
+        write_text(path, csv_text(self.to_frame()))
 
     def by_separation(self) -> Iterator[tuple[float, list[dict[str, Any]]]]:
         """Every class separation, from the smallest, with its rows."""

@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields
+import re
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from flatness.errors import ReportError
 from flatness.files import write_text
+from flatness.json_shape import (
+    ANY,
+    NUMBER,
+    TEXT,
+    WHOLE,
+    YES_NO,
+    Optional,
+    ShapeError,
+    check_shape,
+    parse_json,
+)
 from flatness.result import Result
 from flatness.tables import format_value
 
@@ -124,10 +136,10 @@ class Robustness(Result):
     def load(cls, path: str | os.PathLike[str]) -> Robustness:
         """Read what `save` wrote."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            content = parse_json(Path(path).read_bytes())
+        except ShapeError as error:
             raise ReportError(
-                f"Expected feature robustness saved by flatness but {path} is not JSON: {error}. Pass a file "
+                f"Expected feature robustness saved by flatness but {path} is {error}. Pass a file "
                 "that save wrote."
             ) from error
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -135,7 +147,22 @@ class Robustness(Result):
                 f"Expected feature robustness saved by flatness but {path} holds something else. Pass a file "
                 "that save wrote."
             )
+        try:
+            check_shape(content, {item.name: _shape(item) for item in fields(cls)})
+        except ShapeError as error:
+            raise ReportError(
+                f"Expected whole feature robustness but {path} is damaged: {error}. Compute it again."
+            ) from error
         return cls(**_known(content, {item.name for item in fields(cls)}))
+
+
+def _shape(item: Field[Any]) -> Any:
+    """What a field of a saved result holds, from its type."""
+    shapes = {"str": TEXT, "int": WHOLE, "float": NUMBER, "bool": YES_NO, "dict": {}}
+    kind = str(item.type)
+    shape = [ANY] if kind.startswith("tuple") else shapes.get(re.split(r"\W", kind)[0], ANY)
+    required = item.default is MISSING and item.default_factory is MISSING
+    return shape if required and "None" not in kind else Optional(shape)
 
 
 def _known(content: dict[str, Any], names: set[str]) -> dict[str, Any]:

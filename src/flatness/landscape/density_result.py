@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatness.json_shape import TEXT
 from flatness.landscape.captions import data_words, number_of
 from flatness.landscape.storage import Array, read_arrays, write_arrays
 from flatness.tables import format_value
@@ -133,7 +134,7 @@ class Density:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Density:
         """Read what `save` wrote."""
-        _, arrays, meta = read_arrays(path, KIND)
+        _, arrays, meta = read_arrays(path, KIND, arrays=_names, meta={"spectra": {}, "notes": [TEXT]})
         spectra = {
             name: SpectralQuadrature(arrays[f"nodes {place}"], arrays[f"weights {place}"], dimension)
             for place, (name, dimension) in enumerate(meta.pop("spectra").items())
@@ -154,3 +155,8 @@ class Density:
         return "\n  ".join([*lines, *self.notes])
 
     __repr__ = __str__
+
+
+def _names(meta: dict[str, Any]) -> list[str]:
+    """What the arrays of a saved density are called."""
+    return [f"{kind} {place}" for place in range(len(meta["spectra"])) for kind in ("nodes", "weights")]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatness.errors import OptionError, listed, nearest
+from flatness.json_shape import TEXT
 from flatness.landscape.captions import AXES, batch_norm_words, data_words, number_of
 from flatness.landscape.storage import Array, read_arrays, write_arrays
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import pandas
 
 KIND = "line"
+_ARRAYS = ("positions", "loss", "accuracy", "done")
+_META = {name: [TEXT] for name in ("groups", "labels", "notes")}
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,9 @@ class Line:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Line:
         """Read what `save` wrote."""
-        _, arrays, meta = read_arrays(path, KIND)
+        _, arrays, meta = read_arrays(path, KIND, arrays=lambda _: _ARRAYS, meta=_META)
         groups, labels, notes = (tuple(meta.pop(name)) for name in ("groups", "labels", "notes"))
+        arrays = {name: arrays[name] for name in _ARRAYS}
         return cls(**arrays, groups=groups, labels=labels, meta=meta, notes=notes)
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from flatness.errors import ReportError
 from flatness.files import replacing
+from flatness.json_shape import ANY, ShapeError, check_shape, parse_json
+from flatness.npz import UNREADABLE, array_names, read_array
+from flatness.unpacking import TooLargeError, check_unpacked
 
 Array = NDArray[Any]
 _VERSION = 1
@@ -28,37 +31,53 @@ def write_arrays(
         np.savez_compressed(file, **{_META: np.array(text)}, **arrays)  # type: ignore[arg-type]
 
 
-def read_arrays(path: str | os.PathLike[str], *kinds: str) -> tuple[str, dict[str, Array], dict[str, Any]]:
+def read_arrays(
+    path: str | os.PathLike[str],
+    *kinds: str,
+    arrays: Callable[[dict[str, Any]], Iterable[str]] = lambda _: (),
+    meta: Mapping[str, Any] | None = None,
+) -> tuple[str, dict[str, Array], dict[str, Any]]:
     """What `write_arrays` wrote: which of the kinds it is, the arrays, and what is known about them.
 
     Nothing in the file is executed: arrays of Python objects are refused.
 
+    Args:
+        path: The file.
+        *kinds: What it may be.
+        arrays: The names of the arrays that it must have, from what is known about them.
+        meta: The shape of what must be known about them, see `check_shape`.
+
     Raises:
-        ReportError: When the file is something else.
+        ReportError: When the file is something else, is not whole, or is larger than it may be.
     """
     wanted = " or ".join(kinds)
     try:
-        with np.load(path, allow_pickle=False) as content:
-            arrays = {name: content[name] for name in content.files}
-        meta = json.loads(str(arrays.pop(_META)))
-    except (
-        IsADirectoryError,
-        ValueError,
-        KeyError,
-        EOFError,
-        AttributeError,
-        TypeError,
-        zipfile.BadZipFile,
-    ) as error:
+        names = array_names(path)
+        with zipfile.ZipFile(path) as archive:
+            check_unpacked(path, sum(member.file_size for member in archive.infolist()))
+        found = {name: read_array(path, name) for name in names}
+        told = parse_json(str(found.pop(_META)).encode())
+    except FileNotFoundError:
+        raise
+    except TooLargeError as error:
+        raise ReportError(f"Expected a {wanted} of a usual size but {path} {error}.") from error
+    except (*UNREADABLE, MemoryError) as error:
         raise ReportError(
             f"Expected a {wanted} saved by flatness but {path} is something else. Pass a file that save "
             "wrote."
         ) from error
-    kind = str(meta.pop("format", "")).removeprefix("flatness ") if isinstance(meta, dict) else ""
+    kind = str(told.pop("format", "")).removeprefix("flatness ") if isinstance(told, dict) else ""
     if kind not in kinds:
         raise ReportError(
             f"Expected a {wanted} saved by flatness but {path} holds {kind or 'something else'}. Pass a file "
             "that save wrote."
         )
-    meta.pop("version", None)
-    return kind, arrays, meta
+    try:
+        check_shape(told, meta or {})
+        check_shape(found, dict.fromkeys(arrays(told), ANY))
+    except ShapeError as error:
+        raise ReportError(
+            f"Expected a whole {kind} but {path} is damaged: {error}. Compute it again."
+        ) from error
+    told.pop("version", None)
+    return kind, found, told

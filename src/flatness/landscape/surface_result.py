@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatness.json_shape import TEXT
 from flatness.landscape.captions import AXES, batch_norm_words, data_words
 from flatness.landscape.storage import Array, read_arrays, write_arrays
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 KIND = "surface"
 _ARRAYS = ("x", "y", "loss", "accuracy", "done")
 _PATH = "path "
+_META = {name: [TEXT] for name in ("paths", "labels", "notes")}
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ class Surface:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Surface:
         """Read what `save` wrote."""
-        _, arrays, meta = read_arrays(path, KIND)
-        paths = {name: arrays.pop(f"{_PATH}{place}") for place, name in enumerate(meta.pop("paths"))}
+        _, arrays, meta = read_arrays(path, KIND, arrays=_names, meta=_META)
+        paths = {name: arrays[f"{_PATH}{place}"] for place, name in enumerate(meta.pop("paths"))}
         labels, notes = tuple(meta.pop("labels")), tuple(meta.pop("notes"))
+        arrays = {name: arrays[name] for name in _ARRAYS}
         return cls(**arrays, paths=paths, labels=labels, meta=meta, notes=notes)
 
     def __str__(self) -> str:
@@ -99,3 +102,8 @@ class Surface:
         return "\n  ".join([*lines, *self.notes])
 
     __repr__ = __str__
+
+
+def _names(meta: dict[str, Any]) -> list[str]:
+    """What the arrays of a saved surface are called."""
+    return [*_ARRAYS, *(f"{_PATH}{place}" for place in range(len(meta["paths"])))]

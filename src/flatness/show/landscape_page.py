@@ -12,6 +12,7 @@ from flatness.landscape.density_result import Density
 from flatness.landscape.line_result import Line
 from flatness.landscape.storage import read_arrays
 from flatness.landscape.surface_result import Surface
+from flatness.sheets import csv_text
 from flatness.show.landscape import save_density, save_line
 from flatness.show.page import Page, write_page
 from flatness.show.surfaces import save_contour, save_relief
@@ -45,7 +46,7 @@ def write_landscape(folder: Path, found: Landscape) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     name = name_of(found)
     found.save(folder / f"{name}.npz")
-    write_text(folder / f"{name}.csv", found.to_frame().to_csv(index=False))
+    write_text(folder / f"{name}.csv", csv_text(found.to_frame()))
     files, figures = [f"{name}.npz", f"{name}.csv"], []
     for picture, (draw, words) in _pictures(found).items():
         for file, dark in (

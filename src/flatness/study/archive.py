@@ -11,13 +11,18 @@ from typing import Any
 
 from flatness.errors import StudyError
 from flatness.files import replacing
+from flatness.json_shape import ShapeError, check_shape, parse_json
+from flatness.study.origin import ORIGIN
+from flatness.study.record_content import RECORD, STUDY
 from flatness.study.records import Folder
+from flatness.unpacking import TooLargeError, unpack_xz
 
 SUFFIX = ".json.xz"
 """What the name of an archive ends with."""
 
 _FORMAT = "flatness study archive"
 _VERSION = 1
+_USUAL = 256 * 2**20  # bytes that any archive may unpack to; reading JSON takes several times as much
 
 
 def pack(out: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> Path:
@@ -41,7 +46,7 @@ def pack(out: str | os.PathLike[str], file: str | os.PathLike[str] | None = None
     content = {
         "format": _FORMAT,
         "version": _VERSION,
-        "study": folder.read_study(),
+        "study": {name: value for name, value in folder.read_study().items() if name != ORIGIN},
         "records": list(folder.all_records()),
     }
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
@@ -58,7 +63,8 @@ def unpack(file: str | os.PathLike[str], out: str | os.PathLike[str] | None = No
         out: The folder, with no study in it so far; by default beside the file, under its name.
 
     Returns:
-        The folder. It holds no weights: other measures need the networks to be trained again.
+        The folder. It holds no weights: other measures need the networks to be trained again. A study file in
+        it that names code runs only when it is trusted, see `flatness.study.run`.
 
     Raises:
         StudyError: The file is no archive, or the folder holds a study.
@@ -72,7 +78,7 @@ def unpack(file: str | os.PathLike[str], out: str | os.PathLike[str] | None = No
             )
         for record in records:
             folder.write_record(record["key"], record)
-        folder.write_study(study)
+        folder.write_study({name: value for name, value in study.items() if name != ORIGIN})
     return folder.path
 
 
@@ -82,33 +88,44 @@ def read_archive(file: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dic
     Raises:
         StudyError: It cannot be read, is something else, or is of another version.
     """
+    refusal = f"Expected an archive that 'flatness study pack' wrote but {file} is"
     try:
-        content = json.loads(lzma.decompress(Path(file).read_bytes()).decode())
+        content = parse_json(unpack_xz(file, _USUAL))
     except FileNotFoundError as error:
         raise StudyError(
             f"Expected an archive that 'flatness study pack' wrote but there is no {file}."
         ) from error
-    except (OSError, lzma.LZMAError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise StudyError(
-            f"Expected an archive that 'flatness study pack' wrote but {file} is not: {error}."
-        ) from error
+    except TooLargeError as error:
+        raise StudyError(f"Expected an archive of a usual size but {file} {error}.") from error
+    except ShapeError as error:
+        raise StudyError(f"{refusal} {error}.") from error
+    except (OSError, lzma.LZMAError) as error:
+        raise StudyError(f"{refusal} not: {error}.") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise StudyError(
-            f"Expected an archive that 'flatness study pack' wrote but {file} is something else."
-        )
+        raise StudyError(f"{refusal} something else.")
     if content.get("version") != _VERSION:
         raise StudyError(
             f"Expected an archive of version {_VERSION} but {file} has version {content.get('version')}. "
             "Read it with the flatness that wrote it."
         )
-    study, records = content.get("study"), content.get("records")
-    if not isinstance(study, dict) or not {"name", "scale", "content", "networks"} <= set(study):
-        raise StudyError(f"Expected an archive that says what its study is but {file} does not.")
+    study: Any = content.get("study")
+    records: Any = content.get("records")
+    try:
+        check_shape(study, STUDY, "study")
+    except ShapeError as error:
+        raise StudyError(
+            f"Expected an archive that says what its study is but {file} does not: {error}."
+        ) from error
     if not isinstance(records, list) or not all(_has_key(record) for record in records):
         raise StudyError(f"Expected records with a key each but {file} has others.")
+    try:
+        check_shape(records, [RECORD], "records")
+    except ShapeError as error:
+        raise StudyError(f"Expected whole records but {file} has others: {error}.") from error
     return study, records
 
 
 def _has_key(record: Any) -> bool:
     """Whether it is a record under a name that can be a file's: anyone may have made the archive."""
-    return isinstance(record, dict) and bool(re.fullmatch(r"[\w-]+", str(record.get("key", ""))))
+    key = record.get("key") if isinstance(record, dict) else None
+    return isinstance(key, str) and bool(re.fullmatch(r"[0-9A-Za-z_-]{1,100}", key))

@@ -15,6 +15,7 @@ import torch
 from flatness.errors import StudyError
 from flatness.experiments.catalogue import experiment
 from flatness.files import write_text
+from flatness.sheets import csv_text
 from flatness.study.experiment_text import table_lines, wrapped
 from flatness.study.grid import digest
 from flatness.study.in_hand import in_hand
@@ -135,7 +136,7 @@ class ExperimentStudy:
         written = {"rows.csv": self.rows, "summary.csv": self.summary}
         with readable_disk_errors(self.path):
             for name, rows in written.items():
-                write_text(self.path / name, _frame(rows).to_csv(index=False))
+                write_text(self.path / name, csv_text(_frame(rows)))
         return list(written)
 
     def text(self, width: int | None = None) -> str:

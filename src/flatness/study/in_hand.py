@@ -135,9 +135,9 @@ def _place(folder: Folder, doing: str) -> Path:
 
 def _read(path: Path) -> Note | None:
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         check_shape(content, _SHAPE)
-    except (OSError, UnicodeDecodeError, ShapeError):
+    except (OSError, ShapeError):
         return None
     return Note(path, content["doing"], tuple(content["keys"]), content["attempts"])
 

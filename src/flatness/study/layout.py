@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -117,6 +118,8 @@ def check_layout(content: Mapping[str, Any], where: str, groups: Sequence[str] =
                 _check_table(value, TABLES[name], f"[{name}]", where)
         elif name in TABLES[""]:
             _expect(value, TABLES[""][name], name, where)
+            if isinstance(value, str):
+                check_text(value, name, where)
         else:
             raise SpecError(
                 f"Expected a key of a study file but {where} has {name!r}.{nearest(name, known)} "
@@ -134,8 +137,32 @@ def check_layout(content: Mapping[str, Any], where: str, groups: Sequence[str] =
                     f"Expected [scale.smoke], [scale.small] or [scale.gallery] but {where} has "
                     f"[scale.{name}].{nearest(name, _WRITTEN_SCALES)} The file itself is the scale 'paper'."
                 )
+            if group == "parts":
+                check_name(name, "the name of a part", where)
             _expect(part, TABLE, f"[{group}.{name}]", where)
             check_layout(part, f"[{group}.{name}] of {where}", ("parts",) if group == "scale" else ())
+
+
+def check_text(value: str, what: str, where: str) -> None:
+    """Refuse text that a terminal would obey instead of showing."""
+    wrong = next((letter for letter in value if not letter.isprintable() and letter not in "\n\t"), None)
+    if wrong is not None:
+        raise SpecError(
+            f"Expected {what} to be text that can be shown but {where} has the character {wrong!r} in it."
+        )
+
+
+def check_name(name: str, what: str, where: str) -> None:
+    """Refuse a name that cannot be part of a file's name: tables and pictures are named after it at the end.
+
+    Raises:
+        SpecError: It is empty, too long, or has other characters than letters, digits and ``_ . + -``.
+    """
+    if not re.fullmatch(r"[^\W_][\w.+-]{0,63}", name):
+        raise SpecError(
+            f"Expected {what} to be at most 64 letters, digits and _ . + -, a letter or digit first, since "
+            f"files are named after it, but {where} has {name!r}."
+        )
 
 
 def _check_table(table: Mapping[str, Any], known: Mapping[str, str], name: str, where: str) -> None:

@@ -85,7 +85,7 @@ def load_split(data: Mapping[str, Any]) -> Split:
     gets ``split="train"`` or ``"test"`` and the table's options, and returns inputs and targets.
     """
     name = data["name"]
-    own = _is_own(name)
+    own = is_own_code(name)
     for key in ("standardize", "data_dir") if own else ("options",):
         if data.get(key):
             raise SpecError(
@@ -103,15 +103,15 @@ def load_split(data: Mapping[str, Any]) -> Split:
     return Split(train.pair, test.pair, notes, digest_of([train.digest, test.digest]), train.source)
 
 
-def _is_own(name: str) -> bool:
+def is_own_code(name: str) -> bool:
+    """Whether a study names code with it: ``package.module:factory``, and no file or name of this package."""
     return ":" in name and not name.lower().endswith(".npz")
 
 
 def own_code(*names: str) -> list[str]:
     """Digests of the files that models and data of one's own come from: they may change between two runs."""
-    files = [
-        getattr(sys.modules.get(name.partition(":")[0]), "__file__", None) for name in names if _is_own(name)
-    ]
+    modules = [sys.modules.get(name.partition(":")[0]) for name in names if is_own_code(name)]
+    files = [getattr(module, "__file__", None) for module in modules]
     return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file]
 
 
@@ -143,7 +143,7 @@ def make_model(configuration: Configuration) -> nn.Module:
     """The network as it starts: built from its seed, redrawn by its scheme."""
     name, options = configuration.model["name"], dict(configuration.model.get("options", {}))
     seed, scheme = configuration.axes.get("seed", 0), configuration.axes.get("initialization", "default")
-    if ":" in name:
+    if is_own_code(name):
         factory = import_object(name, "name in [model]")
         model = factory
         if not isinstance(factory, nn.Module):

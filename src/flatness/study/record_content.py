@@ -65,9 +65,9 @@ def read_record(path: Path) -> dict[str, Any]:
         StudyError: It is of another version, or no record at all.
     """
     try:
-        content = parse_json(path.read_bytes().decode())
-    except (ShapeError, UnicodeDecodeError) as error:
-        raise DamagedFileError(str(error)) from error
+        content = parse_json(path.read_bytes())
+    except ShapeError as error:
+        raise DamagedFileError(f"it is {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise StudyError(f"Expected a record of a study but {path} holds something else. Move it away.")
     if content.get("version") != VERSION:

@@ -160,8 +160,8 @@ class Folder:
         """
         file = self.path / "study.json"
         try:
-            content = parse_json(file.read_bytes().decode())
-        except (OSError, ShapeError, UnicodeDecodeError) as error:
+            content = parse_json(file.read_bytes())
+        except (OSError, ShapeError) as error:
             raise StudyError(
                 f"Expected a folder that 'flatness study run' wrote but {self.path} has no readable "
                 "study.json. Run the study first, or name its folder."

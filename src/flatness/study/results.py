@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flatness.errors import StudyError, nearest
 from flatness.files import write_text
 from flatness.landscape.line_result import Line
+from flatness.sheets import csv_text
 from flatness.study.analysis import Remembered, table_key
 from flatness.study.conditions import parse_condition
 from flatness.study.correlations import baseline_table, correlation_table
@@ -195,20 +196,20 @@ class Study:
 
     def write_tables(self) -> list[str]:
         """Write ``networks.csv``, ``correlations.csv``, ``groups.csv``, ``lines.csv``; return their names."""
-        written = {"networks.csv": self._frame.to_csv(index=False)}
+        written = {"networks.csv": csv_text(self._frame)}
         if len(self.kept()) >= 3:
             tables = [(part, self.correlations(part)) for part in self.spec.parts]
             for part, table in tables:
                 name = f"correlations-{part}.csv" if part else "correlations.csv"
-                written[name] = table.to_csv(index=False)
+                written[name] = csv_text(table)
         if len(self.kept()):
             flat = self.groups()
             flat.columns = [":".join(filter(None, names)) for names in flat.columns]
-            written["groups.csv"] = flat.to_csv(index=False)
+            written["groups.csv"] = csv_text(flat)
         for part in self.spec.parts:
             found = self.lines(part)
             if found is not None:
-                written[f"lines-{part}.csv" if part else "lines.csv"] = found.to_frame().to_csv(index=False)
+                written[f"lines-{part}.csv" if part else "lines.csv"] = csv_text(found.to_frame())
         with readable_disk_errors(self.path):
             for name, text in written.items():
                 write_text(self.path / name, text)

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from flatness.study.found import found_checkpoints
 from flatness.study.grid import Configuration, digest
 from flatness.study.in_hand import done_alone, forget_notes
 from flatness.study.objects import check_same_data
+from flatness.study.origin import ORIGIN, check_trust, holds_study, is_own, mark_of
 from flatness.study.plain_files import refuse_links
 from flatness.study.records import FAILED, SO_FAR, Folder
 from flatness.study.results import Study
@@ -44,6 +45,7 @@ def run(
     minutes: float = math.inf,
     checkpoint_every: float = 60.0,
     retry: bool = False,
+    trust: bool = False,
     progress: bool = True,
 ) -> Study | ExperimentStudy:
     """Train many networks, measure them, and relate flatness to the generalisation gap.
@@ -54,6 +56,7 @@ def run(
 
     Args:
         spec: The name of a study that comes with the package, the path of a ``.toml`` file, or its content.
+            **A study file is code**: what it names as ``package.module:factory`` is imported and called.
         out: The folder of the study; made if need be.
         executor: "local" for processes on this machine, "ray" for a Ray cluster.
         scale: "smoke" (a few networks through the whole pipeline), "small", "gallery" (what the gallery
@@ -64,6 +67,9 @@ def run(
         minutes: Time after which to save everything and return what there is.
         checkpoint_every: Seconds between two checkpoints of networks that are trained or measured.
         retry: Whether networks that failed before are tried again.
+        trust: Whether to run code that is named by a study which came from elsewhere: a file in the folder of
+            a study that no run of yours wrote, or the `spec` of one that was loaded from there or from an
+            archive.
         progress: Whether to show how far it is.
 
     Returns:
@@ -73,7 +79,8 @@ def run(
     Raises:
         SpecError: The file asks for something that does not exist.
         DataError: The data are not there; the message says where they were looked for.
-        StudyError: Another run is at work in the folder, the disk is full, or records are of another version.
+        StudyError: Another run is at work in the folder, the disk is full, records are of another version, or
+            the study came from elsewhere and would run code.
 
     Example:
         >>> import tempfile, flatness
@@ -88,6 +95,8 @@ def run(
         {'finished': 6}
     """
     chosen = spec if isinstance(spec, Spec) else read_spec(spec, scale)
+    if not trust:
+        check_trust(chosen.received, chosen.parts, chosen.name)
     check_executor(executor)
     place = torch.device(device) if device is not None else usual_device()
     jobs = usual_jobs(place) if jobs is None else jobs
@@ -98,8 +107,10 @@ def run(
         str(folder.path), chosen.parts, str(place), until, checkpoint_every, run=secrets.token_hex(8)
     )
     held, damaged = folder.study_name(), folder.damaged()
+    # A folder from elsewhere stays one, whatever runs there: other files came with it.
+    own = trust or not holds_study(folder.path) or is_own(folder.path)
     work = _run_networks if chosen.experiment is None else _run_experiment
-    done = work(chosen, folder, orders, executor, jobs, retry, progress)
+    done = work(chosen, folder, orders, _Manner(executor, jobs, retry, progress, own))
     study = load(out)
     study.notes += [
         f"A file that was damaged is set aside as {name}; what it held was done anew."
@@ -120,54 +131,61 @@ def run(
     return study
 
 
-def _run_networks(
-    spec: Spec, folder: Folder, orders: Orders, executor: str, jobs: int, retry: bool, progress: bool
-) -> bool:
+@dataclass(frozen=True)
+class _Manner:
+    """How a run goes about its work; `own` says whether its folder counts as the user's own."""
+
+    executor: str
+    jobs: int
+    retry: bool
+    progress: bool
+    own: bool
+
+
+def _run_networks(spec: Spec, folder: Folder, orders: Orders, how: _Manner) -> bool:
     """Whether all of it is done; False when time ran out."""
     work = plan_units(spec, torch.device(orders.device))
     orders = replace(orders, data=check_sources(spec, work))
-    with _opened(folder, retry):
+    with _opened(folder, how.retry):
         networks = [one for unit in work for one in unit.configurations]
         _check_data(folder, networks, orders)
-        folder.write_study(_saved(spec, networks))
+        folder.write_study(_saved(spec, networks, folder, how.own))
         units_alone = {one.key: Unit((one,)) for one in networks}
 
         def set_aside_killer(unit: Unit, doing: str, times: int) -> None:
             give_up(unit.configurations[0], doing, times, folder, orders)
 
         alone = functools.partial(execute_alone, orders=orders, do=do_unit)
-        if executor == "local" and not done_alone(folder, units_alone, alone, set_aside_killer):
+        if how.executor == "local" and not done_alone(folder, units_alone, alone, set_aside_killer):
             return False
-        jobs = min(jobs, max(len(networks), 1))  # one more would have nothing to do, not even to measure
+        jobs = min(how.jobs, max(len(networks), 1))  # one more would have nothing to do, not even to measure
         # Machines of a cluster, and Windows, may not see each other's claims.
-        seen = executor == "local" and os.name == "posix"
+        seen = how.executor == "local" and os.name == "posix"
         helpers = helping(work, jobs, torch.device(orders.device)) if seen else []
-        with Watch(folder, [one.key for one in networks], progress):
-            done = all(list(execute([*work, *helpers], orders, executor, jobs, do_unit)))
+        with Watch(folder, [one.key for one in networks], how.progress):
+            done = all(list(execute([*work, *helpers], orders, how.executor, jobs, do_unit)))
         if done:
             forget_notes(folder)
         return done
 
 
-def _run_experiment(
-    spec: Spec, folder: Folder, orders: Orders, executor: str, jobs: int, retry: bool, progress: bool
-) -> bool:
-    """Likewise."""
+def _run_experiment(spec: Spec, folder: Folder, orders: Orders, how: _Manner) -> bool:
+    """Whether all units of the experiment are done; False when time ran out."""
     experiment = spec.experiment
     assert experiment is not None
     tasks = [(experiment.name, unit) for unit in spec.units]
-    with _opened(folder, retry), ProgressBar(experiment.counted, len(tasks), progress) as bar:
-        folder.write_study(_saved(spec, []))
+    with _opened(folder, how.retry), ProgressBar(experiment.counted, len(tasks), how.progress) as bar:
+        folder.write_study(_saved(spec, [], folder, how.own))
         by_key = {unit_key(*task): task for task in tasks}
         alone = functools.partial(execute_alone, orders=orders, do=do_experiment)
 
         def set_aside_killer(task: Any, _: str, times: int) -> None:
             give_up_unit(task, times, orders)
 
-        if executor == "local" and not done_alone(folder, by_key, alone, set_aside_killer):
+        if how.executor == "local" and not done_alone(folder, by_key, alone, set_aside_killer):
             return False
         ended = []
-        for done in execute(tasks, orders, executor, jobs, do_experiment):
+        for done in execute(tasks, orders, how.executor, how.jobs, do_experiment):
             ended.append(done)
             bar.advance()
         if all(ended):
@@ -213,7 +231,8 @@ def load(out: str | os.PathLike[str]) -> Study | ExperimentStudy:
     spec = make_spec(
         saved["name"], "paper", saved["content"], str(out if packed else folder.path / "study.json")
     )
-    spec = replace(spec, scale=saved["scale"])
+    received = "" if not packed and is_own(folder.path) else str(out)
+    spec = replace(spec, scale=saved["scale"], received=received)
     records = {record["key"]: record for record in found}
     _refuse_mixed_data(records)
     if spec.experiment is not None:
@@ -247,12 +266,14 @@ def plan_units(spec: Spec, device: torch.device) -> list[Unit]:
     return work
 
 
-def _saved(spec: Spec, networks: list[Configuration]) -> dict[str, Any]:
+def _saved(spec: Spec, networks: list[Configuration], folder: Folder, own: bool) -> dict[str, Any]:
     """What `load` needs: the content at its scale, so that it means the same when the file has changed."""
     listed = [
         {"key": one.key, "part": one.part, "axes": dict(one.axes), "label": one.label()} for one in networks
     ]
-    return {"name": spec.name, "scale": spec.scale, "content": dict(spec.content), "networks": listed}
+    saved = {"name": spec.name, "scale": spec.scale, "content": dict(spec.content), "networks": listed}
+    mark = mark_of(folder.path) if own else None
+    return saved if mark is None else {**saved, ORIGIN: mark}
 
 
 def _forget_failures(folder: Folder) -> None:

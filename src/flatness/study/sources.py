@@ -65,6 +65,12 @@ def _columns(model: nn.Module, settings: Mapping[str, Any], everything: bool) ->
 
 def _chosen(model: nn.Module, layers: Any, table: str) -> list[str]:
     available = list(find_layers(model))
+    for name in available:
+        if ":" in name or not name.isprintable():
+            raise SpecError(
+                "Expected layers to have names without ':', which separates a measure from its layer in the "
+                f"tables, and without control characters but the model has {name!r}. Rename it."
+            )
     if layers is None or (layers == "last" and "last" not in available):
         return available
     names = [layers] if isinstance(layers, str) else layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from flatness.experiments.catalogue import experiment
 from flatness.experiments.experiment import Experiment
 from flatness.study.grid import Configuration, expanded, thinned
 from flatness.study.layout import AXES, EXPERIMENT, SCALES, TABLES, check_layout, merged
+from flatness.study.origin import received_with
 from flatness.study.settings import check_settings
 
 _SMOKE_NETWORKS, _SMALL_NETWORKS = 8, 40
@@ -34,6 +35,7 @@ class Spec:
         parts: The same for every part; a study without parts has one, named "".
         configurations: Every network to train (or to load), in the order of the grid.
         units: The work of an experiment, for a study that is one; it then has neither parts nor networks.
+        received: The folder or archive from elsewhere that it came with; empty for a study of one's own.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Spec:
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     configurations: tuple[Configuration, ...] = ()
     units: tuple[Mapping[str, Any], ...] = ()
+    received: str = field(default="", compare=False)
 
     @property
     def experiment(self) -> Experiment | None:
@@ -93,6 +96,9 @@ def names() -> list[str]:
 def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "paper") -> Spec:
     """Read a study: the name of one that comes with the package, the path of a file, or its content.
 
+    Nothing of it runs yet. A study file is code all the same: `run` imports and calls what it names as
+    ``package.module:factory``.
+
     Args:
         source: ``"petzka2021-cifar10"``, ``"mine.toml"`` or a dictionary like such a file.
         scale: "smoke", "small", "gallery" or "paper".
@@ -106,7 +112,9 @@ def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "
         )
     name, where, content = _content(source)
     check_layout(content, where)
-    return make_spec(name, scale, content, where)
+    spec = make_spec(name, scale, content, where)
+    own = isinstance(source, Mapping) or not os.path.exists(where)  # content, or a study of this package
+    return spec if own else replace(spec, received=received_with(where))
 
 
 def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> Spec:
