@@ -75,6 +75,7 @@ LINKS = [
     ".lock",
     "study.json",
     "index.html",
+    ".analysis.json",
     "networks.csv",
     "training/cohort.json",
     "measuring/key.lock",

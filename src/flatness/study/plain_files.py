@@ -17,7 +17,7 @@ from flatness.errors import StudyError
 FOLDERS = ("records", "weights", "training", "measuring")
 """The folders that only a run which holds the lock writes to."""
 
-_FILES = (".lock", "study.json", "figures", "index.html")
+_FILES = (".lock", "study.json", ".analysis.json", "figures", "index.html")
 _TOKEN = r"\.[0-9a-f]{4,}\.part"
 # What a killed run was about to write, by folder: `files.replacing` names it after the file it is to become.
 _PARTS = {
