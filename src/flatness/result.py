@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 _FORMAT = "flatness report"
 _VERSION = 1
 _SHAPE = {
-    "meta": {},
-    "notes": [TEXT],
     "results": [
         {
             **dict.fromkeys(("measure", "level"), TEXT),
@@ -37,6 +35,8 @@ _SHAPE = {
             "terms": Optional({}),
         }
     ],
+    "meta": {},
+    "notes": [TEXT],
 }
 _COLUMNS = (
     "measure",
