@@ -15,6 +15,7 @@ from flatness.errors import MeasureError
 from flatness.files import write_text
 from flatness.measures.catalogue import get_measure
 from flatness.result import Result
+from flatness.sheets import csv_text
 from flatness.tables import WHOLE_MODEL, format_value, total_error
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class Comparison:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `to_frame` as CSV."""
-        write_text(path, self.to_frame().to_csv(index=False))
+        write_text(path, csv_text(self.to_frame()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the verdict, the notes and every row as JSON, at once or not at all."""
