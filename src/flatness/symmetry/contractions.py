@@ -134,11 +134,7 @@ def scaled_attention(flow: Flow, call: Call) -> Any:
     """softmax(QKᵀ) V: what is averaged keeps its labels; what a query gains in a channel, the key loses."""
     given = call.bound("query key value | attn_mask dropout_p is_causal scale enable_gqa")
     query, key, values = (flow.labels(given[name]) for name in ("query", "key", "value"))
-    if query.dim() > 2:
-        # Grouped queries: several heads of queries share a head of keys and values.
-        key, values = (
-            part.repeat_interleave(query.shape[-3] // part.shape[-3], -3) for part in (key, values)
-        )
+    key, values = (_for_every_head(part, query) for part in (key, values))
     compared = ("query", "key", "attn_mask") if flow.permuting else ("attn_mask",)
     for name in compared:
         if given.get(name) is not None and not flow.is_constant(given[name]):
@@ -146,6 +142,12 @@ def scaled_attention(flow: Flow, call: Call) -> Any:
     if not flow.permuting:
         flow.classes.invert(flow.classes.unite_along(query, [-2]), flow.classes.unite_along(key, [-2]))
     return _averaged(flow, call, values)
+
+
+def _for_every_head(labels: Tensor, query: Tensor) -> Tensor:
+    """Grouped queries: several heads of queries share a head of keys and values."""
+    groups = query.shape[-3] // labels.shape[-3] if query.dim() > 2 else 1
+    return labels.repeat_interleave(groups, -3) if groups > 1 else labels
 
 
 def _averaged(flow: Flow, call: Call, values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Every operator that treats entries alike lets them pass, also tanh or a batch no
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -278,10 +279,13 @@ class Flow:
         by_name: dict[str, list[Use]] = {}
         for use in self.uses:
             by_name.setdefault(use.name, []).append(use)
+        read = Counter(
+            self.value(ref).name for call in self.trace.calls for ref in call.refs() if self.is_constant(ref)
+        )
         for name, uses in by_name.items():
             total = math.prod(self.trace.shapes[name])
             reason = next((use.held for use in uses if use.held is not None), None)
-            if self._read_elsewhere(name, len(uses)):
+            if read[name] > len(uses):  # a running statistic that not only its norm reads
                 reason = f"{name} is used elsewhere too"
             elif len(uses) > 1 and overlap(uses):
                 reason = f"{name} is used {len(uses)} times"
@@ -290,18 +294,6 @@ class Flow:
             if reason is not None:
                 for labels in [labels for use in uses for labels in (use.up, use.down) if labels is not None]:
                     self.classes.pin(labels, reason)
-
-    def _read_elsewhere(self, buffer: str, uses: int) -> bool:
-        """Whether a running statistic is also read by a call that does not count as a use of it."""
-        places = [
-            index
-            for index, value in enumerate(self.trace.values)
-            if value.name == buffer and value.kind == "constant"
-        ]
-        return (
-            bool(places)
-            and sum(any(ref.index in places for ref in call.refs()) for call in self.trace.calls) > uses
-        )
 
     def _check_way(self, reason: str | None) -> None:
         """Where other data may take another way through the network, nothing is known to be free."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,9 +47,7 @@ class Classes:
         a, b = torch.broadcast_tensors(a, b)
         shape = a.shape
         a, b = compact(a, b)
-        pairs = torch.stack([a.flatten(), b.flatten()], 1).numpy()
-        pairs = np.unique(pairs[(pairs != ANY).all(1)].astype(np.int64), axis=0)
-        for one, other in pairs.tolist():
+        for one, other in _pairs(a, b):
             self._join(one, other)
         joined = a if not bool((a == ANY).any()) else torch.where(a == ANY, b, a)
         return joined.expand(shape)
@@ -72,9 +69,7 @@ class Classes:
     def invert(self, a: Tensor, b: Tensor) -> None:
         """Let labels at the same position have inverse factors: what multiplies the one divides the other."""
         a, b = compact(*torch.broadcast_tensors(a, b))
-        pairs = torch.stack([a.flatten(), b.flatten()], 1).numpy()
-        pairs = np.unique(pairs[(pairs != ANY).all(1)].astype(np.int64), axis=0)
-        for one, other in pairs.tolist():
+        for one, other in _pairs(a, b):
             self._pair(one, other)
 
     def inverse(self, label: int) -> int | None:
@@ -156,6 +151,16 @@ class Classes:
         if reasons:
             self._reasons.setdefault(one, reasons)
             self._reasons.setdefault(other, reasons)
+
+
+def _pairs(a: Tensor, b: Tensor) -> list[tuple[int, int]]:
+    """The different pairs of labels at the same position, without `ANY`, in order."""
+    one, other = (labels.flatten().long() for labels in (a, b))
+    both = (one >= 0) & (other >= 0)
+    one, other = one[both], other[both]
+    size = int(other.max()) + 1 if len(other) else 1
+    # Sorting one number for each pair is many times as fast as sorting pairs.
+    return [divmod(code, size) for code in torch.unique(one * size + other).tolist()]
 
 
 def compact(*tensors: Tensor) -> list[Tensor]:

@@ -38,7 +38,14 @@ def layout(flow: Flow, call: Call) -> Any:
     if len(refs) == 1 and isinstance(view := flow.entry(refs[0]), ParameterView):
         return _parameter_layout(function, args, kwargs, view)
     args, kwargs = tree_map(lambda leaf: flow.labels(leaf) if isinstance(leaf, Ref) else leaf, (args, kwargs))
-    return _tensors(function(*args, **kwargs))
+    return _parts(flow, _tensors(function(*args, **kwargs)), sum(flow.labels(ref).numel() for ref in refs))
+
+
+def _parts(flow: Flow, parts: list[Tensor], whole: int) -> list[Tensor]:
+    """Parts of a value: channels that go into different ones do not change places, as more may follow."""
+    for part in parts if flow.permuting and (len(parts) > 1 or parts[0].numel() < whole) else ():
+        flow.keep_company(part, range(part.dim()))
+    return parts
 
 
 def _parameter_layout(function: Any, args: Any, kwargs: Any, view: ParameterView) -> Any:
@@ -76,7 +83,7 @@ def pick(flow: Flow, call: Call) -> Any:
         ),
         (call.args, call.kwargs),
     )
-    return call.function(*args, **kwargs)
+    return _parts(flow, _tensors(call.function(*args, **kwargs)), entry.numel())
 
 
 def _touched(flow: Flow, call: Call, dims: int) -> list[int]:
@@ -128,6 +135,8 @@ def pad(flow: Flow, call: Call) -> Any:
     labels, mode = flow.labels(call.operand()), given.get("mode", "constant")
     if mode != "constant":
         return F.pad(labels, given["pad"], mode=mode)
+    if flow.permuting and min(given["pad"]) < 0:
+        return None  # it cuts
     zero = flow.permuting or not given.get("value")
     fill = ANY if zero else float(flow.classes.fixed((), f"padded by {call}"))
     return F.pad(labels, given["pad"], value=fill)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,9 +53,13 @@ def output_symmetry(found: Symmetries) -> tuple[Symmetries, list[str]]:
 def final_biases(trace: Trace) -> list[str]:
     """Names of the biases that, all shifted by one number, shift every output by it; empty without such."""
     made = {ref.index: call for call in trace.calls for ref in call.outputs()}
+    taken = Counter(index for call in trace.calls for index in {ref.index for ref in call.refs()})
     waiting, names = [trace.output], []
     while waiting:
-        call = made.get(waiting.pop().index)
+        ref = waiting.pop()
+        if ref != trace.output and taken[ref.index] > 1:
+            return []  # shifted, it would also change what else it goes into
+        call = made.get(ref.index)
         if call is not None and call.name in _TRANSPARENT:
             waiting += [ref for ref in call.refs() if trace.values[ref.index].floating]
             continue

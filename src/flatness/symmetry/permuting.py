@@ -12,47 +12,46 @@ from flatness.errors import LayerError, OptionError, listed, nearest
 from flatness.symmetry.channels import Action
 from flatness.symmetry.groups import Symmetries
 
+_MIX = 6364136223846793005  # odd, so that products modulo 2^64 lose nothing
+
 
 def exchangeable(symmetries: Symmetries) -> list[list[int]]:
     """Classes that may change places with each other, in lists.
 
     Two channels are exchangeable when they meet the same parameters in the same way and next to the same
     channels: rows of one group of a convolution and value channels of one head of attention are, rows of
-    different groups and channels of different heads are not.
+    different groups and channels of different heads are not, nor are channels of which one is cut off.
     """
-    columns = []
+    signature = torch.zeros(symmetries.classes, dtype=torch.int64)
     whole = torch.ones(symmetries.classes, dtype=torch.bool)
     for action in symmetries.actions:
         output_units, input_units = action.use.units or (None, None)
         for own, met in ((action.up, input_units), (action.down, output_units)):
             if own is not None:
-                columns += _neighbours(own, met, symmetries.classes)
+                signature = _with_neighbours(signature, own, met)
         if action.rows is not None:
             # Rows tied to each other by what follows: which of them is which is not known here.
             whole &= action.rows[action.rows >= 0].bincount(minlength=symmetries.classes) <= 1
     for own, places in symmetries.companies:
-        columns += _neighbours(own, places, symmetries.classes)
-    families: dict[Any, list[int]] = {}
-    for number, signature in enumerate(torch.stack(columns, 1).tolist() if columns else ()):
+        signature = _with_neighbours(signature, own, places)
+    families: dict[int, list[int]] = {}
+    for number, one in enumerate(signature.tolist()):
         if whole[number]:
-            families.setdefault(tuple(signature), []).append(number)
+            families.setdefault(one, []).append(number)
     return [members for members in families.values() if len(members) > 1]
 
 
-def _neighbours(own: Tensor, units: Tensor | None, classes: int) -> list[Tensor]:
-    """For every class, how often it meets a parameter, and the sum of random names of the units met."""
+def _with_neighbours(signature: Tensor, own: Tensor, units: Tensor | None) -> Tensor:
+    """Signatures of classes that also tell which units a class meets, by a sum of their random names."""
     pair = torch.broadcast_tensors(own, torch.tensor(0) if units is None else units)
     mine, theirs = (part.flatten() for part in pair)
     free = mine >= 0
     mine, theirs = mine[free], theirs[free]
+    generator = torch.Generator().manual_seed(0)
     names = torch.randint(
-        -(2**62),
-        2**62,
-        (int(theirs.max()) + 1 if len(theirs) else 1,),
-        generator=torch.Generator().manual_seed(0),
+        -(2**62), 2**62, (int(theirs.max()) + 1 if len(theirs) else 1,), generator=generator
     )
-    count = torch.zeros(classes, dtype=torch.int64).index_add_(0, mine, torch.ones_like(mine))
-    return [count, torch.zeros_like(count).index_add_(0, mine, names[theirs])]
+    return (signature * _MIX).index_add_(0, mine, names[theirs])
 
 
 def drawn_permutation(symmetries: Symmetries, seed: int) -> Tensor:
