@@ -15,7 +15,7 @@ from flatness.measures.catalogue import reduce_values
 from flatness.measures.measure import SPECTRA, LayerView, Measure, NetworkView, Valued
 from flatness.plan import Plan
 from flatness.result import Result
-from flatness.scatter import Scatter
+from flatness.scatter import Scatter, bias_note, standard_error
 from flatness.views import trace_sources
 from flatness.walking import Walked
 
@@ -62,15 +62,18 @@ def finalise(
 
 @dataclass
 class _Rows:
-    """Rows, and for those that are sampled what each fold would change about them."""
+    """Rows, and for those that are sampled what each replicate would change about them."""
 
     results: list[Result] = field(default_factory=list)
     deviations: list[Tensor | None] = field(default_factory=list)
 
     def add(self, row: Result, deviation: Tensor | None = None) -> None:
-        """Take one more; its standard error comes from the deviations (J,)."""
-        if deviation is not None:
-            row = replace(row, stderr=float(deviation.square().sum().sqrt()), method="sampled")
+        """Take one more; its standard error comes from the deviations (K,)."""
+        error = standard_error(deviation)
+        if deviation is not None and error is not None:
+            note = bias_note(deviation)
+            notes = row.notes if note is None or row.level == "unit" else (*row.notes, note)
+            row = replace(row, stderr=float(error), method="sampled", notes=notes)
         self.results.append(row)
         self.deviations.append(deviation)
 
@@ -107,7 +110,7 @@ def _layer_rows(measure: Measure, view: LayerView, row: Result, scatter: Scatter
     values = layer_values(measure, view)
     deviations = None
     if row.method == "sampled":
-        deviations = scatter.of_layer(view, partial(layer_values, measure), values)
+        deviations = scatter.of_layer(view, partial(layer_values, measure), values, measure.clips)
         # A layer without a residual, all of whose output directions were taken.
         row = row if deviations is not None else replace(row, method="exact")
     columns = [None] * len(values) if deviations is None else list(deviations.T)
@@ -158,7 +161,7 @@ def _network_rows(
         changes = None
         if "traces" in measure.network_needs:
             changes = scatter.of_network(
-                view, trace_sources(plan), partial(_network_value, measure), row.value
+                view, trace_sources(plan), partial(_network_value, measure), row.value, measure.clips
             )
         found.add(row, changes)
     if None in walked.values.get(measure.name, {}):
@@ -195,7 +198,7 @@ def _network_value(measure: Measure, view: NetworkView) -> float:
 
 
 def _reduced(reduction: str, values: Tensor, value: Tensor, deviations: list[Tensor | None]) -> Tensor | None:
-    """What each fold would change about an aggregate over layers: (J,)."""
+    """What each replicate would change about an aggregate over layers: (K,)."""
     count = next((len(part) for part in deviations if part is not None), 0)
     if not count:
         return None

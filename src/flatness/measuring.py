@@ -248,8 +248,9 @@ def _note_precision(chosen: Plan, results: list[Result]) -> None:
     missed = [row for row in layers if row.stderr > 1.25 * chosen.precision * abs(row.value)]
     if missed:
         worst = max(missed, key=lambda row: row.stderr / max(abs(row.value), 1e-300))
+        share = f"{worst.stderr / abs(worst.value):.2g}" if worst.value else "a value of 0"
         chosen.notes.append(
             f"aimed at a standard error of {chosen.precision:.2g} of each layer's value but {len(missed)} of "
             f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
-            f"{worst.stderr / max(abs(worst.value), 1e-300):.2g}: raise max_passes, now {chosen.max_passes}"
+            f"{share}: raise max_passes, now {chosen.max_passes}"
         )

@@ -200,7 +200,8 @@ def relative_variances(
             seen_by = replace(view, options=plan.options[measure.name])
             at = layer_values(measure, seen_by)
             levels = len(measure.reductions) if measure.units is not None else 1
-            error = standard_error(scatter.of_layer(seen_by, partial(layer_values, measure), at))
+            moved = scatter.of_layer(seen_by, partial(layer_values, measure), at, measure.clips)
+            error = standard_error(moved)
             error = torch.zeros_like(at) if error is None else error
             variances.append((error / at.abs().clamp(min=1e-300))[-levels:].square())
     return variances

@@ -8,8 +8,9 @@ the sums
     se² = Σ_j f(F_j)²,
 
 which for two probes is Σ_i (q_i1 − q_i2)² / 4, summed fold by fold: the folds carry covariances between
-statistics, layers and parameters along, so that any function of all of them has its error from
-f(S + F_j) − f(S), a jackknife that leaves nothing out.
+statistics, layers and parameters along. For any other f, steps as small as a fold tell too little: a clipped
+sum does not move at all. `replicates` adds the folds up with signs, so that each of them is as far from 0 as
+the estimate is from the truth, and the error is the root mean square of f(S + R_k) − f(S).
 """
 
 from __future__ import annotations
@@ -109,6 +110,38 @@ class Collector:
             return None
         folds = torch.zeros(self.into.count, *value.shape[1:], dtype=value.dtype, device=value.device)
         return folds.index_add_(0, self.fold[start : start + len(value)], value, alpha=self.sign)
+
+
+def replicates(folds: Tensor) -> Tensor:
+    """R_k = Σ_j ±F_j with the signs of a Hadamard matrix: (K, …) from folds (J, …), K ≥ J a power of 2.
+
+    Balanced repeated replication (McCarthy 1969). The matrix is orthogonal, so that the mean of f(R_k)² is
+    Σ_j f(F_j)² for linear f, to rounding; and each R_k scatters as the sum itself does.
+    """
+    J = len(folds)
+    signs = torch.ones(1, 1, dtype=folds.dtype, device=folds.device)
+    while len(signs) < J:
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    return (signs[:, :J] @ folds.reshape(J, -1)).reshape(len(signs), *folds.shape[1:])
+
+
+def clipped_centre(value: Tensor, folds: Tensor, *, root: bool = False) -> Tensor:
+    """Where to spread replicates of entries (…) that are clipped at 0 around, given their folds (J, …).
+
+    An entry below 0 that may as well be above, by 3 standard errors, is taken to be 0: spread around where it
+    fell, replicates would stay below, and a value of 0 would look certain. One that is surely negative stays.
+
+    Args:
+        value: The entries.
+        folds: Their folds.
+        root: Whether a root of each is taken, which is steep at 0: there an entry that may as well be 0 is so
+            on either side, and a single one is to be sure with 5 standard errors. In a simulation of normal
+            entries from −3 to 10 standard errors, errors then have scores of root mean square 0.9 to 1.1, of
+            1.4 without.
+    """
+    error = folds.square().sum(0).sqrt()
+    below, above = (5 * error, 3 * error) if root else (3 * error, torch.zeros_like(error))
+    return torch.where((value > -below) & (value < above), torch.zeros_like(value), value)
 
 
 def _accumulate(into: dict[str, dict[str, Tensor]], owner: str, statistic: str, value: Tensor) -> None:

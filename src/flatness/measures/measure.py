@@ -22,6 +22,7 @@ Level = Literal["unit", "layer", "network"]
 Invariance = Literal[
     "layerwise", "layerwise in chains", "neuronwise", "neuronwise except own features", "output"
 ]
+Clips = Literal["entries", "sums"]
 SPECTRA = frozenset({"layer_eigenvalue", "row_eigenvalues"})
 NETWORK_NEEDS = frozenset({"traces", "spectrum"})
 
@@ -170,6 +171,8 @@ class Measure:
             with a loss of its own gets a pass of its own; its option ``loss="same"`` takes the user's.
         loss_of: The same where it depends on the options: called with them.
         check_option: Called with an option's name and value; raises `OptionError` when the value is no good.
+        clips: What the value clips at 0: "entries" of statistics, or their "sums", then under a root; None for
+            nothing.
         adapted: Called with all options; the measure as these options make it, where they change what it
             needs.
     """
@@ -197,6 +200,7 @@ class Measure:
     check_option: Callable[[str, Any], None] | None = None
     loss: str | None = None
     loss_of: Callable[[Mapping[str, Any]], str | None] | None = None
+    clips: Clips | None = None
     adapted: Callable[[Mapping[str, Any]], Measure] | None = None
 
     def own_loss(self, options: Mapping[str, Any]) -> str | None:

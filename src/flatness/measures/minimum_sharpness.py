@@ -42,5 +42,6 @@ minimum_sharpness = register_measure(
         invariances=frozenset({"layerwise in chains"}),
         network=_minimum,
         network_needs=frozenset({"traces"}),
+        clips="sums",
     )
 )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatness.curvature.folds import clipped_centre, replicates
 from flatness.errors import OptionError
 from flatness.measures.balancing import balance
 from flatness.measures.catalogue import register_measure
@@ -90,7 +91,7 @@ def _normalized_adapted(options: Mapping[str, Any]) -> Measure:
 
 
 def _by_finite_differences(around: Surroundings) -> dict[str | None, Valued]:
-    """Every layer's value from the diagonal of eq. 61, with a jackknife standard error."""
+    """Every layer's value from the diagonal of eq. 61, with the standard error of its replicates."""
     draws, radius = int(around.options["draws"]), float(around.options["radius"])
     estimates = differenced_diagonals(
         around.space, around.layers, draws=draws, radius=radius, seed=around.seed
@@ -101,15 +102,17 @@ def _by_finite_differences(around: Surroundings) -> dict[str | None, Valued]:
     )
     values: dict[str | None, Valued] = {}
     for view, parts in zip(around.layers, estimates, strict=True):
-        found = _valued(view, parts.mean(0))
-        n = len(parts)
+        mean, n = parts.mean(0), len(parts)
+        found = _valued(view, mean)
         scale = math.sqrt(2 * float(around.options["lambda"]))
-        left_out = [_minimum(view, (parts.sum(0) - part) / (n - 1))[0] / scale for part in parts]
-        spread = torch.tensor(left_out, dtype=torch.float64, device="cpu").var(correction=0)
+        folds = (parts - mean) / math.sqrt(n * (n - 1))
+        centre = clipped_centre(mean, folds)
+        moved = [_minimum(view, centre + one)[0] / scale - found.value for one in replicates(folds)]
+        spread = torch.tensor(moved, dtype=torch.float64, device="cpu").square().mean()
         values[view.name] = replace(
             found,
             notes=(note, *found.notes),
-            stderr=math.sqrt((n - 1) * float(spread)),
+            stderr=math.sqrt(float(spread)),
             method="sampled",
         )
     return values
@@ -155,6 +158,7 @@ matrix_normalized_sharpness = register_measure(
         reductions=("sum",),
         options={"biases": False},
         check_option=_check_option,
+        clips="sums",
         adapted=_matrix_adapted,
     )
 )
@@ -189,6 +193,7 @@ normalized_sharpness = register_measure(
             "radius": 1e-3,
         },
         check_option=_check_option,
+        clips="entries",
         adapted=_normalized_adapted,
         loss="normalized_cross_entropy",
     )
