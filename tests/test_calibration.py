@@ -114,9 +114,9 @@ def test_a_clipped_value_says_how_large_it_may_be(monkeypatch):
     norm = float(model[0].weight.detach().square().sum())
     # √ of half a normal number of the trace's error: its mean square is 0.4 of that.
     assert root.stderr == pytest.approx(math.sqrt(0.4 * norm * trace.stderr), rel=0.3)
-    off = root.notes[-1].split("about ")[1].split()[0]
+    off = root.notes[-1].split("about ")[1].split(",")[0]
     assert root.notes[-1] == (
-        f"not linear in what was sampled: the estimate is off by about {off} for that reason alone, which the "
-        "standard error covers"
+        f"not linear in what was sampled: for that reason alone it is off by about {off}, which the standard "
+        "error covers"
     )
     assert 0 < float(off) < root.stderr

@@ -44,7 +44,7 @@ def finalise(
     scatter, remarks = scatter or Scatter(), remarks or {}
     for measure in plan.measures:
         template = Result(measure.name, "layer", 0.0, method="exact", loss=loss, curvature=plan.curvature)
-        rows = _Rows()
+        rows = _Rows(measure.clips is not None)
         for view in views:
             view = replace(view, options=plan.options[measure.name])
             curved = bool(measure.needs - SPECTRA)
@@ -62,8 +62,15 @@ def finalise(
 
 @dataclass
 class _Rows:
-    """Rows, and for those that are sampled what each replicate would change about them."""
+    """Rows, and for those that are sampled what each replicate would change about them.
 
+    Attributes:
+        clips: Whether the measure clips what is sampled.
+        results: The rows.
+        deviations: What replicates change, (K,) each; None for a row that is not sampled.
+    """
+
+    clips: bool = False
     results: list[Result] = field(default_factory=list)
     deviations: list[Tensor | None] = field(default_factory=list)
 
@@ -71,8 +78,9 @@ class _Rows:
         """Take one more; its standard error comes from the deviations (K,)."""
         error = standard_error(deviation)
         if deviation is not None and error is not None:
-            note = bias_note(deviation)
-            notes = row.notes if note is None or row.level == "unit" else (*row.notes, note)
+            bent = row.level != "unit" and (self.clips or row.reduction == "max")
+            note = bias_note(deviation) if bent else None
+            notes = row.notes if note is None else (*row.notes, note)
             row = replace(row, stderr=float(error), method="sampled", notes=notes)
         self.results.append(row)
         self.deviations.append(deviation)
@@ -148,7 +156,7 @@ def _network_rows(
     template: Result,
     scatter: Scatter,
 ) -> list[Result]:
-    found = _Rows()
+    found = _Rows(measure.clips is not None)
     template = replace(template, level="network")
     if measure.network is not None and _available(measure, plan, walked):
         spectrum, options = walked.spectra.get(measure.name), plan.options[measure.name]

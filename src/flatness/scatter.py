@@ -8,7 +8,6 @@ and the like one that covers their bias, too. Where statistics are clipped at 0,
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -190,14 +189,11 @@ def standard_error(deviations: Tensor | None) -> Tensor | None:
 
 
 def bias_note(deviations: Tensor) -> str | None:
-    """What to say of a value whose replicates (K,) are not evenly around it: a nonlinear step biases it.
-
-    Replicates of a sum have a mean of about their spread / √K: that is not remarked on.
-    """
+    """What to say of a value whose replicates (K,) are not evenly around it: a nonlinear step biases it."""
     bias, error = float(deviations.mean()), float(deviations.square().mean().sqrt())
-    if not error or abs(bias) < max(0.5, 3 / math.sqrt(len(deviations))) * error:
+    if not error or abs(bias) < 0.5 * error:
         return None
     return (
-        f"not linear in what was sampled: the estimate is off by about {abs(bias):.2g} for that reason alone, "
-        "which the standard error covers"
+        f"not linear in what was sampled: for that reason alone it is off by about {abs(bias):.2g}, which "
+        "the standard error covers"
     )

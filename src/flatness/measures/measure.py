@@ -171,8 +171,8 @@ class Measure:
             with a loss of its own gets a pass of its own; its option ``loss="same"`` takes the user's.
         loss_of: The same where it depends on the options: called with them.
         check_option: Called with an option's name and value; raises `OptionError` when the value is no good.
-        clips: What the value clips at 0: "entries" of statistics, or their "sums", then under a root; None for
-            nothing.
+        clips: What the value clips at 0: "entries" of statistics, or "sums" of them, which are then under a
+            root; None for nothing.
         adapted: Called with all options; the measure as these options make it, where they change what it
             needs.
     """
