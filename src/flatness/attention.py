@@ -9,15 +9,14 @@ layout is. `flatness.guard` takes all of that off again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatness.parts import named_modules
 
@@ -61,18 +60,6 @@ class Projection(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Input (…, m) to (…, d)."""
         return F.linear(input, self.weight, self.bias)
-
-
-@contextmanager
-def math_attention() -> Iterator[None]:
-    """Attention in plain operators: fused kernels have no second derivative, and skip modules and hooks."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def open_attention(model: nn.Module) -> list[str]:

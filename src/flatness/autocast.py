@@ -3,58 +3,51 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _SET = torch.set_autocast_enabled
-_LOCK = threading.Lock()
 
 
-@dataclass(eq=False)
 class Suppressed:
-    """Whether anything tried to turn autocast on.
-
-    Attributes:
-        seen: That it did.
-    """
-
-    seen: bool = False
-
-
-# What is off in which thread, the innermost last: other threads may train under autocast meanwhile.
-_OFF: dict[int, list[Suppressed]] = {}
-
-
-@contextmanager
-def autocast_off() -> Iterator[Suppressed]:
-    """In this thread, ``torch.autocast`` works as if it said ``enabled=False``.
+    """In one thread, ``torch.autocast`` as if it said ``enabled=False``, from `start` to `end`.
 
     Accelerate and the Trainer of transformers wrap a model's forward in it, and some models have it inside.
-    Half precision leaves second derivatives two digits, and gives features another type than weights.
+    Half precision leaves second derivatives two digits, and gives features another type than weights. Other
+    threads may train under autocast meanwhile; only one of them measures at a time.
+
+    Attributes:
+        seen: Whether anything tried to turn autocast on.
     """
-    thread, found = threading.get_ident(), Suppressed()
-    with _LOCK:
-        _OFF.setdefault(thread, []).append(found)
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._thread = threading.get_ident()
+        self._outer = _OFF.get(self._thread)
+
+    def start(self) -> None:
+        """Turn it off."""
+        _OFF[self._thread] = self
         torch.set_autocast_enabled = _set
-    try:
-        yield found
-    finally:
-        with _LOCK:
-            _OFF[thread].remove(found)
-            if not _OFF[thread]:
-                del _OFF[thread]
-            if not _OFF:
-                torch.set_autocast_enabled = _SET
+
+    def end(self) -> None:
+        """As it was; after an interrupted call as well."""
+        if self._outer is not None:
+            _OFF[self._thread] = self._outer
+            return
+        _OFF.pop(self._thread, None)
+        torch.set_autocast_enabled = _SET
+
+
+# Where it is off, by thread.
+_OFF: dict[int, Suppressed] = {}
 
 
 def _set(*arguments: Any) -> None:
     """`torch.set_autocast_enabled` of (kind of device, enabled), or of the latter; off where a thread is."""
     *kind, enabled = arguments
     off = _OFF.get(threading.get_ident())
-    if off:
-        off[-1].seen = off[-1].seen or enabled
-    _SET(*kind, bool(enabled and not off))  # type: ignore[call-overload]
+    if off is not None:
+        off.seen = off.seen or enabled
+    _SET(*kind, bool(enabled and off is None))  # type: ignore[call-overload]

@@ -26,7 +26,7 @@ from flatness.losses import Items
 from flatness.memory import fits, ran_out
 from flatness.operators import WRITTEN, is_layout, operator_name
 from flatness.parts import modules
-from flatness.probe import check_runs, explain, largest, run_whole
+from flatness.probe import check_runs, explain, largest, run_whole, settle_weights
 from flatness.problem import Problem
 from flatness.randomness import Draws
 from flatness.repeating import FirstOutputs
@@ -72,6 +72,8 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
         if modules(problem.model) != parts:
             # The first run of all made or replaced modules.
             views = _views(problem.model)
+            alone = run_alone(problem, example, views)
+        if settle_weights(problem, example):
             alone = run_alone(problem, example, views)
         views = {name: view for name, view in views.items() if name not in alone.misread}
         later = misread_samples(problem, {name: view for name, view in views.items() if name in alone.inputs})

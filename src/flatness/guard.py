@@ -5,23 +5,25 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import random
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
-from flatness.attention import math_attention, open_attention
-from flatness.autocast import Suppressed, autocast_off
+from flatness.attention import open_attention
+from flatness.autocast import Suppressed
 from flatness.errors import ModelError, NotFiniteError, listed
+from flatness.interrupts import UnsplitStack
 from flatness.parts import buffers, modules, named_modules, named_parameters, parameters
+from flatness.process_state import PROCESS, ProcessState
+from flatness.snapshot import HeldTensor, Snapshot
 from flatness.weight_normalization import plain_weight_norm
 
 
@@ -64,6 +66,7 @@ def check_model(model: object) -> None:
             "Expected an eager torch.nn.Module but got a TorchScript module, whose layers cannot be "
             "recorded. Pass the model before scripting."
         )
+    refuse_measured(model)
     if any(type(module).__module__.split(".")[0] == "peft" for module in modules(model)):
         raise ModelError(
             "Expected plain layers but got a PEFT model, whose adapters change what a layer's weight is. "
@@ -205,38 +208,135 @@ def _knows_modules(function: FunctionType) -> bool:
     return bool(names.nonlocals) or any(isinstance(owner, nn.Module) for owner in owners)
 
 
-@contextmanager
-def measuring(model: nn.Module, seed: int) -> Iterator[Suppressed]:
+def measuring(model: nn.Module, seed: int) -> Guard:
     """Evaluation mode, gradients, full precision and seeded randomness inside; everything as it was outside.
 
-    Attributes and modes of all modules, buffers, hooks, random states and precision switches are restored,
-    also after an exception, and embeddings with a largest norm, which shorten themselves. Other parameters
-    and all gradients are never written to. Backward hooks of the user do not run. Attention and weight
-    normalisation run in plain operators, and `nn.MultiheadAttention` through its projections. Autocast is
-    off, also where the model turns it on; what is yielded says whether it tried.
+    All that the model holds is restored, also after an exception, and compared by content: modes, parameters,
+    buffers, hooks, and whatever attributes lead to. So are random states and torch's switches. Ctrl-C splits
+    neither the beginning nor the end. One measurement runs at a time: other threads wait, and are refused if
+    their model is the same or shares parts with it.
+
+    Parameters are never moved here; a forward pass that writes to them is found out, see `Guard.written`.
+    Backward hooks of the user do not run, and gradients are set aside. Attention and weight normalisation run
+    in plain operators, and `nn.MultiheadAttention` through its projections. Autocast is off, also where the
+    model turns it on.
     """
-    device = next(model.parameters()).device.type
-    with ExitStack() as stack:
-        # Inference mode first: buffers are copied and restored outside of it.
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(_restored_modules(model))
-        stack.enter_context(math_attention())
-        open_attention(model)
-        stack.enter_context(plain_weight_norm(model))
-        stack.enter_context(_full_precision())
-        stack.enter_context(_own_randomness(model, seed))
-        for kind in dict.fromkeys(("cpu", device)):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        suppressed = stack.enter_context(autocast_off())
+    return Guard(model, seed)
+
+
+class Guard(UnsplitStack):
+    """What `measuring` returns: a context for one model.
+
+    Attributes:
+        autocast: Whether anything tried to turn autocast on inside.
+    """
+
+    _at_work: ClassVar[dict[Guard, tuple[int, frozenset[int]]]] = {}
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        super().__init__()
+        self._model, self._seed = model, seed
+        self.autocast = Suppressed()
+        self._before: Snapshot | None = None
+        self._settled: dict[str, HeldTensor] | None = None
+
+    def prepare(self) -> None:
+        """Everything that measuring needs; each step comes after what undoes it."""
+        model = self._model
+        refuse_measured(model)
+        self.callback(PROCESS.acquire(self._while_waiting))
+        refuse_measured(model)
+        self.callback(self._at_work.pop, self, None)
+        self._at_work[self] = (threading.get_ident(), _parts_of(model))
+        gpus = sorted({value.device.index or 0 for value in parameters(model) if value.device.type == "cuda"})
+        process = ProcessState(gpus)
+        # Copies of tensors made in inference mode could not be compared outside.
+        with torch.inference_mode(False):
+            self._before = Snapshot(model)
+        # Twice: the second call completes one that an exception of any kind cut off.
+        for restore in (process.restore, self._before.restore) * 2:
+            self.callback(restore)
+        self.let_go()
+        self.enter_context(torch.inference_mode(False))
+        process.prepare(self._seed)
+        self._prepare_modules()
+        self.enter_context(plain_weight_norm(model))
+        for kind in dict.fromkeys(("cpu", next(model.parameters()).device.type)):
+            self.enter_context(torch.autocast(kind, enabled=False))
+        # Ends before those, which turn on again what was on.
+        self.autocast = Suppressed()
+        self.callback(self.autocast.end)
+        self.callback(self.autocast.end)
+        self.autocast.start()
         if any(_is_compiled(module) or module._compiled_call_impl is not None for module in modules(model)):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.enable_grad())
-        yield suppressed
+            self.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _while_waiting(self) -> None:
+        self.handle_waiting()
+        refuse_measured(self._model)
+
+    def _prepare_modules(self) -> None:
+        own = modules(self._model)
+        if not _switches_as_torch(own) or any(module.training for module in own):
+            self._model.eval()
+        for module in own:
+            if module._backward_hooks or module._backward_pre_hooks:
+                module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+        for parameter in parameters(self._model):
+            # A forward pass that has a backward pass inside adds to gradients in place.
+            if parameter.grad is not None:
+                parameter.grad = None
+        open_attention(self._model)
+        _shorten_rows(self._model)
+
+    def written(self) -> list[str]:
+        """Names of the parameters that hold other numbers than at the beginning, or than when last asked.
+
+        Once asked, parameters are to stay as they are: the context ends with an error if they do not.
+        """
+        assert self._before is not None
+        if self._settled is None:
+            self._settled = {}
+            self.push(self._refuse_late_writing)
+        held = {**self._before.parameters, **self._settled}
+        found = [name for name, value in held.items() if value.changed()]
+        for name in found:
+            self._settled[name] = HeldTensor(held[name].tensor, None)
+        return found
+
+    def _refuse_late_writing(self, kind: type[BaseException] | None, *_: object) -> None:
+        late = [] if kind is not None else self.written()
+        if late:
+            raise changing_weights(late)
+
+
+def changing_weights(names: list[str]) -> ModelError:
+    """The error about parameters that keep changing."""
+    return ModelError(
+        "Expected weights that stay as they are while the model runs, or that its first pass brings to where "
+        f"they stay, but {listed(names)} changed later on. Move the change out of forward, or write it as "
+        "a parametrization (torch.nn.utils.parametrize), which derivatives go through."
+    )
+
+
+def refuse_measured(model: nn.Module) -> None:
+    """Refuse a model that another thread is measuring just now, or that shares parts with such a one."""
+    others = [ids for thread, ids in list(Guard._at_work.values()) if thread != threading.get_ident()]
+    if others and not frozenset().union(*others).isdisjoint(_parts_of(model)):
+        raise ModelError(
+            "Expected a model that nothing else is measuring but another thread is measuring this "
+            f"{type(model).__name__}, or a model that shares parts with it. Wait for it to end, or give each "
+            "thread a copy, made beforehand with copy.deepcopy(model)."
+        )
+
+
+def _parts_of(model: nn.Module) -> frozenset[int]:
+    return frozenset(map(id, (*modules(model), *parameters(model), *buffers(model))))
 
 
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
-    """Parameters that all require gradients, so that the graph shows what reads them; set back afterwards."""
+    """Parameters that all require gradients, so that the graph shows what reads them; restored afterwards."""
     frozen = [parameter for parameter in parameters(model) if not parameter.requires_grad]
     try:
         for parameter in frozen:
@@ -247,98 +347,21 @@ def differentiable(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-@contextmanager
-def _restored_modules(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without backward hooks; attributes and buffers as before when it ends."""
-    attributes = [(module, dict(vars(module))) for module in modules(model)]
-    # Parameters, buffers, submodules and hooks live in dicts, one level deeper; what a network collects, in
-    # these and in lists.
-    values = [value for _, before in attributes for value in before.values()]
-    dicts = [(value, dict(value)) for value in values if isinstance(value, dict)]
-    lists = [(value, list(value)) for value in values if type(value) is list]
-    tensors = [*buffers(model), *_shortened(model)]
-    held = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
-    try:
-        if not _switches_as_torch(attributes) or any(module.training for module, _ in attributes):
-            model.eval()
-        for module, _ in attributes:
-            if module._backward_hooks or module._backward_pre_hooks:
-                module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
-        yield
-    finally:
-        for module, before in attributes:
-            _set_back(vars(module), before)
-        for entries, before in dicts:
-            _set_back(entries, before)
-        for items, before in lists:
-            items[:] = before
-        with torch.no_grad():
-            for tensor, version, value in held:
-                if tensor._version != version:
-                    tensor.copy_(value)
+def _shorten_rows(model: nn.Module) -> None:
+    """What embeddings with a largest norm do to the rows that they look up, for all rows at once.
+
+    Otherwise parameters would be others after every batch.
+    """
+    for module in modules(model):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            weight = module.weight.detach()
+            rows = torch.arange(len(weight), device=weight.device)
+            torch.embedding_renorm_(weight, rows, float(module.max_norm), float(module.norm_type))
 
 
-def _shortened(model: nn.Module) -> list[torch.Tensor]:
-    """Weights that a forward pass writes to: embeddings with a largest norm shorten the rows they look up."""
-    embeddings = (module for module in modules(model) if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    return [module.weight for module in embeddings if module.max_norm is not None]
-
-
-def _switches_as_torch(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> bool:
+def _switches_as_torch(own: list[nn.Module]) -> bool:
     """Whether `train` and `eval` set nothing but `training`: neither a class nor a module has its own."""
-    kinds = {type(module) for module, _ in attributes}
+    kinds = {type(module) for module in own}
     if not all(kind.train is nn.Module.train and kind.eval is nn.Module.eval for kind in kinds):
         return False
-    return not any("train" in own or "eval" in own for _, own in attributes)
-
-
-def _set_back(entries: dict[str, Any], before: dict[str, Any]) -> None:
-    if not before:
-        # Most dicts of a module are empty: its hooks.
-        if entries:
-            entries.clear()
-        return
-    for key in [key for key in entries if key not in before]:
-        del entries[key]
-    for key, value in before.items():
-        if key not in entries or entries[key] is not value:
-            entries[key] = value
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """No TensorFloat32 or bfloat16 inside float32 products.
-
-    The switches of each backend are used, not `allow_tf32`: reading that one raises where the user set them.
-    """
-    backends: list[Any] = [
-        torch.backends.cuda.matmul,
-        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
-        torch.backends.cudnn.rnn,
-        torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
-        torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
-    ]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
-
-
-@contextmanager
-def _own_randomness(model: nn.Module, seed: int) -> Iterator[None]:
-    """Seeded random states of torch, Python and NumPy, set back afterwards; other devices are left alone."""
-    devices = sorted({value.device.index or 0 for value in parameters(model) if value.device.type == "cuda"})
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (data sets of others draw from it)
-    try:
-        with torch.random.fork_rng(devices=devices):
-            torch.default_generator.manual_seed(seed)
-            for index in devices:
-                torch.cuda.default_generators[index].manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+    return not any("train" in vars(module) or "eval" in vars(module) for module in own)

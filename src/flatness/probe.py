@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flatness import batches
-from flatness.errors import FlatnessError, ModelError, NondeterministicError
+from flatness.errors import FlatnessError, ModelError, NondeterministicError, listed
+from flatness.guard import changing_weights
 from flatness.losses import Items
 from flatness.memory import ran_out
 from flatness.problem import Problem
@@ -57,9 +58,31 @@ def check_example(problem: Problem, example: Any) -> None:
     """Run the example, and refuse a model that fails on it, is random or mixes samples."""
     draws = Draws(problem.model, problem.seed)
     items = first_run(problem, example)
+    if settle_weights(problem, example):
+        items = first_run(problem, example)
     with torch.no_grad():
         alone = problem.items(batches.copied(batches.rows(example, 0, 1))).logits
     check_runs(problem, example, items, alone, draws)
+
+
+def settle_weights(problem: Problem, example: Any) -> bool:
+    """Whether the first pass wrote to parameters: they are measured as it left them, if they stay there.
+
+    Some networks keep weights within a norm by writing to them in forward. Autograd does not see that, and
+    differentiates where it led to. Call it after the first run of the example.
+    """
+    names = problem.written_weights()
+    if not names:
+        return False
+    first_run(problem, example)
+    again = problem.written_weights()
+    if again:
+        raise changing_weights(again)
+    problem.notes.append(
+        f"forward passes write to {listed(names)}: measured at the weights that they leave, without "
+        "derivatives of the writing, and restored"
+    )
+    return True
 
 
 def explain(problem: Problem, example: Any, error: Exception) -> None:

@@ -15,7 +15,7 @@ from flatness.alignment import Alignment
 from flatness.autocast import Suppressed
 from flatness.errors import ModelError, NotFiniteError
 from flatness.forward import DefaultForward, Forward, line_for
-from flatness.guard import check_model, converted, measuring, unwrap
+from flatness.guard import Guard, check_model, converted, measuring, unwrap
 from flatness.journal import journal_in_force
 from flatness.journal_state import digest_of
 from flatness.losses import Items, resolve_loss
@@ -23,6 +23,7 @@ from flatness.losses.base import refuse
 from flatness.parts import modules
 from flatness.pool_first import FEW_CHANNELS, pool_first, pooling_sequences
 from flatness.pooling import FastPooling
+from flatness.process_state import PROCESS
 from flatness.settings import check_options, usable_device
 from flatness.sources import Source, different_lengths
 from flatness.streaming import StreamedData
@@ -56,7 +57,6 @@ class Problem(StreamedData):
         first_outputs: What the samples gave that were looked at first, if any were; passes that run the model
             as it is hold their outputs against it.
         ranks: The processes that measure together, each on its part of the data; one alone by default.
-        autocast: Whether the model turned autocast on while it was measured, where it is off.
         watch: Called with the outputs of every forward pass, laid out as predictions; a plan checks here what
             it relies on.
     """
@@ -79,9 +79,13 @@ class Problem(StreamedData):
         check_options(weight_decay, batch_size, dtype, seed, forward)
         model, notes = unwrap(model) if isinstance(model, nn.Module) else (model, [])
         check_model(model)
-        if any(module.training for module in modules(model)):
-            notes.append("the model was in training mode; measured in evaluation mode and set back")
-        self.model = converted(model, usable_device(device), dtype)
+        # Another thread may be at work on the model: it is looked at, and copied, as it is afterwards.
+        with PROCESS.lock:
+            if any(module.training for module in modules(model)):
+                notes.append("the model was in training mode; measured in evaluation mode and set back")
+            self.model = converted(model, usable_device(device), dtype)
+            self._sequences = pooling_sequences(self.model)
+        self._guard: Guard | None = None
         parameter = next(self.model.parameters())
         if parameter.dtype in (torch.float16, torch.bfloat16):
             notes.append(
@@ -96,9 +100,7 @@ class Problem(StreamedData):
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
         self.copy_batches = False
-        self._sequences = pooling_sequences(self.model)
         self.watch: Callable[[Tensor], None] | None = None
-        self.autocast = Suppressed()
         plain = isinstance(loss, str) and isinstance(self.forward, DefaultForward)
         if journal_in_force() and plain and source.is_pair:
             setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
@@ -110,15 +112,26 @@ class Problem(StreamedData):
             ]
             self._identity = digest_of([network, source.excerpt(), setting])
 
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self) -> Guard:
         """A context in which the model is in evaluation mode, and after which it is as it was."""
         if torch.is_autocast_enabled(self.device.type):
             self.notes.append("autocast was on; measured without it")
-        with measuring(self.model, self.seed) as self.autocast:
-            yield
-        if self.autocast.seen:
+        self._guard = measuring(self.model, self.seed)
+        self._guard.push(self._note_autocast)
+        return self._guard
+
+    @property
+    def autocast(self) -> Suppressed:
+        """Whether the model turned autocast on while it was measured, where it is off."""
+        return Suppressed() if self._guard is None else self._guard.autocast
+
+    def _note_autocast(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.autocast.seen:
             self.notes.append("the model turns autocast on; measured without it")
+
+    def written_weights(self) -> list[str]:
+        """Parameters that forward passes wrote to since the guarded context began or this was last asked."""
+        return [] if self._guard is None else self._guard.written()
 
     @property
     def alignment(self) -> Alignment | None:

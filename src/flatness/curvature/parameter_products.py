@@ -28,6 +28,7 @@ from flatness.curvature.parameter_space import ParameterSpace
 from flatness.journal_state import Fields
 from flatness.layers import Layer
 from flatness.losses import Items
+from flatness.substitution import Substitution
 
 Product = Callable[[Tensor], Tensor]
 
@@ -165,10 +166,6 @@ def entries_of(layer: Layer, parameter: nn.Parameter) -> Tensor:
 
     W is a matter of layout, so a parameter that holds its own places shows it.
     """
-    before = parameter.data
-    try:
-        places = torch.arange(before.numel(), dtype=torch.float64, device=before.device)
-        parameter.data = places.view_as(before)
+    places = torch.arange(parameter.numel(), dtype=torch.float64, device=parameter.device)
+    with Substitution(layer.module, {"": parameter})({"": places.view_as(parameter)}):
         return layer.matrix().long()
-    finally:
-        parameter.data = before

@@ -15,6 +15,7 @@ from flatness.guard import differentiable
 from flatness.losses import Items
 from flatness.memory import ran_out
 from flatness.problem import Problem
+from flatness.substitution import Substitution, refuse_read_elsewhere
 
 
 class ParameterSpace:
@@ -38,6 +39,19 @@ class ParameterSpace:
         self.parameters = {name: everything[name] for name in wanted}
         self.dimension = sum(value.numel() for value in self.parameters.values())
         self._normaliser: float | None = None
+        self._here = self.parameters
+
+    @cached_property
+    def substitution(self) -> Substitution:
+        """Where the model reads θ from, and from nowhere else."""
+        found = Substitution(self.problem.model, self.parameters)
+        example = self.problem.example(1)
+        here = {name: value.detach() for name, value in self.parameters.items()}
+        with differentiable(self.problem.model), explained(), torch.enable_grad():
+            with found(here):
+                output, _ = self.problem.outputs(example)
+            refuse_read_elsewhere(output, self.parameters)
+        return found
 
     @cached_property
     def theta(self) -> Tensor:
@@ -68,17 +82,14 @@ class ParameterSpace:
 
     @contextmanager
     def moved(self, vector: Tensor) -> Iterator[None]:
-        """The model at θ + vector. The parameters' own memory is not written to."""
-        before = {name: value.data for name, value in self.parameters.items()}
+        """The model at θ + vector, by other parameters in the place of its own."""
         # Added in float64, so that a small step is rounded once and not twice.
         after = self.split(self.theta + vector.double())
-        try:
-            for name, value in self.parameters.items():
-                value.data = after[name].contiguous()
-            yield
-        finally:
-            for name, value in self.parameters.items():
-                value.data = before[name]
+        with self.substitution({name: value.contiguous() for name, value in after.items()}) as self._here:
+            try:
+                yield
+            finally:
+                self._here = self.parameters
 
     def risk(self, vector: Tensor | None = None) -> float:
         """E at θ, or at θ + vector. One forward pass over the data."""
@@ -128,7 +139,7 @@ class ParameterSpace:
         with explained():
             found = torch.autograd.grad(
                 outputs,
-                list(self.parameters.values()),
+                list(self._here.values()),
                 signal,
                 retain_graph=signal is not None,
                 allow_unused=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatness import batches
 from flatness.convolutions import AsProducts
+from flatness.guard import differentiable
 from flatness.landscape.first_layers import FirstLayers, Steps
 from flatness.pool_first import (
     FEW_CHANNELS,
@@ -23,6 +24,7 @@ from flatness.pool_first import (
 )
 from flatness.pooling import StackedPooling
 from flatness.problem import Problem
+from flatness.substitution import refuse_read_elsewhere
 
 LOOPED = "looped"
 ENGINES = (LOOPED, "grouped", "windowed", "unfolded", "banded")
@@ -90,6 +92,13 @@ class Stacked:
             for norm, momentum in settings:
                 norm.training, norm.momentum = False, momentum
 
+    def check_reading(self, example: Any) -> None:
+        """Refuse a network that does not take its parameters from where `functional_call` puts them."""
+        parameters = dict(self.problem.model.named_parameters())
+        others = {name: nn.Parameter(value.detach()) for name, value in parameters.items()}
+        with differentiable(self.problem.model), torch.enable_grad():
+            refuse_read_elsewhere(self._call(others, example)[0], parameters)
+
     def _over_points(
         self,
         one: Callable[[dict[str, Tensor], Any], Tensor],
@@ -120,7 +129,7 @@ class Stacked:
                 rewritten.enter_context(AsProducts(self.engine == "banded"))
             return torch.vmap(at, in_dims=(0, None if weights is None else 0))(moved, weights)
 
-    def _call(self, values: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
+    def _call(self, values: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         # Buffers too: what a network puts in their place is another thing at every point.
         values = {**dict(self.problem.model.named_buffers()), **values}
         named = {f"model.{name}": value for name, value in values.items()}

@@ -64,7 +64,10 @@ class Points:
         self.problem = problem
         self.engine = engine or LOOPED
         self.chunk = chunk or _CHUNK.get(problem.device.type, 8)
+        # First of all: a forward pass may bring weights to where they are measured.
+        check_example(problem, problem.example(2))
         self._stacked = Stacked(problem, self.engine)
+        self._stacked.check_reading(problem.example(1))
         self._recompute = batch_norm == "recomputed" and bool(self._stacked.norms)
         self._values = {
             name: value.detach()
@@ -75,7 +78,6 @@ class Points:
         self._kept: list[Any] | None = []
         self._maps, self._maps_along = KeptMaps(0), None
         self._map_budget = kept_budget(problem.device) // 2
-        check_example(problem, problem.example(2))
         if engine is None and problem.device.type == "cuda":
             self._choose(fixed_batch)
         self._normaliser, self.batch = 0.0, 0

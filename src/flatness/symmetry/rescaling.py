@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import ModelError, OptionError, listed, nearest
+from flatness.process_state import PROCESS
 from flatness.symmetry import logits, permuting
 from flatness.symmetry.equality import Comparison
 from flatness.symmetry.factors import drawn, from_layers, from_units, layerwise_factors, neuronwise_factors
@@ -183,7 +184,8 @@ def rescaled_copy(
         comparison: Outputs of the model that were collected before, instead.
     """
     try:
-        changed = copy.deepcopy(model)
+        with PROCESS.lock:
+            changed = copy.deepcopy(model)
     except Exception as error:
         raise ModelError(
             f"Expected a model that copy.deepcopy can copy but got: {error}. Rescaling works on a copy: "
