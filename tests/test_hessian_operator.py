@@ -152,7 +152,7 @@ def test_squared_gradients_are_those_of_a_loop_over_samples(name):
     case = CASES[name]
     model = case.build()
     problem = Problem(model, ragged_batches(case.x, case.y, (7, len(case.x) - 7)), progress=False)
-    with problem.guarded(), untouched(model):
+    with untouched(model), problem.guarded():
         planning = {"layers": None, "method": "auto", "curvature": "hessian", "options": None}
         plan = make_plan(problem, measures="weight_norm", **planning)
         assert plan.gradient_routes.layers
