@@ -15,7 +15,8 @@ from flatness.curvature.routes import Routes
 from flatness.curvature.sampled import SampledSums
 from flatness.curvature.spectrum import Spectrum, top_eigenvalues
 from flatness.curvature.statistics import Statistics
-from flatness.errors import DataError, NotFiniteError, listed
+from flatness.errors import NotFiniteError, listed
+from flatness.losses import counted
 from flatness.memory import kept_budget
 from flatness.plan import Plan
 from flatness.problem import Problem
@@ -64,7 +65,7 @@ def run_plan(problem: Problem, chosen: Plan, groups: SampleGroups | None) -> Run
 def _add_sampled(problem: Problem, chosen: Plan, run: Run) -> None:
     own = SampleGroups() if run.groups is not None else None
     sums, run.scatter, how = sample(problem, chosen, run.spreads, own)
-    _check_weight(sums.statistics)
+    counted(sums.statistics.normaliser, sums.statistics.samples)
     run.statistics = _joined(run.statistics, sums.statistics)
     if run.groups is not None and own is not None:
         pairs = zip(run.groups.parts, own.parts, strict=True)
@@ -149,18 +150,9 @@ def _spectra(problem: Problem, chosen: Plan, statistics: Statistics) -> dict[tup
     return found
 
 
-def _check_weight(statistics: Statistics) -> None:
-    """Refuse a mean over nothing."""
-    if float(statistics.normaliser) == 0:
-        raise DataError(
-            f"Expected targets that count but all {statistics.samples} samples weigh 0: every target is "
-            "ignored, or its class has weight 0. Check ignore_index and the class weights of the loss."
-        )
-
-
 def _check_totals(problem: Problem, statistics: Statistics) -> None:
     """Refuse sums that cannot be divided or that are no numbers."""
-    _check_weight(statistics)
+    counted(statistics.normaliser, statistics.samples)
     broken = [
         owner
         for owner, sums in statistics.sums.items()

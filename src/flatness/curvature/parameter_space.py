@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatness.errors import DifferentiabilityError, LossError
 from flatness.guard import differentiable
-from flatness.losses import Items
+from flatness.losses import Items, counted
 from flatness.memory import ran_out
 from flatness.problem import Problem
 from flatness.substitution import Substitution, refuse_read_elsewhere
@@ -199,7 +199,7 @@ class ParameterSpace:
             else:
                 with self.moved(vector):
                     resumed = self.problem.stream(step, label, **kept)
-        self._normaliser = float(total)
+        self._normaliser = counted(total, self.problem.samples)
         return resumed
 
     def _penalty(self, vector: Tensor | None) -> float:

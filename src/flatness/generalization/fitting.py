@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import OptionError, nearest
-from flatness.losses import Loss
+from flatness.losses import Loss, counted
 
 Predictor = Callable[[Tensor], Tensor]
 """ψ: features (n, m) → outputs (n, K)."""
@@ -82,7 +82,7 @@ class Head:
         def closure() -> Tensor:
             optimiser.zero_grad()
             items = self.loss.items(z @ W.T + b, y)
-            risk = self.loss.values(items).sum() / self.loss.normaliser(items)
+            risk = self.loss.values(items).sum() / counted(self.loss.normaliser(items))
             risk = risk + self.penalty / (2 * len(z)) * W.square().sum()
             risk.backward()
             return risk
@@ -137,4 +137,4 @@ def fitter_of(fitter: object, loss: Loss, outputs: int, penalty: float) -> Fitte
 def sample_losses(loss: Loss, outputs: Tensor, y: Tensor) -> Tensor:
     """One loss per sample, (n,), scaled so that their mean is the risk."""
     items = loss.items(outputs, y)
-    return loss.values(items).double() * (len(outputs) / float(loss.normaliser(items)))
+    return loss.values(items).double() * (len(outputs) / counted(loss.normaliser(items)))

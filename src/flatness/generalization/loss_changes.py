@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatness import batches
 from flatness.generalization.perturbing import PerturbedLayer
+from flatness.losses import counted
 
 Evaluate = Callable[[Any, list[int]], Tensor]
 """(batch, which perturbations) → ℓ_i, (steps, perturbations, n)."""
@@ -83,6 +84,6 @@ def loss_changes(
 
     with torch.no_grad():
         problem.stream(step, label)
-    C = totals["normaliser"]
+    C = counted(totals["normaliser"], problem.samples)
     changes = torch.cat(single, dim=1)
     return LossChanges(totals["risk"] / C, sums / C, changes * (changes.shape[1] / C))

@@ -18,6 +18,7 @@ from flatness.errors import OptionError
 from flatness.landscape.choosing import choose_engine
 from flatness.landscape.engines import LOOPED, LOSS, Stacked, accuracy_of, bytes_of
 from flatness.landscape.first_layers import KeptMaps, Steps
+from flatness.losses import counted
 from flatness.memory import fits, kept_budget
 from flatness.probe import check_example
 from flatness.problem import Problem
@@ -235,7 +236,7 @@ class Points:
         with torch.no_grad():
             resumed = problem.stream(step, "landscape", state=[sums, total])
         self._kept = kept if held <= budget and not resumed else None
-        self._normaliser = float(total)
+        self._normaliser = counted(total, problem.samples)
         if not bool(sums.isfinite().all()):
             problem.locate_bad_loss()
         loss = sums[:, LOSS] / total + self._penalty({}, 1)

@@ -10,7 +10,7 @@ its normalized version · `elementwise` squared errors and binary cross-entropy 
 `resolve` from what a user writes to a `Loss`.
 """
 
-from flatness.losses.base import Items, Loss
+from flatness.losses.base import Items, Loss, counted
 from flatness.losses.custom import CustomLoss
 from flatness.losses.elementwise import BinaryCrossEntropy, MeanSquaredError, SquaredError
 from flatness.losses.normalized import NormalizedCrossEntropy
@@ -28,5 +28,6 @@ __all__ = [
     "NegativeLogLikelihood",
     "NormalizedCrossEntropy",
     "SquaredError",
+    "counted",
     "resolve_loss",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.errors import FlatnessError
+from flatness.errors import DataError, FlatnessError
 from flatness.signs import Signs
 
 Check = tuple[Tensor, Callable[[tuple[int, ...]], FlatnessError]]
@@ -140,6 +140,18 @@ class Loss(ABC):
         """Show the name with the options that matter, e.g. ``cross_entropy(label_smoothing=0.1)``."""
         options = ", ".join(f"{key}={value}" for key, value in self.options().items())
         return f"{self.name}({options})" if options else self.name
+
+
+def counted(normaliser: Tensor | float, samples: int | None = None) -> float:
+    """Return C of a data set, or refuse a mean over nothing."""
+    C = float(normaliser)
+    if C == 0:
+        all_samples = "all samples weigh" if samples is None else f"all {samples} samples weigh"
+        raise DataError(
+            f"Expected targets that count but {all_samples} 0: every target is ignored, or its class has "
+            "weight 0. Check ignore_index and the class weights of the loss."
+        )
+    return C
 
 
 def random_signs(like: Tensor, generator: Signs | torch.Generator) -> Tensor:
