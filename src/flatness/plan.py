@@ -47,6 +47,7 @@ class Plan:
         differences: Whether those products are central differences of gradients.
         aliases: What `named_parameters` calls a parameter, by every name it has.
         by_products: Layers whose eigenvalues take Hessian products by two backward passes each.
+        shapes: (G, d, m) of every measured layer, so that a plan is printed without a look at the model.
     """
 
     measures: list[Measure]
@@ -75,6 +76,7 @@ class Plan:
     by_parameters: ParameterRoutes = field(default_factory=ParameterRoutes)
     differences: bool = False
     aliases: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def layer_routes(self) -> dict[str, LayerRoute]:
@@ -117,8 +119,8 @@ class Plan:
         routes = self.layer_routes
         for name in self.layers:
             route = routes[name]
-            W = route.layer.matrix()
-            shape = " × ".join(str(size) for size in (W.shape if W.shape[0] > 1 else W.shape[1:]))
+            G, *sizes = self.shapes[name]
+            shape = " × ".join(str(size) for size in ([G, *sizes] if G > 1 else sizes))
             where = f"{route.positions} position{'s' * (route.positions > 1)}"
             label = name or "the model itself"
             how = self._how(route)

@@ -268,6 +268,7 @@ def _plan(problem: Problem, examined: Examined, asked: Asked, ways: _Ways, graph
         gradient_routes=_gradient_routes(problem, examined) if asked.beyond_layers else Routes([]),
         graph_bytes=graph_bytes,
         called={name: examined.layers[name] for name in examined.called},
+        shapes={name: tuple(ways.made[name].layer.matrix().shape) for name in names},
     )
 
 
