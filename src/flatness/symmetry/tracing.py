@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatness import batches
 from flatness.batches import describe
 from flatness.errors import FlatnessError, ModelError, NondeterministicError
 from flatness.symmetry.calls import Call, Ref, Value
@@ -55,7 +56,8 @@ def run(model: nn.Module, example: Any, forward: Forward) -> Tensor:
     """The model's output on the example, without recording; an error says where it came from."""
     with torch.no_grad(), located(model) as location:
         try:
-            return _one_tensor(forward(model, example))
+            # a model may write into its inputs
+            return _one_tensor(forward(model, batches.copied(example)))
         except FlatnessError:
             raise
         except Exception as error:
@@ -77,6 +79,7 @@ def trace(model: nn.Module, example: Any, forward: Forward) -> Trace:
     """
     expected = run(model, example, forward)
     _check_values(expected, example)
+    example = batches.copied(example)
     recorder = Recorder(model, example)
     with torch.no_grad(), located(model, recorder) as location:
         recorder.location = location
