@@ -12,8 +12,8 @@ from property.recipes import Made
 # A saturated softmax leaves p(1 − p) with the rounding of 1, not of itself: 1e-6 of ‖∂f/∂W‖², judged at 1e-9,
 # is 1e-15.
 SATURATED = 1e-6
-# What rounding makes of derivatives that are 0, enlarged by a norm or two: 1e-12², judged at 1e-9.
-DUST = 1e-15
+# What rounding leaves of terms of size 1 that cancel: 1e-15, judged at 1e-9.
+DUST = 1e-6
 
 
 @dataclass(frozen=True)

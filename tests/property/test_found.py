@@ -9,7 +9,7 @@ from torch import nn
 import flatness
 import oracle
 from flatness.errors import DataError, ModelError
-from untouched import refusal
+from untouched import refusal, untouched
 
 UNWEIGHTED = (
     "Expected targets that count but all {} samples weigh 0: every target is ignored, or its class has "
@@ -44,6 +44,33 @@ def test_targets_that_are_all_ignored_are_refused_by_every_engine(method, networ
         model = nn.Sequential(Bare(), smooth(3, 3))
     data = torch.randn(3, 4, dtype=torch.float64), torch.full((3,), -100)
     assert refusal(DataError, model, data, method=method) == UNWEIGHTED.format(3)
+
+
+IGNORING = {
+    "spectrum": lambda model, data: flatness.network_spectrum(model, data, progress=False),
+    "line": lambda model, data: flatness.landscape.line(model, data, points=3, progress=False),
+    "eigenvectors": lambda model, data: flatness.landscape.line(
+        model, data, directions="eigenvectors", count=1, points=3, progress=False
+    ),
+    "surface": lambda model, data: flatness.landscape.surface(model, data, points=3, progress=False),
+    "density": lambda model, data: flatness.landscape.density(model, data, runs=1, steps=3, progress=False),
+    "robustness": lambda model, data: flatness.feature_robustness(model, data, matrices=2, progress=False),
+    "labels": lambda model, data: flatness.locally_constant_labels(model, data, draws=2, progress=False),
+    "representativeness": lambda model, data: flatness.representativeness(
+        model, data, fitter="head", folds=2, draws=2, progress=False
+    ),
+    "kinks": lambda model, data: flatness.kink_share(model, data, trials=2, progress=False),
+}
+
+
+@pytest.mark.parametrize("name", IGNORING)
+def test_targets_that_are_all_ignored_are_refused_by_every_entry_point(name):
+    model = smooth(4, 3, 3)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.full((6,), -100)
+    with untouched(model, x, y), pytest.raises(DataError) as error:
+        IGNORING[name](model, (x, y))
+    drawn = name in ("labels", "representativeness")  # they count draws, not samples
+    assert str(error.value) == (UNWEIGHTED.replace("{} ", "") if drawn else UNWEIGHTED.format(6))
 
 
 def test_a_pilot_of_ignored_samples_says_nothing_and_the_rest_is_measured():
@@ -171,3 +198,24 @@ def test_a_model_that_cannot_run_on_one_sample_is_refused_in_words():
         "raises IndexError: Dimension out of range (expected to be in range of [-1, 0], but got 1). A "
         "squeeze() without dim drops the batch, too: write squeeze(-1), for example."
     )
+
+
+def test_a_model_that_writes_into_its_inputs_leaves_the_example_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.LeakyReLU(0.2, inplace=True), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)
+    ).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with untouched(model, x):
+        assert [group.channels for group in flatness.symmetries(model, x).groups] == [3]
+        equal = flatness.rescale(model, x, "neuronwise")
+    torch.testing.assert_close(equal(x.clone()), model(x.clone()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_plan_is_printed_without_a_look_at_the_model():
+    """A spectral norm in training mode takes a step whenever its weight is read."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))).train()
+    data = torch.randn(5, 4), torch.arange(5) % 3
+    with untouched(model, *data):
+        assert "  0  W 3 × 4, 1 position: exact" in str(flatness.plan(model, data))

@@ -9,6 +9,7 @@ import flatness
 from flatness.symmetry.rescaling import KINDS
 from property.budget import count, examples
 from property.recipes import build, recipes
+from property.reference import Reference
 from untouched import untouched
 
 # Products of a few factors between 0.3 and 3 and their inverses, relative to the largest output.
@@ -39,7 +40,8 @@ def hold_rewritings(recipe):
             return
         for kind in KINDS:
             hold_rewriting(made, kind)
-        hold_vertical_directions(made, found)
+        if Reference(made).exists():
+            hold_vertical_directions(made, found)
 
 
 def hold_rewriting(made, kind):
@@ -70,7 +72,7 @@ def hold_vertical_directions(made, found):
         for direction in directions[:3]:
             inputs = made.fresh()
             parameters = dict(made.model.named_parameters())
-            output = made.model(inputs)
+            output = made.model(inputs.clone())
             if not output.requires_grad:
                 continue
             weights = torch.linspace(-1, 2, output.numel(), dtype=output.dtype).reshape(output.shape)

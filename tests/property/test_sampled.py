@@ -22,6 +22,8 @@ LINEAR = [
 ROUNDING = 1e-9
 # Errors rest on 128 differences or more, some much larger than others: tails are heavier than normal ones.
 FARTHEST = 6
+# Student's t with three degrees of freedom is beyond this once in 40,000 times.
+FARTHEST_OF_FOUR = 45
 
 
 def test_sampled_values_scatter_as_their_errors_say():
@@ -72,6 +74,9 @@ def hold_sampled_values(recipe):
         if abs(error) <= ROUNDING * expected.scale:
             continue
         assert row.stderr > 0, (row, expected)
-        assert abs(error) < FARTHEST * row.stderr, (row, expected, error / row.stderr)
-        found.append(error / row.stderr)
+        # products with parameters may take four directions, of which other rows and the network's are a part
+        few = row.level == "network" or any("random directions" in note for note in row.notes)
+        farthest = FARTHEST_OF_FOUR if few else FARTHEST
+        assert abs(error) < farthest * row.stderr, (row, expected, error / row.stderr)
+        found += [] if few else [error / row.stderr]
     return found[recipe.seed % len(found) :][:1] if found else []
