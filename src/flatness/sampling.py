@@ -78,7 +78,9 @@ def _described(plan: Plan, budget: Budget) -> str:
     first = "all directions" if budget.gauss_newton is None else f"{budget.gauss_newton} probes per sample"
     if not plan.sampling.curved:
         return first
-    how = "all layers together" if budget.joint else "layer by layer"
+    many = len(plan.sampling.curved) > MOST_GROUPS
+    alone = f"in {MOST_GROUPS} groups of layers" if many else "layer by layer"
+    how = "all layers together" if budget.joint else alone
     return f"{first}, and {budget.residual} of the residual, {how}"
 
 
