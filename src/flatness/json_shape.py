@@ -62,27 +62,43 @@ def check_shape(content: Any, shape: Any, place: str = "") -> None:
     Traceback (most recent call last):
     flatness.json_shape.ShapeError: rows[1] has no 'value'
     """
+    wrong = _wrong(content, shape)
+    if wrong is not None:
+        steps, what = wrong
+        raise ShapeError(f"{(place + steps).removeprefix('.') or 'it'} {what}")
+
+
+def _wrong(content: Any, shape: Any) -> tuple[str, str] | None:
+    """The way to the first place that does not fit, and what is wrong there; None where all fits.
+
+    The way is put together on the way back: files are large, and nearly always fit.
+    """
     if isinstance(shape, Optional):
-        if content is not None:
-            check_shape(content, shape.shape, place)
-    elif isinstance(shape, Mapping):
-        _expect(isinstance(content, Mapping), content, "an object", place)
+        return None if content is None else _wrong(content, shape.shape)
+    if isinstance(shape, Mapping):
+        if not isinstance(content, Mapping):
+            return "", _instead(content, "an object")
         for key, inner in shape.items():
             if key in content:
-                check_shape(content[key], inner, f"{place}.{key}" if place else key)
+                found = _wrong(content[key], inner)
+                if found is not None:
+                    return f".{key}{found[0]}", found[1]
             elif not isinstance(inner, Optional):
-                raise ShapeError(f"{place or 'it'} has no {key!r}")
-    elif isinstance(shape, list):
-        _expect(isinstance(content, list), content, "a list", place)
+                return "", f"has no {key!r}"
+        return None
+    if isinstance(shape, list):
+        if not isinstance(content, list):
+            return "", _instead(content, "a list")
         for number, one in enumerate(content):
-            check_shape(one, shape[0], f"{place}[{number}]")
-    else:
-        truth = isinstance(content, bool) and shape in (NUMBER, WHOLE)
-        _expect(isinstance(content, _KINDS[shape]) and not truth, content, shape, place)
+            found = _wrong(one, shape[0])
+            if found is not None:
+                return f"[{number}]{found[0]}", found[1]
+        return None
+    truth = isinstance(content, bool) and shape in (NUMBER, WHOLE)
+    return None if isinstance(content, _KINDS[shape]) and not truth else ("", _instead(content, shape))
 
 
-def _expect(right: bool, content: Any, wanted: str, place: str) -> None:
-    if not right:
-        shown = repr(content)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise ShapeError(f"{place or 'it'} is {shown} instead of {wanted}")
+def _instead(content: Any, wanted: str) -> str:
+    shown = repr(content)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return f"is {shown} instead of {wanted}"

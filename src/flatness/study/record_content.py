@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ VERSION = 1
 """Of records; one of another version is refused."""
 
 _CHECKSUMS = "checksums"
+_SEAL = b', "seal": "'  # what stands between the text of a record and the digest of that text
 _VALUES = [{"measure": TEXT, "layer": Optional(TEXT), "reduction": Optional(TEXT), "value": NUMBER}]
 _MEASURING = {"key": TEXT, "results": _VALUES, "rescaled": Optional(_VALUES), "seconds": Optional(NUMBER)}
 _LOSSES = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
@@ -47,25 +49,29 @@ STUDY: dict[str, Any] = {
 
 
 def record_text(key: str, record: Mapping[str, Any]) -> str:
-    """A record as JSON, with a digest of every entry."""
+    """A record as JSON, with a digest of every entry, and one of the whole text at its end."""
     content = {"format": FORMAT, "version": VERSION, "key": key, **record}
     read_again: dict[str, Any] = json.loads(json.dumps(content, ensure_ascii=False))
     content[_CHECKSUMS] = {name: digest(value) for name, value in read_again.items()}
-    return json.dumps(content, ensure_ascii=False)
+    text = json.dumps(content, ensure_ascii=False)
+    return f'{text[:-1]}{_SEAL.decode()}{_seal_of(text.encode())}"}}'
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """The record in a file.
 
-    An entry that has been removed is no damage, and what earlier versions wrote has no digests.
+    A text that is as it was written needs no further look. In one that is not, every entry is held against
+    its shape and digest: one that has been removed is no damage, and what earlier versions wrote has no
+    digests.
 
     Raises:
         OSError: The file cannot be read.
         DamagedFileError: Its content is not what was written; the message is a clause.
         StudyError: It is of another version, or no record at all.
     """
+    raw = path.read_bytes()
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(raw)
     except ShapeError as error:
         raise DamagedFileError(f"it is {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -76,14 +82,25 @@ def read_record(path: Path) -> dict[str, Any]:
             "Read them with the flatness that wrote them, or run the study in another folder."
         )
     written = content.pop(_CHECKSUMS, {})
+    content.pop("seal", None)
+    if content.get("key", path.stem) != path.stem:
+        raise DamagedFileError(f"it is the record of {content['key']}")
+    text, _, seal = raw.rpartition(_SEAL)
+    if seal != f'{_seal_of(text + b"}")}"}}'.encode():
+        _check_entries(content, written)
+    return content
+
+
+def _check_entries(content: Mapping[str, Any], written: Any) -> None:
     try:
         check_shape(content, RECORD)
-        check_shape(written, {})
+        check_shape(written, {}, _CHECKSUMS)
     except ShapeError as error:
         raise DamagedFileError(str(error)) from error
-    if content["key"] != path.stem:
-        raise DamagedFileError(f"it is the record of {content['key']}")
     for name, value in content.items():
         if written and written.get(name) != digest(value):
             raise DamagedFileError(f"{name!r} is not as it was written")
-    return content
+
+
+def _seal_of(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
