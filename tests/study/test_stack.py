@@ -99,50 +99,38 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused():
     )
 
 
-def raced(monkeypatch, seconds, gradients=None):
-    """The engine that `Program.tune` takes when engines need these times, round by round."""
+def tuned(monkeypatch, costs, gradients=None):
+    """The engine that `Program.tune` takes when engines cost so much; None for one that fails."""
     model = mlp([4, 3], seed=0)
     stack = Stack([model, model], torch.device("cpu"), "grouped")
     settings = {name: torch.zeros(2, 1) for name in ("learning_rate", "momentum", "weight_decay")}
     program = Program(
         stack, SGD(settings, stack.flat, {}), torch.zeros(5, 4), torch.zeros(5).long(), "cross_entropy"
     )
-    turns = []
 
-    def timed(index):
-        engine = stack.engine
-        turns.append(engine)
-        found = seconds[engine][turns.count(engine) - 1]
+    def counted(index):
+        found = costs[stack.engine]
         if found is None:
             raise RuntimeError("no kernel")
-        given = (gradients or {}).get(engine, 1.0)
-        return found, torch.full((3,), given[turns.count(engine) - 1] if isinstance(given, list) else given)
+        return found, torch.full((3,), (gradients or {}).get(stack.engine, 1.0))
 
-    monkeypatch.setattr(program, "_timed_gradient", timed)
-    assert program.tune(torch.zeros(2, 1).long(), tuple(seconds)) == stack.engine
-    return stack.engine, turns
-
-
-def test_the_best_turn_of_several_rounds_decides(monkeypatch):
-    found, turns = raced(monkeypatch, {"grouped": [2.0, 2.0, 2.0, 2.0], "banded": [5.0, 1.0, 9.0, 9.0]})
-    assert found == "banded"
-    assert turns == ["grouped", "banded"] * 4
+    monkeypatch.setattr(program, "_counted_gradient", counted)
+    assert program.tune(torch.zeros(2, 1).long(), tuple(costs)) == stack.engine
+    return stack.engine
 
 
-def test_engines_far_behind_and_those_that_fail_race_no_more(monkeypatch):
-    times = {"grouped": [1.0] * 4, "unfolded": [None], "banded": [1.5, 1.4, 1.3, 1.2], "looped": [4.1]}
-    found, turns = raced(monkeypatch, times)
-    assert found == "grouped"
-    assert turns == ["grouped", "unfolded", "banded", "looped", *["grouped", "banded"] * 3]
+def test_the_engine_of_least_cost_is_taken(monkeypatch):
+    assert tuned(monkeypatch, {"grouped": 2.0, "banded": 1.0, "unfolded": 3.0}) == "banded"
+
+
+def test_engines_that_fail_are_not_taken(monkeypatch):
+    assert tuned(monkeypatch, {"grouped": 1.5, "unfolded": None, "banded": 2.0}) == "grouped"
 
 
 def test_an_engine_with_another_gradient_is_not_taken(monkeypatch):
-    times = {"grouped": [3.0] * 4, "banded": [1.0] * 4, "unfolded": [2.0] * 4}
-    found, _ = raced(monkeypatch, times, {"banded": 1.2, "unfolded": 1.05})
-    assert found == "unfolded"
-    found, turns = raced(monkeypatch, times, {"banded": [1.0, 1.2, 1.0, 1.0]})  # wrong once is wrong
-    assert (found, turns.count("banded")) == ("unfolded", 2)
+    costs = {"grouped": 3.0, "banded": 1.0, "unfolded": 2.0}
+    assert tuned(monkeypatch, costs, {"banded": 1.2, "unfolded": 1.05}) == "unfolded"
 
 
 def test_without_an_engine_that_works_the_first_stays(monkeypatch):
-    assert raced(monkeypatch, {"grouped": [None], "banded": [None]})[0] == "grouped"
+    assert tuned(monkeypatch, {"grouped": None, "banded": None}) == "grouped"

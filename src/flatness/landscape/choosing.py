@@ -1,18 +1,16 @@
-"""Which engine evaluates many points at once fastest on a GPU, and on how many samples at a time."""
+"""Which engine evaluates many points at once at the least cost on a GPU, and how many samples at a time."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness import batches
+from flatness.counted_work import START, counted
 from flatness.errors import FlatnessError
 from flatness.landscape.engines import LOOPED, Stacked
 from flatness.landscape.first_layers import KeptMaps, Steps
@@ -20,10 +18,9 @@ from flatness.memory import kept_budget, ran_out
 from flatness.problem import Problem
 
 _CONTENDERS = ("unfolded", "banded", "grouped", "windowed")
-# A first look at the memory that a sample takes at a point; then a race over so many samples as are then
-# worked on at a time, or nearly: on few of them another engine may be ahead.
-_FEW_POINTS, _FEW_SAMPLES, _RACE_SAMPLES = 8, 16, 2048
-_BEHIND = 1.25  # times the best turn so far, and one turn of an engine is enough: turns differ by less
+# A look at the memory and the work that a sample takes at a point. How many samples are then worked on at a
+# time depends on the memory that is free, and the choice of the engine must not: it is made for so many.
+_FEW_POINTS, _FEW_SAMPLES, _USUAL_SAMPLES = 8, 16, 2048
 _LIKED = 16
 _LONGEST = 16384  # samples at a time at a single point: from there on nothing is gained
 
@@ -37,39 +34,30 @@ class Choice:
 
 
 def choose_engine(problem: Problem, points: int) -> Choice:
-    """The fastest engine for so many points at once; one after the other where none takes the network."""
+    """The engine of least cost for so many points; one after the other where none takes the network."""
     budget = kept_budget(problem.device) // 2
     few = problem.example(_FEW_SAMPLES)
+    size = _FEW_POINTS * batches.size_of(few)
     taken: dict[str, int] = {}
+    costs: dict[str, float] = {}
     for engine in _CONTENDERS:
+        work = _work(problem, engine, _FEW_POINTS, few)
         try:
-            used = _memory(_work(problem, engine, _FEW_POINTS, few), problem.device)
+            taken[engine] = max(1, _memory(work, problem.device) // size)
+            costs[engine] = _cost(work, points * _USUAL_SAMPLES / size)
         except Exception as error:  # the network itself has run: it is torch.vmap that does not take it
             if isinstance(error, FlatnessError) or ran_out(error):
                 raise
-        else:
-            taken[engine] = max(1, used // (_FEW_POINTS * batches.size_of(few)))
-    if not taken:
+    if not costs:
         used = _memory(_work(problem, LOOPED, 1, few), problem.device)
         return Choice(LOOPED, min(_LONGEST, max(1, budget * batches.size_of(few) // max(1, used))))
-    room = {engine: _even(max(1, budget // (points * each))) for engine, each in taken.items()}
-    example = _repeated(problem.example(_RACE_SAMPLES), min(_RACE_SAMPLES, *room.values()))
-    best, least = LOOPED, math.inf
-    for engine in taken:
-        seconds = _seconds(_work(problem, engine, points, example), problem.device, least)
-        if seconds < least:
-            best, least = engine, seconds
-    return Choice(best, room[best])
+    best = min(costs, key=costs.__getitem__)
+    return Choice(best, _even(max(1, budget // (points * taken[best]))))
 
 
 def _even(samples: int) -> int:
     """A number that kernels like: rows of samples side by side then begin where they can be read fast."""
     return samples - samples % _LIKED if samples > _LIKED else samples
-
-
-def _repeated(example: Any, size: int) -> Any:
-    """So many samples, out of those there are."""
-    return batches.picked(example, torch.arange(size) % batches.size_of(example))
 
 
 def _work(problem: Problem, engine: str, points: int, example: object) -> Callable[[], Tensor]:
@@ -93,19 +81,8 @@ def _memory(work: Callable[[], Tensor], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
 
 
-def _seconds(work: Callable[[], Tensor], device: torch.device, least: float) -> float:
-    """The shortest of three turns, after one that warms up; of one where that is far behind the least."""
+def _cost(work: Callable[[], Tensor], scale: float) -> float:
+    """What some work costs, on so many times as many points and samples."""
     with torch.no_grad():
-        work()
-        found = _turn(work, device)
-        if found > _BEHIND * least:
-            return found
-        return min(found, _turn(work, device), _turn(work, device))
-
-
-def _turn(work: Callable[[], Tensor], device: torch.device) -> float:
-    torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    work()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+        found = counted(work)
+    return START * found.operators + scale * found.moved

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import AcceleratorError, Tensor
 
+from flatness.counted_work import counted
 from flatness.study.losses import LOSSES, correct
 from flatness.study.optimizers import Optimizer
 from flatness.study.stack import ENGINES, Stack
 
 _WARM_UP = 3
-_ROUNDS, _BEHIND = 4, 4.0  # races of the engines; one that is so many times slower races no more
 _ROUNDING = 0.1  # TF32 rounds factors to three digits, in every layer; a wrong gradient is off by far more
 
 
@@ -133,59 +131,46 @@ class Program:
             self.stack.buffers[name].copy_(value)
 
     def tune(self, index: Tensor, engines: tuple[str, ...] = ENGINES[1:]) -> str:
-        """Choose the engine that computes gradients fastest here; nothing is trained.
+        """Choose the engine whose gradients cost least; nothing is trained.
 
-        The engines take turns for several rounds, and the best turn of each counts: other processes may be
-        at work on the same device, now more and now less. One whose recorded gradient is not that of the
-        first is not taken.
+        Counted, not timed: engines round differently, and a study that is run again is to train the same
+        networks. One whose recorded gradient is not that of the first is not taken.
 
         Returns:
             The engine, already in use.
         """
         buffers = {name: value.clone() for name, value in self.stack.buffers.items()}
-        taken: dict[str, float] = {}
-        wrong: set[str] = set()
+        costs: dict[str, float] = {}
         reference: Tensor | None = None
-        racing = list(engines)
-        for _ in range(_ROUNDS):
-            for engine in racing:
-                self.stack.engine = engine
-                try:
-                    seconds, gradient = self._timed_gradient(index)
-                except AcceleratorError:  # nothing works on the device any more
-                    raise
-                except RuntimeError:  # out of memory, or what this device or model cannot do in that way
-                    torch.cuda.empty_cache()
-                    continue
-                reference = gradient if reference is None else reference
-                if (gradient - reference).norm() <= _ROUNDING * reference.norm():
-                    taken[engine] = min(seconds, taken.get(engine, seconds))
-                else:
-                    wrong.add(engine)
-            taken = {engine: seconds for engine, seconds in taken.items() if engine not in wrong}
-            best = min(taken.values(), default=0.0)
-            racing = [engine for engine in racing if taken.get(engine, math.inf) <= _BEHIND * best]
-            if len(racing) < 2:
-                break
+        for engine in engines:
+            self.stack.engine = engine
+            try:
+                cost, gradient = self._counted_gradient(index)
+            except AcceleratorError:  # nothing works on the device any more
+                raise
+            except RuntimeError:  # out of memory, or what this device or model cannot do in that way
+                torch.cuda.empty_cache()
+                continue
+            reference = gradient if reference is None else reference
+            if (gradient - reference).norm() <= _ROUNDING * reference.norm():
+                costs[engine] = cost
         for name, value in buffers.items():  # running statistics moved
             self.stack.buffers[name].copy_(value)
-        self.stack.engine = min(taken, key=taken.__getitem__) if taken else engines[0]
+        self.stack.engine = min(costs, key=costs.__getitem__) if costs else engines[0]
         return self.stack.engine
 
-    def _timed_gradient(self, index: Tensor, turns: int = 6) -> tuple[float, Tensor]:
-        """One gradient and its time, as the device sees it: replayed from a graph."""
-        for _ in range(2):
-            self.stack.gradient(self.losses(index)[0].mean(1))
+    def _counted_gradient(self, index: Tensor) -> tuple[float, Tensor]:
+        """What one gradient costs, and the gradient, replayed from a graph."""
+
+        def once() -> Tensor:
+            return self.stack.gradient(self.losses(index)[0].mean(1))
+
+        once()
+        cost = counted(once).cost
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            gradient = self.stack.gradient(self.losses(index)[0].mean(1))
-        taken = []
-        for _ in range(turns):
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
-            graph.replay()
-            ended.record()
-            torch.cuda.synchronize()
-            taken.append(begun.elapsed_time(ended) / 1000)
-        return min(taken), gradient.clone()
+            gradient = once()
+        graph.replay()
+        torch.cuda.synchronize()
+        return cost, gradient.clone()

@@ -82,11 +82,14 @@ class Cohort:
         if saved is not None:
             here = {one.key: one for one in configurations}
             self.members = [here[key] for key in saved["keys"] if key in here]
+            if self.split.train[0].is_cuda:
+                # Engines round differently, and what costs least depends on how many networks are left.
+                engine = engine or saved.get("engine")
         self.program = self._program(engine)
         if saved is not None:
             self._resume(saved)
         if engine is None:
-            self._choose_engine()  # also when resumed: on another machine another one may be the fastest
+            self._choose_engine()
         self._saved_at = self._counted_at = time.monotonic()
 
     @property
@@ -111,7 +114,7 @@ class Cohort:
         return Program(stack, optimizer, self.split.train[0], targets, loss, own_targets=own)
 
     def _choose_engine(self) -> None:
-        """On a GPU the faster of two ways; anywhere, one network at a time if the model refuses a stack."""
+        """On a GPU the way of least cost; anywhere, one network at a time if the model refuses a stack."""
         stack, index = self.program.stack, self._order()[:, : self.batch]
         convolutional = any(isinstance(module, nn.Conv2d) for module in stack.skeleton.modules())
         if stack.flat.is_cuda and convolutional:
@@ -205,6 +208,7 @@ class Cohort:
             "optimizer": program.optimizer.saved(),
             "sums": [program.loss_sums.cpu(), program.correct_sums.cpu()],
             "data": self.split.digest,
+            "engine": program.stack.engine,
         }
         write_tensors(self.checkpoint, sealed(content))
         self._saved_at = time.monotonic()

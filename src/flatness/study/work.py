@@ -401,9 +401,9 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def _training_kernels(tf32: bool) -> Iterator[None]:
-    """The fastest convolutions, tried out; they are not the same on every run, as training need not be."""
+    """Convolutions by cuDNN's own rules and not by a race, which takes others when the device is busy."""
     before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = False
     try:
         with _tf32(tf32):
             yield
