@@ -210,6 +210,14 @@ NUMBERS = {
     "a channel written over": after(lambda m, h: (h.index_fill(1, torch.tensor([0]), 0.0), h)[0]),
     "a channel set to zero": after(lambda m, h: (k := h.clone(), k.__setitem__((slice(None), 0), 0.0))[0]),
     "half of the channels": lambda m, x: m.fc2(torch.cat([(h := m.fc1(x))[:, 3:], h[:, :3].relu()], 1)),
+    "places that move": lambda m, x: m.tall(m.seq(x[:, None, :].mT).flatten(1).roll(1, 1)),
+    "rows that are turned": lambda m, x: m.tall(
+        (s := m.seq(x[:, None, :].mT)).mT.reshape(s.shape).tanh().flip(1).flatten(1)
+    ),
+    "tokens of which a part is turned": lambda m, x: m.tall(
+        torch.cat([(s := m.mixed(m.seq(x[:, None, :].mT).mT).mT)[..., :3].flip(1), s[..., 3:]], 2).flatten(1)
+    ),
+    "all rolled": after(lambda m, h: h.roll(1)),
     "a channel cut off": lambda m, x: m.fc2(F.pad(m.fc1(x).relu(), (-1, 1))),
     "beside the logits": lambda m, x: torch.cat([z := m.fc1(x), m.fc2(z.relu())], 1),
     "softmax in groups": after(lambda m, h: h.reshape(-1, 2, 3).softmax(-1).flatten(1)),
@@ -309,7 +317,7 @@ ATTENTION = {
 
 def built(formula):
     parts = {
-        **linears(wide=(8, 3)),
+        **linears(wide=(8, 3), seq=(1, 6), tall=(24, 3), mixed=(4, 4)),
         "table": nn.Embedding(2, 6),
         "norm": nn.BatchNorm1d(6),
         "tables": nn.Parameter(torch.randn(2, 6, 6)),

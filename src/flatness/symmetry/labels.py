@@ -176,3 +176,19 @@ def distinct(labels: Tensor) -> list[int]:
     """The different labels of a tensor, without `ANY`."""
     (small,) = compact(labels)
     return [int(label) for label in torch.unique(small).tolist() if label != ANY]
+
+
+def places_in_class(labels: Tensor) -> Tensor:
+    """How many entries with the same label come before each entry, as float64 like labels.
+
+    >>> places_in_class(torch.tensor([5.0, 7, 5, 5, 7])).tolist()
+    [0.0, 0.0, 1.0, 2.0, 1.0]
+    """
+    flat = labels.flatten()
+    order = torch.argsort(flat, stable=True)
+    number = torch.arange(len(flat))
+    starts = torch.ones_like(number, dtype=torch.bool)
+    starts[1:] = flat[order][1:] != flat[order][:-1]
+    places = torch.empty_like(flat)
+    places[order] = (number - torch.where(starts, number, 0).cummax(0).values).to(flat.dtype)
+    return places.reshape(labels.shape)

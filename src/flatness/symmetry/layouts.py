@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 from flatness.symmetry.calls import Call, Ref
 from flatness.symmetry.elementwise import add
 from flatness.symmetry.flow import Flow
-from flatness.symmetry.labels import ANY
+from flatness.symmetry.labels import ANY, places_in_class
 from flatness.symmetry.uses import ParameterView
 
 _RESHAPED = ("view", "reshape", "expand", "broadcast_to", "view_as", "reshape_as", "expand_as")
+# Layouts that leave entries in their order.
+_IN_ORDER = frozenset({*_RESHAPED, "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}) - {
+    "expand",
+    "expand_as",
+}
 _PICKS = {
     "index_select": "input dim index",
     "gather": "input dim index | sparse_grad",
@@ -34,18 +40,48 @@ def layout(flow: Flow, call: Call) -> Any:
             return None  # other numbers out of the same memory
         function = torch.broadcast_to if call.name.startswith(("expand", "broadcast")) else torch.reshape
         args, kwargs = (call.first(), flow.shape(call)), {}
+    if flow.permuting and call.name == "roll" and not call.bound("input shifts | dims").get("dims"):
+        return None  # entries go on in the next sample
     refs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Ref)]
     if len(refs) == 1 and isinstance(view := flow.entry(refs[0]), ParameterView):
         return _parameter_layout(function, args, kwargs, view)
-    args, kwargs = tree_map(lambda leaf: flow.labels(leaf) if isinstance(leaf, Ref) else leaf, (args, kwargs))
-    return _parts(flow, _tensors(function(*args, **kwargs)), sum(flow.labels(ref).numel() for ref in refs))
+
+    def moved(labels: dict[Ref, Tensor]) -> list[Tensor]:
+        given = tree_map(lambda leaf: labels[leaf] if isinstance(leaf, Ref) else leaf, (args, kwargs))
+        return _tensors(function(*given[0], **given[1]))
+
+    labels = {ref: flow.labels(ref) for ref in refs}
+    return moved(labels) if call.name in _IN_ORDER else _followed_parts(flow, labels, moved)
 
 
-def _parts(flow: Flow, parts: list[Tensor], whole: int) -> list[Tensor]:
-    """Parts of a value: channels that go into different ones do not change places, as more may follow."""
-    for part in parts if flow.permuting and (len(parts) > 1 or parts[0].numel() < whole) else ():
-        flow.keep_company(part, range(part.dim()))
+def _followed_parts(
+    flow: Flow, labels: dict[Ref, Tensor], moved: Callable[[dict[Ref, Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """Entries that move, or come in parts; channels change places only with those that move as they do."""
+    parts = moved(labels)
+    if not flow.permuting:
+        return parts
+    if len(parts) > 1 or parts[0].numel() < sum(each.numel() for each in labels.values()):
+        for part in parts:
+            flow.keep_company(part, range(part.dim()))
+    if all(_one_place_each(each) for each in (*labels.values(), *parts)):
+        return parts
+    first, places = 0, {}
+    for ref, each in labels.items():
+        places[ref] = places_in_class(each) + first
+        first += each.numel()
+    for part, before in zip(parts, moved(places), strict=True):
+        flow.companies.append((part, before.long() * part.numel() + places_in_class(part).long()))
     return parts
+
+
+def _one_place_each(labels: Tensor) -> bool:
+    """Whether a channel is one place along some dimensions and all there is along the others."""
+    for dim in range(labels.dim() if labels.numel() else 0):
+        first = labels.narrow(dim, 0, 1)
+        if bool((labels == first).all()):
+            labels = first
+    return len(torch.unique(labels)) == labels.numel()
 
 
 def _parameter_layout(function: Any, args: Any, kwargs: Any, view: ParameterView) -> Any:
@@ -77,13 +113,15 @@ def pick(flow: Flow, call: Call) -> Any:
     alike = all(flow.same_along(entry, dim) for dim in touched)
     if not alike and (not constant or (flow.permuting and len(touched) > 1)):
         return flow.stop(call, reason if not constant else f"{call} picks other entries of other channels")
-    args, kwargs = tree_map(
-        lambda leaf: (
-            leaf if not isinstance(leaf, Ref) else entry if leaf == source else flow.value(leaf).tensor
-        ),
-        (call.args, call.kwargs),
-    )
-    return _parts(flow, _tensors(call.function(*args, **kwargs)), entry.numel())
+
+    def moved(labels: dict[Ref, Tensor]) -> list[Tensor]:
+        args, kwargs = tree_map(
+            lambda leaf: labels.get(leaf, flow.value(leaf).tensor) if isinstance(leaf, Ref) else leaf,
+            (call.args, call.kwargs),
+        )
+        return _tensors(call.function(*args, **kwargs))
+
+    return _followed_parts(flow, {source: entry}, moved)
 
 
 def _touched(flow: Flow, call: Call, dims: int) -> list[int]:

@@ -12,7 +12,8 @@ from flatness.errors import LayerError, OptionError, listed, nearest
 from flatness.symmetry.channels import Action
 from flatness.symmetry.groups import Symmetries
 
-_MIX = 6364136223846793005  # odd, so that products modulo 2^64 lose nothing
+# Odd, so that products modulo 2^64 lose nothing.
+_MIX, _NAME = 6364136223846793005, 3935559000370003845
 
 
 def exchangeable(symmetries: Symmetries) -> list[list[int]]:
@@ -42,16 +43,14 @@ def exchangeable(symmetries: Symmetries) -> list[list[int]]:
 
 
 def _with_neighbours(signature: Tensor, own: Tensor, units: Tensor | None) -> Tensor:
-    """Signatures of classes that also tell which units a class meets, by a sum of their random names."""
+    """Signatures of classes that also tell which units a class meets, by a sum of their names."""
     pair = torch.broadcast_tensors(own, torch.tensor(0) if units is None else units)
     mine, theirs = (part.flatten() for part in pair)
     free = mine >= 0
     mine, theirs = mine[free], theirs[free]
-    generator = torch.Generator().manual_seed(0)
-    names = torch.randint(
-        -(2**62), 2**62, (int(theirs.max()) + 1 if len(theirs) else 1,), generator=generator
-    )
-    return (signature * _MIX).index_add_(0, mine, names[theirs])
+    names = (theirs + 1) * _MIX
+    names = (names ^ (names >> 29)) * _NAME
+    return (signature * _MIX).index_add_(0, mine, names ^ (names >> 32))
 
 
 def drawn_permutation(symmetries: Symmetries, seed: int) -> Tensor:
