@@ -56,7 +56,7 @@ def test_a_bound_is_the_larger_of_a_size_and_fifty_times_the_file(tmp_path, monk
 @pytest.mark.parametrize("read", [flatness.study.load, flatness.study.unpack])
 def test_an_archive_of_a_study_that_swells(tmp_path, monkeypatch, read):
     path = tmp_path / "bomb.json.xz"
-    path.write_bytes(lzma.compress(b" " * (64 * MIB), preset=1))
+    path.write_bytes(lzma.compress(b" " * (16 * MIB), preset=0))
     monkeypatch.setattr(archive, "_USUAL", MIB)
     tracemalloc.start()
     with pytest.raises(StudyError) as caught:
@@ -68,7 +68,7 @@ def test_an_archive_of_a_study_that_swells(tmp_path, monkeypatch, read):
         f"for {size(path)} {LIFT}"
     )
     assert peak < 8 * MIB
-    monkeypatch.setenv(VARIABLE, "65M")
+    monkeypatch.setenv(VARIABLE, "17M")
     with pytest.raises(StudyError, match="is not JSON: Expecting value"):
         read(path)
 
