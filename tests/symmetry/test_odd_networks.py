@@ -342,7 +342,7 @@ def drifts(model, example):
     """How far outputs on other data move under every kind of rewriting that is not refused."""
     found, moved = symmetries(model, example), {}
     width = example.shape[1]
-    data = [example, *inputs(96, width).split(8), inputs(1, width)]
+    data = [example, *inputs(48, width).split(8), inputs(1, width)]
     with torch.no_grad():
         before = [model(x) for x in data]
     for kind in KINDS:
