@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from property import branches, functions, layers, sequences  # noqa: F401 (they enter their kinds of steps)
-from property.budget import LONG
 from property.steps import KINDS, LARGEST, Chain, Draw, Shape, Step, shape_after
 from property.tasks import CLASSES, TASKS, Head, flat, make_target
 
@@ -144,7 +142,7 @@ def build(recipe: Recipe) -> Made:
     return Made(model, x, y, task.loss(recipe.K), recipe)
 
 
-# Strategies
+# Drawing
 
 INPUTS: tuple[Shape, ...] = (
     (3,),
@@ -180,11 +178,6 @@ def grown(draw: Draw, shape: Shape, longest: int, depth: int) -> tuple[tuple[Ste
             steps.append(Step("shrink"))
             shape = (3,)
     return tuple(steps), shape
-
-
-def recipes(**limits: Any) -> st.SearchStrategy[Recipe]:
-    """Recipes as `drawn` makes them; long runs draw each anew, as hypothesis likes to vary what it had."""
-    return st.randoms(use_true_random=LONG).map(lambda draw: drawn(draw, **limits))
 
 
 def drawn(

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import oracle
-from property.recipes import Made
+from property.recipes import Made, make_model
+from property.tasks import TASKS
 
 # A saturated softmax leaves p(1 − p) with the rounding of 1, not of itself: 1e-6 of ‖∂f/∂W‖², judged at 1e-9,
 # is 1e-15.
@@ -70,14 +72,46 @@ class Reference:
         if measure == "hessian_trace":
             blocks = [oracle.hessian(model, self.made.risk, [name]) for name, _ in model.named_parameters()]
             size = sum(float(H.abs().sum()) for H in blocks)
-            size += SATURATED * sum(outputs_by(self.made, one) for one in model.parameters())
+            size += SATURATED * sum(outputs_by(model, self.made.x, one) for one in model.parameters())
             return Expected(sum(float(H.trace()) for H in blocks), size)
+        if measure in ("fisher_rao", "fisher_rao_diagonal") and self.made.recipe.form == "single":
+            return self._fisher_rao(measure)
         return None
 
+    def _fisher_rao(self, measure: str) -> Expected | None:
+        """Mean of ⟨θ, ∇ℓ_i⟩², or of Σ_j θ_j² (∂_j ℓ_i)², where every sample weighs the same."""
+        made, task = self.made, TASKS[self.made.recipe.task]
+        if made.recipe.task not in ("cross_entropy", "soft labels", "smoothing", "mse", "bce", "log cosh"):
+            return None
+        model, K = made.model, made.recipe.K
+        g = oracle.sample_gradients(model, made.x.clone(), made.y, lambda f, y: task.reference(K, f, y))
+        terms = g * oracle.all_parameters(model)
+        whole = measure == "fisher_rao"
+        value = float((terms.sum(1) if whole else terms).square().sum() / len(g))
+        return Expected(value, float(terms.abs().sum(1).square().mean()) + DUST)
 
-def outputs_by(made: Made, weight: nn.Parameter) -> float:
+
+def plain(made: Made, name: str) -> nn.Module:
+    """The network, or one made anew in which the layer's weight is a parameter, not computed from others."""
+    owner = made.model.get_submodule(name) if not name.endswith((".q", ".k", ".v")) else None
+    if owner is None or "weight" in owner._parameters:
+        return made.model
+    model = make_model(made.recipe)
+    owner = model.get_submodule(name)
+    model(made.x.clone())  # a hook computes it when it runs
+    value = owner.weight.detach().clone()
+    if parametrize.is_parametrized(owner, "weight"):
+        parametrize.remove_parametrizations(owner, "weight")
+    else:  # a hook before the forward pass computes it
+        owner._forward_pre_hooks.clear()
+        owner.__dict__.pop("weight", None)
+    owner.weight = nn.Parameter(value)
+    return model
+
+
+def outputs_by(model: nn.Module, x: Tensor, weight: nn.Parameter) -> float:
     """About ‖∂f/∂W‖², f all outputs of all samples: the mean of ‖sᵀ ∂f/∂W‖² over random signs s, from two."""
-    f = made.model(made.x.clone())
+    f = model(x.clone())
     total, generator = DUST / SATURATED, torch.Generator().manual_seed(0)
     for _ in range(2 if f.requires_grad else 0):
         signs = torch.randint(2, f.shape, generator=generator) * 2.0 - 1
@@ -88,11 +122,11 @@ def outputs_by(made: Made, weight: nn.Parameter) -> float:
 
 def layer_rows(made: Made, name: str) -> Iterator[tuple[tuple[str, int | None, str | None], Expected]]:
     """All rows of one layer."""
-    model = made.model
+    model = plain(made, name)
     try:
         parameter, entries = oracle.layer_entries(model, name)
         weight = model.get_parameter(parameter)
-    except (TypeError, AttributeError):  # an embedding's table, a weight computed from others
+    except TypeError:  # an embedding's table
         return
     assert isinstance(weight, nn.Parameter)
     flat_entries = entries.flatten()
@@ -100,7 +134,7 @@ def layer_rows(made: Made, name: str) -> Iterator[tuple[tuple[str, int | None, s
     W = weight.detach().flatten()[entries]
     H = oracle.within_groups(whole, W)
     taps = oracle.kernel_taps(model.get_submodule(name)) if not name.endswith((".q", ".k", ".v")) else 1
-    size = float(whole.abs().sum()) + SATURATED * outputs_by(made, weight)
+    size = float(whole.abs().sum()) + SATURATED * outputs_by(model, made.x, weight)
     norm = oracle.weight_norm(W)
     yield ("hessian_trace", None, None), Expected(oracle.hessian_trace(H), size)
     yield ("weight_norm", None, None), Expected(norm, norm)
@@ -137,8 +171,12 @@ def _spread(made: Made, name: str) -> Tensor | None:
     if module is None:
         return None
     # modules that share a weight are one layer, which sees the inputs of all of them
-    sharing = [
-        key for key, other in made.model.named_modules() if getattr(other, "weight", None) is module.weight
-    ]
+    weight = module._parameters.get("weight")
+    named = made.model.named_modules()
+    sharing = (
+        [key for key, other in named if other._parameters.get("weight") is weight]
+        if weight is not None
+        else [name]
+    )
     inputs = [oracle.channel_inputs(made.model, made.x.clone(), key) for key in sharing]
     return oracle.feature_spread(torch.cat(inputs))

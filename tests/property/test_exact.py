@@ -2,11 +2,9 @@
 
 import warnings
 
-from hypothesis import given
-
 import flatness
-from property.budget import count, examples
-from property.recipes import build, recipes
+from property.budget import count, for_examples
+from property.recipes import build, drawn
 from property.reference import Reference
 from small import MEASURES
 from untouched import untouched
@@ -32,11 +30,8 @@ def disagreements(report, reference):
     return found
 
 
-@examples(25)
-@given(recipes())
-def test_what_is_called_exact_is(recipe):
-    if count("exact"):
-        hold_exact_values(recipe)
+def test_what_is_called_exact_is():
+    for_examples("exact", 20, drawn, hold_exact_values)
 
 
 def hold_exact_values(recipe):
@@ -51,7 +46,7 @@ def hold_exact_values(recipe):
                     made.model,
                     made.data,
                     made.loss,
-                    measures=MEASURES,
+                    measures=[*MEASURES, "fisher_rao", "fisher_rao_diagonal"],
                     max_passes=2,
                     precision=0.5,
                     progress=False,
