@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from flatness import batches
 from flatness.affine import AffineModule
-from flatness.errors import FlatnessError, ModelError
 from flatness.layers import Layer
-from flatness.memory import ran_out
+from flatness.probe import first_sample
 from flatness.problem import Problem
 from flatness.unfamiliar import follows_weights, is_familiar
 
@@ -82,19 +79,8 @@ def run_alone(
         view.module.register_forward_hook(made[name], with_kwargs=True) for name, view in views.items()
     ]
     try:
-        with torch.no_grad():
-            # The example's targets have been looked at already.
-            items = problem.items(batches.copied(batches.rows(example, 0, 1)), look=False)
-    except FlatnessError:
-        raise
-    except Exception as error:
-        if isinstance(error, RuntimeError) and ran_out(error):
-            raise
-        raise ModelError(
-            "Expected a model that runs on one sample as it does on several but on the first sample alone it "
-            f"raises {type(error).__name__}: {error}. A squeeze() without dim drops the batch, too: write "
-            "squeeze(-1), for example."
-        ) from error
+        # The example's targets have been looked at already.
+        items = first_sample(problem, example, look=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -60,9 +60,31 @@ def check_example(problem: Problem, example: Any) -> None:
     items = first_run(problem, example)
     if settle_weights(problem, example):
         items = first_run(problem, example)
-    with torch.no_grad():
-        alone = problem.items(batches.copied(batches.rows(example, 0, 1))).logits
+    alone = first_sample(problem, example).logits
     check_runs(problem, example, items, alone, draws)
+
+
+def first_sample(problem: Problem, example: Any, *, look: bool = True) -> Items:
+    """What the model makes of the example's first sample alone.
+
+    Args:
+        problem: The model, data and loss.
+        example: A few samples.
+        look: Whether the sample's target is to be checked.
+    """
+    try:
+        with torch.no_grad():
+            return problem.items(batches.copied(batches.rows(example, 0, 1)), look=look)
+    except FlatnessError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and ran_out(error):
+            raise
+        raise ModelError(
+            "Expected a model that runs on one sample as it does on several but on the first sample alone it "
+            f"raises {type(error).__name__}: {error}. A squeeze() without dim drops the batch, too: write "
+            "squeeze(-1), for example."
+        ) from error
 
 
 def settle_weights(problem: Problem, example: Any) -> bool:

@@ -208,6 +208,25 @@ def test_noise_and_samples_that_depend_on_their_batch_are_refused(call):
             call(model, data(), points=2, **QUIET)
 
 
+@pytest.mark.parametrize("call", [line, surface])
+def test_a_model_that_cannot_run_on_one_sample_is_refused_in_words(call):
+    """Batch norm that stays in training mode has no statistics of one sample."""
+
+    class Stubborn(nn.BatchNorm1d):
+        def train(self, mode=True):
+            return super().train(True)
+
+    model = nn.Sequential(nn.Linear(4, 5), Stubborn(5), nn.Linear(5, 3))
+    batch = (torch.randn(6, 4), torch.randint(3, (6,)))
+    with untouched(model), pytest.raises(ModelError) as refusal:
+        call(model, batch, points=2, **QUIET)
+    assert str(refusal.value) == (
+        "Expected a model that runs on one sample as it does on several but on the first sample alone it "
+        "raises ValueError: Expected more than 1 value per channel when training, got input size "
+        "torch.Size([1, 5]). A squeeze() without dim drops the batch, too: write squeeze(-1), for example."
+    )
+
+
 def moved_by(model, step):
     other = {name: value.clone() for name, value in model.state_dict().items()}
     other["fc1.weight"] += step
