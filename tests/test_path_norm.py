@@ -358,6 +358,20 @@ NO_PATHS = {
     "interpolated": (lambda net, x: torch.lerp(net.a(x), net.b(x), -0.5), "Lerp"),
     "a number of it": (lambda net, x: net.a(x) * float(net.b(x).detach()[0, 0]), "LocalScalarDense"),
     "rounded": (lambda net, x: net.a(x) * net.b(x).long(), "ToCopy to integers"),
+    "rectified weights": (lambda net, x: F.linear(net.a(x), net.a.weight.T.relu()), "Relu of weights"),
+    "weights by their sign": (
+        lambda net, x: F.linear(net.a(x), (net.a.weight * (net.a.weight > 0)).T),
+        "Gt of weights",
+    ),
+    "largest weight": (lambda net, x: net.a(x) * net.a.weight.amax(), "Amax of weights"),
+    "one of two by its sign": (
+        lambda net, x: torch.where(net.a(x) < 0, net.a(x), net.b(x)),
+        "Where of two values by a sign",
+    ),
+    "computed elsewhere": (
+        lambda net, x: F.linear(torch.from_numpy(net.a(x).detach().numpy() + 5), net.a.weight.T),
+        "an output that no path from the input leads to",
+    ),
     "complex": (lambda net, x: (net.a(x) * 1j).real, "Mul of complex numbers"),
     "bicubic": (
         lambda net, x: F.interpolate(net.a(x).view(-1, 1, 2, 2), size=4, mode="bicubic").flatten(1),

@@ -73,6 +73,7 @@ def _path_norm(around: Surroundings) -> dict[str | None, Valued]:
     inputs = [tensor for tensor in batches.tensors_in(batch) if tensor.is_floating_point()]
     with torch.no_grad(), PathSums(model, inputs) as paths:
         output, _ = problem.forward(model, batch)
+        paths.check_reached(output)
     _refuse_others(paths.refused)
     value = float(output.detach().sum()) / len(output)
     if not math.isfinite(value):

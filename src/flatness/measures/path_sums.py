@@ -117,6 +117,7 @@ class PathSums(TorchDispatchMode):
         self._kept: list[Tensor] = []
         self._of_weights: set[int] = set()
         self._of_input: set[int] = set()
+        self._signs: set[int] = set()
         for value in model.parameters():
             self._mark(value, self._of_weights)
         for value in inputs:
@@ -153,6 +154,11 @@ class PathSums(TorchDispatchMode):
                 self._mark(value, known)
         return result
 
+    def check_reached(self, output: Tensor) -> None:
+        """Refuse an output that no path from the input leads to: something else than torch computed it."""
+        if not self.refused and not self._from_input(output):
+            self.refused.add("an output that no path from the input leads to")
+
     def _by_rule(self, name: str, func: Any, args: Any, kwargs: Any, writes: bool) -> Any:
         if name in _PRODUCTS:
             return self._product(name, func, list(args), kwargs)
@@ -165,17 +171,28 @@ class PathSums(TorchDispatchMode):
             return args[0] if writes else _aten.clone(args[0])
         if name in _MOVES or name in _MAXIMA:
             self._add_up(name, _values(name, args))
+            if name == "where" and _memory(args[0]) in self._signs:
+                two = all(self._on_path(value) and not _is_zero(value) for value in args[1:3])
+                self._refuse_if(name, "of two values by a sign", two)
         elif name in _NORMS:
             # Squared norm layers have the mean 0, the variance 1 and parameters.
             self._add_up(name, [value for value in args[:4] if value is not None])
             self._refuse_if(name, "in training mode", bool(args[5]))
         elif name in _COMPARISONS:
             self._refuse_if(name, "with what is not 0", not _is_zero(args[1]))
+            self._refuse_if(name, "of weights", name not in ("eq", "ne") and not self._from_input(args[0]))
+            signs = func(*args, **kwargs)
+            self._mark(signs, self._signs)
+            return signs
         elif name not in _LIKE:
             numbers = [value for value in args if not isinstance(value, Tensor)]
             weights = [value for value in args[1:] if _is_real(value)]
             passes = _rectifies(name, numbers, weights)
             self._refuse_if(name, "", not passes)
+            of_weights = passes and name != "abs" and not self._from_input(args[0])
+            self._refuse_if(name, "of weights", bool(of_weights))
+        if name in _MAXIMA:
+            self._refuse_if(name, "of weights", not any(self._from_input(value) for value in args))
         return func(*args, **kwargs)
 
     def _sum(self, name: str, func: Any, args: Any, kwargs: Any, writes: bool) -> Any:
