@@ -1,5 +1,6 @@
 """What looks piecewise linear by its name and is not: values hold against the dense Hessian all the same."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -151,3 +152,58 @@ def test_a_function_of_one_s_own_that_writes_into_a_view():
         return z
 
     assert "copy_ on a view after it" in held(small_net(compute), *data(), "head")
+
+
+class WritesByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        values = x.numpy()
+        values[...] = np.exp(values)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+class WritesByOut(WritesByNumpy):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        torch.exp(x, out=x)
+        ctx.save_for_backward(x)
+        return x
+
+
+@pytest.mark.parametrize("function", [WritesByNumpy, WritesByOut])
+@pytest.mark.parametrize("layer", ["fc1", "head"])
+def test_a_function_of_one_s_own_may_write_by_means_that_no_operator_shows(function, layer):
+    def compute(net, z):
+        z = z + 0
+        function.apply(z[:, :2])
+        return z
+
+    assert f"{function.__name__} on a view after it" in held(small_net(compute), *data(), layer)
+
+
+def test_a_backward_that_hides_curvature_is_noted_for_writes_into_views_too():
+    def compute(net, z):
+        z = z + 0
+        WritesACube.apply(z[:, :2])  # what it saves is a copy, whose derivative torch takes for zero
+        return z
+
+    report = flatness.measure(small_net(compute), data(), measures="hessian_trace", progress=False)
+    assert any("second derivatives through WritesACube are not those" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("end", [lambda z: z.float().log_softmax(1), lambda z: z.float()])
+def test_a_network_in_double_precision_may_end_in_single(end):
+    model, (x, y) = small_net(lambda net, z: end(z)), data()
+    report = flatness.measure(model, (x, y), measures="hessian_trace", progress=False)
+    plain = small_net(lambda net, z: z)
+    for layer in ("fc1", "head"):
+        H = oracle.layer_hessian(plain, oracle.mean_risk(x, y, F.cross_entropy), layer)
+        # Rounding of single precision.
+        assert report.value("hessian_trace", layer=layer) == pytest.approx(oracle.hessian_trace(H), rel=1e-5)

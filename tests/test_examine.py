@@ -771,3 +771,20 @@ def test_a_later_batch_may_take_another_path_of_pieces():
 
     H = oracle.layer_hessian(model, risk, "fc1")
     assert report.value("hessian_trace", layer="fc1") == pytest.approx(oracle.hessian_trace(H), rel=1e-8)
+
+
+def test_a_later_batch_that_uses_a_weight_once_more_is_refused():
+    def compute(self, x):
+        h = self.fc1(x).relu()
+        return self.head(h if len(x) != 3 else h + F.linear(x, self.fc1.weight))
+
+    assert refusal(NotExactError, Net(compute), batches()) == (
+        "Expected every batch to take the same path through the network but a later one uses a parameter of "
+        "'fc1' 2 times, the first samples 1. Exact curvature needs a path that does not depend on the data."
+    )
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_last_layer_under_reentrant_checkpointing_is_refused():
+    model = Net(lambda self, x: checkpoint(self.head, self.fc1(x).relu(), use_reentrant=True))
+    assert "use_reentrant=True" in refusal(NotExactError, model, data())

@@ -109,6 +109,22 @@ def test_a_backward_hook_that_changes_gradients_changes_no_number():
     assert_same(measure(model, data()), reference())
 
 
+def test_a_hook_on_a_parameter_that_clips_its_gradient_changes_no_number():
+    model, given = network(), data()
+    expected = measure(model, given, measures=["fisher_rao", "hessian_trace"])
+    handles = [value.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3)) for value in model.parameters()]
+    with untouched(model, *given):
+        report = measure(model, given, measures=["fisher_rao", "hessian_trace"])
+    assert [row.value for row in report.results] == [row.value for row in expected.results]
+    F.cross_entropy(model(given[0]), given[1]).backward()
+    assert all(value.grad.abs().max() <= 1e-3 for value in model.parameters())  # they work again
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    F.cross_entropy(model(given[0]), given[1]).backward()
+    assert model.head.weight.grad.abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("when", [1, 4, 9, 14])
 def test_a_model_that_stops_in_the_middle_comes_back_as_it_was(error, when):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call, jvp, vmap
 from torch.nn.modules import module as torch_module
 
 import flatness
@@ -263,3 +264,24 @@ def test_bounds_and_robustness_leave_such_layers_out_too():
         "Expected the name of a supported layer but got 'fc1', which is a LaterDoubled. Supported layers of "
         "this model: head, fc2."
     )
+
+
+def squared_weight(net, x):
+    weights = {"weight": net.fc1.weight**2, "bias": net.fc1.bias}
+    return net.head(functional_call(net.fc1, weights, (x,)).relu())
+
+
+TRANSFORMED = {
+    "other weights": squared_weight,
+    "a sample at a time": lambda net, x: net.head(vmap(net.fc1)(x).relu()),
+    "a derivative": lambda net, x: net.head(jvp(net.fc1, (x,), (x,))[1].relu()),
+}
+
+
+@pytest.mark.parametrize("name", list(TRANSFORMED))
+def test_a_layer_inside_a_transform_of_torch_is_part_of_the_trace(name):
+    model, (x, y) = Net(TRANSFORMED[name]), data()
+    report = measure(model, (x, y), measures="hessian_trace", batch_size=5)
+    assert LEFT_OUT in report.notes
+    total = oracle.total_trace(model, oracle.mean_risk(x, y, F.cross_entropy))
+    assert report.value("hessian_trace") == pytest.approx(total, rel=1e-8)

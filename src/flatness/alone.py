@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
@@ -52,6 +53,7 @@ def run_alone(
         familiar = is_familiar(view)
         # The size of a transposed convolution's output is an argument of the call.
         known = isinstance(view, Layer) and familiar and not isinstance(view.module, _ConvTransposeNd)
+        own = dict(view.module._parameters)
         nested = False
 
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -59,7 +61,11 @@ def run_alone(
             if nested:
                 return
             x = args[0] if args else kwargs.get("input")
-            if isinstance(x, Tensor) and isinstance(output, Tensor):
+            if isinstance(x, Tensor) and _is_transformed(x):
+                misread.append(name)
+            elif isinstance(x, Tensor) and isinstance(output, Tensor):
+                if any(module._parameters.get(key) is not value for key, value in own.items()):
+                    misread.append(name)  # torch.func.functional_call: it runs with other weights
                 copied = copy_inputs or x.is_inference()
                 inputs.setdefault(name, []).append(x.detach().clone() if copied else x.detach())
                 if not copied:
@@ -87,3 +93,8 @@ def run_alone(
     if any(x._version != version for x, version in versions):
         return run_alone(problem, example, views, copy_inputs=True)
     return Alone(items.logits, inputs, misread)
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether a tensor belongs to `torch.func`: it stands for one sample, or carries a derivative along."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]

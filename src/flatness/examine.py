@@ -156,6 +156,7 @@ def _recorded(
             records=records,
             graph=graph,
             overwrites=overwrites,
+            writers=in_place.functions if in_place is not None else [],
             settled=overwrites == copy_inputs and (note_writes or WRITTEN not in graph.operators),
         )
         if examined.settled:
@@ -264,12 +265,15 @@ def _refuse_rows(examined: Examined, alone: Mapping[str, list[Tensor]]) -> None:
     found = largest([*torch._foreach_sub(first, own), *own]) if own else []
     changes = zip(fitting, found[: len(own)], found[len(own) :], strict=True)
     same = {key for key, change, size in changes if not change > 1e-2 * size}
-    for (name, call), (x, _) in pairs.items():
-        if (name, call) not in same:
-            examined.loose.add(name)
-            examined.refused[name] = (
-                f"its input, of shape {list(x.shape)} for {n} samples, is not laid out sample by sample"
-            )
+    others = {name: call for name, call in pairs if (name, call) not in same}
+    # What the first sample alone does not run is given some samples only.
+    others |= dict.fromkeys((name for name in examined.records if name not in alone), 0)
+    for name, call in others.items():
+        x = examined.inputs.get(name, [examined.records[name].x])[call]
+        examined.loose.add(name)
+        examined.refused.setdefault(
+            name, f"its input, of shape {list(x.shape)} for {n} samples, is not laid out sample by sample"
+        )
 
 
 def _refuse_unreached(problem: Problem, example: Any, examined: Examined) -> None:

@@ -37,6 +37,7 @@ class Examined:
         idle: Layers that ran but do not influence the output.
         silent: Layers and norm layers that did not run and whose parameters nothing else used.
         overwrites: Whether the network overwrites what layers were given.
+        writers: Names of `autograd.Function`s that write into what they are given.
         settled: Whether this says all; else what is overwritten was not copied, or what writes not noted.
         marked: What arrives at modules whose output may be the network's when `marker` is sent back.
         notes: What the user should know.
@@ -56,6 +57,7 @@ class Examined:
     idle: set[str] = field(default_factory=set)
     silent: list[str] = field(default_factory=list)
     overwrites: bool = False
+    writers: list[str] = field(default_factory=list)
     settled: bool = True
     marked: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import function as autograd_function
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +27,7 @@ from flatness.operators import (
     linear_in_place,
     operator_name,
     operator_of,
+    undecorated,
 )
 
 # How often random numbers are sent back to tell over which outputs a log-softmax is taken. Numbers below
@@ -39,11 +41,31 @@ class InPlaceOperators(TorchDispatchMode):
 
     Attributes:
         curved: Names of those that are not known to be piecewise linear.
+        functions: Of those, the `autograd.Function`s written in Python that say they write.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.curved: list[str] = []
+        self.functions: list[str] = []
+
+    def __enter__(self) -> InPlaceOperators:
+        """Watch operators, and functions of the user's own, which may write by any means."""
+        self._mark_dirty = mark_dirty = FunctionCtx.mark_dirty
+
+        def noted(context: Any, *written: Tensor) -> None:
+            name = undecorated(type(context).__name__)
+            self.functions += [name] if name not in self.functions else []
+            self.curved += [name] if name not in self.curved else []
+            mark_dirty(context, *written)
+
+        FunctionCtx.mark_dirty = noted  # type: ignore[assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Watch no longer."""
+        FunctionCtx.mark_dirty = self._mark_dirty
+        super().__exit__(*error)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

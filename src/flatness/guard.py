@@ -217,9 +217,9 @@ def measuring(model: nn.Module, seed: int) -> Guard:
     their model is the same or shares parts with it.
 
     Parameters are never moved here; a forward pass that writes to them is found out, see `Guard.written`.
-    Backward hooks of the user do not run, and gradients are set aside. Attention and weight normalisation run
-    in plain operators, and `nn.MultiheadAttention` through its projections. Autocast is off, also where the
-    model turns it on.
+    Backward hooks of the user, on modules or parameters, do not run, and gradients are set aside. Attention
+    and weight normalisation run in plain operators, and `nn.MultiheadAttention` through its projections.
+    Autocast is off, also where the model turns it on.
     """
     return Guard(model, seed)
 
@@ -282,6 +282,11 @@ class Guard(UnsplitStack):
         for module in own:
             if module._backward_hooks or module._backward_pre_hooks:
                 module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+        hooked = {value: hooks for value in parameters(self._model) if (hooks := value._backward_hooks)}
+        for _ in range(2 if hooked else 0):
+            self.callback(_hook_again, hooked)
+        for parameter in hooked:
+            parameter._backward_hooks = None  # one that clips gradients, for example
         for parameter in parameters(self._model):
             # A forward pass that has a backward pass inside adds to gradients in place.
             if parameter.grad is not None:
@@ -308,6 +313,11 @@ class Guard(UnsplitStack):
         late = [] if kind is not None else self.written()
         if late:
             raise changing_weights(late)
+
+
+def _hook_again(hooked: dict[nn.Parameter, dict]) -> None:
+    for parameter, hooks in hooked.items():
+        parameter._backward_hooks = hooks
 
 
 def changing_weights(names: list[str]) -> ModelError:

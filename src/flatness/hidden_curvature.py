@@ -23,7 +23,7 @@ def note_hidden_curvature(problem: Problem, examined: Examined) -> None:
     A backward that computes with detached tensors, numbers or arrays of another library is differentiated by
     torch without complaint, and its own derivative is taken for zero.
     """
-    operators = custom_operators(examined.items.logits)
+    operators = sorted({*custom_operators(examined.items.logits), *examined.writers})
     if not operators or problem.dtype not in _TOLERATED:
         return
     space, error = ParameterSpace(problem), DifferenceError()

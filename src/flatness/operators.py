@@ -210,11 +210,12 @@ def operator_name(node: Any) -> str:
     >>> operator_name(torch.ones(2, requires_grad=True).tanh().grad_fn)
     'Tanh'
     """
-    return _undecorated(node.name())
+    return undecorated(node.name())
 
 
 @lru_cache(maxsize=4096)
-def _undecorated(name: str) -> str:
+def undecorated(name: str) -> str:
+    """The name of an autograd node's class as the operator is called."""
     return re.sub(r"Backwards?\d*$", "", name.rsplit("::", 1)[-1])
 
 

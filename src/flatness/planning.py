@@ -97,7 +97,7 @@ def make_plan(
         problem,
         examined,
         linear=_linear(examined, ways.decision) if curvature != "gauss_newton" else [],
-        last=[route.layer for route in ways.made.values() if route.kind == "softmax head"],
+        routes=ways.made.values(),
         unused=layers is None or ways.routes.network,
     )
     if curvature == "hessian" and ways.heavy:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from flatness.curvature.routes import LayerRoute
 from flatness.errors import LayerError, NotExactError, listed
 from flatness.examined import Examined
 from flatness.graph import read_graph
@@ -26,19 +27,29 @@ class Watch:
         problem: The model, data and loss.
         examined: What the first samples showed.
         linear: Layers and norm layers after which the network has to be piecewise linear.
-        last: Layers whose output has to be the network's, up to a constant per prediction.
+        routes: How layers are measured sample by sample.
     """
 
     def __init__(
-        self, problem: Problem, examined: Examined, linear: Collection[str], last: Iterable[Layer]
+        self, problem: Problem, examined: Examined, linear: Collection[str], routes: Iterable[LayerRoute]
     ) -> None:
         self._known = examined.graph.operators
         self._shift_invariant = problem.loss.shift_invariant
-        self._last = {layer.name: layer for layer in last}
+        apart = examined.shared.keys() | examined.loose
+        self._routes = {route.name: route for route in routes if route.name not in apart}
+        self._last = {
+            name: route.layer for name, route in self._routes.items() if route.kind == "softmax head"
+        }
+        self._uses = {
+            id(parameter): (name, examined.graph.uses.get(id(parameter), 0))
+            for name in sorted({*linear, *self._last} - examined.shared.keys())
+            for parameter in problem.model.get_submodule(name).parameters(recurse=False)
+        }
         self._edges: dict[str, GradientEdge] = {}
         self._outputs: dict[str, tuple[Tensor, int]] = {}
+        self._rows: dict[str, int] = {}
         problem.model.register_forward_pre_hook(self._forget)
-        for name in {*linear, *self._last}:
+        for name in {*linear, *self._routes}:
             problem.model.get_submodule(name).register_forward_hook(self._note(name, name in linear))
 
     def __call__(self, logits: Tensor) -> None:
@@ -47,6 +58,8 @@ class Watch:
         Raises:
             NotExactError: If the plan does not hold for them.
         """
+        for name, rows in self._rows.items():
+            self._check_rows(name, rows, len(logits))
         if logits.requires_grad:
             graph = read_graph(logits, self._edges, final_log_softmax=self._shift_invariant)
             found = set(graph.operators - self._known).union(*graph.curved.values())
@@ -55,6 +68,12 @@ class Watch:
                 raise NotExactError(
                     f"{_PATH}a later one meets {met}, which the first samples did not. {_NEEDED}"
                 )
+            for key, (name, uses) in self._uses.items():
+                if graph.uses.get(key, 0) > uses:
+                    raise NotExactError(
+                        f"{_PATH}a later one uses a parameter of {name!r} {graph.uses[key]} times, the first "
+                        f"samples {uses}. {_NEEDED}"
+                    )
         for name, (z, version) in self._outputs.items():
             if z._version != version or not _same_up_to_shifts(self._last[name], z, logits.detach()):
                 raise NotExactError(
@@ -63,9 +82,22 @@ class Watch:
                 )
         self._forget()
 
+    def _check_rows(self, name: str, rows: int, n: int) -> None:
+        if rows % n:
+            raise LayerError(
+                f"Expected {name!r} to be given as many rows for each sample but it was given {rows} for {n} "
+                "samples. Look for a mask that leaves some out, and pass batch_size=1, or layers= without it."
+            )
+        if self._routes[name].positions == 1 and self._routes[name].layer.plain and rows != n:
+            raise LayerError(
+                f"Expected {name!r} to be given one row for each sample, as for the first samples, but it "
+                f"was given {rows} for {n} samples. Put the longest samples first."
+            )
+
     def _forget(self, *_: Any) -> None:
         self._edges.clear()
         self._outputs.clear()
+        self._rows.clear()
 
     def _note(self, name: str, linear: bool) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -73,6 +105,10 @@ class Watch:
                 return
             if linear and output.requires_grad:
                 self._edges[name] = get_gradient_edge(output)
+            route = self._routes.get(name)
+            if route is not None:
+                per_row = output.shape[-1:] if route.layer.plain else output.shape[1:]
+                self._rows[name] = output.numel() // max(1, per_row.numel())
             if name in self._last:
                 self._outputs[name] = (output.detach(), output._version)
 
@@ -90,11 +126,18 @@ def _same_up_to_shifts(layer: Layer, z: Tensor, logits: Tensor) -> bool:
         return False
     apart = (logits - rows).float() if logits.element_size() < 4 else logits - rows
     spread = apart.amax(-1) - apart.amin(-1)
-    return bool((spread <= torch.finfo(logits.dtype).eps ** 0.5 * (1 + rows.abs().amax(-1))).all())
+    # A network in double precision may end in a log-softmax of `z.float()`.
+    eps = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)
+    return bool((spread <= eps**0.5 * (1 + rows.abs().amax(-1))).all())
 
 
 def watch_path(
-    problem: Problem, examined: Examined, *, linear: Collection[str], last: Iterable[Layer], unused: bool
+    problem: Problem,
+    examined: Examined,
+    *,
+    linear: Collection[str],
+    routes: Iterable[LayerRoute],
+    unused: bool,
 ) -> None:
     """Have later batches checked for taking another path through the network than the samples looked at.
 
@@ -102,7 +145,7 @@ def watch_path(
         problem: The model, data and loss.
         examined: What the first samples showed.
         linear: Layers and norm layers after which the network has to be piecewise linear.
-        last: Layers whose output has to be the network's, up to a constant per prediction.
+        routes: How layers are measured sample by sample.
         unused: Whether layers that the first samples did not use may not be used at all.
     """
 
@@ -115,6 +158,6 @@ def watch_path(
 
         return hook
 
-    problem.watch = Watch(problem, examined, linear, last)
+    problem.watch = Watch(problem, examined, linear, routes)
     for name in examined.silent if unused else ():
         problem.model.get_submodule(name).register_forward_pre_hook(refuse(name))

@@ -134,12 +134,14 @@ class Recording:
             elif self._edges and torch.is_grad_enabled() and not output.requires_grad:
                 # An embedding whose table is frozen: nothing before it has a derivative.
                 output, replaced = output.detach().requires_grad_(), True
+            # Reentrant checkpointing runs modules without a graph.
+            edges = self._edges and torch.is_grad_enabled()
             self.calls.setdefault(name, []).append(
                 Record(
                     x.detach(),
                     x._version,
-                    get_gradient_edge(x) if self._edges and x.requires_grad else None,
-                    get_gradient_edge(output) if self._edges and output.requires_grad else None,
+                    get_gradient_edge(x) if edges and x.requires_grad else None,
+                    get_gradient_edge(output) if edges and output.requires_grad else None,
                     output.shape,
                 )
             )
