@@ -180,4 +180,8 @@ def _spread(made: Made, name: str) -> Tensor | None:
         else [name]
     )
     inputs = [oracle.channel_inputs(made.model, made.x.clone(), key) for key in sharing]
-    return oracle.feature_spread(torch.cat(inputs))
+    phi = torch.cat(inputs)
+    ratio = phi.std(0, correction=0) / phi.square().mean(0).sqrt().clamp(min=1e-300)
+    if bool(((ratio > 1e-12) & (ratio < 1e-3)).any()):  # whether it varies is a matter of the tolerance
+        return None
+    return oracle.feature_spread(phi)
