@@ -8,7 +8,6 @@ matrices and exactly what one would get from drawing them one by one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 COEFFICIENTS = ("pearson", "spearman", "kendall")
-_AT_ONCE = 128
+_AT_ONCE, _COLUMNS = 128, 512
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,14 @@ def _drawn(n: int, resamples: int, seed: int) -> tuple[Array, Any]:
 def weighted(x: Array, y: Array, counts: Array, kind: str) -> Array:
     """The coefficient of every resample, for whole counts (resamples, networks).
 
-    Few resamples at a time: what is computed on the way stays in the processor's cache.
+    Of ranks and means few resamples at a time, so that what is computed on the way stays in the cache.
     """
     x, y = (_standard(x), _standard(y)) if kind == "pearson" else (x, y)
-    of = {"kendall": _kendall, "spearman": _spearman, "pearson": _pearson}[kind](x, y)
-    return np.concatenate([of(counts[at : at + _AT_ONCE]) for at in range(0, len(counts), _AT_ONCE)])
+    if kind == "kendall":
+        return _kendall(x, y, counts)
+    of = _spearman if kind == "spearman" else _pearson
+    pieces = (counts[at : at + _AT_ONCE] for at in range(0, len(counts), _AT_ONCE))
+    return np.concatenate([of(x, y, piece) for piece in pieces])
 
 
 def permuted(x: Array, y: Array, kind: str, permutations: int, generator: np.random.Generator) -> Array:
@@ -178,15 +180,12 @@ def _standard(values: Array) -> Array:
     return (values - values.mean()) / (spread if spread > 0 else 1.0)
 
 
-Coefficient = Callable[[Array], Array]
+def _pearson(x: Array, y: Array, counts: Array) -> Array:
+    return _product_moment(np.ones_like(counts) * x, np.ones_like(counts) * y, counts)
 
 
-def _pearson(x: Array, y: Array) -> Coefficient:
-    return lambda counts: _product_moment(np.ones_like(counts) * x, np.ones_like(counts) * y, counts)
-
-
-def _spearman(x: Array, y: Array) -> Coefficient:
-    return lambda counts: _product_moment(_ranks(x, counts), _ranks(y, counts), counts)
+def _spearman(x: Array, y: Array, counts: Array) -> Array:
+    return _product_moment(_ranks(x, counts), _ranks(y, counts), counts)
 
 
 def _product_moment(a: Array, b: Array, counts: Array) -> Array:
@@ -214,31 +213,30 @@ def _signs(values: Array) -> Array:
     return np.sign(values[:, None] - values[None, :])
 
 
-def _kendall(x: Array, y: Array) -> Coefficient:
+def _kendall(x: Array, y: Array, counts: Array) -> Array:
     """τ_b = Σ_{i,j} w_i w_j s_x s_y / √(Σ w_i w_j s_x² · Σ w_i w_j s_y²), s the sign of a difference.
 
     Counts and signs are whole numbers, so that no order of summation changes a digit, nor does float32 while
     a resample has fewer than 2^24 networks.
     """
-    both = (_signs(x) * _signs(y)).astype(np.float32)
-    ties = _ties(x), _ties(y)
-
-    def of(counts: Array) -> Array:
-        agreement = _quadratic(both, counts)
-        pairs_x, pairs_y = (_weighted_pairs(codes, counts) for codes in ties)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return agreement / np.sqrt(pairs_x * pairs_y)
-
-    return of
+    agreement = _quadratic((_signs(x) * _signs(y)).astype(np.float32), counts)
+    pairs_x, pairs_y = (_weighted_pairs(_ties(values), counts) for values in (x, y))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return agreement / np.sqrt(pairs_x * pairs_y)
 
 
 def _quadratic(matrix: NDArray[np.float32], counts: Array) -> Array:
-    """Σ_{i,j} w_i w_j M_ij of every row w, for a symmetric M: what lies below its diagonal counts twice."""
+    """Σ_{i,j} w_i w_j M_ij of every row w, for a symmetric M: what lies below its diagonal counts twice.
+
+    In few large products: many small ones wait for one another's threads where processors are busy.
+    """
     single, total = counts.astype(np.float32), np.zeros(len(counts))
-    for start in range(0, len(matrix), _AT_ONCE):
-        block = slice(start, start + _AT_ONCE)
-        inner, outer = single[:, block] @ matrix[block, block], single[:, :start] @ matrix[:start, block]
-        total += np.einsum("bi,bi->b", inner + 2 * outer, counts[:, block])
+    for start in range(0, len(matrix), _COLUMNS):
+        block = slice(start, start + _COLUMNS)
+        found = single[:, block] @ matrix[block, block]
+        if start:
+            found += 2 * (single[:, :start] @ matrix[:start, block])
+        total += np.einsum("bi,bi->b", found, counts[:, block])
     return total
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from flatness.correlate import COEFFICIENTS, correlation, family_null
 from flatness.study.granulated import SEED, Places
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 FEWEST = 3
 """Networks that a correlation needs at least."""
+# Products of matrices of this size gain little from threads, and wait for one another where cores are busy.
+_THREADS = 1
 
 
 def correlation_table(
@@ -48,10 +51,11 @@ def correlation_table(
 
     columns = [name for name in measure_columns(kept) if _usable(kept, name)]
     held = _Against(kept, axes, resamples, seed)
-    table = pd.DataFrame([_row(held, name) for name in columns])
-    if len(table) == 0:
-        return table
-    _add_null(table, kept, columns, permutations, seed)
+    with threadpool_limits(_THREADS, user_api="blas"):
+        table = pd.DataFrame([_row(held, name) for name in columns])
+        if len(table) == 0:
+            return table
+        _add_null(table, kept, columns, permutations, seed)
     return table.sort_values("kendall", ascending=False, ignore_index=True, na_position="last")
 
 
@@ -74,11 +78,12 @@ def baseline_table(
         "train_loss": "train_loss"
     }
     held = _Against(kept, axes, resamples, seed)
-    rows = [
-        {"quantity": name, **held.coefficients(column)}
-        for name, column in names.items()
-        if column in kept and _numbers_that_vary(kept[column]) and _usable(kept, column)
-    ]
+    with threadpool_limits(_THREADS, user_api="blas"):
+        rows = [
+            {"quantity": name, **held.coefficients(column)}
+            for name, column in names.items()
+            if column in kept and _numbers_that_vary(kept[column]) and _usable(kept, column)
+        ]
     table = pd.DataFrame(rows, columns=None if rows else ["quantity", "n", *COEFFICIENTS])
     return table.sort_values("kendall", key=abs, ascending=False, ignore_index=True)
 
