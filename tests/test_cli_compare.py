@@ -52,7 +52,7 @@ def test_groups_fit_the_terminal(folder, columns):
     lines = found.output.splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(found.output.split())
-    risks = "note: the training losses differ 5 times (small_batches_of_sixteen-* 0.1, large 0.5): "
+    risks = "note: the training losses differ by a factor of 5 (small_batches_of_sixteen-* 0.1, large 0.5): "
     assert risks in text
     assert (
         "small_batches_of_sixteen-* is flatter than large by the measure that rescaling layers leaves "
@@ -77,7 +77,7 @@ def test_other_programs_get_rows_and_people_the_notes(folder):
     frame = pandas.read_csv(io.StringIO(found.stdout))
     assert frame.a_networks.tolist() == [3] * 4
     assert frame.flatter.tolist()[:3] == ["small_batches_of_sixteen-*"] * 3
-    assert "the training losses differ 5 times" in found.stderr
+    assert "the training losses differ by a factor of 5" in found.stderr
     rows = json.loads(compared("small_batches_of_sixteen-*.json", "large", "--json").stdout)
     assert rows[0]["a"] == pytest.approx(1.1)
 

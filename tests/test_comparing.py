@@ -129,15 +129,31 @@ def test_a_comparison_prints_as_a_table():
         ),
         ({"curvature": "gauss_newton"}, "curvature but got 'hessian' and 'gauss_newton'"),
         ({"weight_decay": 0.1}, "weight decay but got 0.0 and 0.1"),
+        (
+            {"options": {}, "alignment": "labels shifted by one: as in the model's own loss"},
+            "pairing of outputs and labels but got None and 'labels shifted by one'",
+        ),
     ],
 )
 def test_reports_on_different_things_are_refused(meta, message):
     with pytest.raises(ReportError) as error:
-        flatness.compare(report(1.0), report(1.0, meta=meta))
+        flatness.compare(report(1.0, meta={"options": {}}), report(1.0, meta=meta))
+    what = message.partition(" but ")[0]
     assert str(error.value) == (
         f"Expected two reports on the same {message}: their values are not comparable. Measure both models "
-        "on the same samples with the same loss."
+        f"with the same {what}."
     )
+
+
+def test_labels_paired_alike_compare_however_that_is_known():
+    reasons = "as in the model's own loss", "the model's class says so"
+    reports = [report(1.0, meta={"options": {}, "alignment": f"labels shifted by one: {r}"}) for r in reasons]
+    assert flatness.compare(*reports).notes == ()
+    # An earlier version paired them too, and did not say how.
+    assert (
+        "not every report recorded how outputs and labels are paired: this is taken to be the same; measure "
+        "again to be sure"
+    ) in flatness.compare(report(1.0), reports[0]).notes
 
 
 def test_other_data_and_other_smoothing_are_refused():
@@ -150,7 +166,7 @@ def test_other_data_and_other_smoothing_are_refused():
         flatness.compare(reference(), smooth)
     assert str(error.value) == (
         "Expected two reports on the same options of the loss but got {} and {'label_smoothing': 0.1}: "
-        "their values are not comparable. Measure both models on the same samples with the same loss."
+        "their values are not comparable. Measure both models with the same options of the loss."
     )
 
 
@@ -272,8 +288,8 @@ def test_reports_without_options_are_compared_with_a_word():
 @pytest.mark.parametrize(
     "a, b, said",
     [
-        (0.08, 0.02, "the training losses differ 4 times (A 0.08, B 0.02)"),
-        (0.02, 0.04, "the training losses differ 2 times (A 0.02, B 0.04)"),
+        (0.08, 0.02, "the training losses differ by a factor of 4 (A 0.08, B 0.02)"),
+        (0.02, 0.04, "the training losses differ by a factor of 2 (A 0.02, B 0.04)"),
         (0.0, 0.04, "the training losses differ (A 0, B 0.04)"),
         (-1.0, 1.0, "the training losses differ (A -1, B 1)"),
         (0.02, 0.039, None),
@@ -310,7 +326,7 @@ def test_errors_of_the_data_count(stderr, data_stderr, z):
     comparison = flatness.compare(a, b)
     assert comparison.to_frame().z.tolist() == pytest.approx([z])
     assert comparison.notes == (
-        "errors include that of the data, which is rather too large here: both share their samples",
+        "errors include that of the data; both sides share the samples, so it is rather too large",
     )
 
 
@@ -328,7 +344,64 @@ def test_exact_values_differ_beyond_their_samples_only_if_the_data_say_so():
 def test_a_data_error_of_one_side_alone_is_pointed_out():
     comparison = flatness.compare(report(1.0), report(2.0, data_stderr=0.5))
     assert comparison.to_frame().z.tolist() == [-2.0]
-    assert comparison.notes == ("only B was measured with data_stderr: half of it is missing",)
+    assert comparison.notes == ("not every network of A was measured with data_stderr: errors are too small",)
+
+
+def test_measures_without_an_error_of_the_data_are_named():
+    ascent = Result("sam_sharpness", "network", 2.0)
+    a, b = (report(v, ascent, data_stderr=0.5, meta={"options": {}}) for v in (1.0, 2.0))
+    assert flatness.compare(a, b).notes == (
+        "errors include that of the data, except for sam_sharpness; both sides share the samples, so it is "
+        "rather too large",
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_nothing_follows_from_a_value_that_is_not_finite(value, grouped):
+    a = seeds(value, 1.0) if grouped else report(value)
+    b = seeds(2.0, 3.0) if grouped else report(2.0)
+    for comparison in (flatness.compare(a, b), flatness.compare(b, a), flatness.compare(a, a)):
+        (row,) = comparison.to_frame().itertuples()
+        assert (math.isnan(row.z), row.flatter) == (True, "undecided")
+        assert comparison.notes[-1] == "values that are not finite are undecided"
+
+
+def test_an_error_that_is_not_known_decides_nothing():
+    for unknown in ({"stderr": math.nan}, {"data_stderr": math.nan}):
+        comparison = flatness.compare(report(1.0, **unknown), report(2.0))
+        assert comparison.to_frame().flatter.tolist() == ["undecided"]
+
+
+def test_opposite_infinities_and_huge_values_are_compared_too():
+    assert flatness.compare(seeds(math.inf, -math.inf), seeds(1.0, 2.0)).verdict.endswith("undecided.")
+    row = flatness.compare(seeds(1e200, 3e200), seeds(1.0, 2.0)).to_frame().iloc[0]
+    assert (row.a, row.a_error) == pytest.approx((2e200, 1e200))
+    assert row.flatter == "undecided"
+
+
+def test_a_measure_that_some_reports_lack_is_left_out_with_a_note():
+    extra = Result("hessian_trace", "network", 2.0)
+    comparison = flatness.compare([report(1.0, extra), report(1.5)], [report(2.0, extra), report(2.5, extra)])
+    assert comparison.notes == ("not in every report and left out: hessian_trace",)
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        ("ab", "Expected two names, such as names=('small', 'large'), but got 'ab'."),
+        (("a", "b", "c"), "Expected two names, such as names=('small', 'large'), but got ('a', 'b', 'c')."),
+        (
+            ("equal", "b"),
+            "Expected names that cannot be taken for a verdict but got 'equal'. Pass names=.",
+        ),
+        (("a", ""), "Expected names that cannot be taken for a verdict but got ''. Pass names=."),
+    ],
+)
+def test_names_that_no_table_could_show_are_refused(names, message):
+    with pytest.raises(ReportError) as error:
+        flatness.compare(report(1.0), report(2.0), names=names)
+    assert str(error.value) == message
 
 
 # Groups of seeds
@@ -383,7 +456,7 @@ def test_one_network_against_several_spreads_as_they_do():
     assert row.z == pytest.approx(t)
     assert row.df == pytest.approx(3)
     assert row.p_value == pytest.approx(2 * stats.t.sf(abs(t), 3))
-    assert comparison.notes == ("A is one network: it is taken to spread as the others do",)
+    assert comparison.notes == ("A is a single network: its spread is taken to be that of the others",)
     mirrored = flatness.compare(seeds(*b), seeds(1.5)).to_frame().iloc[0]
     assert (mirrored.z, mirrored.df) == pytest.approx((-row.z, row.df))
 
@@ -523,6 +596,9 @@ def test_a_comparison_is_saved_whole(tmp_path):
     )
     assert (saved["verdict"], saved["notes"]) == (comparison.verdict, list(comparison.notes))
     assert saved["rows"][0]["a"] == 1.25
+    exact = flatness.compare(report(1.0), report(2.0))
+    exact.save(tmp_path / "exact.json")
+    assert '"z": null' in (tmp_path / "exact.json").read_text()  # no -Infinity, which JSON does not have
     comparison.to_csv(tmp_path / "c.csv")
     frame = pandas.read_csv(tmp_path / "c.csv")
     assert frame.z.tolist() == pytest.approx(comparison.to_frame().z.tolist())

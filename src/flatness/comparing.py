@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flatness.comparison import Comparison, Group, Pair, address
+from flatness.comparison import VERDICTS, Comparison, Group, Pair, address
 from flatness.errors import MeasureError, ReportError, listed
 from flatness.measures.catalogue import get_measure
 from flatness.result import Report, Result
@@ -18,7 +19,7 @@ _SHARED = {
     "data_fingerprint": "data",
     "loss": "loss",
     "loss_options": "options of the loss",
-    "alignment": "alignment of outputs and labels",
+    "alignment": "pairing of outputs and labels",
     "curvature": "curvature",
     "weight_decay": "weight decay",
 }
@@ -54,8 +55,7 @@ def compare(report_a: Reports, report_b: Reports, *, names: tuple[str, str] = ("
         ['A', 'A', 'A']
     """
     sides = tuple(_listed(given) for given in (report_a, report_b))
-    if names[0] == names[1]:
-        raise ReportError(f"Expected two names that differ but both are {names[0]!r}. Pass names=.")
+    names = _checked_names(names)
     reports = [report for side in sides for report in side]
     _check_shared(reports)
     for side, name in zip(sides, names, strict=True):
@@ -74,8 +74,23 @@ def compare(report_a: Reports, report_b: Reports, *, names: tuple[str, str] = ("
         for key in kept
     ]
     compared = list(dict.fromkeys(key[0] for key in kept))
-    notes = [*left.words(), *_warnings(sides, names, compared, pairs)]
+    notes = [*left.words(), *_missing(reports), *_warnings(sides, names, compared, pairs)]
     return Comparison(tuple(pairs), names, tuple(notes))
+
+
+def _checked_names(names: Any) -> tuple[str, str]:
+    """Two texts that differ from each other and from what a verdict may be."""
+    if not isinstance(names, list | tuple) or [type(name) for name in names] != [str, str]:
+        raise ReportError(f"Expected two names, such as names=('small', 'large'), but got {names!r}.")
+    first, second = names
+    if first == second:
+        raise ReportError(f"Expected two names that differ but both are {first!r}. Pass names=.")
+    taken = next((name for name in names if name in VERDICTS), None)
+    if taken is not None:
+        raise ReportError(
+            f"Expected names that cannot be taken for a verdict but got {taken!r}. Pass names=."
+        )
+    return first, second
 
 
 def _listed(given: Any) -> tuple[Report, ...]:
@@ -94,15 +109,27 @@ def _listed(given: Any) -> tuple[Report, ...]:
 
 
 def _check_shared(reports: Sequence[Report]) -> None:
-    first, *others = reports
     for key, what in _SHARED.items():
-        for other in others:
-            ours, theirs = first.meta.get(key), other.meta.get(key)
+        found = [report.meta.get(key) for report in reports]
+        if key == "alignment":
+            found = [_alignment(report) for report in reports if not _is_old(report)]
+        for ours, theirs in itertools.pairwise(found):
             if ours != theirs:
                 raise ReportError(
                     f"Expected two reports on the same {what} but got {ours!r} and {theirs!r}: their values "
-                    "are not comparable. Measure both models on the same samples with the same loss."
+                    f"are not comparable. Measure both models with the same {what}."
                 )
+
+
+def _alignment(report: Report) -> str | None:
+    """How outputs and labels are paired, without how that is known."""
+    recorded = report.meta.get("alignment")
+    return None if recorded is None else str(recorded).partition(":")[0]
+
+
+def _is_old(report: Report) -> bool:
+    """Whether a report is of a version that recorded neither options nor alignment."""
+    return "options" not in report.meta
 
 
 def _check_different(side: Sequence[Report], name: str) -> None:
@@ -156,6 +183,13 @@ def _left_out(sides: Sequence[Sequence[Report]], names: Sequence[str]) -> _LeftO
     return found
 
 
+def _missing(reports: Sequence[Report]) -> list[str]:
+    """Measures that some reports hold and others do not."""
+    held = [dict.fromkeys(row.measure for row in report.results if row.level != "unit") for report in reports]
+    some = [name for name in dict.fromkeys(itertools.chain(*held)) if not all(name in one for one in held)]
+    return [f"not in every report and left out: {listed(some)}"] if some else []
+
+
 def _contrasted(labelled: Sequence[tuple[str, Report]], values: Sequence[str]) -> str:
     """Which side has what: every pair of a name and a value once."""
     said = dict.fromkeys(f"{name}: {value}" for (name, _), value in zip(labelled, values, strict=True))
@@ -207,50 +241,65 @@ def _warnings(
     found = _similar_risks(sides, names)
     if len({str(report.meta.get("parameters")) for report in reports}) > 1:
         found.append("the networks have different parameters: their values are on different scales")
-    old = any("options" not in report.meta for report in reports)
+    old = any(map(_is_old, reports))
     taking = [name for name in measures if _has_options(name)]
     if old and taking:
         found.append(
             f"not every report recorded the options of {listed(taking)}: they are taken to be the same; "
             "measure again to be sure"
         )
+    if old and any(_alignment(report) for report in reports):
+        found.append(
+            "not every report recorded how outputs and labels are paired: this is taken to be the same; "
+            "measure again to be sure"
+        )
+    found += _data_errors(pairs, names)
     rows: list[Result] = [row for pair in pairs for side in (pair.a, pair.b) for row in side.results]
-    with_data = [
-        any(row.data_stderr is not None for pair in pairs for row in getattr(pair, side).results)
-        for side in ("a", "b")
-    ]
-    if any(with_data) and not all(with_data):
-        found.append(
-            f"only {names[with_data.index(True)]} was measured with data_stderr: half of it is missing"
-        )
-    elif all(with_data):
-        found.append(
-            "errors include that of the data, which is rather too large here: both share their samples"
-        )
     sizes = [len(side) for side in sides]
     if max(sizes) > 1 and min(sizes) == 1:
         single = names[sizes.index(1)]
-        found.append(f"{single} is one network: it is taken to spread as the others do")
+        found.append(f"{single} is a single network: its spread is taken to be that of the others")
     if any(not math.isfinite(row.value) for row in rows):
         found.append("values that are not finite are undecided")
     return found
+
+
+def _data_errors(pairs: Sequence[Pair], names: Sequence[str]) -> list[str]:
+    """Which errors include that of the data: some measures have none, and some reports."""
+    sides = [[pair.a.results for pair in pairs], [pair.b.results for pair in pairs]]
+    # Of every network of a side, whether any of its values knows it.
+    networks = [[any(map(_knows_data, rows)) for rows in zip(*side, strict=True)] for side in sides]
+    if not any(map(any, networks)):
+        return []
+    without = [name for name, known in zip(names, networks, strict=True) if not all(known)]
+    if without:
+        whose = " and ".join(without)
+        return [f"not every network of {whose} was measured with data_stderr: errors are too small"]
+    known = {pair.measure for pair in pairs if all(map(_knows_data, pair.a.results + pair.b.results))}
+    others = [name for name in dict.fromkeys(pair.measure for pair in pairs) if name not in known]
+    but = f", except for {listed(others)}" if others else ""
+    return [f"errors include that of the data{but}; both sides share the samples, so it is rather too large"]
+
+
+def _knows_data(row: Result) -> bool:
+    return row.data_stderr is not None
 
 
 def _similar_risks(sides: Sequence[Sequence[Report]], names: Sequence[str]) -> list[str]:
     """The second rule of comparing: similar training losses."""
     risks = []
     for side in sides:
-        known = [float(report.meta.get("risk", math.nan)) for report in side]
+        known = [math.nan if (risk := report.meta.get("risk")) is None else risk for report in side]
         risks.append(math.fsum(known) / len(known))
     small, large = sorted(map(abs, risks))
     if not all(map(math.isfinite, risks)) or (risks[0] * risks[1] >= 0 and large < _FACTOR * small):
         return []
     if large == 0:
         return []
-    times = f" {large / small:.3g} times" if small > 0 and risks[0] * risks[1] > 0 else ""
-    told = ", ".join(f"{name} {risk:.4g}" for name, risk in zip(names, risks, strict=True))
+    times = f" by a factor of {large / small:.3g}" if small > 0 and risks[0] * risks[1] > 0 else ""
+    shown = ", ".join(f"{name} {risk:.4g}" for name, risk in zip(names, risks, strict=True))
     return [
-        f"the training losses differ{times} ({told}): curvature falls with the loss whatever the minimum is "
+        f"the training losses differ{times} ({shown}): curvature falls with the loss whatever the minimum is "
         "like, so flatter may only mean trained further; normalized_sharpness takes most of that out"
     ]
 

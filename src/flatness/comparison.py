@@ -16,7 +16,7 @@ from flatness.files import write_text
 from flatness.measures.catalogue import get_measure
 from flatness.result import Result
 from flatness.sheets import csv_text
-from flatness.tables import WHOLE_MODEL, format_value, total_error
+from flatness.tables import WHOLE_MODEL, format_value, larger, total_error
 
 if TYPE_CHECKING:
     import pandas
@@ -26,6 +26,8 @@ _EQUAL = 1e-6
 # A verdict needs a difference of two standard errors; of groups, what is as rare under Student's t.
 _SIGNIFICANT = 2.0
 EQUAL, UNDECIDED, SPLIT = "equal", "undecided", "split"
+VERDICTS = {"", EQUAL, UNDECIDED, SPLIT}
+"""What a verdict may be other than a name."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Group:
     @property
     def value(self) -> float:
         """The mean over the networks."""
-        return math.fsum(row.value for row in self.results) / len(self.results)
+        return _mean([row.value for row in self.results])
 
     @property
     def spread(self) -> float | None:
@@ -49,7 +51,7 @@ class Group:
         n, mean = len(self.results), self.value
         if n == 1:
             return None
-        return math.sqrt(math.fsum((row.value - mean) ** 2 for row in self.results) / (n - 1))
+        return math.hypot(*(row.value - mean for row in self.results)) / math.sqrt(n - 1)
 
     @property
     def own_error(self) -> float:
@@ -61,8 +63,8 @@ class Group:
         n = len(self.results)
         if n == 1:
             return total_error(self.results[0])
-        data = math.fsum(row.data_stderr or 0.0 for row in self.results) / n
-        return max(math.hypot(*(row.stderr for row in self.results)) / n, data)
+        data = _mean([row.data_stderr or 0.0 for row in self.results])
+        return larger(math.hypot(*(row.stderr for row in self.results)) / n, data)
 
     @property
     def error(self) -> float:
@@ -105,8 +107,9 @@ class Pair:
         """Degrees of freedom of that error, after Welch and Satterthwaite; infinite of single networks."""
         parts = self._variances()
         total = sum(variance for variance, _ in parts)
-        uncertain = sum(variance**2 / df for variance, df in parts)
-        return total**2 / uncertain if uncertain else math.inf
+        # Squares as products: those of very large numbers are infinite then, where a power is an error.
+        uncertain = sum(variance * variance / df for variance, df in parts)
+        return total * total / uncertain if uncertain else math.inf
 
     def _variances(self) -> list[tuple[float, float]]:
         """Parts of the difference's variance with their degrees of freedom.
@@ -114,8 +117,8 @@ class Pair:
         A single network that stands against several has no spread of its own: it is taken to be the others'.
         """
         sides = (self.a, self.b)
-        found = [(side.own_error**2, math.inf) for side in sides]
-        known = [(side.spread**2, len(side.results)) for side in sides if side.spread is not None]
+        found = [(side.own_error * side.own_error, math.inf) for side in sides]
+        known = [(side.spread * side.spread, len(side.results)) for side in sides if side.spread is not None]
         if len(known) == 1:
             ((variance, n),) = known
             return [*found, (variance * (1 + 1 / n), n - 1)]
@@ -123,8 +126,10 @@ class Pair:
 
     @property
     def z(self) -> float:
-        """The difference in standard errors."""
+        """The difference in standard errors; NaN where a value or an error is not finite."""
         difference, error = self.a.value - self.b.value, self.error
+        if not (math.isfinite(difference) and math.isfinite(error)):
+            return math.nan
         return difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0
 
     @property
@@ -144,10 +149,11 @@ class Pair:
         if not _is_flatness(self.measure):
             return ""
         a, b = self.a.value, self.b.value
+        if math.isnan(self.z):
+            return UNDECIDED
         if abs(a - b) <= _EQUAL * max(abs(a), abs(b)):
             return EQUAL
-        # Also NaN, of which nothing can be said.
-        if not abs(self.z) >= _needed(self.df):
+        if not abs(self.z) >= _needed(self.df):  # also where the degrees of freedom are NaN
             return UNDECIDED
         return names[0] if a < b else names[1]
 
@@ -245,10 +251,14 @@ class Comparison:
         write_text(path, csv_text(self.to_frame()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the verdict, the notes and every row as JSON, at once or not at all."""
+        """Write the verdict, the notes and every row as JSON, at once or not at all.
+
+        JSON has no infinite numbers: such a z, of exact values that differ, is null.
+        """
         content = {"format": "flatness comparison", "version": 1, "names": list(self.names)}
-        content |= {"verdict": self.verdict, "notes": list(self.notes), "rows": self._records()}
-        write_text(path, json.dumps(content, indent=1, ensure_ascii=False))
+        rows = [{name: _written(value) for name, value in row.items()} for row in self._records()]
+        content |= {"verdict": self.verdict, "notes": list(self.notes), "rows": rows}
+        write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
 
     def __str__(self) -> str:
         """A table, what there is to note, and the verdict."""
@@ -271,12 +281,22 @@ class Comparison:
     __repr__ = __str__
 
 
+def _written(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 _ADDRESS = ("measure", "level", "layer", "reduction")
 
 
 def address(row: Result) -> tuple[str, str, str | None, str | None]:
     """What a row is about."""
     return row.measure, row.level, row.layer, row.reduction
+
+
+def _mean(values: Sequence[float]) -> float:
+    # `fsum` raises an error where a plain sum is infinite or NaN.
+    plain = all(abs(value) < 1e300 for value in values)
+    return (math.fsum if plain else sum)(values) / len(values)
 
 
 def _sentence(counts: Counter[str], names: tuple[str, str], kind: str) -> str:

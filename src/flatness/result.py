@@ -35,7 +35,11 @@ _SHAPE = {
             "terms": Optional({}),
         }
     ],
-    "meta": {},
+    "meta": {
+        "risk": Optional(NUMBER),
+        "options": Optional({}),
+        **{name: Optional(TEXT) for name in ("loss", "curvature", "alignment", "model_fingerprint")},
+    },
     "notes": [TEXT],
 }
 _COLUMNS = (
@@ -234,6 +238,8 @@ class Report:
             )
         try:
             check_shape(content, _SHAPE)
+            for name, own in (content["meta"].get("options") or {}).items():
+                check_shape(own, {}, f"meta.options.{name}")
         except ShapeError as error:
             raise ReportError(
                 f"Expected a whole report but {path} is damaged: {error}. Measure again."

@@ -88,7 +88,7 @@ def _with_error(value: float, stderr: float) -> str:
 
 def column_of(measure: str, reduction: str | None) -> str:
     """How a column of a measure, or of its maximum or sum, is called."""
-    return measure if reduction is None else f"{measure} {REDUCTION_LABEL[reduction]}"
+    return measure if reduction is None else f"{measure} {REDUCTION_LABEL.get(reduction, reduction)}"
 
 
 def place_of(row: Any) -> str:
@@ -101,7 +101,12 @@ def total_error(row: Any) -> float:
 
     That of the data is found from groups of samples, probes included, and so contains the estimator's.
     """
-    return max(row.stderr, row.data_stderr or 0.0)
+    return larger(row.stderr, row.data_stderr or 0.0)
+
+
+def larger(one: float, other: float) -> float:
+    """The larger of two errors; NaN, an error that is not known, where either is."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def cell_of(row: Any) -> str:
@@ -163,7 +168,7 @@ def title(report: Any) -> str:
         f"{samples:,} samples" if isinstance(samples, int) else f"{samples} samples",
         meta.get("loss", ""),
     ]
-    if "risk" in meta:
+    if meta.get("risk") is not None:
         parts.append(f"risk {meta['risk']:.4g}")
     if meta.get("curvature", "hessian") != "hessian":
         parts.append("Gauss-Newton part only")

@@ -107,9 +107,11 @@ def _load(path: str) -> Report:
 
 
 def _names(first: str, second: str) -> tuple[str, str]:
-    """What the two are called: their files' names, or whole paths where those are equal."""
+    """What the two are called: their files' names, or whole paths where those are equal, or a verdict."""
+    from flatness.comparison import VERDICTS
+
     short = Path(first).stem, Path(second).stem
-    return short if short[0] != short[1] else (first, second)
+    return short if short[0] != short[1] and not VERDICTS & set(short) else (first, second)
 
 
 def _selected(comparison: Comparison, wanted: list[str]) -> Comparison:
