@@ -234,6 +234,8 @@ def test_a_damaged_record_is_named_set_aside_and_done_anew(whole, out):
         (text[:200], "it is not JSON: "),
         (text.replace(loss, other, 1), "'evaluation' is not as it was written"),
         (text.replace('"status"', '"statux"', 1), "it has no 'status'"),
+        (text.replace('"format"', '"formav"', 1), "its format and version are not as they were written"),
+        (text.replace('"version": 1', '"version": 3', 1), "its format and version are not as they were writ"),
         (text.replace(lost, "f" * 20, 1), f"it is the record of {'f' * 20}"),
         (json.dumps({**json.loads(text), "evaluation": []}), "evaluation is [] instead of an object"),
     ):
@@ -248,6 +250,18 @@ def test_a_damaged_record_is_named_set_aside_and_done_anew(whole, out):
     ]
     mine, theirs = (one.to_frame().set_index("key")[COLUMNS].loc[lost] for one in (found, first))
     assert list(mine) == pytest.approx(list(theirs), rel=1e-4)
+
+
+def test_bit_rot_in_what_says_which_study_it_is_is_named_and_mended(whole, out):
+    path = out / "study.json"
+    path.write_text(path.read_text().replace('"learning_rate": 0.1', '"learning_rate": 0.3', 1))
+    with pytest.raises(StudyError) as caught:
+        flatness.study.load(out)
+    assert str(caught.value) == (
+        f"Expected {path} to say which study it is but it is not as it was written. Run the study again: its "
+        "networks stay."
+    )
+    assert values(run(study(), out)) == values(flatness.study.load(out)) == values(whole)
 
 
 def test_bit_rot_in_a_journal_changes_no_value(tmp_path, monkeypatch):

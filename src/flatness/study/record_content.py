@@ -74,6 +74,11 @@ def read_record(path: Path) -> dict[str, Any]:
         content = parse_json(raw)
     except ShapeError as error:
         raise DamagedFileError(f"it is {error}") from error
+    text, sealed, seal = raw.rpartition(_SEAL)
+    whole = seal == f'{_seal_of(text + b"}")}"}}'.encode()
+    known = isinstance(content, dict) and (content.get("format"), content.get("version")) == (FORMAT, VERSION)
+    if sealed and not whole and not known:
+        raise DamagedFileError("its format and version are not as they were written")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise StudyError(f"Expected a record of a study but {path} holds something else. Move it away.")
     if content.get("version") != VERSION:
@@ -85,8 +90,7 @@ def read_record(path: Path) -> dict[str, Any]:
     content.pop("seal", None)
     if content.get("key", path.stem) != path.stem:
         raise DamagedFileError(f"it is the record of {content['key']}")
-    text, _, seal = raw.rpartition(_SEAL)
-    if seal != f'{_seal_of(text + b"}")}"}}'.encode():
+    if not whole:
         _check_entries(content, written)
     return content
 

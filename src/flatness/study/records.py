@@ -16,10 +16,12 @@ from torch import Tensor
 from flatness.errors import StudyError
 from flatness.files import DamagedFileError, replacing, set_aside, write_text
 from flatness.json_shape import ShapeError, check_shape, parse_json
+from flatness.study.grid import digest
 from flatness.study.plain_files import FOLDERS, opened, refuse_links, remove_parts
 from flatness.study.record_content import STUDY, read_record, record_text
 
 FAILED = "failed"
+_CHECKSUM = "checksum"
 SO_FAR = "measured_so_far"
 """Where a record keeps what was found by a measuring that is not over."""
 
@@ -150,7 +152,8 @@ class Folder:
     def write_study(self, content: Mapping[str, Any]) -> None:
         """Write what the study is."""
         with readable_disk_errors(self.path):
-            write_text(self.path / "study.json", json.dumps(content, indent=1, ensure_ascii=False))
+            text = json.dumps({**content, _CHECKSUM: digest(content)}, indent=1, ensure_ascii=False)
+            write_text(self.path / "study.json", text)
 
     def read_study(self) -> dict[str, Any]:
         """What the study is.
@@ -168,6 +171,9 @@ class Folder:
             ) from error
         try:
             check_shape(content, STUDY)
+            written = content.pop(_CHECKSUM, None)  # earlier versions wrote none
+            if written is not None and written != digest(content):
+                raise ShapeError("it is not as it was written")
         except ShapeError as error:
             raise StudyError(
                 f"Expected {file} to say which study it is but {error}. Run the study again: its networks "
