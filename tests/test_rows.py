@@ -74,6 +74,46 @@ def test_tokens_left_out_of_some_samples_only(act):
     assert report.value("hessian_trace", layer="fc1") == pytest.approx(oracle.hessian_trace(H), rel=1e-8)
 
 
+def twice(act):
+    """As `unpadded`, with a weight that is used twice."""
+
+    def compute(net, x):
+        kept = x[:, :, 0] < 2
+        rows = act(net.square(act(net.square(x[kept]))))
+        return net.head(
+            F.pad(x.new_zeros(*kept.shape, 4).masked_scatter(kept.unsqueeze(2), rows), (0, 2)).mean(1)
+        )
+
+    net = Net(compute)
+    torch.manual_seed(0)
+    net.square = nn.Linear(4, 4).double()
+    return net
+
+
+@pytest.mark.parametrize("act", [torch.relu, torch.tanh])
+@pytest.mark.parametrize("build, layer", [(unpadded, "fc1"), (twice, "square")])
+def test_rows_that_lie_with_other_samples_though_their_number_fits(build, layer, act):
+    x, y = samples(24, 4, 4)
+    x[:, 3, 0] = 3.0
+    for few, many in (
+        (17, 18),
+        (16, 23),
+    ):  # neighbours, and far apart
+        odd = x.clone()
+        odd[few, 2, 0], odd[many, 3, 0] = 3.0, 0.5
+        assert refusal(LayerError, build(act), (odd, y), batch_size=8, measures="hessian_trace") == (
+            f"Expected {layer!r} to be given as many rows for each sample, one sample after the other, but in "
+            "a batch of 8 samples some of its 24 rows lie elsewhere. Look for a mask that leaves some out, and "
+            "pass batch_size=1, or layers= without it."
+        )
+        report = measure(build(act), (odd, y), measures="hessian_trace", batch_size=1)
+        H = oracle.layer_hessian(build(act), oracle.mean_risk(odd, y, F.cross_entropy), layer)
+        assert report.value("hessian_trace", layer=layer) == pytest.approx(oracle.hessian_trace(H), rel=1e-8)
+    report = measure(build(act), (x, y), measures="hessian_trace", batch_size=8)
+    H = oracle.layer_hessian(build(act), oracle.mean_risk(x, y, F.cross_entropy), layer)
+    assert report.value("hessian_trace", layer=layer) == pytest.approx(oracle.hessian_trace(H), rel=1e-8)
+
+
 @pytest.mark.parametrize("act", [torch.relu, torch.tanh])
 @pytest.mark.parametrize("method", ["auto", "sampled"])
 def test_single_tokens_first_and_longer_sequences_later(act, method):

@@ -48,8 +48,11 @@ class Watch:
         self._edges: dict[str, GradientEdge] = {}
         self._outputs: dict[str, tuple[Tensor, int]] = {}
         self._rows: dict[str, int] = {}
+        self._calls: list[tuple[str, GradientEdge, int]] = []
+        shared = {use.name for uses in examined.shared.values() for use in uses.uses}
+        self._measured = {*self._routes, *shared}
         problem.model.register_forward_pre_hook(self._forget)
-        for name in {*linear, *self._routes}:
+        for name in {*linear, *self._measured}:
             problem.model.get_submodule(name).register_forward_hook(self._note(name, name in linear))
 
     def __call__(self, logits: Tensor) -> None:
@@ -61,6 +64,7 @@ class Watch:
         for name, rows in self._rows.items():
             self._check_rows(name, rows, len(logits))
         if logits.requires_grad:
+            self._check_blocks(logits)
             graph = read_graph(logits, self._edges, final_log_softmax=self._shift_invariant)
             found = set(graph.operators - self._known).union(*graph.curved.values())
             if found:
@@ -94,10 +98,34 @@ class Watch:
                 f"was given {rows} for {n} samples. Put the longest samples first."
             )
 
+    def _check_blocks(self, logits: Tensor) -> None:
+        """Refuse flattened rows, (n·P, …), that are not P for each sample in turn.
+
+        Signals of every other sample leave the rows of all samples between them at 0, exactly: no output
+        depends on them.
+        """
+        n = len(logits)
+        calls = [(name, edge) for name, edge, rows in self._calls if rows != n and rows % n == 0]
+        if n == 1 or not calls:
+            return
+        edges = [edge for _, edge in calls]
+        for first in (0, 1):
+            sent = torch.zeros_like(logits)
+            sent[first::2] = 1 + torch.arange(logits[0].numel()).view(logits[0].shape).to(sent) % 7
+            arrived = torch.autograd.grad(logits, edges, sent, retain_graph=True, allow_unused=True)
+            for (name, _), signal in zip(calls, arrived, strict=True):
+                if signal is not None and bool(signal.unflatten(0, (n, -1))[1 - first :: 2].any()):
+                    raise LayerError(
+                        f"Expected {name!r} to be given as many rows for each sample, one sample after the "
+                        f"other, but in a batch of {n} samples some of its {len(signal)} rows lie elsewhere. "
+                        "Look for a mask that leaves some out, and pass batch_size=1, or layers= without it."
+                    )
+
     def _forget(self, *_: Any) -> None:
         self._edges.clear()
         self._outputs.clear()
         self._rows.clear()
+        self._calls.clear()
 
     def _note(self, name: str, linear: bool) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -105,6 +133,8 @@ class Watch:
                 return
             if linear and output.requires_grad:
                 self._edges[name] = get_gradient_edge(output)
+            if name in self._measured and output.requires_grad and output.dim():
+                self._calls.append((name, get_gradient_edge(output), len(output)))
             route = self._routes.get(name)
             if route is not None:
                 per_row = output.shape[-1:] if route.layer.plain else output.shape[1:]
