@@ -1,5 +1,6 @@
 import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -25,3 +26,11 @@ def seeded():
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 (third-party code draws from it)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt: a process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -15,6 +15,8 @@ from interrupting import by_exception, by_signal, by_signals, first_and_last, in
 from small import data
 from untouched import snapshot
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
 _SOURCES = str(Path(flatness.__file__).parent)
 
 

@@ -102,9 +102,9 @@ def test_rows_that_lie_with_other_samples_though_their_number_fits(build, layer,
         odd = x.clone()
         odd[few, 2, 0], odd[many, 3, 0] = 3.0, 0.5
         assert refusal(LayerError, build(act), (odd, y), batch_size=8, measures="hessian_trace") == (
-            f"Expected {layer!r} to be given as many rows for each sample, one sample after the other, but in "
-            "a batch of 8 samples some of its 24 rows lie elsewhere. Look for a mask that leaves some out, and "
-            "pass batch_size=1, or layers= without it."
+            f"Expected {layer!r} to be given as many rows for each sample, one sample after the other, but "
+            "in a batch of 8 samples some of its 24 rows lie elsewhere. Look for a mask that leaves some "
+            "out, and pass batch_size=1, or layers= without it."
         )
         report = measure(build(act), (odd, y), measures="hessian_trace", batch_size=1)
         H = oracle.layer_hessian(build(act), oracle.mean_risk(odd, y, F.cross_entropy), layer)

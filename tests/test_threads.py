@@ -120,6 +120,7 @@ def test_another_model_waits_for_its_turn():
     assert there.report is not None
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_waiting_can_be_interrupted():
     mine, theirs = network().train(), Measuring(network())
 
