@@ -229,7 +229,7 @@ FINE = {
         lambda: network().train(),
         data,
         {},
-        ("the model was in training mode; measured in evaluation mode and set back",),
+        ("the model was in training mode; measured in evaluation mode, then restored",),
     ),
     "a shuffling loader": (network, lambda: DataLoader(dataset(), batch_size=4, shuffle=True), {}, ()),
     "a short last batch": (network, lambda: DataLoader(dataset(), batch_size=10), {}, ()),

@@ -88,7 +88,9 @@ def test_absent_cifar_names_all_its_forms(tmp_path: Path) -> None:
 
 def test_a_data_dir_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "no"
-    assert refusal("mnist", data_dir=missing) == f"Expected data_dir to be a folder, but {missing} is none."
+    assert (
+        refusal("mnist", data_dir=missing) == f"Expected data_dir to be a folder, but {missing} is not one."
+    )
 
 
 def test_the_other_set_under_the_same_names_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from flatness.guard import check_model, measuring
 from small import Net, assert_same, data, measure, network, reference
 from untouched import refusal, untouched
 
-TRAINING = "the model was in training mode; measured in evaluation mode and set back"
+TRAINING = "the model was in training mode; measured in evaluation mode, then restored"
 
 
 # The promise

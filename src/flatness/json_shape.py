@@ -1,4 +1,4 @@
-"""What a JSON file must hold, said as a shape; what does not fit is named with its place."""
+"""What a JSON file must hold, written as a shape; what does not fit is named with its place."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Problem(StreamedData):
         # Another thread may be at work on the model: it is looked at, and copied, as it is afterwards.
         with PROCESS.lock:
             if any(module.training for module in modules(model)):
-                notes.append("the model was in training mode; measured in evaluation mode and set back")
+                notes.append("the model was in training mode; measured in evaluation mode, then restored")
             self.model = converted(model, usable_device(device), dtype)
             self._sequences = pooling_sequences(self.model)
         self._guard: Guard | None = None

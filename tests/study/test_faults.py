@@ -352,8 +352,8 @@ def test_an_error_of_the_disk_ends_the_run_and_fails_no_network(tmp_path, monkey
         with pytest.raises(StudyError) as caught:
             run(SHORT, tmp_path, checkpoint_every=1e-9)
     assert str(caught.value) == (
-        f"Expected to read and write in {tmp_path} but the system said: Input/output error (some file). That "
-        "is no word on any network: run the same command again once it works."
+        f"Expected to read and write in {tmp_path} but the system said: Input/output error (some file). No "
+        "network is marked as failed: run the same command again once it works."
     )
     assert not [one for one in Folder(tmp_path).all_records() if one["status"] == "failed"]
     assert run(SHORT, tmp_path).counts() == {"finished": 2}
@@ -368,7 +368,7 @@ def test_an_error_of_the_disk_behind_another_error_fails_no_network(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(work, "read_checkpoint", unreadable)
-        with pytest.raises(StudyError, match="That is no word on any network"):
+        with pytest.raises(StudyError, match="No network is marked as failed"):
             run(SHORT, tmp_path)
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 2
     assert run(SHORT, tmp_path).counts() == {"finished": 2}

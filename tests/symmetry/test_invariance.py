@@ -245,7 +245,7 @@ def test_the_model_comes_back_as_it_was():
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     report = checked(model, data, measures="weight_norm", trials=1)
-    assert report.notes == ("the model was in training mode; measured in evaluation mode and set back",)
+    assert report.notes == ("the model was in training mode; measured in evaluation mode, then restored",)
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

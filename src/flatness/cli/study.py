@@ -98,7 +98,7 @@ def run(
 
     if data_dir is not None:
         if not os.path.isdir(data_dir):
-            raise UsageError(f"Expected --data-dir to be a folder but {data_dir} is none.")
+            raise UsageError(f"Expected --data-dir to be a folder but {data_dir} is not one.")
         os.environ["FLATNESS_DATA"] = data_dir  # workers look there too
     try:
         spec = read_spec(study, scale)

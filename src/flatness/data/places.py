@@ -26,7 +26,7 @@ def roots(data_dir: str | os.PathLike[str] | None) -> dict[Path, str]:
     found: dict[Path, str] = {}
     if data_dir is not None:
         if not os.path.isdir(data_dir):
-            raise DataError(f"Expected data_dir to be a folder, but {os.fspath(data_dir)} is none.")
+            raise DataError(f"Expected data_dir to be a folder, but {os.fspath(data_dir)} is not one.")
         found[Path(data_dir)] = "data_dir"
     if variable := os.environ.get("FLATNESS_DATA"):
         found.setdefault(Path(variable).expanduser(), "$FLATNESS_DATA")

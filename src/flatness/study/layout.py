@@ -97,7 +97,7 @@ TABLES: dict[str, dict[str, str]] = {
 """Every table of a study file and what its keys take; the nameless one is the top of the file."""
 
 SUBSET = {"measures": ANY, "samples": WHOLE, "layers": ANY, "options": TABLE}
-"""What [measure.subset] takes: measures that are too dear for all samples, and how many they get."""
+"""What [measure.subset] takes: measures that are too expensive for all samples, and how many they get."""
 
 _FREE = {"together"}
 

@@ -208,7 +208,7 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
         about = f" ({error.filename})" if error.filename else ""
         raise StudyError(
             f"Expected to read and write in {path} but the system said: {error.strerror or error}{about}. "
-            "That is no word on any network: run the same command again once it works."
+            "No network is marked as failed: run the same command again once it works."
         ) from error
 
 
