@@ -98,3 +98,15 @@ def test_sides_that_are_none_are_refused(folder, arguments, message):
     found = compared(*arguments)
     assert isinstance(found.exception, UsageError)
     assert str(found.exception) == message
+
+
+def test_the_help_shows_two_sides_only():
+    found = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "80"})
+    assert found.output.splitlines()[0].endswith(" compare [OPTIONS] {A.json} {B.json}")
+
+
+def test_a_file_called_like_a_verdict_goes_by_its_path(folder):
+    saved(folder / "equal.json", 1.0)
+    saved(folder / "large.json", 2.0)
+    found = compared("equal.json", "large.json")
+    assert "equal.json is flatter than large.json by" in " ".join(found.output.split())

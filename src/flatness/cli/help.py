@@ -48,6 +48,11 @@ class Command(TyperCommand):
         """Write what the command does."""
         write_help_text(self.help or "", formatter)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What the first line shows: not what is only taken to be refused in words."""
+        shown = [one for one in self.get_params(ctx) if not getattr(one, "hidden", False)]
+        return [self.options_metavar or "", *(piece for one in shown for piece in one.get_usage_pieces(ctx))]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options, group by group."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
