@@ -173,6 +173,74 @@ def test_tensors_made_in_inference_mode_are_restored():
     assert model.cache.tolist() == [1, 1]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_are_measured_with_and_restored(layout):
+    class Mixing(nn.Module):
+        """Features are mixed by a sparse matrix, as in networks on graphs."""
+
+        def __init__(self, mixing):
+            super().__init__()
+            self.net = network()
+            self.register_buffer("mixing", mixing)
+            self.eval()
+
+        def forward(self, x):
+            return self.net(x @ self.mixing.to_dense())
+
+    (x, y), dense = data(), torch.eye(4).double().roll(1, 0) + torch.eye(4).double()
+    sparse = Mixing(dense.to_sparse(layout=layout))
+    values = sparse.mixing._values() if layout is torch.sparse_coo else sparse.mixing.values()
+    expected = flatness.measure(network(), (x @ dense, y), progress=False)
+    report = flatness.measure(sparse, (x, y), progress=False)
+    assert report.value("hessian_trace", layer="net.fc1") == pytest.approx(
+        expected.value("hessian_trace", layer="fc1"), rel=1e-12
+    )
+    other = Mixing((2 * dense).to_sparse(layout=layout))
+    assert (
+        flatness.measure(other, (x, y), progress=False).meta["model_fingerprint"]
+        != report.meta["model_fingerprint"]
+    )
+    with measuring(sparse, 0):
+        values.fill_(7)
+    assert torch.equal(sparse.mixing.to_dense(), dense)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+def test_nested_tensors_do_not_matter():
+    model, (x, y) = nn.Sequential(network()), data()
+    model.ragged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    report = flatness.measure(model, (x, y), measures="hessian_trace", progress=False)
+    expected = flatness.measure(network(), (x, y), measures="hessian_trace", progress=False)
+    assert report.value("hessian_trace", layer="0.fc1") == expected.value("hessian_trace", layer="fc1")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x, y: flatness.measure(model, (x, y), dtype=torch.float32, progress=False),
+        lambda model, x, y: flatness.rescale(model, x),
+        lambda model, x, y: flatness.check_invariance(
+            model.float(), (x.float(), y), measures="hessian_trace", trials=1, progress=False
+        ),
+    ],
+    ids=["measure", "rescale", "check"],
+)
+def test_hooks_of_a_copy_write_into_the_original_which_is_restored(call):
+    """Functions are not copied: what they hold is the original."""
+    model, (x, y) = network(), data()
+    model.seen, model.calls = {}, 0
+
+    def remember(module, inputs, output):
+        model.seen["fc1"] = output.detach()
+        model.calls += 1
+
+    model.fc1.register_forward_hook(remember)
+    call(model, x, y)
+    assert model.seen == {}
+    assert model.calls == 0
+
+
 def test_what_hangs_on_a_model_but_is_not_its_own_is_left_alone():
     """Optimizers, data and large stores of a program that a module points at."""
     model = network()
@@ -240,6 +308,43 @@ def test_weights_that_a_forward_pass_normalises_are_measured_as_it_leaves_them_a
         "forward passes write to net.fc1.weight: measured at the weights that they leave, without "
         "derivatives of the writing, and restored",
     )
+
+
+def _unit_rows(weight):
+    weight.data = F.normalize(weight.data, dim=1)
+
+
+def _unit_norm(weight):
+    weight.data /= torch.linalg.matrix_norm(weight.data, 2)
+
+
+def _centred(weight):
+    weight.data -= weight.data.mean()
+
+
+@pytest.mark.parametrize("write", [_unit_rows, _unit_norm, _centred])
+def test_weights_whose_last_digits_move_when_they_are_normalised_again_are_measured(write):
+    """To divide by a norm of 1 or to subtract a mean of 0 is exact up to rounding only."""
+    model, (x, y), plain = Renormalized(write), data(), network()
+    write(plain.fc1.weight)
+    again = plain.fc1.weight.detach().clone()
+    moved = 0
+    for _ in range(3):
+        write(again)
+        moved += not torch.equal(again, plain.fc1.weight)
+    assert moved > 0
+    with untouched(model, x, y):
+        report = flatness.measure(model, (x, y), measures="hessian_trace", progress=False)
+    H = oracle.layer_hessian(plain, oracle.mean_risk(x, y, F.cross_entropy), "fc1")
+    assert report.value("hessian_trace", layer="net.fc1") == pytest.approx(oracle.hessian_trace(H), rel=1e-12)
+
+
+def test_weights_that_change_little_at_every_pass_are_refused():
+    def shrink(weight):
+        weight.data = (1 - 1e-13) * weight.data
+
+    message = refusal(ModelError, Renormalized(shrink), data(), batch_size=1)
+    assert message.startswith("Expected weights that stay as they are while the model runs")
 
 
 def test_weights_that_change_at_every_pass_are_refused():

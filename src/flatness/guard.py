@@ -208,7 +208,7 @@ def _knows_modules(function: FunctionType) -> bool:
     return bool(names.nonlocals) or any(isinstance(owner, nn.Module) for owner in owners)
 
 
-def measuring(model: nn.Module, seed: int) -> Guard:
+def measuring(model: nn.Module, seed: int, original: nn.Module | None = None) -> Guard:
     """Evaluation mode, gradients, full precision and seeded randomness inside; everything as it was outside.
 
     All that the model holds is restored, also after an exception, and compared by content: modes, parameters,
@@ -219,43 +219,72 @@ def measuring(model: nn.Module, seed: int) -> Guard:
     Parameters are never moved here; a forward pass that writes to them is found out, see `Guard.written`.
     Backward hooks of the user, on modules or parameters, do not run, and gradients are set aside. Attention
     and weight normalisation run in plain operators, and `nn.MultiheadAttention` through its projections.
-    Autocast is off, also where the model turns it on.
+    Autocast is off, also where the model turns it on. Where the model is a copy, what its original holds is
+    restored as well.
     """
-    return Guard(model, seed)
+    return Guard(model, seed, original)
 
 
-class Guard(UnsplitStack):
+class Kept(UnsplitStack):
+    """A context after which a model holds what it held before; the model stays as it is to begin with.
+
+    For work on a copy: hooks and other functions are not copied, so those of a copy write where the
+    original's do.
+
+    Args:
+        model: The model.
+    """
+
+    _at_work: ClassVar[dict[Kept, tuple[int, frozenset[int]]]] = {}
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._before: Snapshot | None = None
+
+    def prepare(self) -> None:
+        """Wait for other measurements to end, and remember everything."""
+        refuse_measured(self._model)
+        self.callback(PROCESS.acquire(self._while_waiting))
+        refuse_measured(self._model)
+        self.callback(self._at_work.pop, self, None)
+        self._at_work[self] = (threading.get_ident(), _parts_of(self._model))
+        # Copies of tensors made in inference mode could not be compared outside.
+        with torch.inference_mode(False):
+            self._before = Snapshot(self._model)
+        # Twice: the second call completes one that an exception of any kind cut off.
+        self.callback(self._before.restore)
+        self.callback(self._before.restore)
+        self.let_go()
+
+    def _while_waiting(self) -> None:
+        self.handle_waiting()
+        refuse_measured(self._model)
+
+
+class Guard(Kept):
     """What `measuring` returns: a context for one model.
 
     Attributes:
         autocast: Whether anything tried to turn autocast on inside.
     """
 
-    _at_work: ClassVar[dict[Guard, tuple[int, frozenset[int]]]] = {}
-
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        super().__init__()
-        self._model, self._seed = model, seed
+    def __init__(self, model: nn.Module, seed: int, original: nn.Module | None = None) -> None:
+        super().__init__(model)
+        self._seed, self._original = seed, original
         self.autocast = Suppressed()
-        self._before: Snapshot | None = None
         self._settled: dict[str, HeldTensor] | None = None
 
     def prepare(self) -> None:
         """Everything that measuring needs; each step comes after what undoes it."""
+        super().prepare()
+        if self._original is not None:
+            self.enter_context(Kept(self._original))
         model = self._model
-        refuse_measured(model)
-        self.callback(PROCESS.acquire(self._while_waiting))
-        refuse_measured(model)
-        self.callback(self._at_work.pop, self, None)
-        self._at_work[self] = (threading.get_ident(), _parts_of(model))
         gpus = sorted({value.device.index or 0 for value in parameters(model) if value.device.type == "cuda"})
         process = ProcessState(gpus)
-        # Copies of tensors made in inference mode could not be compared outside.
-        with torch.inference_mode(False):
-            self._before = Snapshot(model)
-        # Twice: the second call completes one that an exception of any kind cut off.
-        for restore in (process.restore, self._before.restore) * 2:
-            self.callback(restore)
+        self.callback(process.restore)
+        self.callback(process.restore)
         self.let_go()
         self.enter_context(torch.inference_mode(False))
         process.prepare(self._seed)
@@ -270,10 +299,6 @@ class Guard(UnsplitStack):
         self.autocast.start()
         if any(_is_compiled(module) or module._compiled_call_impl is not None for module in modules(model)):
             self.enter_context(torch.compiler.set_stance("force_eager"))
-
-    def _while_waiting(self) -> None:
-        self.handle_waiting()
-        refuse_measured(self._model)
 
     def _prepare_modules(self) -> None:
         own = modules(self._model)
@@ -304,7 +329,7 @@ class Guard(UnsplitStack):
             self._settled = {}
             self.push(self._refuse_late_writing)
         held = {**self._before.parameters, **self._settled}
-        found = [name for name, value in held.items() if value.changed()]
+        found = [name for name, value in held.items() if value.changed(beyond_rounding=name in self._settled)]
         for name in found:
             self._settled[name] = HeldTensor(held[name].tensor, None)
         return found
@@ -331,7 +356,7 @@ def changing_weights(names: list[str]) -> ModelError:
 
 def refuse_measured(model: nn.Module) -> None:
     """Refuse a model that another thread is measuring just now, or that shares parts with such a one."""
-    others = [ids for thread, ids in list(Guard._at_work.values()) if thread != threading.get_ident()]
+    others = [ids for thread, ids in list(Kept._at_work.values()) if thread != threading.get_ident()]
     if others and not frozenset().union(*others).isdisjoint(_parts_of(model)):
         raise ModelError(
             "Expected a model that nothing else is measuring but another thread is measuring this "

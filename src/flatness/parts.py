@@ -5,6 +5,7 @@ They are asked a few dozen times for every measurement, of models of hundreds of
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -67,3 +68,17 @@ def buffers(model: nn.Module) -> list[Tensor]:
         return list(model.buffers())
     held = (value for module in modules(model) if module._buffers for value in module._buffers.values())
     return list({id(value): value for value in held if value is not None}.values())
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a tensor's numbers: itself, or what a sparse one consists of; none of others."""
+    if tensor.layout is torch.strided:
+        return [] if tensor.is_nested else [tensor]
+    held = tensor.detach()
+    if held.layout is torch.sparse_coo:
+        return [held._indices(), held._values()]
+    if held.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [held.crow_indices(), held.col_indices(), held.values()]
+    if held.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [held.ccol_indices(), held.row_indices(), held.values()]
+    return []

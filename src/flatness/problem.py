@@ -84,6 +84,7 @@ class Problem(StreamedData):
             if any(module.training for module in modules(model)):
                 notes.append("the model was in training mode; measured in evaluation mode, then restored")
             self.model = converted(model, usable_device(device), dtype)
+            self._original = None if self.model is model else model
             self._sequences = pooling_sequences(self.model)
         self._guard: Guard | None = None
         parameter = next(self.model.parameters())
@@ -116,7 +117,7 @@ class Problem(StreamedData):
         """A context in which the model is in evaluation mode, and after which it is as it was."""
         if torch.is_autocast_enabled(self.device.type):
             self.notes.append("autocast was on; measured without it")
-        self._guard = measuring(self.model, self.seed)
+        self._guard = measuring(self.model, self.seed, self._original)
         self._guard.push(self._note_autocast)
         return self._guard
 

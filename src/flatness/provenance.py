@@ -16,7 +16,7 @@ from flatness import batches
 from flatness.curvature.exact import exact_statistics
 from flatness.curvature.routes import Routes
 from flatness.curvature.statistics import Statistics
-from flatness.parts import buffers, named_parameters, parameters
+from flatness.parts import buffers, dense_parts, named_parameters, parameters
 from flatness.plan import Plan
 from flatness.problem import Problem
 from flatness.version import __version__
@@ -103,8 +103,9 @@ def model_fingerprint(model: nn.Module) -> str:
     flat: list[Tensor] = []
     for name, value in model.state_dict().items():
         digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
-        if isinstance(value, Tensor) and value.numel() and not value.is_complex():
-            flat.append(value.detach().reshape(-1))
+        for part in dense_parts(value) if isinstance(value, Tensor) else []:
+            if part.numel() and not part.is_complex():
+                flat.append(part.detach().reshape(-1))
     # The small ones are brought to the host together, of the others what is needed.
     small = iter(batches.on_host([value for value in flat if value.numel() <= _SMALL]))
     numbers: list[Tensor] = []

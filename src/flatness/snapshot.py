@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from flatness.parts import named_parameters
+from flatness.parts import dense_parts, named_parameters
 from flatness.reachable import GENERATORS, reachable, slots_of
 
 # Integers as wide as a number: as such, NaN equals itself and −0 is not 0.
@@ -27,6 +27,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Of tensors and arrays that no module holds itself, those are copied that are no larger than this or than the
 # model: a replay buffer that hangs on a network is its program's.
 _ASIDE_BYTES = 64 * 2**20
+# So many times a type's precision, relative to a tensor's largest number, is what norms are rounded by.
+_ROUNDINGS = 16
 
 
 class HeldTensor:
@@ -44,12 +46,23 @@ class HeldTensor:
         self._version = tensor._version if not tensor.is_inference() else None
         self._numbers = _one_of_each(self._memory).to(device or tensor.device, copy=True)
 
-    def changed(self) -> bool:
-        """Whether the tensor holds other numbers, or stands for other memory with other numbers."""
+    def changed(self, *, beyond_rounding: bool = False) -> bool:
+        """Whether the tensor holds other numbers, or stands for other memory with other numbers.
+
+        Args:
+            beyond_rounding: Whether numbers count as the same that differ by rounding: to divide by a norm
+                that is 1 already moves last digits.
+        """
         now = self.tensor.data
         if now.shape != self._memory.shape or now.dtype != self._memory.dtype:
             return True
-        return not self._holds(now)
+        if self._holds(now):
+            return False
+        if not beyond_rounding or not now.is_floating_point() or now.is_quantized:
+            return True
+        now, before = _one_of_each(now), self._numbers.to(now.device)
+        allowed = _ROUNDINGS * torch.finfo(now.dtype).eps * before.abs().max()
+        return not bool((now - before).abs().max() <= allowed)
 
     def restore(self) -> None:
         """The same memory with the same numbers, and the gradient that it had."""
@@ -67,7 +80,7 @@ class HeldTensor:
                 self.tensor.grad = self._gradient
 
     def _holds(self, memory: Tensor) -> bool:
-        if memory.layout is not torch.strided or memory.is_quantized:
+        if memory.is_quantized:
             return self.tensor._version == self._version
         now = _one_of_each(memory)
         return torch.equal(_bits(now), _bits(self._numbers.to(now.device)))
@@ -96,7 +109,10 @@ class Snapshot:
             if type(value) in (dict, OrderedDict) and not value:
                 self._empty.append(value)
             elif isinstance(value, Tensor):
-                tensors.append((value, aside))
+                for part in dense_parts(value):
+                    tensors.append((part, aside))
+                    if id(value) in named:
+                        named[id(part)] = named[id(value)]
             elif isinstance(value, np.ndarray):
                 arrays.append((value, aside))
             else:
@@ -147,14 +163,13 @@ def _places(tensors: list[Tensor]) -> dict[torch.device, torch.device | None]:
 
 def _one_of_each(tensor: Tensor) -> Tensor:
     """A view without repeated places: an expanded tensor cannot be written to as a whole."""
-    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+    if 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    strides = tensor.stride() if tensor.layout is torch.strided else ()
-    return tensor.shape, tensor.dtype, tensor.device, strides
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
 def _bits(tensor: Tensor) -> Tensor:

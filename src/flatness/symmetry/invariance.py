@@ -12,7 +12,7 @@ from torch import nn
 
 from flatness import batches
 from flatness.errors import ModelError, OptionError, OutOfMemoryError, listed, nearest
-from flatness.guard import converted
+from flatness.guard import Kept, converted
 from flatness.measures.catalogue import select_measures
 from flatness.measures.measure import Measure
 from flatness.measuring import measure
@@ -21,7 +21,7 @@ from flatness.progress import ProgressBar
 from flatness.ranks import separately
 from flatness.result import Report
 from flatness.symmetry.equality import Comparison
-from flatness.symmetry.groups import Symmetries, symmetries
+from flatness.symmetry.groups import Symmetries, checked, symmetries
 from flatness.symmetry.judging import judge, zero_values
 from flatness.symmetry.rescaling import KINDS, Rescaling, check_choices, make_rescaling, rescaled_copy
 from flatness.symmetry.tracing import Forward
@@ -112,20 +112,21 @@ def check_invariance(
     _check_numbers(trials, samples, weight_decay)
     _check_arguments(arguments)
     options = {"loss": loss, "measures": [item.name for item in chosen], "seed": seed, **arguments}
-    setting = _prepared(model, data, samples, dtype, options)
-    original = setting.original
-    rewritings, skipped = _rewritings(
-        setting.found, wanted, chosen, original.layers(), range(seed, seed + trials), (low, high)
-    )
-    rows: list[InvarianceRow] = []
-    total = sum(len(rewriting.rescalings) for rewriting in rewritings)
-    with ProgressBar("rewritten networks", total, bool(options.get("progress", True))) as bar:
-        for rewriting in rewritings:
-            reports = []
-            for rescaling in rewriting.rescalings:
-                reports.append(setting.measured(rewriting, rescaling))
-                bar.advance()
-            rows += judge(rewriting.kind, rewriting.rescalings, chosen, original, reports)
+    with Kept(checked(model)):
+        setting = _prepared(model, data, samples, dtype, options)
+        original = setting.original
+        rewritings, skipped = _rewritings(
+            setting.found, wanted, chosen, original.layers(), range(seed, seed + trials), (low, high)
+        )
+        rows: list[InvarianceRow] = []
+        total = sum(len(rewriting.rescalings) for rewriting in rewritings)
+        with ProgressBar("rewritten networks", total, bool(options.get("progress", True))) as bar:
+            for rewriting in rewritings:
+                reports = []
+                for rescaling in rewriting.rescalings:
+                    reports.append(setting.measured(rewriting, rescaling))
+                    bar.advance()
+                rows += judge(rewriting.kind, rewriting.rescalings, chosen, original, reports)
     order = {item.name: position for position, item in enumerate(chosen)}
     rows.sort(key=lambda row: order[row.measure])
     meta = {key: original.meta[key] for key in ("model", "loss", "samples", "dtype", "risk")}

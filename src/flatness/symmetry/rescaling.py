@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import ModelError, OptionError, listed, nearest
+from flatness.guard import Kept
 from flatness.process_state import PROCESS
 from flatness.symmetry import logits, permuting
 from flatness.symmetry.equality import Comparison
@@ -120,10 +121,12 @@ def rescale(
     model = checked(model)
     found = symmetries(model, example, forward=forward)
     rescaling = make_rescaling(found, kind, seed=seed, low=low, high=high, factors=factors)
-    comparison = Comparison(model, example, forward or default_forward)
+    with Kept(model):
+        comparison = Comparison(model, example, forward or default_forward)
+        changed = rescaled_copy(model, example, rescaling, forward or default_forward, comparison)
     for note in comparison.notes:
         warnings.warn(f"flatness.rescale {note}", stacklevel=2)
-    return rescaled_copy(model, example, rescaling, forward or default_forward, comparison)
+    return changed
 
 
 def make_rescaling(
