@@ -1,6 +1,7 @@
 """Ctrl-C at any line leaves the model and the process as they were, and still stops the work."""
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import flatness
 from entry_points import calls
 from flatness.guard import measuring
 from flatness.interrupts import UnsplitStack
+from flatness.process_state import PROCESS
 from interrupting import by_exception, by_signal, by_signals, first_and_last, interrupted, lines_of
 from small import data
 from untouched import snapshot
@@ -48,7 +50,15 @@ def _assert_unsplit(work, model, tensors, where, interrupt, most=None, *, stops=
         done, error = interrupted(work, lines[place], time, interrupt, where)
         # The error is held, and with it all that its frames hold.
         assert _changes(before, snapshot(model, *tensors)) == [], lines[place]
+        assert _lock_is_free(), lines[place]
         assert isinstance(error, KeyboardInterrupt) or not (done and stops), lines[place]
+
+
+def _lock_is_free():
+    """Whether another thread could measure now."""
+    with ThreadPoolExecutor(1) as thread:
+        taken = thread.submit(PROCESS.lock.acquire, blocking=False).result()
+        return taken and thread.submit(PROCESS.lock.release).result() is None
 
 
 def _own(file):

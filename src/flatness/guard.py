@@ -245,14 +245,17 @@ class Kept(UnsplitStack):
     def prepare(self) -> None:
         """Wait for other measurements to end, and remember everything."""
         refuse_measured(self._model)
-        self.callback(PROCESS.acquire(self._while_waiting))
+        # Twice: the second call completes one that an exception of any kind cut off.
+        release = PROCESS.release()
+        self.callback(release)
+        self.callback(release)
+        PROCESS.acquire(self._while_waiting)
         refuse_measured(self._model)
         self.callback(self._at_work.pop, self, None)
         self._at_work[self] = (threading.get_ident(), _parts_of(self._model))
         # Copies of tensors made in inference mode could not be compared outside.
         with torch.inference_mode(False):
             self._before = Snapshot(self._model)
-        # Twice: the second call completes one that an exception of any kind cut off.
         self.callback(self._before.restore)
         self.callback(self._before.restore)
         self.let_go()

@@ -35,12 +35,21 @@ class OneAtATime:
             # In a child only the thread that forked goes on, and its copy of the lock may be another's.
             os.register_at_fork(after_in_child=self._forget)
 
-    def acquire(self, meanwhile: Callable[[], None]) -> Callable[[], None]:
-        """Wait for the right, and call `meanwhile` now and then; return what gives it back."""
-        lock = self.lock
-        while not lock.acquire(timeout=0.05):
+    def release(self) -> Callable[[], None]:
+        """What gives the right back as far as it is taken from now on; to be registered before it is."""
+        lock: Any = self.lock
+        before = lock._recursion_count()
+
+        def give_back() -> None:
+            while lock._recursion_count() > before:
+                lock.release()
+
+        return give_back
+
+    def acquire(self, meanwhile: Callable[[], None]) -> None:
+        """Wait for the right, and call `meanwhile` now and then."""
+        while not self.lock.acquire(timeout=0.05):
             meanwhile()
-        return lock.release
 
     def _forget(self) -> None:
         self.lock = threading.RLock()
