@@ -145,7 +145,8 @@ def _rest_variance(plan: Plan, known: Statistics, found: Statistics, scatter: Sc
     if not folds or not float(found.normaliser):  # no sample of the pilot counts
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     total = _trace(known, known.sums) + _trace(found, rest)
-    return (torch.stack(folds).sum(0).square().sum() / max(total**2, 1e-300)).reshape(1)
+    variance = torch.stack(folds).sum(0).square().sum() / max(total**2, 1e-300)
+    return variance.nan_to_num(nan=torch.inf).reshape(1)
 
 
 def _trace(statistics: Statistics, owners: Iterable[str]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flatness.curvature.exact import exact_statistics
@@ -161,8 +162,17 @@ def _check_totals(problem: Problem, statistics: Statistics) -> None:
     if broken:
         raise NotFiniteError(
             f"Expected finite curvature but got NaN or infinity in {listed(sorted(broken))}, though every "
-            f"loss is finite: numbers overflow in {problem.dtype}. Pass dtype=torch.float64."
+            f"loss is finite: {_why_not_finite(problem.dtype)}"
         )
+
+
+def _why_not_finite(dtype: torch.dtype) -> str:
+    if dtype == torch.float64:
+        return (
+            "for some sample a derivative does not exist, such as that of sqrt at 0. Look at what follows "
+            "these layers."
+        )
+    return f"numbers overflow in {dtype}. Pass dtype=torch.float64."
 
 
 def _spectrum_settings(chosen: Plan) -> dict[str, Any]:

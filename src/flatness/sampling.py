@@ -205,5 +205,7 @@ def relative_variances(
             moved = scatter.of_layer(seen_by, partial(layer_values, measure), at, measure.clips)
             error = standard_error(moved)
             error = torch.zeros_like(at) if error is None else error
-            variances.append((error / at.abs().clamp(min=1e-300))[-levels:].square())
+            relative = (error / at.abs().clamp(min=1e-300))[-levels:].square()
+            # Values that are not finite are refused after the pass over all samples, with their layers.
+            variances.append(relative.nan_to_num(nan=torch.inf))
     return variances

@@ -8,7 +8,7 @@ from torch import nn
 
 import flatness
 import oracle
-from flatness.errors import DataError, ModelError
+from flatness.errors import DataError, ModelError, NotFiniteError
 from untouched import refusal, untouched
 
 UNWEIGHTED = (
@@ -219,3 +219,29 @@ def test_a_plan_is_printed_without_a_look_at_the_model():
     data = torch.randn(5, 4), torch.arange(5) % 3
     with untouched(model, *data):
         assert "  0  W 3 × 4, 1 position: exact" in str(flatness.plan(model, data))
+
+
+class Torn(nn.Module):
+    """A network with finite outputs whose derivatives are NaN behind fc1."""
+
+    def __init__(self, *, loose):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.head = nn.Linear(4, 40).double(), nn.Linear(40, 3).double()
+        self.loose = loose
+
+    def forward(self, x):
+        z = nn.functional.linear(x, self.fc1.weight, self.fc1.bias) if self.loose else self.fc1(x)
+        return self.head(z.tanh() + (0 * z).sqrt())
+
+
+@pytest.mark.parametrize("loose, broken", [(False, "fc1, fc1.bias"), (True, "fc1.bias, fc1.weight")])
+@pytest.mark.parametrize("method", ["auto", "sampled"])
+@pytest.mark.parametrize("curvature", ["hessian", "gauss_newton"])
+def test_a_pilot_without_finite_values_leaves_the_refusal_to_the_pass(loose, broken, method, curvature):
+    data = (torch.randn(30, 4, dtype=torch.float64), torch.randint(3, (30,)))
+    assert refusal(NotFiniteError, Torn(loose=loose), data, method=method, curvature=curvature) == (
+        f"Expected finite curvature but got NaN or infinity in {broken}, though every loss is finite: for "
+        "some sample a derivative does not exist, such as that of sqrt at 0. Look at what follows "
+        "these layers."
+    )
