@@ -67,14 +67,20 @@ def check_example(problem: Problem, example: Any) -> None:
 def first_sample(problem: Problem, example: Any, *, look: bool = True) -> Items:
     """What the model makes of the example's first sample alone.
 
+    A model that writes into it is given copies from here on.
+
     Args:
         problem: The model, data and loss.
         example: A few samples.
         look: Whether the sample's target is to be checked.
     """
     try:
+        batch = batches.copied(batches.rows(example, 0, 1))
+        before = batches.versions(batch)
         with torch.no_grad():
-            return problem.items(batches.copied(batches.rows(example, 0, 1)), look=look)
+            items = problem.items(batch, look=look)
+        problem.copy_batches = problem.copy_batches or batches.versions(batch) != before
+        return items
     except FlatnessError:
         raise
     except Exception as error:

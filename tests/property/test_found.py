@@ -245,3 +245,18 @@ def test_a_pilot_without_finite_values_leaves_the_refusal_to_the_pass(loose, bro
         "some sample a derivative does not exist, such as that of sqrt at 0. Look at what follows "
         "these layers."
     )
+
+
+class Doubtful(nn.Linear):
+    """A layer with code of its own, which is tried on all samples."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_data_stay_as_they_are_where_a_layer_with_its_own_code_follows_a_write_into_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.SiLU(inplace=True), Doubtful(4, 3)).double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    with untouched(model, x, y):
+        flatness.measure(model, (x, y), measures="hessian_trace", progress=False)
