@@ -260,3 +260,13 @@ def test_data_stay_as_they_are_where_a_layer_with_its_own_code_follows_a_write_i
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
     with untouched(model, x, y):
         flatness.measure(model, (x, y), measures="hessian_trace", progress=False)
+
+
+def test_a_bound_reads_computed_weights_only_while_the_model_is_guarded():
+    """Reading a weight with a spectral norm in training mode is a step of its power iteration."""
+    torch.manual_seed(0)
+    last = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3).double())
+    model = nn.Sequential(nn.Linear(4, 5).double(), nn.Tanh(), last).train()
+    x, y = torch.randn(12, 4, dtype=torch.float64), torch.randint(3, (12,))
+    with untouched(model, x, y):
+        flatness.generalization_bound(model, (x, y), folds=2, draws=2, progress=False)

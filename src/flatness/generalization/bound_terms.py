@@ -17,7 +17,7 @@ def bound_terms(
     found: Representativeness, flat: Report | None, chosen: ChosenLayer, kernel: Kernel
 ) -> list[BoundTerm]:
     """All terms at the δ of a cross-validated representativeness; without flatness, the others are None."""
-    delta, m, d = found.delta, chosen.features, chosen.layer.output_units
+    delta, m, d = found.delta, chosen.features, chosen.outputs
     terms = [BoundTerm("representativeness", found.value, found.stderr, "approximation", _CROSS)]
     kappa = flat.result("relative_flatness", layer=chosen.name) if flat else None
     maximal = flat.value("maximal_relative_flatness", layer=chosen.name) if flat else None

@@ -26,6 +26,7 @@ class ChosenLayer:
         layer: The layer as W and Φ.
         perturbed: The same, ready to be changed.
         features: m, the columns of W in each group.
+        outputs: d, the rows of W over all groups.
         positions: P, how often a sample meets W.
         last: Whether the output is W φ + b itself, so that only the loss follows.
         curved: Operators that follow and are not piecewise linear.
@@ -35,6 +36,7 @@ class ChosenLayer:
     layer: Layer
     perturbed: PerturbedLayer
     features: int
+    outputs: int
     positions: int
     last: bool
     curved: tuple[str, ...]
@@ -69,6 +71,7 @@ def choose_layer(problem: Problem, layer: str) -> ChosenLayer:
         layer=view,
         perturbed=PerturbedLayer(problem, view, each),
         features=view.matrix().shape[2],
+        outputs=view.output_units,
         positions=max(1, record.z_shape.numel() // (n * view.output_units)),
         last=record.z_edge is not None and only_layout_between(examined.items.logits, record.z_edge),
         curved=tuple(examined.graph.curved.get(name, ())),

@@ -272,7 +272,7 @@ def _flatness(
     except NotExactError as error:
         return None, [f"not compared with flatness: {error}"]
     if worst:
-        delta, d = run.alphas[-1], chosen.layer.output_units
+        delta, d = run.alphas[-1], chosen.outputs
         maximal = report.value("maximal_relative_flatness", layer=chosen.name)
         whole = report.value("layer_flatness", layer=chosen.name)
         run.bounds["Theorem 14, (δ²d/2) κ^φ"] = delta**2 * d / 2 * maximal
