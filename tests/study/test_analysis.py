@@ -7,6 +7,7 @@ import json
 import pandas
 import pytest
 
+from flatness.show.study import write_figures
 from flatness.study import analysis, results
 from made_up import made_up_study
 
@@ -160,3 +161,28 @@ def test_old_tables_are_forgotten(tmp_path):
         memory.put(str(number), pandas.DataFrame({"n": [number], "layer": [None], "tau": [float("nan")]}))
     kept = json.loads((tmp_path / analysis.NAME).read_text())["tables"]
     assert list(kept) == [str(number) for number in range(8, 40)]
+
+
+def test_a_picture_is_drawn_again_only_where_it_would_differ(tmp_path):
+    made = study(tmp_path)
+    names = write_figures(made)
+    assert len(names) > 2
+    times = {name: (tmp_path / name).stat().st_mtime_ns for name in names}
+
+    def drawn(again):
+        assert write_figures(again) == names
+        found = {name for name in names if (tmp_path / name).stat().st_mtime_ns != times[name]}
+        times.update({name: (tmp_path / name).stat().st_mtime_ns for name in names})
+        return found
+
+    assert drawn(study(tmp_path)) == set()
+    first, *others = names
+    (tmp_path / first).write_bytes(b"damaged")
+    (tmp_path / others[0]).unlink()
+    times[others[0]] = 0
+    assert drawn(study(tmp_path)) == {first, others[0]}
+    assert (tmp_path / first).read_bytes() != b"damaged"
+    (tmp_path / "figures" / ".drawn.json").write_text("[1]")
+    assert drawn(study(tmp_path)) == set(names)
+    other = made_up_study(GRID, 2, analysis={"resamples": 30, "permutations": 30})
+    assert drawn(type(other)(other.spec, other.networks, other.records, tmp_path)) == set(names)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import math
+import pickle
 import re
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatness.errors import OptionError
+from flatness.files import write_text
 from flatness.show.experiments import write_experiment_figures
 from flatness.show.landscape import save_line
 from flatness.show.plots import save_intervals, save_scatter
@@ -27,15 +35,17 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
 
     A scatter per headline quantity against the gap, coloured by a hyperparameter; bars of Kendall's τ with
     their intervals; and, where networks were also measured after rescaling, both scatters and both bars.
+    A picture that is there already and shows the same is left as it is.
     """
     if isinstance(study, ExperimentStudy):
         return write_experiment_figures(study)
     folder = study.path / "figures"
     folder.mkdir(parents=True, exist_ok=True)
+    drawings = _Drawings(folder)
     written: list[str] = []
     for part, settings in study.spec.parts.items():
         kept = study.kept(part)
-        written += _lines(folder, study, part)
+        written += _lines(drawings, study, part)
         if len(kept) < 3:
             continue
         gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
@@ -43,20 +53,68 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
         for name in study.headline():
             for column in (name, f"{name}:rescaled"):
                 if column in kept:
-                    written += _scatter(folder, study, part, kept, column, gap, colour)
-        written += _bars(folder, study, part)
+                    written += _scatter(drawings, study, part, kept, column, gap, colour)
+        written += _bars(drawings, study, part)
+    drawings.save()
     return written
 
 
-def _lines(folder: Path, study: Study, part: str) -> list[str]:
+class _Drawings:
+    """The pictures in a folder, and what each of them shows: it is drawn again only when that has changed.
+
+    What a picture shows is known by a digest of everything that goes into it, the code included. The file of
+    digests is a memory and no more: a picture that is missing, damaged or unknown is drawn.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, folder / ".drawn.json"
+        try:
+            found = {} if self._file.is_symlink() else json.loads(self._file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            found = {}
+        self._known: dict[str, Any] = found if isinstance(found, dict) else {}
+        self._shown: dict[str, list[str]] = {}
+
+    def draw(self, stem: str, save: Callable[..., None], *arguments: Any) -> list[str]:
+        """Draw a picture in all formats where it is not there yet; return the names of its files."""
+        shown = hashlib.sha256(_code() + pickle.dumps((save.__qualname__, arguments))).hexdigest()
+        names = [f"{stem}{form}" for form in _FORMS]
+        for name in names:
+            path = self._folder / name
+            if self._known.get(name) != [shown, _digest(path)]:
+                save(path, *arguments)
+            self._shown[name] = [shown, _digest(path)]
+        return [f"figures/{name}" for name in names]
+
+    def save(self) -> None:
+        """Write what the pictures show; a folder that takes no file only costs time the next time."""
+        if self._shown != self._known:
+            try:
+                write_text(self._file, json.dumps(self._shown))
+            except (OSError, OptionError):
+                return
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+@functools.cache
+def _code() -> bytes:
+    """The digest of the code that draws."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"\0".join([version("matplotlib").encode(), *sources])).digest()
+
+
+def _lines(drawings: _Drawings, study: Study, part: str) -> list[str]:
     found = study.lines(part)
     if found is None:
         return []
-    return [_saved(folder / f"{_file(part)}lines{form}", save_line, found) for form in _FORMS]
+    return drawings.draw(f"{_file(part)}lines", save_line, found)
 
 
 def _scatter(
-    folder: Path, study: Study, part: str, kept: pandas.DataFrame, column: str, gap: str, colour: str
+    drawings: _Drawings, study: Study, part: str, kept: pandas.DataFrame, column: str, gap: str, colour: str
 ) -> list[str]:
     rows: list[dict[str, Any]] = kept.to_dict("records")
     points = [
@@ -67,20 +125,12 @@ def _scatter(
     if not points:
         return []
     title = f"{study.spec.name}{f', {part}' if part else ''}: n = {len(points)}"
-    return [
-        _saved(
-            folder / f"{_file(part)}scatter-{_file(column).rstrip('-')}{form}",
-            save_scatter,
-            points,
-            column.replace("_", " ").replace(":", ", "),
-            gap,
-            title,
-        )
-        for form in _FORMS
-    ]
+    quantity = column.replace("_", " ").replace(":", ", ")
+    stem = f"{_file(part)}scatter-{_file(column).rstrip('-')}"
+    return drawings.draw(stem, save_scatter, points, quantity, gap, title)
 
 
-def _bars(folder: Path, study: Study, part: str) -> list[str]:
+def _bars(drawings: _Drawings, study: Study, part: str) -> list[str]:
     table: Any = study.correlations(part)
     chosen = table[table["quantity"].isin(study.headline())]
     chosen = (chosen if len(chosen) >= 3 else table).head(_BARS)
@@ -99,15 +149,7 @@ def _bars(folder: Path, study: Study, part: str) -> list[str]:
     title = f"{name}: correlation with the gap, n = {len(study.kept(part))}"
     chance = float(table["null_95"].median())
     label = "Kendall's τ with 95 % bootstrap interval"
-    return [
-        _saved(folder / f"{_file(part)}correlations{form}", save_intervals, rows, label, title, chance)
-        for form in _FORMS
-    ]
-
-
-def _saved(path: Path, save: Any, *arguments: Any) -> str:
-    save(path, *arguments)
-    return f"figures/{path.name}"
+    return drawings.draw(f"{_file(part)}correlations", save_intervals, rows, label, title, chance)
 
 
 def _order(value: Any) -> tuple[int, float, str]:
