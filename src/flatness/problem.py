@@ -53,7 +53,8 @@ class Problem(StreamedData):
 
     Attributes:
         notes: What happened that the user should know.
-        copy_batches: Whether the model gets copies of its inputs, because it writes into them.
+        copy_batches: Whether the model gets copies of its inputs, because it writes into them; None until it
+            has run once, on a copy.
         first_outputs: What the samples gave that were looked at first, if any were; passes that run the model
             as it is hold their outputs against it.
         ranks: The processes that measure together, each on its part of the data; one alone by default.
@@ -100,7 +101,7 @@ class Problem(StreamedData):
         self.forward = forward or DefaultForward(resolved)
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
-        self.copy_batches = False
+        self.copy_batches: bool | None = None
         self.watch: Callable[[Tensor], None] | None = None
         plain = isinstance(loss, str) and isinstance(self.forward, DefaultForward)
         if journal_in_force() and plain and source.is_pair:
@@ -163,9 +164,13 @@ class Problem(StreamedData):
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
         """Output and target of a placed batch."""
-        batch = batches.copied(batch) if self.copy_batches else batch
+        if self.copy_batches is not False:
+            batch = batches.copied(batch)
+        before = batches.versions(batch)
         with nullcontext() if torch.is_grad_enabled() else self._forward_only():
             returned = self.forward(self.model, batch)
+        if self.copy_batches is None:
+            self.copy_batches = batches.versions(batch) != before
         if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
             raise ModelError(
                 f"Expected forward to return (output, target) but got {batches.describe(returned)}. "

@@ -9,6 +9,7 @@ from torch import nn
 import flatness
 import oracle
 from flatness.errors import DataError, ModelError, NotFiniteError
+from property.test_entry_points import ENTRY_POINTS
 from untouched import refusal, untouched
 
 UNWEIGHTED = (
@@ -270,3 +271,15 @@ def test_a_bound_reads_computed_weights_only_while_the_model_is_guarded():
     x, y = torch.randn(12, 4, dtype=torch.float64), torch.randint(3, (12,))
     with untouched(model, x, y):
         flatness.generalization_bound(model, (x, y), folds=2, draws=2, progress=False)
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_a_network_that_writes_into_its_first_input_is_given_copies(name):
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.ReLU(inplace=True), nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)
+    ).double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    data = [(x[:2], y[:2]), (x[2:], y[2:])]
+    with untouched(model, x, y):
+        ENTRY_POINTS[name](model, data, "cross_entropy", x)

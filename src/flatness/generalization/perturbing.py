@@ -133,7 +133,7 @@ class PerturbedLayer:
         return args[0]
 
     def _given(self, batch: Any) -> Any:
-        return batches.copied(batch) if self.problem.copy_batches else batch
+        return batch if self.problem.copy_batches is False else batches.copied(batch)
 
     @contextmanager
     def _changed(self, change: Change, copies: int, n: int, *, at_input: bool) -> Iterator[None]:
