@@ -7,12 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flatness.curvature.network_spectrum import SpectrumRequest
-from flatness.deciding import most_directions
 from flatness.errors import OptionError, listed, nearest
 from flatness.measures.catalogue import resolve_options, select_measures
 from flatness.measures.measure import SPECTRA, Measure
 
 _SPECTRUM_PART = {"layer_eigenvalue": "whole", "row_eigenvalues": "rows"}
+
+# Products per batch that method="exact" does at most for layers with smooth operators after them.
+LARGEST_BRUTE_FORCE = 1024
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,8 @@ def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> Non
             f"Expected {argument} to be one of {listed(choices)} but got {value!r}.{nearest(value, choices)} "
             f"The default is {choices[0]!r}."
         )
+
+
+def most_directions(method: str, max_passes: int) -> int:
+    """Entries of a parameter up to which products take all of them in turn: what random ones may cost."""
+    return {"exact": LARGEST_BRUTE_FORCE, "sampled": 0}.get(method, max_passes)

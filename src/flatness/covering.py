@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from flatness.asking import LARGEST_BRUTE_FORCE
 from flatness.curvature.parameter_products import own_parameter
-from flatness.deciding import LARGEST_BRUTE_FORCE, check_twice, why_curved
+from flatness.deciding import check_twice, why_curved
 from flatness.errors import DifferentiabilityError, NotExactError, listed
 from flatness.examined import Examined
 from flatness.guard import differentiable

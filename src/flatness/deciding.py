@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flatness.asking import LARGEST_BRUTE_FORCE, most_directions
 from flatness.errors import DifferentiabilityError, LossError, NotExactError, listed
 from flatness.examined import Examined
 from flatness.graph import once_differentiable
@@ -16,8 +17,6 @@ from flatness.problem import Problem
 
 # Backward passes per batch up to which "auto" stays exact.
 AFFORDABLE_PASSES = 256
-# Products per batch that method="exact" does at most for layers with smooth operators after them.
-LARGEST_BRUTE_FORCE = 1024
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,6 @@ def decide(
     return Decision(
         frozenset(curved), frozenset(sampled), complete, reasons, products, through, all_directions
     )
-
-
-def most_directions(method: str, max_passes: int) -> int:
-    """Entries of a parameter up to which products take all of them in turn: what random ones may cost."""
-    return {"exact": LARGEST_BRUTE_FORCE, "sampled": 0}.get(method, max_passes)
 
 
 def _complete(
