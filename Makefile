@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo env lint format test reference pictures gallery clean
+.PHONY: help demo env lint format test figures reference pictures gallery clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -34,6 +34,9 @@ format: $(STAMP)  ## lay the code out as lint wants it
 
 test: lint  ## lint, then all tests and the examples in docstrings
 	$(BIN)/pytest -n $(WORKERS)
+
+figures: $(STAMP)  ## how the code is laid out: modules, lines, importers, branching
+	$(BIN)/python docs/make_figures.py
 
 reference: $(STAMP)  ## write docs/reference from the catalogue
 	$(BIN)/python docs/make_reference.py

@@ -18,13 +18,13 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import flatness
-from flatness.experiments.four_gaussians import FourGaussians
-from flatness.experiments.petzka2021_labels import SEPARATIONS, petzka2021_labels
 from flatness.generalization.fitting import Ridge
 from flatness.generalization.kernels import kernel_of
 from flatness.generalization.representativeness import cross_validated
 from flatness.losses import resolve_loss
-from flatness.models import mlp
+from flatness.study.experiments.four_gaussians import FourGaussians
+from flatness.study.experiments.petzka2021_labels import SEPARATIONS, petzka2021_labels
+from flatness.zoo.models import mlp
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.models import lenet5
+from flatness.zoo.models import lenet5
 
 MIB = 2**20
 

@@ -30,7 +30,7 @@ import flatness
 from flatness.landscape.directions import Asked, choose_directions
 from flatness.landscape.engines import ENGINES
 from flatness.landscape.points import Points
-from flatness.problem import Problem
+from flatness.problem.problem import Problem
 
 BARS = {"cpu": 60.0, "cuda": 60.0}
 

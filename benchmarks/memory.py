@@ -16,7 +16,7 @@ from all_layers import all_statistics
 from harness import MIB, full_precision, machine, peak_memory, seconds, show
 from torch import nn
 
-from flatness.models import mlp, resnet18
+from flatness.zoo.models import mlp, resnet18
 
 BAR = 2048 * MIB
 # Few and many samples, on a CPU and on a GPU: the first fill a micro-batch already.

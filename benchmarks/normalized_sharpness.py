@@ -27,9 +27,9 @@ from scipy.optimize import minimize
 from torch import nn
 
 import flatness
-from flatness.data import load
-from flatness.measures.balancing import balance
-from flatness.models import build
+from flatness.catalogue.balancing import balance
+from flatness.zoo.data import load
+from flatness.zoo.models import build
 
 Array = NDArray[np.float64]
 GAP = 1e-6

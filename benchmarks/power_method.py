@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import flatness
-from flatness.models import rangamani2019_f1
-from flatness.show.plots import save_convergence
+from flatness.show.plots.plots import save_convergence
+from flatness.zoo.models import rangamani2019_f1
 
 SAMPLES = 500
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flatness
-from flatness.models import lenet5
+from flatness.zoo.models import lenet5
 
 
 class Bottleneck(nn.Module):

@@ -37,8 +37,8 @@ from sampled_peers import GOAL, Traces, errors, peers
 from torch import Tensor, nn
 
 import flatness
-from flatness.data import load
-from flatness.models import lenet5, resnet18
+from flatness.zoo.data import load
+from flatness.zoo.models import lenet5, resnet18
 
 # Networks
 

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from harness import close, full_precision, machine, race, show
 from torch import Tensor
 
-from flatness.models import lenet5
-from flatness.study.optimizers import SGD
-from flatness.study.program import Program
-from flatness.study.stack import Stack, usual_engine
+from flatness.study.training.optimizers import SGD
+from flatness.study.training.program import Program
+from flatness.study.training.stack import Stack, usual_engine
+from flatness.zoo.models import lenet5
 
 SAMPLES, RATE = 10_000, 0.02
 

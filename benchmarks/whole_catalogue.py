@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from harness import machine, show
 
 import flatness
-from flatness import data as datasets
-from flatness.models import build
+from flatness.zoo import data as datasets
+from flatness.zoo.models import build
 
 
 def trained(x, y, epochs):

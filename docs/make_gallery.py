@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import flatness
-from flatness.correlate import Correlation, correlation
-from flatness.show.plots import save_intervals
-from flatness.show.study import write_figures
+from flatness.show.plots.plots import save_intervals
+from flatness.show.plots.study import write_figures
 from flatness.study import Study
-from flatness.study.experiment_text import belongs, cell
-from flatness.study.experimenting import ExperimentStudy
+from flatness.study.analysis.experiment_text import belongs, cell
+from flatness.study.correlate import Correlation, correlation
+from flatness.study.run.experimenting import ExperimentStudy
 
 GALLERY = Path(__file__).parent / "gallery"
 RECORDS = GALLERY / "records"

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import flatness
-from flatness.show.invariance_plots import save_drift
-from flatness.show.reference import reference_index, reference_page
+from flatness.show.pages.reference import reference_index, reference_page
+from flatness.show.plots.invariance_plots import save_drift
 
 REFERENCE = Path(__file__).parent / "reference"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flatness.study.results import Study
-from flatness.study.spec import make_spec
+from flatness.study.analysis.results import Study
+from flatness.study.spec.spec import make_spec
 
 REDUCTIONS: dict[str, tuple[str | None, ...]] = {"hessian_trace": (None,), "neuron_flatness": ("max", "sum")}
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from flatness.landscape import Surface
-from flatness.result import Report, Result
-from flatness.show.invariance_page import render_invariance
-from flatness.show.landscape_page import write_landscape
-from flatness.show.page import Page, render
-from flatness.show.study_page import render_study
-from flatness.study.correlations import baseline_table, correlation_table
-from flatness.study.results import Study
-from flatness.symmetry.verdicts import InvarianceReport, InvarianceRow
+from flatness.report.report import Report, Result
+from flatness.show.pages.invariance_page import render_invariance
+from flatness.show.pages.landscape_page import write_landscape
+from flatness.show.pages.page import Page, render
+from flatness.show.pages.study_page import render_study
+from flatness.study.analysis.correlations import baseline_table, correlation_table
+from flatness.study.analysis.results import Study
+from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow
 from made_up import made_up_study
 
 HOSTILE = "</script><script>hacked=1</script><img src=x onerror=hacked=1>\"'&amp;\u2028ü"

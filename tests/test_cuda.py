@@ -8,9 +8,9 @@ import flatness
 from flatness.errors import DataError
 from flatness.landscape.fused import fused, launched
 from flatness.landscape.points import Points
-from flatness.models import lenet5
-from flatness.problem import Problem
-from flatness.randomness import Draws
+from flatness.measuring.examine.randomness import Draws
+from flatness.problem.problem import Problem
+from flatness.zoo.models import lenet5
 from labelled_models import Tokens, sentences
 from networks import CASES
 from small import assert_same, data, dataset, measure, network, reference

@@ -11,7 +11,7 @@ import torch
 
 from flatness.errors import StudyError
 from flatness.files import write_tensors
-from flatness.study.records import Folder
+from flatness.study.folder.records import Folder
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 

@@ -1,40 +1,38 @@
 """How flat is the minimum? Flatness measures for PyTorch networks that rescaling cannot change."""
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 from flatness.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from flatness import landscape, study
-    from flatness.comparing import Comparison, compare
-    from flatness.curvature.statistics import Statistics
+    from flatness import data, landscape, models, study
+    from flatness.catalogue.measure import LayerView, Measure, NetworkView, Surroundings, Valued
+    from flatness.catalogue.registry import measures, register_measure
+    from flatness.curvature.sums.statistics import Statistics
     from flatness.errors import FlatnessError
     from flatness.generalization.bound import generalization_bound
     from flatness.generalization.bound_result import GeneralizationBound
+    from flatness.generalization.kinks import kink_share
     from flatness.generalization.locally_constant import LabelConstancy, locally_constant_labels
+    from flatness.generalization.pac_bayes import PacBayesBound, pac_bayes_bound
     from flatness.generalization.representativeness import Representativeness, representativeness
     from flatness.generalization.robustness import feature_robustness
     from flatness.generalization.robustness_result import Robustness
-    from flatness.kinks import kink_share
-    from flatness.layers import ConvolutionLayer, Layer, LinearLayer, register_layer
-    from flatness.measures.catalogue import measures, register_measure
-    from flatness.measures.measure import LayerView, Measure, NetworkView, Surroundings, Valued
-    from flatness.measuring import measure, plan
-    from flatness.monitor import Monitor
-    from flatness.pac_bayes import PacBayesBound, pac_bayes_bound
-    from flatness.plan import Plan
-    from flatness.problem import Problem
-    from flatness.ranks import separately
-    from flatness.result import Report, Result
-    from flatness.spectra import network_spectrum
-    from flatness.symmetry.groups import Symmetries, symmetries
-    from flatness.symmetry.invariance import check_invariance
-    from flatness.symmetry.rescaling import rescale
-    from flatness.symmetry.verdicts import InvarianceReport
-    from flatness.symmetry.vertical import vertical_directions
+    from flatness.integrations.monitor import Monitor
+    from flatness.measuring.measure import measure, plan
+    from flatness.measuring.plan.plan import Plan
+    from flatness.measuring.spectra import network_spectrum
+    from flatness.network.layers import ConvolutionLayer, Layer, LinearLayer, register_layer
+    from flatness.problem.problem import Problem
+    from flatness.problem.ranks import separately
+    from flatness.report.compare import Comparison, compare
+    from flatness.report.report import Report, Result
+    from flatness.symmetry.check.invariance import check_invariance
+    from flatness.symmetry.check.verdicts import InvarianceReport
+    from flatness.symmetry.flow.groups import Symmetries, symmetries
+    from flatness.symmetry.rewriting.rescaling import rescale
+    from flatness.symmetry.rewriting.vertical import vertical_directions
 
 __all__ = [
     "Comparison",
@@ -62,6 +60,7 @@ __all__ = [
     "Symmetries",
     "check_invariance",
     "compare",
+    "data",
     "feature_robustness",
     "generalization_bound",
     "locally_constant_labels",
@@ -69,6 +68,7 @@ __all__ = [
     "landscape",
     "measure",
     "measures",
+    "models",
     "network_spectrum",
     "pac_bayes_bound",
     "plan",
@@ -85,50 +85,50 @@ __all__ = [
 # Where each public name lives. Names are imported when they are first used: the command line answers `--help`
 # without loading torch. A new name goes here, into __all__ and into the imports above, for type checkers.
 _HOME = {
-    "Comparison": "comparing",
-    "ConvolutionLayer": "layers",
+    "Comparison": "report.compare",
+    "ConvolutionLayer": "network.layers",
     "FlatnessError": "errors",
     "GeneralizationBound": "generalization.bound_result",
-    "InvarianceReport": "symmetry.verdicts",
+    "InvarianceReport": "symmetry.check.verdicts",
     "LabelConstancy": "generalization.locally_constant",
-    "Layer": "layers",
-    "LayerView": "measures.measure",
-    "LinearLayer": "layers",
-    "Measure": "measures.measure",
-    "Monitor": "monitor",
-    "NetworkView": "measures.measure",
-    "Surroundings": "measures.measure",
-    "Valued": "measures.measure",
-    "PacBayesBound": "pac_bayes",
-    "Plan": "plan",
-    "Problem": "problem",
-    "Report": "result",
+    "Layer": "network.layers",
+    "LayerView": "catalogue.measure",
+    "LinearLayer": "network.layers",
+    "Measure": "catalogue.measure",
+    "Monitor": "integrations.monitor",
+    "NetworkView": "catalogue.measure",
+    "Surroundings": "catalogue.measure",
+    "Valued": "catalogue.measure",
+    "PacBayesBound": "generalization.pac_bayes",
+    "Plan": "measuring.plan.plan",
+    "Problem": "problem.problem",
+    "Report": "report.report",
     "Representativeness": "generalization.representativeness",
-    "Result": "result",
+    "Result": "report.report",
     "Robustness": "generalization.robustness_result",
-    "Statistics": "curvature.statistics",
-    "Symmetries": "symmetry.groups",
-    "check_invariance": "symmetry.invariance",
-    "compare": "comparing",
+    "Statistics": "curvature.sums.statistics",
+    "Symmetries": "symmetry.flow.groups",
+    "check_invariance": "symmetry.check.invariance",
+    "compare": "report.compare",
     "feature_robustness": "generalization.robustness",
     "generalization_bound": "generalization.bound",
     "locally_constant_labels": "generalization.locally_constant",
-    "kink_share": "kinks",
-    "measure": "measuring",
-    "measures": "measures.catalogue",
-    "network_spectrum": "spectra",
-    "pac_bayes_bound": "pac_bayes",
-    "plan": "measuring",
-    "register_layer": "layers",
-    "register_measure": "measures.catalogue",
+    "kink_share": "generalization.kinks",
+    "measure": "measuring.measure",
+    "measures": "catalogue.registry",
+    "network_spectrum": "measuring.spectra",
+    "pac_bayes_bound": "generalization.pac_bayes",
+    "plan": "measuring.measure",
+    "register_layer": "network.layers",
+    "register_measure": "catalogue.registry",
     "representativeness": "generalization.representativeness",
-    "rescale": "symmetry.rescaling",
-    "separately": "ranks",
-    "symmetries": "symmetry.groups",
-    "vertical_directions": "symmetry.vertical",
+    "rescale": "symmetry.rewriting.rescaling",
+    "separately": "problem.ranks",
+    "symmetries": "symmetry.flow.groups",
+    "vertical_directions": "symmetry.rewriting.vertical",
 }
 
-# Modules that are public as such: `flatness.study.run`, `flatness.landscape.line`.
+# Modules that are public as such: `flatness.study.run.run`, `flatness.landscape.line`.
 _MODULES = ("landscape", "study")
 
 
@@ -144,15 +144,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(types.ModuleType):
-    """Keeps the functions `flatness.measures` and `flatness.plan` apart from the modules of these names."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Python binds every imported submodule to its package, which would hide the function.
-        if not (name in _HOME and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from flatness.experiments.four_gaussians import FourGaussians
 from flatness.generalization.decomposition import decompose_gap
 from flatness.generalization.fitting import Ridge
 from flatness.generalization.kernels import kernel_of
 from flatness.losses import resolve_loss
+from flatness.study.experiments.four_gaussians import FourGaussians
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import torch
 import flatness
 import small
 from flatness.errors import DataError, LayerError, OptionError
-from flatness.experiments.four_gaussians import FourGaussians
 from flatness.generalization.decomposition import direct_representativeness
 from flatness.generalization.fitting import LinearPredictor, Ridge
 from flatness.generalization.kernels import kernel_of
 from flatness.generalization.representativeness import cross_validated
 from flatness.losses import resolve_loss
+from flatness.study.experiments.four_gaussians import FourGaussians
 from networks import CASES
 from untouched import untouched
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from flatness.errors import ModelError, NondeterministicError, NotFiniteError, OptionError
 from flatness.landscape import Line, Surface, density, line, surface
 from flatness.landscape.arguments import span_between
-from flatness.models import mlp
+from flatness.zoo.models import mlp
 from untouched import untouched
 
 QUIET = {"progress": False}
@@ -287,7 +287,7 @@ def test_densities_of_nothing_are_refused_and_ctrl_c_before_the_first_step_is_ct
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flatness.curvature.hessian_operator.HessianOperator.__call__", interrupt)
+    monkeypatch.setattr("flatness.curvature.parameters.hessian_operator.HessianOperator.__call__", interrupt)
     with untouched(model), pytest.raises(KeyboardInterrupt):
         density(model, data(), runs=2, steps=3, **QUIET)
 

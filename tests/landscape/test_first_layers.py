@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatness.landscape.engines import ENGINES
 from flatness.landscape.first_layers import FirstLayers, Steps
 from flatness.landscape.points import Points
-from flatness.models import lenet5
-from flatness.pooling import StackedPooling
-from flatness.problem import Problem
+from flatness.problem.pooling import StackedPooling
+from flatness.problem.problem import Problem
+from flatness.zoo.models import lenet5
 from untouched import untouched
 
 

@@ -16,7 +16,7 @@ from flatness.landscape import mixing
 from flatness.landscape.fused import Fused, launched
 from flatness.landscape.mixing import Mixed
 from flatness.landscape.points import Points
-from flatness.problem import Problem
+from flatness.problem.problem import Problem
 
 INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import flatness
 from flatness.landscape import Line, line
 from flatness.landscape.points import Points
-from flatness.problem import Problem
+from flatness.problem.problem import Problem
 from oracle import hessian, mean_risk
 from untouched import untouched
 
@@ -463,7 +463,7 @@ def test_ctrl_c_keeps_what_is_there_and_a_second_call_goes_on(tmp_path, monkeypa
 
 
 def test_curves_that_ctrl_c_left_out_are_neither_described_as_nan_nor_in_the_legend(monkeypatch, tmp_path):
-    from flatness.show.landscape import save_line
+    from flatness.show.plots.landscape import save_line
 
     model, data = smooth()
     networks = {"first": model, "second": model, "third": model}
@@ -482,7 +482,7 @@ def test_curves_that_ctrl_c_left_out_are_neither_described_as_nan_nor_in_the_leg
     assert described[2:4] == ["  second: not reached", "  third: not reached"]
     named = []
     monkeypatch.setattr(
-        "flatness.show.landscape.add_legend",
+        "flatness.show.plots.landscape.add_legend",
         lambda figure, axes: named.append(axes.get_legend_handles_labels()[1]),
     )
     save_line(tmp_path / "a.png", part)
@@ -490,7 +490,7 @@ def test_curves_that_ctrl_c_left_out_are_neither_described_as_nan_nor_in_the_leg
 
 
 def test_a_picture_of_no_curve_at_all_is_drawn(monkeypatch, tmp_path):
-    from flatness.show.landscape import save_line
+    from flatness.show.plots.landscape import save_line
 
     model, data = smooth()
 

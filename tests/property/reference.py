@@ -14,8 +14,8 @@ from property.tasks import TASKS
 # A saturated softmax leaves p(1 − p) with the rounding of 1, not of itself: 1e-6 of ‖∂f/∂W‖², judged at 1e-9,
 # is 1e-15.
 SATURATED = 1e-6
-# What rounding leaves of terms of size 1 that cancel: 1e-15, judged at 1e-9.
-DUST = 1e-6
+# What rounding leaves of terms of size 10 that cancel: 1e-14, judged at 1e-9.
+DUST = 1e-5
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from browser import choose, every, marks, one, texts
-from flatness.correlate import correlation
+from flatness.study.correlate import correlation
 from pages import small_study
 
 

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from flatness.show.document import json_text
-from flatness.show.study_data import study_data
+from flatness.show.pages.document import json_text
+from flatness.show.pages.study_data import study_data
 from html_checker import Checker
 from pages import HOSTILE, PAGES, odd_study, small_study
 

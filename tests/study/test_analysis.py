@@ -7,8 +7,8 @@ import json
 import pandas
 import pytest
 
-from flatness.show.study import write_figures
-from flatness.study import analysis, results
+from flatness.show.plots.study import write_figures
+from flatness.study.analysis import analysis, results
 from made_up import made_up_study
 
 GRID = {"optimizer": ["sgd", "adam"], "batch_size": [16, 64], "seed": 5}

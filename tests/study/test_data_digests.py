@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import flatness
-from flatness.data import load
 from flatness.errors import StudyError
-from flatness.study import work
+from flatness.study.run import work
+from flatness.zoo.data import load
 from studies import study
 
 ONE = {"learning_rate": 0.1, "seed": 1}

@@ -8,11 +8,12 @@ import pytest
 
 import flatness
 from flatness.errors import SpecError
-from flatness.experiments.experiment import trend
-from flatness.experiments.petzka2021_labels import petzka2021_labels
-from flatness.show.study import write_figures
-from flatness.study import ExperimentStudy, experimenting, read_spec
-from flatness.study.experiment_text import table_lines
+from flatness.show.plots.study import write_figures
+from flatness.study import ExperimentStudy, read_spec
+from flatness.study.analysis.experiment_text import table_lines
+from flatness.study.experiments.experiment import trend
+from flatness.study.experiments.petzka2021_labels import petzka2021_labels
+from flatness.study.run import experimenting
 
 LABELS = {
     "title": "labels",

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 import flatness
-from flatness import files, journal
+from flatness import files
 from flatness.errors import StudyError
-from flatness.study import records, train, work
-from flatness.study.cohorts import Unit
+from flatness.problem import journal
+from flatness.study.folder import records
+from flatness.study.folder.records import Folder
 from flatness.study.objects import load_split
-from flatness.study.records import Folder
+from flatness.study.run import work
+from flatness.study.training import train
+from flatness.study.training.cohorts import Unit
 from studies import configurations, study
 
 ONE = {"learning_rate": 0.1, "seed": 1}
@@ -307,7 +310,7 @@ def test_bit_rot_in_a_journal_changes_no_value(tmp_path, monkeypatch):
 
 
 def test_statistics_that_changed_on_the_way_are_refused(tmp_path):
-    from flatness.curvature.statistics import Statistics
+    from flatness.curvature.sums.statistics import Statistics
     from flatness.errors import DataError
 
     path = tmp_path / "part.pt"

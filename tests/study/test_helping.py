@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import flatness
-from flatness.study.cohorts import Unit, helping
-from flatness.study.records import Folder
-from flatness.study.run import plan_units
-from flatness.study.spec import read_spec
-from flatness.study.work import Orders, do_unit
+from flatness.study.folder.records import Folder
+from flatness.study.run.run import plan_units
+from flatness.study.run.work import Orders, do_unit
+from flatness.study.spec.spec import read_spec
+from flatness.study.training.cohorts import Unit, helping
 from studies import study
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="claims are POSIX locks")
@@ -105,7 +105,7 @@ def test_no_more_processes_than_networks(tmp_path, monkeypatch):
         asked.append((len(units), jobs))
         return iter(())
 
-    monkeypatch.setattr(sys.modules["flatness.study.run"], "execute", remember)
+    monkeypatch.setattr(sys.modules["flatness.study.run.run"], "execute", remember)
     one = study(grid={"seed": 1, "learning_rate": 0.1})
     two = study(grid={"seed": 1, "learning_rate": 0.1, "batch_size": [16, 32]})
     flatness.study.run(two, tmp_path / "two", jobs=64, progress=False)
@@ -117,7 +117,7 @@ def test_an_interrupted_run_leaves_no_claims_behind(tmp_path, monkeypatch):
     def interrupted(one, split, folder, orders):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flatness.study.work._finish", interrupted)
+    monkeypatch.setattr("flatness.study.run.work._finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         flatness.study.run(study(), tmp_path / "study", jobs=1, progress=False)
     assert list((tmp_path / "study" / "measuring").iterdir()) == []

@@ -8,10 +8,10 @@ import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 import flatness
-from flatness.study.executors import _naming_deaths
-from flatness.study.in_hand import WorkerKilledError, done_alone, in_hand, left_in_hand
-from flatness.study.records import Folder
-from flatness.study.work import Orders
+from flatness.study.folder.in_hand import WorkerKilledError, done_alone, in_hand, left_in_hand
+from flatness.study.folder.records import Folder
+from flatness.study.run.executors import _naming_deaths
+from flatness.study.run.work import Orders
 from studies import study
 
 KILLER = """

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import flatness
-from flatness.checkpoints import fit_checkpoint, read_checkpoint
-from flatness.data import load
-from flatness.models import mlp
-from flatness.show.study import write_figures
-from flatness.study import work
+from flatness.show.plots.study import write_figures
+from flatness.study.run import work
+from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
+from flatness.zoo.data import load
+from flatness.zoo.models import mlp
 from studies import study
 
 ASKED = {"count": 2, "points": 5, "span": 0.5, "samples": 50, "seed": 3}

@@ -12,10 +12,10 @@ from torch import nn
 
 import flatness
 from flatness.errors import CheckpointError, SpecError, StudyError
-from flatness.result import Report, Result
-from flatness.sheets import csv_text
-from flatness.study.found import found_checkpoints
-from flatness.study.spec import read_spec
+from flatness.report.report import Report, Result
+from flatness.report.sheets import csv_text
+from flatness.study.spec.found import found_checkpoints
+from flatness.study.spec.spec import read_spec
 from studies import SMALL, study
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatness.study.optimizers import OPTIMIZERS
+from flatness.study.training.optimizers import OPTIMIZERS
 
 SETTINGS = (
     # learning rate, momentum, weight decay

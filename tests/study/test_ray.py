@@ -10,7 +10,7 @@ import pytest
 
 import flatness
 from flatness.errors import OptionError
-from flatness.study import ray_backend
+from flatness.study.run import ray_backend
 from studies import study
 
 INSTALLED = importlib.util.find_spec("ray") is not None

@@ -6,8 +6,8 @@ import pytest
 from scipy.stats import kendalltau, pearsonr
 
 from flatness.errors import StudyError
-from flatness.show.study_page import render_study
-from flatness.study.summary import without_measures
+from flatness.show.pages.study_page import render_study
+from flatness.study.analysis.summary import without_measures
 from made_up import made_up_study
 
 GRID = {"optimizer": ["sgd", "adam"], "batch_size": [16, 64], "seed": 3}

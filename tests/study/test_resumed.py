@@ -10,9 +10,10 @@ import sys
 import pytest
 
 import flatness
-from flatness import journal
 from flatness.errors import StudyError
-from flatness.study import records, work
+from flatness.problem import journal
+from flatness.study.folder import records
+from flatness.study.run import work
 from studies import study
 
 ONE = {"learning_rate": 0.1, "seed": 1}

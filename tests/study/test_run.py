@@ -14,15 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 import flatness
-from flatness import journal
-from flatness.checkpoints import fit_checkpoint, read_checkpoint
-from flatness.data import load
 from flatness.errors import DataError, OptionError, StudyError
-from flatness.models import mlp
-from flatness.problem import Problem
-from flatness.show.study_data import study_data
-from flatness.study import records, work
+from flatness.problem import journal
+from flatness.problem.problem import Problem
+from flatness.show.pages.study_data import study_data
+from flatness.study.folder import records
 from flatness.study.gaps import GAPS
+from flatness.study.run import work
+from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
+from flatness.zoo.data import load
+from flatness.zoo.models import mlp
 from studies import SMALL, study
 
 
@@ -497,7 +498,7 @@ def test_measuring_goes_on_after_its_last_pass(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return flatness.measure(model, data, **arguments)
 
-    monkeypatch.setattr("flatness.study.measuring.measure", interrupted)
+    monkeypatch.setattr("flatness.study.run.measuring.measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(content, tmp_path / "cut")
     assert flatness.study.load(tmp_path / "cut").filtered_out() == {"not measured yet": 1}

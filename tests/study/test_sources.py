@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import flatness
+from flatness.catalogue.registry import select_measures
 from flatness.errors import FlatnessError, SpecError
-from flatness.measures.catalogue import select_measures
-from flatness.study.sources import columns_of
+from flatness.study.spec.sources import columns_of
 from studies import study
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from flatness.errors import MeasureError, SpecError
 from flatness.study import names, read_spec
-from flatness.study.experimenting import unit_key
 from flatness.study.grid import digest
-from flatness.study.spec import Spec
+from flatness.study.run.experimenting import unit_key
+from flatness.study.spec.spec import Spec
 from studies import SMALL, configurations, study
 
 

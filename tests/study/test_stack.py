@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from flatness.errors import ModelError
-from flatness.models import mlp
-from flatness.study.optimizers import SGD
-from flatness.study.program import Program
-from flatness.study.stack import ENGINES, Stack
+from flatness.study.training.optimizers import SGD
+from flatness.study.training.program import Program
+from flatness.study.training.stack import ENGINES, Stack
+from flatness.zoo.models import mlp
 
 
 def convolutional(seed):

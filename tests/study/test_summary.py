@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from flatness.study.summary import _table_lines
+from flatness.study.analysis.summary import _table_lines
 from made_up import made_up_study
 
 NAMES = ["relative_flatness:network:sum", "riemannian_spectral_norm_nodewise:features.denseblock1"]

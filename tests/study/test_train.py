@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from flatness.study.objects import load_split, make_model, stream_seed, training_targets
-from flatness.study.stack import ENGINES
-from flatness.study.train import Cohort, OutOfTimeError
+from flatness.study.training.stack import ENGINES
+from flatness.study.training.train import Cohort, OutOfTimeError
 from studies import configurations
 
 MIXED = {

@@ -10,8 +10,8 @@ import pytest
 
 import flatness
 from flatness.cli import main
-from flatness.data.places import cache
 from flatness.errors import StudyError
+from flatness.zoo.data.places import cache
 from studies import study
 
 CODE = """

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from flatness.study.folder.records import Folder
 from flatness.study.objects import load_split
-from flatness.study.records import Folder
-from flatness.study.train import Cohort
-from flatness.study.watch import Progress, Watch
+from flatness.study.run.watch import Progress, Watch
+from flatness.study.training.train import Cohort
 from studies import configurations
 
 

@@ -10,10 +10,10 @@ from torch import nn
 import flatness
 import transformer_models as nets
 from flatness.errors import OptionError
-from flatness.symmetry.groups import symmetries
-from flatness.symmetry.labels import Classes
-from flatness.symmetry.rescaling import make_rescaling, rescale, rescaled_copy
-from flatness.symmetry.tracing import default_forward
+from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.flow.labels import Classes
+from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
+from flatness.symmetry.trace.tracing import default_forward
 from test_transformer_layers import MODELS, built, inputs
 
 SEQUENCE = (5, 4)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import flatness
-from flatness.symmetry.groups import symmetries
-from flatness.symmetry.rescaling import make_rescaling, rescaled_copy
-from flatness.symmetry.tracing import default_forward
+from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting.rescaling import make_rescaling, rescaled_copy
+from flatness.symmetry.trace.tracing import default_forward
 from networks import CASES
 
 NETWORKS = (

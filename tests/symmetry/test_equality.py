@@ -8,10 +8,10 @@ from torch import nn
 import flatness
 from architectures import sequential
 from flatness.errors import ModelError
-from flatness.symmetry import elementwise
-from flatness.symmetry.equality import inputs_like
-from flatness.symmetry.operators import OPERATORS
-from flatness.symmetry.rescaling import rescale
+from flatness.symmetry.flow import elementwise
+from flatness.symmetry.flow.operators import OPERATORS
+from flatness.symmetry.rewriting.equality import inputs_like
+from flatness.symmetry.rewriting.rescaling import rescale
 from transformer_models import Compute
 
 ELSEWHERE = (

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from architectures import sequential
-from flatness.symmetry.groups import symmetries
-from flatness.symmetry.rescaling import rescale
+from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting.rescaling import rescale
 from networks import CASES
 
 

@@ -7,12 +7,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatness
 from architectures import sequential
+from flatness.catalogue.registry import unregister_measure
 from flatness.errors import MeasureError, ModelError, OptionError
-from flatness.measures.catalogue import unregister_measure
-from flatness.symmetry.groups import symmetries
-from flatness.symmetry.invariance import check_invariance, own_feature_batches
-from flatness.symmetry.judging import reaches
-from flatness.symmetry.rescaling import make_rescaling
+from flatness.symmetry.check.invariance import check_invariance, own_feature_batches
+from flatness.symmetry.check.judging import reaches
+from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting.rescaling import make_rescaling
 from networks import CASES
 
 OWN = "neuronwise except own features"
@@ -327,7 +327,7 @@ def test_every_rewritten_network_counts_in_one_bar(monkeypatch):
         def advance(self, steps=1):
             shown[-1][3] += steps
 
-    monkeypatch.setattr("flatness.symmetry.invariance.ProgressBar", Bar)
+    monkeypatch.setattr("flatness.symmetry.check.invariance.ProgressBar", Bar)
     model, data = small()
     flatness.check_invariance(model, data, measures="weight_norm", trials=2, progress=True)
     assert shown == [["rewritten networks", 4, True, 4]]

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from flatness.errors import ModelError, OptionError
-from flatness.symmetry.groups import symmetries
-from flatness.symmetry.operators import OPERATORS
-from flatness.symmetry.rescaling import KINDS, make_rescaling, rescale
+from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.flow.operators import OPERATORS
+from flatness.symmetry.rewriting.rescaling import KINDS, make_rescaling, rescale
 from transformer_models import Compute
 
 LINEAR = {"fc1": (4, 6), "fc2": (6, 3), "gate": (4, 2), "other": (4, 6)}

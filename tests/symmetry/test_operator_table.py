@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from flatness.errors import ModelError
-from flatness.symmetry.groups import symmetries
-from flatness.symmetry.operators import OPERATORS
-from flatness.symmetry.rescaling import KINDS, make_rescaling
+from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.flow.operators import OPERATORS
+from flatness.symmetry.rewriting.rescaling import KINDS, make_rescaling
 
 
 class Tried(nn.Module):

@@ -9,10 +9,10 @@ from torch import nn
 import flatness
 import oracle
 from architectures import sequential
-from flatness.models import rangamani2019_c1, rangamani2019_f1
-from flatness.symmetry.groups import symmetries
-from flatness.symmetry.rescaling import make_rescaling, rescale, rescaled_copy
-from flatness.symmetry.tracing import default_forward
+from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
+from flatness.symmetry.trace.tracing import default_forward
+from flatness.zoo.models import rangamani2019_c1, rangamani2019_f1
 from manifold import RiemannianHessian, lanczos, power_method
 
 # Tsuzuku et al. 2020, App. A.1: rows and columns of a two-layer network

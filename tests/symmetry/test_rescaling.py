@@ -12,10 +12,10 @@ from torch import nn
 
 from architectures import sequential
 from flatness.errors import LayerError, ModelError, OptionError
-from flatness.symmetry.groups import symmetries
-from flatness.symmetry.permuting import exchangeable
-from flatness.symmetry.rescaling import KINDS, make_rescaling, rescale, rescaled_copy
-from flatness.symmetry.tracing import default_forward
+from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting.permuting import exchangeable
+from flatness.symmetry.rewriting.rescaling import KINDS, make_rescaling, rescale, rescaled_copy
+from flatness.symmetry.trace.tracing import default_forward
 from networks import CASES
 
 FIXED = [name for name, case in CASES.items() if not symmetries(case.build(), case.x[:1]).groups]

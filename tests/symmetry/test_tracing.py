@@ -7,9 +7,9 @@ from torch import nn
 
 from architectures import sequential
 from flatness.errors import ModelError, NondeterministicError, NotFiniteError
-from flatness.symmetry.groups import symmetries
-from flatness.symmetry.rescaling import rescale
-from flatness.symmetry.tracing import default_forward, trace
+from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting.rescaling import rescale
+from flatness.symmetry.trace.tracing import default_forward, trace
 from networks import CASES
 
 

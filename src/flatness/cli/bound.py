@@ -126,7 +126,7 @@ def _bound(given: Inputs, arguments: dict[str, Any]) -> GeneralizationBound:
 def _written(out: Path, found: GeneralizationBound) -> list[str]:
     """Everything in a folder; returns the names of the files."""
     from flatness.files import write_text
-    from flatness.show.generalization import save_labels
+    from flatness.show.plots.generalization import save_labels
 
     out.mkdir(parents=True, exist_ok=True)
     found.save(out / "bound.json")

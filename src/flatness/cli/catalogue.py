@@ -43,9 +43,9 @@ def measures(
         flatness measures
         flatness measures relative_flatness
     """
+    from flatness.catalogue.registry import measures as catalogue
     from flatness.cli.output import terminal_width
     from flatness.errors import MeasureError
-    from flatness.measures.catalogue import measures as catalogue
 
     width = terminal_width()
     if name is None:

@@ -13,10 +13,10 @@ from flatness.cli.forms import output_form, print_frame, say_written
 from flatness.cli.help import Command
 from flatness.cli.inputs import DataWords, Inputs, NetworkWords
 from flatness.cli.values import key_values, one_or_many, split_list
-from flatness.sheets import csv_text
+from flatness.report.sheets import csv_text
 
 if TYPE_CHECKING:
-    from flatness.symmetry.verdicts import InvarianceReport
+    from flatness.symmetry.check.verdicts import InvarianceReport
 
 _KINDS = ("layerwise", "neuronwise", "permutation", "output")
 
@@ -96,8 +96,8 @@ def _checked(given: Inputs, measures: list[str], arguments: dict[str, Any]) -> I
 def _written(out: Path, report: InvarianceReport) -> list[str]:
     """Table, plots and a page in a folder; returns the names of the files."""
     from flatness.files import write_text
-    from flatness.show.invariance_page import render_invariance
-    from flatness.show.invariance_plots import save_invariance
+    from flatness.show.pages.invariance_page import render_invariance
+    from flatness.show.plots.invariance_plots import save_invariance
 
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "invariance.csv", csv_text(report.to_frame()))

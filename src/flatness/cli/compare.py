@@ -18,8 +18,8 @@ from flatness.cli.words import complete_measures
 from flatness.errors import nearest
 
 if TYPE_CHECKING:
-    from flatness.comparison import Comparison
-    from flatness.result import Report
+    from flatness.report.comparison import Comparison
+    from flatness.report.report import Report
 
 
 def register(app: typer.Typer) -> None:
@@ -93,7 +93,7 @@ def _files(path: str) -> list[str]:
 
 
 def _load(path: str) -> Report:
-    from flatness.result import Report
+    from flatness.report.report import Report
 
     try:
         return Report.load(path)
@@ -108,7 +108,7 @@ def _load(path: str) -> Report:
 
 def _names(first: str, second: str) -> tuple[str, str]:
     """What the two are called: their files' names, or whole paths where those are equal, or a verdict."""
-    from flatness.comparison import VERDICTS
+    from flatness.report.comparison import VERDICTS
 
     short = Path(first).stem, Path(second).stem
     return short if short[0] != short[1] and not VERDICTS & set(short) else (first, second)
@@ -129,7 +129,7 @@ def _selected(comparison: Comparison, wanted: list[str]) -> Comparison:
 def _table(comparison: Comparison) -> str:
     """A block a measure, a line a layer; then what to note, the verdict, and the count of values."""
     from flatness.cli.output import terminal_width
-    from flatness.tables import shortened
+    from flatness.report.tables import shortened
 
     width = terminal_width()
     verdicts = [pair.verdict(comparison.names) for pair in comparison.pairs]
@@ -165,7 +165,7 @@ def _table(comparison: Comparison) -> str:
 
 def _lines(comparison: Comparison, verdicts: list[str]) -> Iterator[tuple[str, ...]]:
     """Place, both values, their ratio and the verdict, for every pair."""
-    from flatness.tables import column_of, format_value, place_of
+    from flatness.report.tables import column_of, format_value, place_of
 
     for pair, verdict in zip(comparison.pairs, verdicts, strict=True):
         row, a, b = pair.a.results[0], pair.a, pair.b

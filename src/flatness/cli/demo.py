@@ -30,7 +30,7 @@ def demo(
         flatness demo --out shown --seeds 1
     """
     typer.echo("flatness demo: training and measuring, well under a minute …\n", err=True)
+    from flatness.cli.demo_run import run
     from flatness.cli.output import terminal_width
-    from flatness.demo import run
 
     run(out, seeds=seeds, say=typer.echo, width=terminal_width())

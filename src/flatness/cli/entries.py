@@ -12,10 +12,10 @@ from pathlib import Path
 
 from flatness.cli.answers import UsageError, reason
 from flatness.errors import nearest
-from flatness.progress import ProgressBar
-from flatness.result import Report
-from flatness.show.overview import overview_columns
-from flatness.tables import Grid, cell_of, column_of
+from flatness.problem.progress import ProgressBar
+from flatness.report.report import Report
+from flatness.report.tables import Grid, cell_of, column_of
+from flatness.show.pages.overview import overview_columns
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from flatness.cli.answers import UsageError, printable
-from flatness.sheets import csv_text
+from flatness.report.sheets import csv_text
 
 if TYPE_CHECKING:
     import pandas

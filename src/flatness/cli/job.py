@@ -11,7 +11,7 @@ import typer
 from torch import nn
 
 import flatness
-from flatness.checkpoints import fit_checkpoint, read_checkpoint
+from flatness.catalogue.registry import resolve_options, select_measures
 from flatness.cli.answers import FAILED, usage_of
 from flatness.cli.entries import Entry, check_sort, measure_each, sorted_entries
 from flatness.cli.forms import say_written
@@ -21,9 +21,9 @@ from flatness.cli.output import entries_csv, entries_json, print_entries, print_
 from flatness.cli.sources import Data, load_model
 from flatness.cli.values import one_or_many
 from flatness.errors import LayerError, MeasureError, OptionError
-from flatness.guard import measuring
-from flatness.layers import find_layers, select_layers
-from flatness.measures.catalogue import resolve_options, select_measures
+from flatness.network.layers import find_layers, select_layers
+from flatness.problem.guard import measuring
+from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 
 
 @dataclass(frozen=True)

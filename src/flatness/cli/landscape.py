@@ -218,7 +218,7 @@ def show(
     if not file.is_file():
         raise UsageError(f"Expected a file that 'flatness landscape' wrote but there is no {file}.")
     from flatness.cli import landscape_job as job
-    from flatness.show.landscape_page import load_landscape
+    from flatness.show.pages.landscape_page import load_landscape
 
     raise typer.Exit(job.finish(load_landscape(file), out, as_csv))
 

@@ -13,15 +13,15 @@ import typer
 from torch import nn
 
 import flatness
-from flatness.batches import tensors_in
 from flatness.cli.answers import INTERRUPTED, UsageError, printable, usage_of
 from flatness.cli.forms import say_written
 from flatness.cli.inputs import Inputs
 from flatness.cli.loading import arguments_of, check_folder, checkpoints_of, data_of, network_of
 from flatness.cli.output import terminal_width
 from flatness.errors import LayerError, OptionError
-from flatness.sheets import csv_text
-from flatness.show.landscape_page import Landscape, write_landscape
+from flatness.problem.batches import tensors_in
+from flatness.report.sheets import csv_text
+from flatness.show.pages.landscape_page import Landscape, write_landscape
 
 _PENALISED = "the copies' curves differ in every metric: rescaling changes the penalty of weight decay"
 

@@ -9,7 +9,6 @@ from typing import Any
 import typer
 from torch import nn
 
-from flatness.checkpoints import find_checkpoints, fit_checkpoint, read_checkpoint
 from flatness.cli.answers import UsageError, usage_of
 from flatness.cli.inputs import DataWords, Inputs, NetworkWords
 from flatness.cli.sources import (
@@ -22,6 +21,7 @@ from flatness.cli.sources import (
     load_model,
 )
 from flatness.errors import CheckpointError
+from flatness.zoo.checkpoints import find_checkpoints, fit_checkpoint, read_checkpoint
 
 
 def checkpoints_of(paths: list[str]) -> list[Path]:

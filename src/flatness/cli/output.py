@@ -15,11 +15,11 @@ from flatness.cli.answers import printable
 from flatness.cli.entries import Entry, entries_grid
 from flatness.errors import listed
 from flatness.files import write_text
-from flatness.latex import latex_grid
-from flatness.sheets import csv_text
-from flatness.show.overview import overview_columns
-from flatness.show.page import Page, render
-from flatness.tables import DATA_ERRORS, format_grid, format_report, has_data_errors
+from flatness.report.latex import latex_grid
+from flatness.report.sheets import csv_text
+from flatness.report.tables import DATA_ERRORS, format_grid, format_report, has_data_errors
+from flatness.show.pages.overview import overview_columns
+from flatness.show.pages.page import Page, render
 
 _NARROWEST, _WIDEST = 40, 160
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from flatness.cli.answers import UsageError, choice, usage_of
 from flatness.cli.words import DTYPES, LOSSES, SPLITS
-from flatness.data import DATASETS, load
 from flatness.errors import FlatnessError, ModelError, nearest
 from flatness.integrations.timm import build_timm
-from flatness.models import MODELS, build
+from flatness.zoo.data import DATASETS, load
+from flatness.zoo.models import MODELS, build
 
 
 class SourceError(FlatnessError, RuntimeError):

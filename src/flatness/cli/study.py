@@ -11,7 +11,7 @@ import typer
 from flatness.cli import options as o
 from flatness.cli.answers import FAILED, UsageError, choice, printable, usage_of
 from flatness.cli.help import Command, Group
-from flatness.sheets import csv_text
+from flatness.report.sheets import csv_text
 
 _SCALES = ("smoke", "small", "gallery", "paper")
 _EXECUTORS = ("local", "ray")
@@ -43,7 +43,7 @@ def list_studies() -> None:
         flatness study list
     """
     from flatness.cli.output import terminal_width
-    from flatness.study.spec import names, read_spec
+    from flatness.study.spec.spec import names, read_spec
 
     for name in names():
         spec = read_spec(name)
@@ -188,10 +188,10 @@ def show(
 def _present(study: Any) -> None:
     from flatness.cli.output import terminal_width
     from flatness.files import write_text
-    from flatness.show.study import write_figures
-    from flatness.show.study_page import render_study
+    from flatness.show.pages.study_page import render_study
+    from flatness.show.plots.study import write_figures
     from flatness.study import Study
-    from flatness.study.records import readable_disk_errors
+    from flatness.study.folder.records import readable_disk_errors
 
     typer.echo(
         printable(study.text(terminal_width()))

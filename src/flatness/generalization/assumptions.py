@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.curvature.lanczos import TopEigenvalues
+from flatness.curvature.operators.lanczos import TopEigenvalues
 from flatness.generalization.chosen_layer import ChosenLayer
 from flatness.generalization.worst import weight_gradient
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import NotExactError, OptionError
-from flatness.forward import Forward
 from flatness.generalization.assumptions import Assumption, at_minimum, smooth_density
 from flatness.generalization.bound_result import BoundTerm, GeneralizationBound
 from flatness.generalization.bound_terms import bound_terms, rule_terms
@@ -33,11 +32,12 @@ from flatness.generalization.representativeness import (
     cross_validated,
     layer_notes,
 )
-from flatness.measuring import measure
-from flatness.problem import Problem
-from flatness.ranks import separately
-from flatness.result import Report
-from flatness.tables import format_value
+from flatness.measuring.measure import measure
+from flatness.problem.forward import Forward
+from flatness.problem.problem import Problem
+from flatness.problem.ranks import separately
+from flatness.report.report import Report
+from flatness.report.tables import format_value
 
 _LABEL_SAMPLES = 1000
 _AT_ONCE = 20_000

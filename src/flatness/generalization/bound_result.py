@@ -13,7 +13,7 @@ from flatness.generalization.assumptions import Assumption
 from flatness.generalization.locally_constant import LabelConstancy
 from flatness.generalization.rate_constants import RateConstants
 from flatness.generalization.representativeness import Representativeness
-from flatness.tables import format_value
+from flatness.report.tables import format_value
 
 
 @dataclass(frozen=True)

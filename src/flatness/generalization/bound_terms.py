@@ -8,7 +8,7 @@ from flatness.generalization.bound_result import BoundTerm
 from flatness.generalization.chosen_layer import ChosenLayer
 from flatness.generalization.kernels import Kernel
 from flatness.generalization.representativeness import Representativeness
-from flatness.result import Report
+from flatness.report.report import Report
 
 _CROSS = "cross-validated, eq. 3: the paper says it is then technically not a bound"
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatness import batches
 from flatness.errors import LayerError, listed
-from flatness.examine import examine
-from flatness.examined import Examined
 from flatness.generalization.perturbing import PerturbedLayer
-from flatness.graph import only_layout_between
-from flatness.layers import Layer, select_layers
-from flatness.problem import Problem
+from flatness.measuring.examine.examination import examine
+from flatness.measuring.examine.examined import Examined
+from flatness.network.graph import only_layout_between
+from flatness.network.layers import Layer, select_layers
+from flatness.problem import batches
+from flatness.problem.problem import Problem
 
 
 @dataclass(frozen=True)

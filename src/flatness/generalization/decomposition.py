@@ -18,7 +18,7 @@ from flatness.generalization.kernels import Kernel, check_delta
 from flatness.generalization.local_losses import Labels, local_losses
 from flatness.generalization.matrices import random_matrices
 from flatness.losses import Loss
-from flatness.tables import format_value
+from flatness.report.tables import format_value
 
 Population = Callable[[int, int], tuple[Tensor, Tensor]]
 """(number, seed) → features and targets, fresh from the true distribution."""

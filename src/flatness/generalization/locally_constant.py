@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import OptionError
-from flatness.forward import Forward
 from flatness.generalization.chosen_layer import choose_layer, collect_features, require_all_through
 from flatness.generalization.fitting import Predictor, sample_losses
 from flatness.generalization.kernels import UniformBall, check_delta
 from flatness.generalization.local_losses import Labels, moves
 from flatness.generalization.representativeness import check_features
 from flatness.losses import Loss
-from flatness.problem import Problem
-from flatness.ranks import separately
-from flatness.result import Result
-from flatness.tables import format_value
+from flatness.problem.forward import Forward
+from flatness.problem.problem import Problem
+from flatness.problem.ranks import separately
+from flatness.report.report import Result
+from flatness.report.tables import format_value
 
 DELTAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _WANTED_ORDER = 3.0

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness import batches
 from flatness.generalization.perturbing import PerturbedLayer
 from flatness.losses import counted
+from flatness.problem import batches
 
 Evaluate = Callable[[Any, list[int]], Tensor]
 """(batch, which perturbations) → ℓ_i, (steps, perturbations, n)."""

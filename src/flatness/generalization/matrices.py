@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from flatness.errors import OptionError
 from flatness.generalization.kernels import Kernel
-from flatness.layers import Layer
+from flatness.network.layers import Layer
 
 
 def orthonormal_frames(count: int, m: int, columns: int, generator: Generator) -> Tensor:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness import batches
 from flatness.errors import LayerError, OptionError
 from flatness.generalization.chosen_layer import ChosenLayer, require_vectors
 from flatness.generalization.kernels import Kernel, directions
 from flatness.generalization.loss_changes import Evaluate
 from flatness.generalization.matrices import on_patches, random_directions, random_matrices
+from flatness.problem import batches
 
 
 def given_perturbations(chosen: ChosenLayer, A: Tensor, alphas: list[float], through: str) -> Evaluate:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness import batches
 from flatness.errors import FlatnessError, LayerError
-from flatness.layers import ConvolutionLayer, Layer, LinearLayer
-from flatness.memory import batch_budget
-from flatness.problem import Problem
+from flatness.network.layers import ConvolutionLayer, Layer, LinearLayer
+from flatness.network.memory import batch_budget
+from flatness.problem import batches
+from flatness.problem.problem import Problem
 
 Change = Callable[[Tensor, int], Tensor]
 """(the layer's input x, number of samples n) → (C, *shape): C changes, of the input or of the output."""

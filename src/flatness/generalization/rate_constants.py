@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flatness.generalization.kernels import Kernel
-from flatness.tables import format_value
+from flatness.report.tables import format_value
 
 _DRAWS = 20_000
 

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness import batches
 from flatness.errors import DataError, OptionError
-from flatness.examine import examine
-from flatness.forward import Forward
 from flatness.generalization.chosen_layer import ChosenLayer, choose_layer, collect_features
 from flatness.generalization.fitting import Fitter, fitter_of, sample_losses
 from flatness.generalization.kernels import Kernel, bandwidth, check_delta, kernel_of
 from flatness.generalization.local_losses import Labels, local_losses
 from flatness.losses import Loss
-from flatness.problem import Problem
-from flatness.ranks import separately
-from flatness.result import Result
-from flatness.tables import format_value
+from flatness.measuring.examine.examination import examine
+from flatness.problem import batches
+from flatness.problem.forward import Forward
+from flatness.problem.problem import Problem
+from flatness.problem.ranks import separately
+from flatness.report.report import Result
+from flatness.report.tables import format_value
 
 INPUT = "input"
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import NotExactError, OptionError
-from flatness.forward import Forward
 from flatness.generalization.chosen_layer import ChosenLayer, choose_layer
 from flatness.generalization.kernels import Kernel, check_delta, kernel_of
 from flatness.generalization.loss_changes import LossChanges, loss_changes
@@ -18,10 +17,11 @@ from flatness.generalization.matrices import given_matrices, operator_norms
 from flatness.generalization.perturbations import given_perturbations, random_perturbations
 from flatness.generalization.robustness_result import Robustness
 from flatness.generalization.worst import first_order_bound, worst_matrices
-from flatness.measuring import measure
-from flatness.problem import Problem
-from flatness.ranks import separately
-from flatness.result import Result
+from flatness.measuring.measure import measure
+from flatness.problem.forward import Forward
+from flatness.problem.problem import Problem
+from flatness.problem.ranks import separately
+from flatness.report.report import Result
 
 _ROUTES = ("weights", "features", "noise")
 _PAIRS = 32

@@ -12,7 +12,7 @@ from typing import Any
 
 from flatness.errors import ReportError
 from flatness.files import write_text
-from flatness.json_shape import (
+from flatness.report.json_shape import (
     ANY,
     NUMBER,
     TEXT,
@@ -23,8 +23,8 @@ from flatness.json_shape import (
     check_shape,
     parse_json,
 )
-from flatness.result import Result
-from flatness.tables import format_value
+from flatness.report.report import Result
+from flatness.report.tables import format_value
 
 _FORMAT = "flatness robustness"
 _VERSION = 1

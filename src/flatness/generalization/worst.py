@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatness.generalization.matrices import orthonormal_frames
 from flatness.generalization.perturbing import PerturbedLayer
-from flatness.progress import ProgressBar
+from flatness.problem.progress import ProgressBar
 
 _TOLERANCE = 1e-5
 _HALVINGS = 6

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from flatness.errors import OptionError
-from flatness.monitor import Monitor
+from flatness.integrations.monitor import Monitor
 
 
 def flatness_callback(monitor: Monitor, network: str | None = None) -> Any:
@@ -28,7 +28,7 @@ def flatness_callback(monitor: Monitor, network: str | None = None) -> Any:
             model = pl_module if network is None else getattr(pl_module, network)
             report = monitor.step(model, trainer.global_step)
             if report is not None and trainer.logger is not None:
-                from flatness.monitor import values_of
+                from flatness.integrations.monitor import values_of
 
                 trainer.logger.log_metrics(values_of(report), step=trainer.global_step)
 

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from flatness.errors import OptionError
-from flatness.monitor import Monitor, values_of
+from flatness.integrations.monitor import Monitor, values_of
 
 
 def flatness_callback(monitor: Monitor) -> Any:

@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flatness import batches
-from flatness.counted_work import START, counted
 from flatness.errors import FlatnessError
 from flatness.landscape.engines import LOOPED, Stacked
 from flatness.landscape.first_layers import KeptMaps, Steps
-from flatness.memory import kept_budget, ran_out
-from flatness.problem import Problem
+from flatness.network.memory import kept_budget, ran_out
+from flatness.problem import batches
+from flatness.problem.counted_work import START, counted
+from flatness.problem.problem import Problem
 
 _CONTENDERS = ("unfolded", "banded", "grouped", "windowed")
 # A look at the memory and the work that a sample takes at a point. How many samples are then worked on at a

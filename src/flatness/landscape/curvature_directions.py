@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatness.curvature.hessian_operator import HessianOperator
-from flatness.curvature.lanczos import TopEigenvalues
-from flatness.curvature.parameter_space import ParameterSpace
-from flatness.curvature.spectrum import default_tolerance
+from flatness.curvature.operators.lanczos import TopEigenvalues
+from flatness.curvature.operators.spectrum import default_tolerance
+from flatness.curvature.parameters.hessian_operator import HessianOperator
+from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.generalization.kernels import kernel_of
 from flatness.generalization.matrices import random_directions
-from flatness.layers.convolution import ConvolutionLayer
-from flatness.layers.linear import LinearLayer, TransposedLinearLayer
-from flatness.layers.view import Layer
-from flatness.problem import Problem
+from flatness.network.layers.convolution import ConvolutionLayer
+from flatness.network.layers.linear import LinearLayer, TransposedLinearLayer
+from flatness.network.layers.view import Layer
+from flatness.problem.problem import Problem
 
 _BASIS = 48
 _MOST_PRODUCTS = 300

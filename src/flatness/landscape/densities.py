@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.curvature.hessian_operator import HessianOperator
-from flatness.curvature.network_spectrum import SpectrumRequest, inverse_metric_root
-from flatness.curvature.parameter_space import ParameterSpace
-from flatness.curvature.quadrature import LanczosRuns, random_signs
+from flatness.curvature.operators.network_spectrum import SpectrumRequest, inverse_metric_root
+from flatness.curvature.operators.quadrature import LanczosRuns, random_signs
+from flatness.curvature.parameters.hessian_operator import HessianOperator
+from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.errors import OptionError, listed, nearest
-from flatness.forward import Forward
 from flatness.landscape.arguments import whole_number
 from flatness.landscape.density_result import KIND, Density, SpectralQuadrature
 from flatness.landscape.engines import LOOPED
@@ -30,11 +29,12 @@ from flatness.landscape.networks import (
 from flatness.landscape.points import Points
 from flatness.landscape.setting import RISK, identity_of
 from flatness.landscape.storage import Array
-from flatness.layers import find_layers, select_layers
-from flatness.planning import make_plan
-from flatness.problem import Problem
-from flatness.progress import ProgressBar
-from flatness.ranks import separately
+from flatness.measuring.plan.planner import make_plan
+from flatness.network.layers import find_layers, select_layers
+from flatness.problem.forward import Forward
+from flatness.problem.problem import Problem
+from flatness.problem.progress import ProgressBar
+from flatness.problem.ranks import separately
 from flatness.version import __version__
 
 METRICS = ("euclidean", "layerwise", "nodewise")

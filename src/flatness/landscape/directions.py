@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.batches import describe
 from flatness.errors import LayerError, OptionError, listed, nearest
 from flatness.landscape.arguments import digest
 from flatness.landscape.curvature_directions import (
@@ -19,8 +18,9 @@ from flatness.landscape.curvature_directions import (
 )
 from flatness.landscape.networks import own_weights, parameter_names, without_weight
 from flatness.landscape.random_directions import filter_normalized, layer_normalized
-from flatness.layers import find_layers, select_layers
-from flatness.problem import Problem
+from flatness.network.layers import find_layers, select_layers
+from flatness.problem.batches import describe
+from flatness.problem.problem import Problem
 
 KINDS = ("layer", "filter", "eigenvectors", "relative_flatness")
 """Directions by name."""

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatness import batches
-from flatness.convolutions import AsProducts
-from flatness.guard import differentiable
 from flatness.landscape.first_layers import FirstLayers, Steps
-from flatness.pool_first import (
+from flatness.problem import batches
+from flatness.problem.convolutions import AsProducts
+from flatness.problem.guard import differentiable
+from flatness.problem.pool_first import (
     FEW_CHANNELS,
     MANY_CHANNELS,
     pool_first,
     pooled_windows,
     pooling_sequences,
 )
-from flatness.pooling import StackedPooling
-from flatness.problem import Problem
-from flatness.substitution import refuse_read_elsewhere
+from flatness.problem.pooling import StackedPooling
+from flatness.problem.problem import Problem
+from flatness.problem.substitution import refuse_read_elsewhere
 
 LOOPED = "looped"
 ENGINES = (LOOPED, "grouped", "windowed", "unfolded", "banded")

@@ -19,7 +19,7 @@ from flatness.files import check_folder
 from flatness.landscape.points import Points
 from flatness.landscape.setting import RISK
 from flatness.landscape.storage import Array, read_arrays
-from flatness.progress import ProgressBar
+from flatness.problem.progress import ProgressBar
 
 _SAVE_EVERY = 5.0
 _ROUNDING = {"rel_tol": 1e-3, "abs_tol": 1e-6}  # by which a loss may differ between devices and batch sizes

@@ -22,9 +22,9 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from flatness import batches
 from flatness.landscape.mixing import Mixed
-from flatness.pool_first import at_places, pooled_windows
+from flatness.problem import batches
+from flatness.problem.pool_first import at_places, pooled_windows
 
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _LAYERS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatness.memory import ran_out
+from flatness.network.memory import ran_out
 
 
 class Fused:

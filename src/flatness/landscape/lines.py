@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from flatness.errors import ModelError, OptionError
-from flatness.forward import Forward
 from flatness.landscape.arguments import (
     Span,
     as_tensors,
@@ -28,8 +27,9 @@ from flatness.landscape.networks import Member, Networks, Weights, difference, m
 from flatness.landscape.points import Points
 from flatness.landscape.setting import RISK, facts_of, identity_of
 from flatness.landscape.storage import Array
-from flatness.problem import Problem
-from flatness.ranks import separately
+from flatness.problem.forward import Forward
+from flatness.problem.problem import Problem
+from flatness.problem.ranks import separately
 
 
 @separately()

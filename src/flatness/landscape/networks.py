@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.batches import describe
 from flatness.errors import CheckpointError, LayerError, ModelError, NotFiniteError, listed
-from flatness.guard import unwrap
-from flatness.layers.view import Layer
+from flatness.network.layers.view import Layer
+from flatness.problem.batches import describe
+from flatness.problem.guard import unwrap
 
 # What modules save beside parameters and buffers has a name that ends so.
 _BESIDE = "_extra_state"

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness import batches
 from flatness.errors import OptionError
 from flatness.landscape.choosing import choose_engine
 from flatness.landscape.engines import LOOPED, LOSS, Stacked, accuracy_of, bytes_of
 from flatness.landscape.first_layers import KeptMaps, Steps
 from flatness.losses import counted
-from flatness.memory import fits, kept_budget
-from flatness.probe import check_example
-from flatness.problem import Problem
+from flatness.measuring.examine.probe import check_example
+from flatness.network.memory import fits, kept_budget
+from flatness.problem import batches
+from flatness.problem.problem import Problem
 
 BATCH_NORM = ("as_is", "recomputed")
 """Statistics of batch norm: those of the model at every point, or computed anew there."""

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from flatness.layers import find_layers
-from flatness.layers.convolution import TransposedConvolutionLayer
-from flatness.layers.linear import TransposedLinearLayer
-from flatness.layers.view import Layer
+from flatness.network.layers import find_layers
+from flatness.network.layers.convolution import TransposedConvolutionLayer
+from flatness.network.layers.linear import TransposedLinearLayer
+from flatness.network.layers.view import Layer
 
 
 def layer_normalized(model: nn.Module, names: Iterable[str], generator: torch.Generator) -> dict[str, Tensor]:

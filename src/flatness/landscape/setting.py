@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flatness.landscape.points import Points
-from flatness.problem import Problem
-from flatness.provenance import model_fingerprint
+from flatness.measuring.rows.provenance import model_fingerprint
+from flatness.problem.problem import Problem
 from flatness.version import __version__
 
 RISK = "value_of_the_loss"

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from flatness.errors import ReportError
 from flatness.files import replacing
-from flatness.json_shape import ANY, ShapeError, check_shape, parse_json
-from flatness.npz import UNREADABLE, array_names, read_array
-from flatness.unpacking import TooLargeError, check_unpacked
+from flatness.report.json_shape import ANY, ShapeError, check_shape, parse_json
+from flatness.report.npz import UNREADABLE, array_names, read_array
+from flatness.report.unpacking import TooLargeError, check_unpacked
 
 Array = NDArray[Any]
 _VERSION = 1

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from flatness.errors import ModelError, OptionError
-from flatness.forward import Forward
 from flatness.landscape.arguments import (
     Span,
     as_tensors,
@@ -29,8 +28,9 @@ from flatness.landscape.setting import RISK, facts_of, identity_of
 from flatness.landscape.storage import Array
 from flatness.landscape.surface_result import KIND, Surface
 from flatness.landscape.trajectory import Plane, principal_plane, trajectories_of
-from flatness.problem import Problem
-from flatness.ranks import separately
+from flatness.problem.forward import Forward
+from flatness.problem.problem import Problem
+from flatness.problem.ranks import separately
 
 
 @separately()

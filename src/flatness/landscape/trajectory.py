@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flatness.batches import describe
 from flatness.errors import OptionError
 from flatness.landscape.networks import difference
 from flatness.landscape.storage import Array
+from flatness.problem.batches import describe
 
 _ROOM = 0.2
 

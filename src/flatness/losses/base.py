@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError, FlatnessError
-from flatness.signs import Signs
+from flatness.losses.signs import Signs
 
 Check = tuple[Tensor, Callable[[tuple[int, ...]], FlatnessError]]
 """A mask of what is wrong, and the error to raise given the index of its first entry."""

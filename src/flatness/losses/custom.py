@@ -11,7 +11,7 @@ from torch import Tensor
 from flatness.errors import LossError
 from flatness.losses.base import Items, Loss, count, promote, random_signs, refuse
 from flatness.losses.layout import lay_out_values, place, shape, validate_output
-from flatness.signs import Signs
+from flatness.losses.signs import Signs
 
 LARGEST_OUTPUT = 512
 

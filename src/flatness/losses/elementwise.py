@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from flatness.errors import DataError, LossError
 from flatness.losses.base import Check, Items, Loss, count, promote, random_signs
 from flatness.losses.layout import finite, lay_out_values, place, shape
-from flatness.signs import Signs
+from flatness.losses.signs import Signs
 
 
 class Elementwise(Loss):

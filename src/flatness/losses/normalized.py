@@ -12,8 +12,8 @@ from torch import Tensor
 from flatness.errors import DataError
 from flatness.losses.base import Check, Items, Loss, promote, random_signs
 from flatness.losses.layout import place
+from flatness.losses.signs import Signs
 from flatness.losses.softmax import CrossEntropy, softmax_factors, softmax_probe
-from flatness.signs import Signs
 
 _INSTEAD = (
     "Use another loss; measures that bring this one along, such as normalized_sharpness, take yours with the "

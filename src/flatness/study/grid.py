@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatness.errors import SpecError, nearest
-from flatness.models.initial import SCHEMES
 from flatness.study.layout import AXES, as_list
+from flatness.zoo.models.initial import SCHEMES
 
 
 @dataclass(frozen=True)

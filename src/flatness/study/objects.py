@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.data import load
 from flatness.errors import DataError, FlatnessError, ModelError, SpecError, StudyError, nearest
-from flatness.journal_state import digest_of
-from flatness.models import MODELS, build, initialize
-from flatness.models.initial import seeded
+from flatness.problem.journal_state import digest_of
 from flatness.study.grid import Configuration
+from flatness.zoo.data import load
+from flatness.zoo.models import MODELS, build, initialize
+from flatness.zoo.models.initial import seeded
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,62 @@
+"""The spectral norm of the Hessian on a quotient manifold, rangamani2019: scale-invariant sharpness."""
+
+from __future__ import annotations
+
+from flatness.catalogue.eigenvalues import (
+    EIGENVALUE_OPTIONS,
+    check_eigenvalue_option,
+    largest_of_network,
+)
+from flatness.catalogue.measure import Measure
+from flatness.catalogue.registry import register_measure
+
+_OPTIONS = {**EIGENVALUE_OPTIONS, "parameters": "all", "solver": "lanczos"}
+_COST = "Hessian products of the whole network: about 20 to 60, in step with other eigenvalues"
+
+riemannian_spectral_norm = register_measure(
+    Measure(
+        name="riemannian_spectral_norm",
+        symbol="‖Hess f‖",
+        formula="λ_max(D^½ H D^½), D = ‖W_l‖² on W_l and ‖b_l‖² on b_l",
+        source="rangamani2019, Def. 3",
+        summary="The sharpest direction of all, each layer in units of its own length.",
+        when=(
+            "For the sharpest direction of the network as a whole, comparable between networks whose "
+            "layers have different scales."
+        ),
+        misleads=(
+            "Rescaling single neurons changes it; take the nodewise version. It takes Hessian "
+            "products, and means what the paper says only at a critical point: the notes give the "
+            "gradient's length."
+        ),
+        levels=("network",),
+        invariances=frozenset({"layerwise"}),
+        network=largest_of_network,
+        network_needs=frozenset({"spectrum"}),
+        options={**_OPTIONS, "metric": "layerwise"},
+        check_option=check_eigenvalue_option,
+        cost=_COST,
+    )
+)
+
+riemannian_spectral_norm_nodewise = register_measure(
+    Measure(
+        name="riemannian_spectral_norm_nodewise",
+        symbol="‖Hess f‖ (nodes)",
+        formula="λ_max(D^½ H D^½), D = θ_i²",
+        source="rangamani2019, §6",
+        summary="The sharpest direction of all, each parameter in units of its own size.",
+        when=(
+            "As `riemannian_spectral_norm`, also between networks that differ in the scales of single "
+            "neurons."
+        ),
+        misleads="Parameters near 0 hardly count, whatever their curvature: pruned networks look flat.",
+        levels=("network",),
+        invariances=frozenset({"layerwise", "neuronwise"}),
+        network=largest_of_network,
+        network_needs=frozenset({"spectrum"}),
+        options={**_OPTIONS, "metric": "nodewise"},
+        check_option=check_eigenvalue_option,
+        cost=_COST,
+    )
+)

@@ -1,0 +1,217 @@
+"""The catalogue: which measures exist, how they are chosen, and how users add their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.catalogue.measure import NETWORK_NEEDS, SPECTRA, Measure
+from flatness.curvature.sums.statistics import LAYER_STATISTICS
+from flatness.errors import MeasureError, OptionError, listed, nearest
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"max": torch.max, "sum": torch.sum}
+_REGISTRY: dict[str, Measure] = {}
+
+
+def register_measure(measure: Measure, *, replace: bool = False) -> Measure:
+    """Add a measure to the catalogue, so that `flatness.measure` knows it by name.
+
+    Example:
+        >>> import flatness
+        >>> _ = flatness.register_measure(
+        ...     flatness.Measure(
+        ...         name="mean_curvature",
+        ...         symbol="Tr H / dim",
+        ...         formula="Tr H_l / (d·m)",
+        ...         source="mine",
+        ...         summary="Average eigenvalue of a layer.",
+        ...         levels=("layer",),
+        ...         needs=frozenset({"row_traces"}),
+        ...         layer=lambda view: view.trace / view.W.numel(),
+        ...     ),
+        ...     replace=True,
+        ... )
+        >>> flatness.measures("mean_curvature").source
+        'mine'
+    """
+    if not isinstance(measure, Measure):
+        raise MeasureError(
+            f"Expected a flatness.Measure but got {type(measure).__name__}. "
+            "Build one: flatness.Measure(name=..., ...)."
+        )
+    _check_declaration(measure)
+    if measure.name in _REGISTRY and not replace:
+        raise MeasureError(
+            f"Expected a new name but {measure.name!r} is taken. Pass replace=True to replace it."
+        )
+    _REGISTRY[measure.name] = measure
+    return measure
+
+
+def _check_declaration(measure: Measure) -> None:
+    if measure.name in ("default", "all"):
+        raise MeasureError(
+            f"Expected a name that means nothing else but got {measure.name!r}. Choose another."
+        )
+    unknown = sorted(measure.needs - LAYER_STATISTICS - SPECTRA)
+    if unknown:
+        raise MeasureError(
+            f"Expected {measure.name!r} to need statistics the engine has but got {listed(unknown)}. "
+            f"Known: {listed(sorted(LAYER_STATISTICS | SPECTRA), 20)}."
+        )
+    odd_needs = sorted(measure.network_needs - NETWORK_NEEDS)
+    if odd_needs:
+        raise MeasureError(
+            f"Expected network_needs out of {listed(sorted(NETWORK_NEEDS))} but {measure.name!r} has "
+            f"{listed(odd_needs)}. Leave it out."
+        )
+    odd = [level for level in measure.levels if level not in ("unit", "layer", "network")]
+    if odd:
+        raise MeasureError(
+            f"Expected levels out of unit, layer, network but {measure.name!r} has {listed(odd)}. "
+            "Say where it has values."
+        )
+    missing = sorted(set(measure.reductions) - set(_REDUCTIONS))
+    if missing:
+        raise MeasureError(
+            f"Expected reductions out of max, sum but {measure.name!r} has {listed(missing)}. Leave it out."
+        )
+    given = (measure.layer, measure.units, measure.explore)
+    if "layer" in measure.levels and all(way is None for way in given):
+        raise MeasureError(
+            f"Expected {measure.name!r} to say how a layer's value is computed but it has neither layer= nor "
+            "units=. Give one."
+        )
+
+
+def unregister_measure(name: str) -> None:
+    """Remove a measure that was added with `register_measure`."""
+    _REGISTRY.pop(get_measure(name).name)
+
+
+def get_measure(name: str | Measure) -> Measure:
+    """The measure of that name; a measure of the catalogue stands for itself."""
+    if isinstance(name, Measure):
+        name = name.name
+    if name not in _REGISTRY:
+        raise MeasureError(
+            f"Expected the name of a measure but got {name!r}.{nearest(name, _REGISTRY)} Known: "
+            f"{listed(_REGISTRY, 40)}."
+        )
+    return _REGISTRY[name]
+
+
+def select_measures(measures: str | Measure | Iterable[str | Measure]) -> list[Measure]:
+    """Resolve the `measures` argument: a name, a list of names, "default" or "all"."""
+    if isinstance(measures, str):
+        if measures == "all":
+            return list(_REGISTRY.values())
+        if measures == "default":
+            return [measure for measure in _REGISTRY.values() if measure.one_pass]
+        return [get_measure(measures)]
+    if isinstance(measures, Measure):
+        return [get_measure(measures)]
+    if not isinstance(measures, Iterable):
+        raise MeasureError(
+            "Expected measures to be a name, a list of names, 'default' or 'all' but got "
+            f"{type(measures).__name__}. Known: {listed(_REGISTRY, 40)}."
+        )
+    measures = list(measures)
+    for word in ("all", "default"):
+        if word in measures and word not in _REGISTRY:
+            raise MeasureError(
+                f"Expected names of measures in a list but got {word!r}, which stands for many. Pass "
+                f"measures={word!r} by itself."
+            )
+    chosen = {measure.name: measure for measure in map(get_measure, measures)}
+    if not chosen:
+        raise MeasureError(
+            f"Expected at least one measure but got an empty list. Known: {listed(_REGISTRY, 40)}."
+        )
+    return list(chosen.values())
+
+
+def resolve_options(
+    measures: list[Measure], options: Mapping[str, Mapping[str, Any]] | None
+) -> dict[str, dict[str, Any]]:
+    """Options of every measure: its defaults, overridden by what the user gave."""
+    resolved = {measure.name: dict(measure.options) for measure in measures}
+    if not isinstance(options or {}, Mapping):
+        raise OptionError(
+            f"Expected options by measure but got {type(options).__name__}. "
+            "For example options={'layer_flatness': {'tolerance': 1e-9}}."
+        )
+    for name, values in (options or {}).items():
+        measure = get_measure(name)
+        if name not in resolved:
+            raise OptionError(
+                f"Expected options for measured quantities only but {name!r} is not measured here. Add it to "
+                "measures=."
+            )
+        if not isinstance(values, Mapping):
+            raise OptionError(
+                f"Expected the options of {name!r} by name but got {values!r}. "
+                f"For example options={{{name!r}: {{'tolerance': 1e-9}}}}."
+            )
+        for key, value in values.items():
+            if key not in measure.options:
+                known = listed(measure.options) or "none"
+                raise OptionError(
+                    f"Expected an option of {name!r} but got {key!r}.{nearest(key, measure.options)} Known: "
+                    f"{known}."
+                )
+            if measure.check_option is not None:
+                measure.check_option(key, value)
+            resolved[name][key] = value
+    return resolved
+
+
+@dataclass(frozen=True)
+class LossGroup:
+    """Measures that share a loss, and so their passes over the data.
+
+    Attributes:
+        loss: Name of the loss; None for the user's own.
+        names: The measures.
+        options: What the user gave for them.
+    """
+
+    loss: str | None
+    names: list[str]
+    options: dict[str, Mapping[str, Any]]
+
+
+def by_loss(
+    measures: str | Iterable[str], options: Mapping[str, Mapping[str, Any]] | None
+) -> list[LossGroup]:
+    """The requested measures in groups that share a loss, the user's own loss first."""
+    chosen = select_measures(measures)
+    resolved = resolve_options(chosen, options)
+    names: dict[str | None, list[str]] = {}
+    for measure in chosen:
+        names.setdefault(measure.own_loss(resolved[measure.name]), []).append(measure.name)
+    given = dict(options or {})
+    return [
+        LossGroup(loss, group, {name: given[name] for name in group if name in given})
+        for loss, group in sorted(names.items(), key=lambda item: item[0] is not None)
+    ]
+
+
+def reduce_values(reduction: str, values: Tensor) -> Tensor:
+    """Aggregate values by name: "max" or "sum"."""
+    return _REDUCTIONS[reduction](values)
+
+
+def measures(name: str | None = None) -> Any:
+    """The catalogue as a list of `Measure` objects, or the one called `name`.
+
+    Example:
+        >>> import flatness
+        >>> flatness.measures("relative_flatness").formula
+        'Σ_{s,s′} ⟨w_s, w_s′⟩ Tr H_{s,s′}'
+    """
+    return list(_REGISTRY.values()) if name is None else get_measure(name)

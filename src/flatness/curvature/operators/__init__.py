@@ -1,0 +1,1 @@
+"""Eigenvalues, densities and ascent, from products with Hessians."""

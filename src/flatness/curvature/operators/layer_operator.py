@@ -1,0 +1,196 @@
+"""Products with the Hessians of several layers at once, summed over streamed data.
+
+What a micro-batch contributes (features and signals, or the derivatives g where those are smaller) is kept in
+memory when all of it fits, and recomputed for every product when not: never out of memory, at a documented
+extra cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.operators.layer_slices import (
+    FactorSlice,
+    GradientSlice,
+    HessianSlice,
+    KeptSlices,
+    SoftmaxSlice,
+)
+from flatness.curvature.sums.exact import (
+    at_layers,
+    input_of,
+    layer_edges,
+    layer_signals,
+    rows_of_features,
+    separable_signals,
+    signals,
+)
+from flatness.curvature.sums.routes import LayerRoute, Routes
+from flatness.errors import OutOfMemoryError
+from flatness.losses import Items
+from flatness.network.memory import fits
+from flatness.network.recording import Recording
+from flatness.problem.problem import Problem
+
+_RECOMPUTED = "eigenvalues: the signals did not fit into memory and were recomputed for every product"
+
+
+class LayerOperators:
+    """H_l V and H_ss V_s for several layers l and all their rows s.
+
+    Args:
+        problem: The model, data and loss.
+        routes: The layers.
+        normaliser: C of the whole data set, which products are divided by.
+        keep: Whether slices are kept in memory between products.
+    """
+
+    def __init__(self, problem: Problem, routes: Routes, normaliser: float, keep: bool) -> None:
+        self._problem = problem
+        self._routes = routes
+        self._normaliser = normaliser
+        self._kept: list[dict[str, HessianSlice]] | None = None
+        with problem.ranks.stage():
+            if keep:
+                self._keep()
+            if self._kept is None:
+                problem.notes.append(_RECOMPUTED)
+
+    def products(self, queries: dict[str, list[tuple[str, Tensor]]]) -> dict[str, list[Tensor]]:
+        """Multiply, for every layer, a list of ("whole" or "rows", V (G, d, m)); one pass over the data."""
+        with self._problem.ranks.stage():
+            own = self._own_products(queries)
+        flat = iter(self._problem.ranks.summed([product for answers in own.values() for product in answers]))
+        return {name: [next(flat) for _ in answers] for name, answers in own.items()}
+
+    def _own_products(self, queries: dict[str, list[tuple[str, Tensor]]]) -> dict[str, list[Tensor]]:
+        """The products of this process's part of the data."""
+        results = {name: [torch.zeros_like(V) for _, V in asked] for name, asked in queries.items()}
+        dtype = self._problem.dtype
+
+        def visit(slices: dict[str, HessianSlice]) -> None:
+            found = [
+                (name, index, slices[name].product(V.to(dtype), part == "rows").double() / self._normaliser)
+                for name, asked in queries.items()
+                for index, (part, V) in enumerate(asked)
+            ]
+            # Only now: when memory runs out above, the same samples come again in smaller batches.
+            for name, index, product in found:
+                results[name][index] += product
+
+        if self._kept is None:
+            self._stream(visit, results, queries)
+        elif not all(fits(partial(visit, slices), self._problem.device) for slices in self._kept):
+            # What is kept leaves no room to multiply with it: from here on it is recomputed.
+            self._kept = None
+            self._problem.notes.append(_RECOMPUTED)
+            return self._own_products(queries)
+        return results
+
+    def _keep(self) -> None:
+        """Keep all slices; without room for them, none."""
+        kept: list[dict[str, HessianSlice]] = []
+        before = self._problem.micro_batch
+        try:
+            self._stream(kept.append, KeptSlices(kept))
+        except OutOfMemoryError:
+            kept.clear()
+            self._problem.micro_batch = before
+        else:
+            self._kept = kept
+
+    def _stream(
+        self, visit: Callable[[dict[str, HessianSlice]], None], state: Any, queries: Any = None
+    ) -> None:
+        routes = self._routes
+        with Recording(routes.modules(), edges=routes.backward, copy_inputs=routes.copy_inputs) as recording:
+
+            def step(batch: Any) -> None:
+                recording.clear()
+                with torch.set_grad_enabled(routes.backward):
+                    items = self._problem.items(batch)
+                slices = dict(self._slices(recording, items))
+                recording.clear()
+                with torch.no_grad():
+                    visit(slices)
+
+            asked = [routes.described(), queries]
+            self._problem.stream(step, "eigenvalues", state=state, depends_on=asked)
+
+    def _slices(self, recording: Recording, items: Items) -> Iterator[tuple[str, HessianSlice]]:
+        for route in self._routes.kind("softmax head"):
+            yield route.name, self._softmax_slice(route, recording, items)
+        for route in self._routes.kind("separable"):
+            yield route.name, self._separable_slice(route, recording, items)
+        passing = self._routes.kind("passes")
+        if passing:
+            n, edges = items.logits.shape[0], layer_edges(passing, recording)
+            blocks = [
+                (at_layers(passing, recording, block, n), c)
+                for block, c in signals(self._problem, items, edges)
+            ]
+            for index, route in enumerate(passing):
+                arrived = [block[index] for block, _ in blocks]
+                weights = [c for _, c in blocks if c is not None]
+                yield route.name, _pass_slice(route, input_of(route, recording), items, arrived, weights)
+
+    def _softmax_slice(self, route: LayerRoute, recording: Recording, items: Items) -> HessianSlice:
+        a = self._problem.loss.softmax_weight(items)
+        p = items.logits.detach().flatten(0, 1).softmax(1)
+        phi = rows_of_features(route, recording.one(route.name).x, items.logits.shape[0])
+        return SoftmaxSlice(phi, p, torch.ones_like(p[:, 0]) if a is None else a.flatten().to(p.dtype))
+
+    def _separable_slice(self, route: LayerRoute, recording: Recording, items: Items) -> HessianSlice:
+        record, n = recording.one(route.name), items.logits.shape[0]
+        found = list(separable_signals(self._problem, items, record.z_edge))
+        deltas = [route.layer.signals(delta, n)[:, 0].transpose(1, 2).flatten(0, 1) for delta, _ in found]
+        weights = [c for _, c in found if c is not None]
+        phi = rows_of_features(route, record.x, n)[:, None, :, None]
+        c = torch.stack(weights, 1) if weights else None
+        return FactorSlice.of(phi, torch.stack(deltas, 1)[:, None, :, :, None], c)
+
+
+def _pass_slice(
+    route: LayerRoute, x: Tensor, items: Items, arrived: list[Tensor | None], weights: list[Tensor]
+) -> HessianSlice:
+    n = items.logits.shape[0]
+    Phi = route.layer.features(x, n)
+    known = [layer_signals(route, delta, n) for delta in arrived if delta is not None]
+    if not known:
+        # The output does not depend on this layer.
+        known = [Phi.new_zeros(n, Phi.shape[1], 1, route.layer.output_units // Phi.shape[1], Phi.shape[3])]
+        weights = []
+    c = torch.cat(weights, dim=1) if weights else None
+    form = GradientSlice if _keeps_g(*Phi.shape[2:]) else FactorSlice
+    return form.of(Phi, torch.cat(known, dim=2), c)
+
+
+def _keeps_g(features: int, positions: int) -> bool:
+    """Whether g (d×m) is kept rather than δ (d×P) and Φ (m×P): the smaller one."""
+    return positions >= features
+
+
+def kept_bytes_per_sample(routes: Routes, directions: int, itemsize: int) -> int:
+    """Memory per sample when the slices are kept between products.
+
+    Args:
+        routes: The layers.
+        directions: Signals per sample, R·T.
+        itemsize: Bytes of a number.
+    """
+    total = 0
+    for route in routes.layers:
+        G, d, m = route.layer.matrix().shape
+        P = route.positions
+        if route.kind == "softmax head":
+            total += P * (m + d)
+        elif route.kind == "passes" and _keeps_g(m, P):
+            total += directions * G * d * m
+        else:
+            total += P * G * (m + d * directions)
+    return total * itemsize

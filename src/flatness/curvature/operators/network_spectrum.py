@@ -1,0 +1,216 @@
+"""Extreme eigenvalues of the network's Hessian in a chosen metric: the spectrum of D^½ H D^½.
+
+On the quotient manifold of rangamani2019 the inverse metric is D, and the Riemannian Hessian D·H has the
+spectrum of the symmetric D^½ H D^½ (connection terms vanish where the gradient does). D is diagonal:
+
+    euclidean   1
+    layerwise   ‖W_l‖² on the entries of each parameter tensor       (rangamani2019, Def. 3); of query, key
+                and value projections in one tensor, of each
+    nodewise    θ_i²                                                 (rangamani2019, §6)
+    fisher      1 / E(∂_i ℓ)²
+
+Entries without a metric (a bias that is zero, a parameter without gradients) stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.operators.lanczos import TopEigenvalues
+from flatness.curvature.operators.power import PowerMethod
+from flatness.curvature.operators.spectrum import default_tolerance
+from flatness.curvature.parameters.hessian_operator import HessianOperator
+from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.curvature.sums.squared_gradients import SquaredGradients
+from flatness.errors import UndefinedMeasureError
+from flatness.network.attention import stacked_projections
+from flatness.problem.journal_state import Fields
+
+Metric = Literal["euclidean", "layerwise", "nodewise", "fisher"]
+Parameters = Literal["all", "weights"]
+Solver = Literal["lanczos", "power"]
+METRICS, PARAMETERS, SOLVERS = get_args(Metric), get_args(Parameters), get_args(Solver)
+_BASIS_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class SpectrumRequest:
+    """Which spectrum, and how it is found.
+
+    Attributes:
+        metric: "euclidean", "layerwise", "nodewise" or "fisher".
+        parameters: "all", or "weights" for those with two axes or more.
+        solver: "lanczos", or the "power" method of the paper, which finds the largest in size.
+        tolerance: Relative residual (power method: change of the vector) to stop at; None for the default.
+        max_products: Limit of passes over the data.
+    """
+
+    metric: Metric = "euclidean"
+    parameters: Parameters = "all"
+    solver: Solver = "lanczos"
+    tolerance: float | None = None
+    max_products: int = 300
+
+
+@dataclass(frozen=True)
+class NetworkSpectrum:
+    """Extreme eigenvalues of D^½ H D^½.
+
+    Attributes:
+        largest: λ_max (power method: the eigenvalue of largest size).
+        smallest: Estimate of λ_min, from above; NaN with the power method.
+        residual: ‖Av − λv‖ of the largest.
+        smallest_residual: Likewise of the smallest.
+        vector: v in parameter space, D^½ v of unit v, float64.
+        converged: Whether the tolerance was met.
+        products: Passes over the data.
+        gradient_norm: ‖D^½ ∇E‖: the length of the gradient in the metric.
+        risk: E.
+        dropped: Names of parameters without a metric.
+        history: Value after each product.
+    """
+
+    largest: float
+    smallest: float
+    residual: float
+    smallest_residual: float
+    vector: Tensor
+    converged: bool
+    products: int
+    gradient_norm: float
+    risk: float
+    dropped: tuple[str, ...] = ()
+    history: tuple[float, ...] = field(default=(), repr=False)
+
+
+def network_spectra(
+    operator: HessianOperator,
+    requests: Sequence[SpectrumRequest],
+    squared_gradients: Callable[[], SquaredGradients] | None = None,
+) -> list[NetworkSpectrum]:
+    """Solve all requests in step: one pass over the data serves one product of each.
+
+    Args:
+        operator: Products with H over all parameters.
+        requests: The spectra wanted.
+        squared_gradients: Gives E(∂_i ℓ)², for the metric "fisher".
+    """
+    space = operator.space
+    roots = [inverse_metric_root(space, request, squared_gradients) for request in requests]
+    solvers = [_solver(space, *pair) for pair in zip(requests, roots, strict=True)]
+    state = {"solvers": [Fields(solver) for solver in solvers], "operator": operator.state()}
+    asked = [operator.described(), [list(astuple(request)) for request in requests]]
+    with space.problem.loop("eigenvalues of the network", state, asked) as work:
+        while active := [i for i, solver in enumerate(solvers) if not solver.done]:
+            answers = operator([roots[i] * solvers[i].query().flatten() for i in active])
+            for i, answer in zip(active, answers, strict=True):
+                product = roots[i] * answer
+                solvers[i].tell(product if isinstance(solvers[i], PowerMethod) else product[None])
+            work.reached(work.position + 1)
+    return [_solved(operator, *pair) for pair in zip(solvers, roots, strict=True)]
+
+
+def inverse_metric_root(
+    space: ParameterSpace,
+    request: SpectrumRequest,
+    squared_gradients: Callable[[], SquaredGradients] | None = None,
+) -> Tensor:
+    """D^½ as a vector; 0 where a parameter is left out or has no metric."""
+    match request.metric:
+        case "euclidean":
+            root = torch.ones_like(space.theta)
+        case "layerwise":
+            stacked = stacked_projections(space.problem.model)
+            root = space.per_parameter(lambda name, value: _lengths(value, 3 if name in stacked else 1))
+        case "nodewise":
+            root = space.theta.abs()
+        case "fisher":
+            assert squared_gradients is not None
+            squares = squared_gradients().means
+            root = torch.where(squares > 0, squares.clamp(min=1e-300).rsqrt(), 0.0)
+    if request.parameters == "weights":
+        root = root * space.per_parameter(
+            lambda _, value: torch.tensor(float(value.dim() >= 2), device=value.device)
+        )
+    return root
+
+
+def _lengths(value: Tensor, parts: int) -> Tensor:
+    """The length of a parameter, or of each of the parts that lie one above the other in it, for its rows."""
+    lengths = value.double().reshape(parts, -1).norm(dim=1)
+    if parts == 1:
+        return lengths[0]
+    return lengths.repeat_interleave(len(value) // parts).view(-1, *[1] * (value.dim() - 1))
+
+
+def check_metric(space: ParameterSpace, request: SpectrumRequest) -> None:
+    """Refuse a metric in units of parameters that are all zero: no direction has a length.
+
+    Raises:
+        UndefinedMeasureError: With what to measure instead.
+    """
+    if request.metric in ("layerwise", "nodewise") and not bool(inverse_metric_root(space, request).any()):
+        what = "parameters" if request.parameters == "all" else "weights"
+        raise UndefinedMeasureError(
+            f"Expected {what} that are not all zero, as the {request.metric} metric measures directions in "
+            "units of their length, but got zeros only. Use hessian_top_eigenvalue, which has no such units."
+        )
+
+
+def _solver(space: ParameterSpace, request: SpectrumRequest, root: Tensor) -> TopEigenvalues | PowerMethod:
+    N = space.dimension
+    generator = torch.Generator().manual_seed(space.problem.seed)
+    start = torch.randn(N, generator=generator, dtype=torch.float64, device="cpu").to(root.device)
+    # Products never leave the entries that have a metric, if the first vector does not.
+    start = torch.where(root > 0, start, 0.0)
+    if not bool(start.any()):
+        start = torch.ones_like(start)
+    if request.solver == "power":
+        tolerance = 1e-4 if request.tolerance is None else request.tolerance
+        return PowerMethod(start, tolerance=tolerance, max_products=request.max_products)
+    tolerance = default_tolerance(space.problem.dtype) if request.tolerance is None else request.tolerance
+    return TopEigenvalues(
+        (1, N),
+        root.device,
+        tolerance=tolerance,
+        max_products=request.max_products,
+        basis_limit=max(12, min(64, _BASIS_BYTES // (8 * N))),
+        start=start[None],
+    )
+
+
+def _solved(operator: HessianOperator, solver: TopEigenvalues | PowerMethod, root: Tensor) -> NetworkSpectrum:
+    assert operator.gradient is not None
+    assert operator.risk is not None
+    parts = operator.space.split(root)
+    common = {
+        "products": solver.products,
+        "gradient_norm": float((root * operator.gradient).norm()),
+        "risk": operator.risk,
+        "dropped": tuple(name for name, part in parts.items() if not bool(part.any())),
+        "history": tuple(solver.history),
+    }
+    if isinstance(solver, PowerMethod):
+        return NetworkSpectrum(
+            solver.value,
+            float("nan"),
+            solver.residual,
+            float("nan"),
+            root * solver.vector,
+            solver.converged,
+            **common,
+        )
+    return NetworkSpectrum(
+        float(solver.values[0]),
+        float(solver.smallest[0]),
+        float(solver.residuals[0]),
+        float(solver.smallest_residuals[0]),
+        root * solver.vectors[0],
+        bool(solver.converged[0]),
+        **common,
+    )

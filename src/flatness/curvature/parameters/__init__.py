@@ -1,0 +1,1 @@
+"""A network's parameters as one vector: risk, gradients and Hessian products."""

@@ -1,0 +1,239 @@
+"""A network's parameters as one vector θ, and the risk as a function of it, streamed over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import DifferentiabilityError, LossError
+from flatness.losses import Items, counted
+from flatness.network.memory import ran_out
+from flatness.problem.guard import differentiable
+from flatness.problem.problem import Problem
+from flatness.problem.substitution import Substitution, refuse_read_elsewhere
+
+
+class ParameterSpace:
+    """θ, moves away from it, and E, ∇E and the accuracy there. Everything happens in a guarded problem.
+
+    Vectors are flat, parameters in the order of `names`. Weight decay is part of E and ∇E.
+
+    Args:
+        problem: The model, data and loss.
+        names: The parameters that make up θ; all of them when None. The others stay where they are.
+
+    Attributes:
+        parameters: The parameters by name, in the order of the vector.
+        dimension: Length of the vector.
+    """
+
+    def __init__(self, problem: Problem, names: Iterable[str] | None = None) -> None:
+        self.problem = problem
+        everything: dict[str, nn.Parameter] = dict(problem.model.named_parameters())
+        wanted = list(everything) if names is None else list(names)
+        self.parameters = {name: everything[name] for name in wanted}
+        self.dimension = sum(value.numel() for value in self.parameters.values())
+        self._normaliser: float | None = None
+        self._here = self.parameters
+
+    @cached_property
+    def substitution(self) -> Substitution:
+        """Where the model reads θ from, and from nowhere else."""
+        found = Substitution(self.problem.model, self.parameters)
+        example = self.problem.example(1)
+        here = {name: value.detach() for name, value in self.parameters.items()}
+        with differentiable(self.problem.model), explained(), torch.enable_grad():
+            with found(here):
+                output, _ = self.problem.outputs(example)
+            refuse_read_elsewhere(output, self.parameters)
+        return found
+
+    @cached_property
+    def theta(self) -> Tensor:
+        """The parameters as they were given, in float64."""
+        return self.join(self.parameters)
+
+    def join(self, parts: Any) -> Tensor:
+        """One float64 vector from tensors by name."""
+        return torch.cat([parts[name].detach().double().flatten() for name in self.parameters])
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """Tensors by name from a vector, in the precision of the model."""
+        sizes = [value.numel() for value in self.parameters.values()]
+        pieces = vector.to(self.problem.dtype).split(sizes)
+        return {
+            name: piece.view_as(value)
+            for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
+        }
+
+    def per_parameter(self, value: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """A vector filled parameter by parameter with `value(name, parameter)`, spread over its entries."""
+        return self.join(
+            {
+                name: value(name, parameter.detach()).expand(parameter.shape)
+                for name, parameter in self.parameters.items()
+            }
+        )
+
+    @contextmanager
+    def moved(self, vector: Tensor) -> Iterator[None]:
+        """The model at θ + vector, by other parameters in the place of its own."""
+        # Added in float64, so that a small step is rounded once and not twice.
+        after = self.split(self.theta + vector.double())
+        with self.substitution({name: value.contiguous() for name, value in after.items()}) as self._here:
+            try:
+                yield
+            finally:
+                self._here = self.parameters
+
+    def risk(self, vector: Tensor | None = None) -> float:
+        """E at θ, or at θ + vector. One forward pass over the data."""
+        total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
+
+        def add(items: Items) -> Callable[[], None]:
+            part = self.problem.loss.values(items).sum(dtype=torch.float64)
+            return partial(_add, total, part)
+
+        self.each(add, vector, state=total, depends_on="risk")
+        return float(total) / self.normaliser + self._penalty(vector)
+
+    def error_rate(self, vector: Tensor | None = None) -> float:
+        """The share of wrong predictions at θ, or at θ + vector."""
+        wrong = torch.zeros(2, dtype=torch.float64, device=self.problem.device)
+
+        def add(items: Items) -> Callable[[], None]:
+            part = self.problem.loss.mistakes(items)
+            if part is None:
+                raise LossError(
+                    "Expected a classification loss, as an accuracy is needed, but got "
+                    f"{self.problem.loss.name!r}. Use 'cross_entropy' or 'bce' with class targets."
+                )
+            return partial(_add, wrong, part)
+
+        self.each(add, vector, state=wrong, depends_on="error rate")
+        return float(wrong[0] / wrong[1])
+
+    def gradient(self, vector: Tensor | None = None) -> tuple[float, Tensor]:
+        """E and ∇E at θ, or at θ + vector. One forward and one backward pass."""
+        total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
+        slope = torch.zeros(self.dimension, dtype=torch.float64, device=self.problem.device)
+
+        def add(items: Items) -> Callable[[], None]:
+            values = self.problem.loss.values(items)
+            found = self.derivatives(values.sum())
+            part = values.detach().sum(dtype=torch.float64)
+            return lambda: (_add(total, part), _add(slope, found))[0]
+
+        self.each(add, vector, differentiate=True, state=[total, slope], depends_on="gradient")
+        at = self.theta if vector is None else self.theta + vector
+        risk = float(total) / self.normaliser + self._penalty(vector)
+        return risk, slope / self.normaliser + self.problem.weight_decay * at
+
+    def derivatives(self, outputs: Tensor, signal: Tensor | None = None) -> Tensor:
+        """∂⟨signal, outputs⟩/∂θ as a float64 vector; zeros for parameters they do not depend on."""
+        with explained():
+            found = torch.autograd.grad(
+                outputs,
+                list(self._here.values()),
+                signal,
+                retain_graph=signal is not None,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        return self.join(dict(zip(self.parameters, found, strict=True)))
+
+    @property
+    def normaliser(self) -> float:
+        """C of E = Σ ℓ_i / C, known after a pass."""
+        if self._normaliser is None:
+            self.each(lambda items: lambda: None, state={})
+        assert self._normaliser is not None
+        return self._normaliser
+
+    def each(
+        self,
+        visit: Callable[[Items], Callable[[], None]],
+        vector: Tensor | None = None,
+        *,
+        differentiate: bool = False,
+        label: str = "risk",
+        state: Any = None,
+        depends_on: Any = (),
+    ) -> bool:
+        """One pass over the data at θ + vector.
+
+        Args:
+            visit: Called with each micro-batch's predictions. It returns what adds them to the totals, which
+                runs when all memory that the batch takes was found.
+            vector: Where to evaluate; at θ when None.
+            differentiate: Whether derivatives in the parameters are taken.
+            label: What the progress bar says.
+            state: All that what `visit` returns changes; see `Problem.stream`, like the next.
+            depends_on: What that depends on beside the network there.
+
+        Returns:
+            What `Problem.stream` does.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
+
+        def step(batch: Any) -> None:
+            with torch.set_grad_enabled(differentiate):
+                items = self.problem.items(batch)
+                finish = visit(items)
+            share = self.problem.loss.normaliser(items)
+            finish()
+            total.add_(share)
+
+        kept = {
+            "state": None if state is None else {"sums": state, "normaliser": total},
+            "depends_on": [list(self.parameters), vector, depends_on],
+        }
+        with differentiable(self.problem.model):
+            if vector is None:
+                resumed = self.problem.stream(step, label, **kept)
+            else:
+                with self.moved(vector):
+                    resumed = self.problem.stream(step, label, **kept)
+        self._normaliser = counted(total, self.problem.samples)
+        return resumed
+
+    def _penalty(self, vector: Tensor | None) -> float:
+        if not self.problem.weight_decay:
+            return 0.0
+        at = self.theta if vector is None else self.theta + vector
+        return 0.5 * self.problem.weight_decay * float(at.square().sum())
+
+
+@contextmanager
+def explained(*, second: bool = False) -> Iterator[None]:
+    """Say what torch's complaint about a derivative means for the user.
+
+    Args:
+        second: Whether a second derivative is being taken that the Gauss-Newton part does without.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if ran_out(error):
+            raise
+        reason = str(error).splitlines()[0].split(":")[0]
+        if second:
+            raise DifferentiabilityError(
+                f"Expected operators that torch can differentiate twice but it says: {reason}. Write the "
+                "operator's backward with differentiable operations, or pass curvature='gauss_newton', which "
+                "needs first derivatives only."
+            ) from error
+        raise DifferentiabilityError(
+            f"Expected operators whose derivatives in the parameters torch can take but it says: {reason}. "
+            "Replace the operator, or leave out what walks in parameter space (eigenvalues of the network, "
+            "ascent)."
+        ) from error
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    total.add_(part)

@@ -1,0 +1,1 @@
+"""Additive statistics of layers: exact, sampled, and through parameters."""

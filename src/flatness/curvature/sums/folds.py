@@ -1,0 +1,149 @@
+"""Sums over samples and probes, and how far they scatter: the raw material of standard errors.
+
+Every sample is probed an even number of times. Neighbouring probes of a sample get opposite signs, and signed
+values are added up in J folds of samples. With R probes the estimate is S = Σ_ir q_ir / R, and a fold holds
+F_j = Σ_{i∈j} Σ_r ±q_ir / R, from which the value itself has dropped out. For a quantity f that is linear in
+the sums
+
+    se² = Σ_j f(F_j)²,
+
+which for two probes is Σ_i (q_i1 − q_i2)² / 4, summed fold by fold: the folds carry covariances between
+statistics, layers and parameters along. For any other f, steps as small as a fold tell too little: a clipped
+sum does not move at all. `replicates` adds the folds up with signs, so that each of them is as far from 0 as
+the estimate is from the truth, and the error is the root mean square of f(S + R_k) − f(S).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.sums.statistics import Statistics
+from flatness.problem.ranks import Ranks
+
+# Degrees of freedom of a standard error; fewer where diagonals or block traces, large as weights, are kept.
+FOLDS, FOLDS_OF_LARGE = 64, 16
+_STEP = 7
+LARGE = frozenset({"diagonal", "block_traces"})
+
+
+class FoldedSums:
+    """Sums by owner and statistic, with their folds.
+
+    Attributes:
+        count: J, or 0 when nothing is random and no folds are kept.
+        sums: ``sums[owner][statistic]``, float64.
+        folds: ``folds[owner][statistic]``, the same with J in front.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sums: dict[str, dict[str, Tensor]] = {}
+        self.folds: dict[str, dict[str, Tensor]] = {}
+
+    def add(self, owner: str, statistic: str, total: Tensor, folds: Tensor | None) -> None:
+        """Add one micro-batch's sum and folds."""
+        _accumulate(self.sums, owner, statistic, total)
+        if folds is not None:
+            _accumulate(self.folds, owner, statistic, folds)
+
+    def merge(self, other: FoldedSums) -> None:
+        """Add another part of the data."""
+        for mine, theirs in ((self.sums, other.sums), (self.folds, other.folds)):
+            for owner, statistics in theirs.items():
+                for name, value in statistics.items():
+                    _accumulate(mine, owner, name, value)
+
+    def all_reduce(self, ranks: Ranks) -> FoldedSums:
+        """Add up the parts of all processes, in place."""
+        if ranks.count > 1:
+            for part in (self.sums, self.folds):
+                whole = Statistics()
+                whole.sums = dict(part)
+                whole.all_reduce(ranks)
+                part.update(whole.sums)
+        return self
+
+    def divided(self, probes: int) -> FoldedSums:
+        """The mean over probes, in place."""
+        for part in (self.sums, self.folds):
+            for statistics in part.values():
+                for value in statistics.values():
+                    value /= probes
+        return self
+
+
+class Collector:
+    """Takes values per sample of one micro-batch and one probe, and adds them to sums and folds.
+
+    Probes come in pairs of opposite signs. A sample's number and that of the pair say which fold they go to,
+    so that micro-batches make no difference.
+
+    Args:
+        into: Where they go.
+        samples: Numbers of the samples in the data, (n,).
+        probe: Number of the probe.
+    """
+
+    def __init__(self, into: FoldedSums, samples: Tensor, probe: int) -> None:
+        self.into, self.sign = into, 1.0 if probe % 2 == 0 else -1.0
+        # A step that has no divisor in common with the number of folds: pairs spread out.
+        self.fold = (samples + _STEP * (probe // 2)) % into.count if into.count else None
+
+    def put(self, owner: str, values: Mapping[str, Tensor], start: int = 0) -> None:
+        """Add values (samples, …) by statistic, of the samples from `start` on."""
+        for statistic, value in values.items():
+            self.into.add(owner, statistic, value.sum(0), self._folded(value, start))
+
+    def put_outer(self, owner: str, statistic: str, a: Tensor, b: Tensor) -> None:
+        """Add Σ_i a_i b_iᵀ for a (n, d) and b (n, m), shaped (1, d, m), without forming single terms."""
+        folds = None
+        if self.fold is not None:
+            parts = [(self.fold == j).nonzero()[:, 0] for j in range(self.into.count)]
+            folds = torch.stack([a[i].T @ b[i] for i in parts])[:, None] * self.sign
+        self.into.add(owner, statistic, (a.T @ b)[None], folds)
+
+    def _folded(self, value: Tensor, start: int) -> Tensor | None:
+        if self.fold is None:
+            return None
+        folds = torch.zeros(self.into.count, *value.shape[1:], dtype=value.dtype, device=value.device)
+        return folds.index_add_(0, self.fold[start : start + len(value)], value, alpha=self.sign)
+
+
+def replicates(folds: Tensor) -> Tensor:
+    """R_k = Σ_j ±F_j with the signs of a Hadamard matrix: (K, …) from folds (J, …), K ≥ J a power of 2.
+
+    Balanced repeated replication (McCarthy 1969). The matrix is orthogonal, so that the mean of f(R_k)² is
+    Σ_j f(F_j)² for linear f, to rounding; and each R_k scatters as the sum itself does.
+    """
+    J = len(folds)
+    signs = torch.ones(1, 1, dtype=folds.dtype, device=folds.device)
+    while len(signs) < J:
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    return (signs[:, :J] @ folds.reshape(J, -1)).reshape(len(signs), *folds.shape[1:])
+
+
+def clipped_centre(value: Tensor, folds: Tensor, *, root: bool = False) -> Tensor:
+    """Where to spread replicates of entries (…) that are clipped at 0 around, given their folds (J, …).
+
+    An entry below 0 that may as well be above, by 3 standard errors, is taken to be 0: spread around where it
+    fell, replicates would stay below, and a value of 0 would look certain. One that is surely negative stays.
+
+    Args:
+        value: The entries.
+        folds: Their folds.
+        root: Whether a root of each is taken, which is steep at 0: there an entry that may as well be 0 is so
+            on either side, and a single one is to be sure with 5 standard errors. In a simulation of normal
+            entries from −3 to 10 standard errors, errors then have scores of root mean square 0.9 to 1.1, of
+            1.4 without.
+    """
+    error = folds.square().sum(0).sqrt()
+    below, above = (5 * error, 3 * error) if root else (3 * error, torch.zeros_like(error))
+    return torch.where((value > -below) & (value < above), torch.zeros_like(value), value)
+
+
+def _accumulate(into: dict[str, dict[str, Tensor]], owner: str, statistic: str, value: Tensor) -> None:
+    mine, value = into.setdefault(owner, {}), value.detach().double()
+    mine[statistic] = mine[statistic] + value if statistic in mine else value

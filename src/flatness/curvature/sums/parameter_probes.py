@@ -1,0 +1,262 @@
+"""Statistics of layers, and traces of parameters, from products with the Hessian of the parameters.
+
+The way for what no module call shows sample by sample (see `parameter_products`). A block of entries, a
+layer's weight or all parameters that only the network's trace asks for, gets directions of its own: every
+entry in turn where that is cheap, else random signs V, new ones for every unit of so many consecutive
+samples. The pair (V, HV) is one "sample" of `LayerPairs`: a unit takes the place of a sample in the folds.
+All sums are linear in HV, so that it makes no difference whether a unit is worked on at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.parameters.parameter_products import (
+    DifferenceError,
+    Product,
+    batch_product,
+    entries_of,
+)
+from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.curvature.sums.folds import Collector, FoldedSums
+from flatness.curvature.sums.groups import SampleGroups, stepwise
+from flatness.curvature.sums.pair_statistics import LayerPairs
+from flatness.curvature.sums.routes import LayerRoute
+from flatness.curvature.sums.sampled import SampledSums
+from flatness.curvature.sums.statistics import Statistics
+from flatness.losses.signs import Signs
+from flatness.problem import batches
+from flatness.problem.guard import differentiable
+from flatness.problem.journal_state import Fields
+from flatness.problem.problem import Problem
+
+ALL, SIGNS = "all directions", "signs"
+# Units of a pass, where there are as many samples: each has random directions of its own.
+UNITS = 64
+# Samples of a unit where nobody knows how many there are.
+_UNKNOWN_UNIT = 64
+
+
+@dataclass
+class ParameterRoutes:
+    """What is measured through parameters.
+
+    Attributes:
+        layers: Layers, each with its own directions.
+        parameters: The parameter that each layer's weight is, or is a part of, by layer.
+        rest: Parameters of which the trace is wanted only, probed together.
+        curvature: "hessian", "gauss_newton" or "finite_differences".
+        complete: Which of the layers take all directions; with None, the rest does.
+        may_complete: Whether a pilot may add to them what all directions are cheaper for.
+    """
+
+    layers: list[LayerRoute] = field(default_factory=list)
+    parameters: dict[str, str] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+    curvature: str = "hessian"
+    complete: frozenset[str | None] = frozenset()
+    may_complete: bool = False
+
+    def only(self, *, complete: bool) -> ParameterRoutes:
+        """Those that take all directions, or the others."""
+        layers = [route for route in self.layers if (route.name in self.complete) == complete]
+        rest = self.rest if (None in self.complete) == complete else []
+        return replace(self, layers=layers, rest=rest)
+
+    def described(self) -> list[object]:
+        """What tells them from others."""
+        layers = [[route.name, sorted(route.needs), self.parameters[route.name]] for route in self.layers]
+        return [layers, self.rest, self.curvature, self.complete]
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to measure."""
+        return bool(self.rest) or any(route.needs for route in self.layers)
+
+    @property
+    def random(self) -> bool:
+        """Whether anything takes random directions."""
+        sampled = any(route.name not in self.complete for route in self.layers if route.needs)
+        return sampled or bool(self.rest and None not in self.complete)
+
+
+class ParameterEngine:
+    """Probes micro-batch by micro-batch, as `SampledEngine` does.
+
+    Args:
+        problem: The model, data and loss, already guarded.
+        routes: What to measure.
+        spreads: V per input unit of the layers that need `relative_normalized`.
+        probes: Random directions per unit, even.
+        folds: Degrees of freedom of standard errors.
+        error: Told how far finite differences are off.
+
+    Attributes:
+        units: Units seen.
+        entries: Number of entries that have directions of their own, by layer; with None, those of the rest.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        routes: ParameterRoutes,
+        spreads: dict[str, Tensor],
+        probes: int,
+        folds: int,
+        error: DifferenceError | None = None,
+    ) -> None:
+        self.problem, self.routes, self.probes = problem, routes, probes
+        names = dict.fromkeys([*(routes.parameters[route.name] for route in routes.layers), *routes.rest])
+        self.space = ParameterSpace(problem, names)
+        self._error = error or DifferenceError()
+        self.total = Statistics()
+        self.parts = {ALL: FoldedSums(0), SIGNS: FoldedSums(folds)}
+        self._spreads = spreads
+        self._blocks = list(self._made(spreads))
+        self.entries = {block.name: block.entries.numel() for block in self._blocks}
+        self._length = 0
+        self.units = 0
+
+    def probed(self, batch: Any, samples: Tensor) -> Statistics:
+        """Sums of one micro-batch, given its samples' numbers. Folds are added to the parts at once."""
+        if not self.routes.random:
+            return self._probed(batch, 0)
+        units, found = samples.cpu() // self._length, Statistics()
+        for unit in units.unique().tolist():
+            mine = (units == unit).nonzero()[:, 0]
+            found.merge(self._probed(batch if len(mine) == len(units) else batches.picked(batch, mine), unit))
+        return found
+
+    def _probed(self, batch: Any, unit: int) -> Statistics:
+        """Probe samples of one unit."""
+        items, product = batch_product(self.space, batch, self.routes.curvature, self._error)
+        parts = {name: FoldedSums(part.count) for name, part in self.parts.items()}
+        number = torch.tensor([unit], device=self.problem.device)
+        # Units of different processes need directions of their own.
+        signs = Signs(self.problem.seed, number, [self.problem.ranks.rank, 2])
+        for block in self._blocks:
+            for probe, V in block.directions(self.probes, signs.next()):
+                part = parts[ALL if block.complete else SIGNS]
+                block.add(Collector(part, number, probe), V, self._along(product, block, V))
+        self.units = max(self.units, unit + 1)
+        found, loss = Statistics(), self.problem.loss
+        with torch.no_grad():
+            values = loss.values(items).sum(dtype=torch.float64)
+            found.count(items.logits.shape[0], loss.normaliser(items), values)
+        parts[SIGNS].divided(self.probes)
+        for name, part in parts.items():
+            self.parts[name].merge(part)
+            for owner, sums in part.sums.items():
+                for statistic, value in sums.items():
+                    found.add(owner, statistic, value)
+        return found
+
+    def _along(self, product: Product, block: _Block, V: Tensor) -> Tensor:
+        """The product with V in the place of a block, seen there."""
+        vector = torch.zeros(self.space.dimension, dtype=V.dtype, device=V.device)
+        vector[block.entries] = V
+        return product(vector)[block.entries].to(V.dtype)
+
+    def run(self, groups: SampleGroups | None = None, *, first: int | None = None) -> SampledSums:
+        """All samples, or the first ones; sums of this process alone."""
+        self._length = unit_length(self.problem, first)
+        with differentiable(self.problem.model):
+            self.problem.stream(
+                stepwise(self.problem, groups, self.probed, self.total.merge),
+                "products" if first is None else "pilot",
+                first,
+                state=self._state() if groups is None else None,
+                depends_on=[self.routes.described(), self._spreads, self.probes, self.problem.seed],
+            )
+        if not bool(self.total.to_host().risk.isfinite()):
+            self.problem.locate_bad_loss()
+        return SampledSums(self.total, self.parts)
+
+    def _state(self) -> dict[str, Any]:
+        """All that `probed` changes."""
+        return {
+            "total": Fields(self.total),
+            "parts": {name: Fields(part) for name, part in self.parts.items()},
+            "own": Fields(self, "units"),
+            "error": Fields(self._error),
+        }
+
+    def _made(self, spreads: dict[str, Tensor]) -> Iterator[_Block]:
+        starts, start = {}, 0
+        for name, value in self.space.parameters.items():
+            starts[name] = start
+            start += value.numel()
+        for route in self.routes.layers:
+            name = self.routes.parameters[route.name]
+            entries = starts[name] + entries_of(route.layer, self.space.parameters[name])
+            pairs = LayerPairs(route, route.layer.matrix(), 1, spreads.get(route.name), bias=False)
+            if route.needs:
+                complete = route.name in self.routes.complete
+                yield _LayerBlock(route.name, entries, complete, self.problem.dtype, pairs)
+        if self.routes.rest:
+            sizes = {name: self.space.parameters[name].numel() for name in self.routes.rest}
+            device = self.problem.device
+            places = [torch.arange(size, device=device) + starts[name] for name, size in sizes.items()]
+            complete = None in self.routes.complete
+            yield _RestBlock(None, torch.cat(places), complete, self.problem.dtype, sizes)
+
+
+def unit_length(problem: Problem, first: int | None = None) -> int:
+    """Samples per unit, so that there are `UNITS` of them.
+
+    A pilot on the first samples has a quarter as many, unless its units would be the longer ones.
+    """
+    samples = problem.source.expected_samples()
+    if not samples:
+        return _UNKNOWN_UNIT
+    length = max(1, -(-samples // UNITS))
+    return length if first is None else min(length, -(-4 * min(samples, first) // UNITS))
+
+
+@dataclass
+class _Block:
+    """Entries of the vector that share their directions."""
+
+    name: str | None
+    entries: Tensor
+    complete: bool
+    dtype: torch.dtype
+
+    def directions(self, probes: int, signs: Signs) -> Iterator[tuple[int, Tensor]]:
+        """Directions shaped like the entries, with the number of the probe they belong to."""
+        like = torch.zeros(self.entries.shape, dtype=self.dtype, device=self.entries.device)
+        if not self.complete:
+            for probe in range(probes):
+                yield probe, signs.at(probe).like(like)
+            return
+        for entry in range(like.numel()):
+            one = torch.zeros_like(like)
+            one.view(-1)[entry] = 1.0
+            yield 0, one
+
+    def add(self, collector: Collector, V: Tensor, q: Tensor) -> None:
+        """Take a direction and the product with it."""
+        raise NotImplementedError
+
+
+@dataclass
+class _LayerBlock(_Block):
+    pairs: LayerPairs
+
+    def add(self, collector: Collector, V: Tensor, q: Tensor) -> None:
+        """All statistics of the layer."""
+        self.pairs.add_gradients(collector, V[None], q[None], 0)
+
+
+@dataclass
+class _RestBlock(_Block):
+    sizes: dict[str, int]
+
+    def add(self, collector: Collector, V: Tensor, q: Tensor) -> None:
+        """The trace of every parameter."""
+        for name, part in zip(self.sizes, (V * q).split(list(self.sizes.values())), strict=True):
+            collector.put(name, {"trace": part.sum(dtype=torch.float64).reshape(1, 1)})

@@ -1,0 +1,157 @@
+"""Additive statistics: float64 sums over samples that one streaming pass accumulates for all layers.
+
+Sums add up, so batches, processes and machines are the same thing: partial sums that get merged, in any
+order.
+
+| statistic             | shape          | divided by the normaliser it is                         |
+|-----------------------|----------------|---------------------------------------------------------|
+| `row_traces`          | (rows,)        | Tr H_ss for every row s of W                            |
+| `relative`            | ()             | κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss'                       |
+| `relative_normalized` | ()             | the same for features of unit spread                    |
+| `outgoing`            | (input units,) | w(j)ᵀ H w(j), the outgoing weights of input unit j      |
+| `incoming`            | (rows,)        | w_sᵀ H_ss w_s for every row s                           |
+| `diagonal`            | (G, d, m)      | the diagonal of H; a vector for biases and norm scales  |
+| `block_traces`        | (G, d, d)      | Tr H_ss' for every pair of rows of a group              |
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.errors import DataError
+from flatness.files import DamagedFileError, read_tensors, write_tensors
+from flatness.problem.journal_state import intact, sealed
+from flatness.problem.ranks import Ranks
+
+LAYER_STATISTICS = frozenset(
+    {"row_traces", "relative", "relative_normalized", "outgoing", "incoming", "diagonal", "block_traces"}
+)
+_VERSION = 1
+# Numbers of a sum up to which it is copied together with others.
+_SMALL = 1 << 16
+
+
+class Statistics:
+    """Sums by owner (a layer or a parameter) and statistic, with the normaliser they are to be divided by.
+
+    Attributes:
+        sums: ``sums[owner][statistic]``, float64.
+        normaliser: C = Σ c_i of the data seen so far; the risk's denominator.
+        risk: Σ c_i ℓ_i of the data seen so far; the risk's numerator.
+        samples: Number of samples seen so far.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, Tensor]] = {}
+        self.normaliser: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.risk: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.samples = 0
+
+    def add(self, owner: str, statistic: str, value: Tensor) -> None:
+        """Add one batch's sum."""
+        mine = self.sums.setdefault(owner, {})
+        value = value.detach().double()
+        mine[statistic] = mine[statistic] + value if statistic in mine else value
+
+    def count(self, samples: int, normaliser: Tensor, risk: Tensor) -> None:
+        """Count one batch."""
+        normaliser, risk = normaliser.detach().double(), risk.detach().double()
+        if self.samples:
+            normaliser, risk = (
+                self.normaliser.to(normaliser.device) + normaliser,
+                self.risk.to(risk.device) + risk,
+            )
+        # The first is taken as it is: zeros brought to a GPU are waited for.
+        self.samples, self.normaliser, self.risk = self.samples + samples, normaliser, risk
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Add another part of the data to this one, in place, and return it."""
+        for owner, statistics in other.sums.items():
+            for name, value in statistics.items():
+                mine = self.sums.get(owner, {}).get(name)
+                if mine is not None and mine.shape != value.shape:
+                    raise DataError(
+                        f"Expected statistics of the same network but {name!r} of {owner!r} has shape "
+                        f"{list(mine.shape)} here and {list(value.shape)} there. Merge parts of one model's "
+                        "data only."
+                    )
+                self.add(owner, name, value if mine is None else value.to(mine.device))
+        self.count(other.samples, other.normaliser, other.risk)
+        return self
+
+    def all_reduce(self, ranks: Ranks) -> Statistics:
+        """Add up the parts of all processes, in place: every one then holds the sums of all the data."""
+        if ranks.count == 1:
+            return self
+        own = {(o, name): value for o, values in self.sums.items() for name, value in values.items()}
+        shapes: dict[tuple[str, str], torch.Size] = {}
+        for part in ranks.gathered({key: value.shape for key, value in own.items()}):
+            for key, shape in part.items():
+                if shapes.setdefault(key, shape) != shape:
+                    raise DataError(
+                        f"Expected statistics of the same network but {key[1]!r} of {key[0]!r} has shape "
+                        f"{list(shapes[key])} in one process and {list(shape)} in another. Measure the same "
+                        "model in all of them."
+                    )
+        samples = torch.tensor(float(self.samples), dtype=torch.float64, device="cpu")
+        empty = {key: torch.zeros(shape, dtype=torch.float64, device="cpu") for key, shape in shapes.items()}
+        sums = ranks.summed([self.normaliser, self.risk, samples, *(empty | own).values()])
+        self.normaliser, self.risk, samples, *values = sums
+        self.samples = int(samples)
+        for (owner, name), value in zip(empty | own, values, strict=True):
+            self.sums.setdefault(owner, {})[name] = value
+        return self
+
+    def to_host(self) -> Statistics:
+        """Move everything to the host, in place; small sums in one copy, as the device is waited for."""
+        scalars = [self.normaliser, self.risk]
+        sums = [(owner, name, value) for owner, values in self.sums.items() for name, value in values.items()]
+        small = [value for *_, value in sums if value.numel() <= _SMALL]
+        device = sums[0][2].device if sums else self.risk.device
+        packed = torch.cat([value.flatten().to(device) for value in (*scalars, *small)]).cpu()
+        parts = iter(packed.split([value.numel() for value in (*scalars, *small)]))
+        self.normaliser, self.risk = (next(parts).reshape(()) for _ in scalars)
+        for owner, name, value in sums:
+            host = next(parts).reshape(value.shape) if value.numel() <= _SMALL else value.cpu()
+            self.sums[owner][name] = host
+        return self
+
+    def mean(self, owner: str, statistic: str) -> Tensor:
+        """A statistic divided by the normaliser, on the host."""
+        return (self.sums[owner][statistic] / self.normaliser.to(self.sums[owner][statistic].device)).cpu()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sums to a file, to be merged elsewhere."""
+        content: dict[str, Any] = {
+            "version": _VERSION,
+            "sums": {owner: {k: v.cpu() for k, v in values.items()} for owner, values in self.sums.items()},
+            "normaliser": self.normaliser.cpu(),
+            "risk": self.risk.cpu(),
+            "samples": self.samples,
+        }
+        write_tensors(path, sealed(content))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Statistics:
+        """Read sums that `save` wrote."""
+        refusal = f"Expected statistics saved by this version of flatness but {path} holds something else. "
+        try:
+            content = read_tensors(path)
+        except DamagedFileError as error:
+            raise DataError(refusal + "Pass a file that Statistics.save wrote.") from error
+        if not isinstance(content, dict) or content.get("version") != _VERSION:
+            raise DataError(refusal + "Pass a file that Statistics.save wrote.")
+        if not intact(content):
+            raise DataError(
+                f"Expected statistics as they were saved but {path} has changed since, on the disk or on the "
+                "way here. Copy it again, or compute it again."
+            )
+        statistics = cls()
+        statistics.sums = content["sums"]
+        statistics.normaliser, statistics.risk = content["normaliser"], content["risk"]
+        statistics.samples = content["samples"]
+        return statistics

@@ -1,0 +1,5 @@
+"""Data sets as they are published on disk, by name: see `load`."""
+
+from flatness.zoo.data import DATASETS, Dataset, load
+
+__all__ = ["DATASETS", "Dataset", "load"]

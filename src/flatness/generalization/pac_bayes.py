@@ -1,0 +1,228 @@
+"""`flatness.pac_bayes_bound`: the bound of tsuzuku2020 as a table of its terms."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flatness.errors import ReportError
+from flatness.files import write_text
+from flatness.measuring.measure import measure
+from flatness.problem.forward import Forward
+from flatness.report.json_shape import NUMBER, TEXT, ShapeError, check_shape, parse_json
+from flatness.report.notebook import terms_html
+from flatness.report.tables import format_value
+
+if TYPE_CHECKING:
+    import pandas
+
+_FORMAT = "flatness PAC-Bayes bound"
+_VERSION = 1
+_SHAPE = {
+    "value": NUMBER,
+    "stderr": NUMBER,
+    "terms": [{"term": TEXT}],
+    "unknown": TEXT,
+    "grid": [{"lambda": NUMBER}],
+    "settings": {},
+    "notes": [TEXT],
+}
+_NOT_COMPUTABLE = "not computable"
+
+
+@dataclass(frozen=True)
+class PacBayesBound:
+    """An upper bound of a noisy network's test error, and everything it is made of. Print it.
+
+    Attributes:
+        value: The bound: the sum of the terms. Above 1 it says nothing.
+        stderr: Standard error of the error rate under noise, the only term that is estimated.
+        terms: Rows with "term", "value" and "stderr", in the order of eq. 4.
+        unknown: The term that cannot be computed.
+        grid: For every λ: "lambda", "error under noise" (None where the rest alone was too large) and
+            "rest", the sum of the other terms.
+        settings: λ, δ, how the noise was chosen, number of samples, loss and what else tells bounds apart.
+        notes: What to beware of.
+    """
+
+    value: float
+    stderr: float
+    terms: tuple[dict[str, Any], ...]
+    unknown: str
+    grid: tuple[dict[str, Any], ...]
+    settings: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        """The bound."""
+        return self.value
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether it says nothing."""
+        return self.value >= 1
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table as text: terms, their sum, and the term that is missing."""
+        shown = [(row["term"], format_value(row["value"], row["stderr"])) for row in self.terms]
+        total = ("bound of the error with noise", format_value(self.value, self.stderr))
+        return [*shown, total, (self.unknown, _NOT_COMPUTABLE)]
+
+    def title(self) -> str:
+        """What was bounded."""
+        told = self.settings
+        return (
+            f"PAC-Bayes bound (tsuzuku2020, eq. 4): λ = {told['lambda']:g}, δ = {told['delta']:g}, "
+            f"{told['samples']} samples, noise by {told['sigma']} from {told['loss']}"
+        )
+
+    def __str__(self) -> str:
+        """The table of terms, and the notes."""
+        rows = self.rows()
+        width, digits = max(len(name) for name, _ in rows), max(len(cell) for _, cell in rows)
+        lines = [f"{name.ljust(width)}  {cell.rjust(digits)}" for name, cell in rows]
+        lines.insert(len(self.terms), "─" * (width + 2 + digits))
+        return "\n".join([self.title(), *lines, *(f"note: {note}" for note in self.notes)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return terms_html(self.title(), self.rows(), self.notes)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per term: term, value, stderr; the sum and the unknown term (NaN) at the end."""
+        import pandas as pd
+
+        total = {"term": "bound of the error with noise", "value": self.value, "stderr": self.stderr}
+        missing = {"term": self.unknown, "value": float("nan"), "stderr": float("nan")}
+        return pd.DataFrame([*self.terms, total, missing], columns=["term", "value", "stderr"])
+
+    def grid_frame(self) -> pandas.DataFrame:
+        """One row per λ of the grid: lambda, error under noise, rest."""
+        import pandas as pd
+
+        frame = pd.DataFrame(list(self.grid), columns=["lambda", "error under noise", "rest"])
+        return frame.astype(float)
+
+    def to_json(self) -> str:
+        """The bound as versioned JSON."""
+        return json.dumps(
+            {"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1, ensure_ascii=False
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file, at once or not at all."""
+        write_text(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PacBayesBound:
+        """Read a bound that `save` wrote."""
+        try:
+            content = parse_json(Path(path).read_bytes())
+        except ShapeError:
+            content = None
+        told = content if isinstance(content, dict) else {}
+        if (told.pop("format", None), told.pop("version", None)) != (_FORMAT, _VERSION):
+            raise ReportError(
+                f"Expected a bound saved by this version of flatness but {path} holds something else. Pass a "
+                "file that PacBayesBound.save wrote."
+            )
+        try:
+            check_shape(told, _SHAPE)
+        except ShapeError as error:
+            raise ReportError(
+                f"Expected a whole bound but {path} is damaged: {error}. Compute it again."
+            ) from error
+        known: dict[str, Any] = {item.name: told[item.name] for item in fields(cls)}
+        known |= {name: tuple(known[name]) for name in ("terms", "grid", "notes")}
+        return cls(**known)
+
+
+def pac_bayes_bound(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "normalized_cross_entropy",
+    *,
+    sigma: str = "rows_and_columns",
+    delta: float = 0.05,
+    draws: int = 20,
+    hyperprior: str = "float32",
+    psi: str = "paper",
+    forward: Forward | None = None,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> PacBayesBound:
+    """Bound the test error of a network with Gaussian noise on its weights, from its training data.
+
+    tsuzuku2020, eq. 1–4: L_D(Q) ≤ L_S(Q) + (1/λ)(KL[Q‖P] + ln(1/δ) + Ψ). The noise is chosen by the curvature
+    of a surrogate loss; its choice and that of λ are paid for. Honest, and for most networks above 1.
+
+    Args:
+        model: The trained classifier.
+        data: Its training data, all of it.
+        loss: The surrogate whose curvature chooses the noise; any classification loss. The bound itself is
+            about the 0–1 loss.
+        sigma: "rows_and_columns" (eq. 17), or "matrices" (eq. 11): fewer scales to pay for, coarser noise.
+        delta: The bound holds with probability 1 − δ over the training data.
+        draws: Networks drawn to estimate the error rate under noise.
+        hyperprior: The floating-point numbers that scales are chosen from: "float32", "bfloat16" (coarser,
+            cheaper), "float16" or "float64".
+        psi: "paper" for Ψ = λ²/2m as in eq. 3; "hoeffding" for λ²/8m, which Hoeffding's lemma gives for
+            losses between 0 and 1.
+        forward: As for `flatness.measure`, like all that follow.
+        batch_size: Samples per micro-batch.
+        device: Where to compute.
+        dtype: In which precision.
+        seed: Seed of the noise.
+        progress: Whether to show a bar on long work.
+
+    Example:
+        >>> import torch, flatness
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> bound = flatness.pac_bayes_bound(model, (torch.randn(50, 4), torch.randint(3, (50,))))
+        >>> bound.unknown
+        '(A) network without noise instead of with it'
+        >>> bound.vacuous
+        True
+    """
+    options = {
+        "sigma": sigma,
+        "delta": delta,
+        "draws": draws,
+        "hyperprior": hyperprior,
+        "psi": psi,
+        "loss": "same",
+    }
+    report = measure(
+        model,
+        data,
+        loss,
+        measures="pac_bayes_bound",
+        options={"pac_bayes_bound": options},
+        forward=forward,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        progress=progress,
+    )
+    told = dict(report.result("pac_bayes_bound").terms or {})
+    return PacBayesBound(
+        value=told.pop("value"),
+        stderr=told.pop("stderr"),
+        terms=tuple(told.pop("terms")),
+        unknown=told.pop("unknown"),
+        grid=tuple(told.pop("grid")),
+        notes=(*told.pop("notes"), *report.notes),
+        settings=told,
+    )

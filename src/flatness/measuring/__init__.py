@@ -1,0 +1,1 @@
+"""`flatness.measure`, top to bottom: request, examination, plan, run, rows."""

@@ -1,0 +1,1 @@
+"""What a few samples tell about a network before any data are streamed."""

@@ -1,0 +1,118 @@
+"""Which weights are used more than once, and which of them can be measured by summing over their uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from flatness.network.affine import AffineModule
+from flatness.network.graph import reads
+from flatness.network.layers import Layer
+from flatness.network.layers.shared import EmbeddingLayer, SharedLayer, Use
+from flatness.network.parts import named_modules
+
+
+@dataclass
+class Reuse:
+    """What a recorded forward pass says about weights used more than once.
+
+    Attributes:
+        refused: How often a weight is used, for modules some of whose uses are not seen.
+        shared: Layers that modules use more than once, by name; those of one weight have the same
+            `SharedLayer`. Of those that are refused it has the uses that are seen.
+    """
+
+    refused: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, SharedLayer] = field(default_factory=dict)
+
+
+def tied_embeddings(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, EmbeddingLayer]:
+    """The embeddings whose table is the weight of a layer, by name."""
+    weights = {id(layer.weight) for layer in layers.values()}
+    return {
+        name: EmbeddingLayer(name, module)
+        for name, module in named_modules(model)
+        if isinstance(module, nn.Embedding) and module.max_norm is None and id(module.weight) in weights
+    }
+
+
+def reparametrisation(module: nn.Module) -> str | None:
+    """How a module's weight is made from other parameters, in words; None where it is a parameter itself."""
+    if parametrize.is_parametrized(module, "weight"):
+        steps = module.parametrizations["weight"]  # type: ignore[index]
+        return ", ".join(type(step).__name__.lstrip("_") for step in steps)
+    made = isinstance(getattr(module, "weight", None), nn.Parameter) or "weight" not in vars(module)
+    hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values() if hasattr(hook, "name")]
+    return None if made else ", ".join(hooks) or "computed before every call"
+
+
+def reparametrised(layers: Mapping[str, Layer]) -> dict[str, list[str]]:
+    """Names of layers whose weight is computed from other parameters, by how it is."""
+    found: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        kind = reparametrisation(layer.module)
+        if kind is not None:
+            found.setdefault(kind, []).append(name)
+    return found
+
+
+def find_reuse(
+    views: Mapping[str, Layer | AffineModule], calls: Mapping[str, int], uses: Mapping[int, int]
+) -> Reuse:
+    """Hold the reads of every parameter in the graph against those that recorded calls explain.
+
+    Args:
+        views: The recorded modules.
+        calls: How often each ran.
+        uses: How many operators read a parameter on the way to the output, by the parameter's `id`.
+    """
+    per_call = {name: _read_by(views[name]) for name in calls}
+    explained: dict[int, int] = {}
+    for name, found in per_call.items():
+        for parameter, count in found.items():
+            explained[parameter] = explained.get(parameter, 0) + count * calls[name]
+    families: dict[int, list[str]] = {}
+    for name in calls:
+        families.setdefault(_weight_key(views[name]), []).append(name)
+    reuse = Reuse()
+    for members in families.values():
+        total = sum(calls[name] for name in members)
+        for name in members:
+            unseen = max((uses.get(key, 0) - explained[key] for key in per_call[name]), default=0)
+            if unseen > 0 or (total > 1 and isinstance(views[name], AffineModule)):
+                reuse.refused[name] = total + max(unseen, 0)
+        if total > 1 and not any(isinstance(views[name], AffineModule) for name in members):
+            reuse.shared |= _shared([views[name] for name in members])
+    return reuse
+
+
+def _shared(members: list[Layer | AffineModule]) -> dict[str, SharedLayer]:
+    layers = [view for view in members if isinstance(view, Layer)]
+    main = next(view for view in layers if not isinstance(view, EmbeddingLayer))
+    uses = [Use(view.name, view, isinstance(view, EmbeddingLayer)) for view in layers]
+    shared = SharedLayer(main, uses)
+    return {view.name: shared for view in layers if not isinstance(view, EmbeddingLayer)}
+
+
+def _weight_key(view: Layer | AffineModule) -> int:
+    """What tells weights apart: the parameter, or the module where the weight is made from parameters."""
+    weight = view.module.weight
+    return id(weight) if isinstance(weight, nn.Parameter) else id(view.module)
+
+
+def _read_by(view: Layer | AffineModule) -> dict[int, int]:
+    """How many operators read each parameter when the module runs once, by the parameter's `id`."""
+    found: dict[int, int] = {}
+    for key in ("weight", "bias"):
+        value = getattr(view.module, key, None)
+        if isinstance(value, nn.Parameter):
+            found[id(value)] = found.get(id(value), 0) + 1
+        elif isinstance(value, Tensor):
+            for parameter, count in reads(value).items():
+                found[parameter] = found.get(parameter, 0) + count
+    for parameter in view.module.parameters(recurse=False):
+        found.setdefault(id(parameter), 1)
+    return found

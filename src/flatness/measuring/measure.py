@@ -1,0 +1,256 @@
+"""`flatness.measure`: plan, stream, finalise."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatness.catalogue.registry import LossGroup, by_loss
+from flatness.curvature.sums.groups import SampleGroups
+from flatness.errors import DataError, LossError, OptionError, ProcessError, listed
+from flatness.losses import resolve_loss
+from flatness.losses.elementwise import Elementwise
+from flatness.measuring.plan.plan import Plan
+from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.rows.data_errors import with_data_errors
+from flatness.measuring.rows.finalisation import finalise
+from flatness.measuring.rows.provenance import ModelFingerprint, facts, provenance, shares, with_own_risk
+from flatness.measuring.rows.views import layer_views, network_view
+from flatness.measuring.run.run import run_plan
+from flatness.measuring.walk import walk
+from flatness.problem.forward import DefaultForward, Forward
+from flatness.problem.problem import Problem
+from flatness.problem.ranks import Ranks
+from flatness.report.report import Report, Result, joined
+
+
+def measure(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    *,
+    measures: str | Iterable[str] = "default",
+    layers: str | Iterable[str] | None = None,
+    method: str = "auto",
+    curvature: str = "hessian",
+    precision: float = 0.01,
+    max_passes: int = 100,
+    data_stderr: bool = False,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    forward: Forward | None = None,
+    weight_decay: float = 0.0,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Report:
+    """Measure how flat the minimum is that a trained network sits in, layer by layer.
+
+    The model is measured in evaluation mode and left exactly as it was. Under an initialised
+    `torch.distributed` process group all processes must call this, each with its own part of the data: the
+    report is that of all the data (see `separately` for measuring in one process alone).
+
+    Args:
+        model: The trained network, any `torch.nn.Module`.
+        data: A DataLoader, a pair of tensors, or any re-iterable of batches; normally the training data.
+        loss: "cross_entropy", "mse" (torch's mean), "squared_error" (a sum), "bce",
+        "normalized_cross_entropy", "nll", a torch loss
+            module, or a callable ``(output, target) -> one loss per sample``.
+        measures: A name, a list of names, "default" (all that one shared pass gives) or "all".
+        layers: None for every supported layer, "last", a name, or a list of names.
+        method: "exact", "sampled", or "auto", which is exact wherever that is possible and affordable.
+        curvature: "hessian", "gauss_newton" for that part of it, or "finite_differences" for the Hessian
+            of networks with operators that torch cannot differentiate twice.
+        precision: Relative standard error that each sampled value of a layer aims at; exact values have none.
+        max_passes: The most random probes per sample; when they do not reach the precision, a note says what
+            they reached.
+        data_stderr: Whether every result also gets the standard error of its value as an estimate for the
+            distribution that the samples were drawn from. It does not shrink with more probes, only with
+            more data.
+        options: Options of single measures, ``{"layer_flatness": {"tolerance": 1e-9}}``.
+        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        weight_decay: Coefficient of torch's weight decay; adds its Hessian, weight_decay·I.
+        batch_size: Samples per micro-batch; chosen by memory when None.
+        device: Measure on a copy of the model there.
+        dtype: Measure a copy of the model in that precision.
+        seed: Seed of everything random.
+        progress: Whether to show a bar on work of more than two seconds.
+
+    Returns:
+        A `Report`: print it, or use ``report.to_frame()``, ``report.value(...)``, ``report.save(...)``.
+
+    Example:
+        >>> import torch, flatness
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> report = flatness.measure(model, (torch.randn(50, 4), torch.randint(3, (50,))))
+        >>> report.layers()
+        ['0', '2']
+        >>> report.result("relative_flatness", layer="2").method
+        'exact'
+    """
+    started = time.perf_counter()
+    _check_precision(precision, max_passes)
+    setting = {
+        # One for all losses: the user's says how outputs and labels are paired.
+        "forward": forward or DefaultForward(resolve_loss(loss)),
+        "weight_decay": weight_decay,
+        "batch_size": batch_size,
+        "device": device,
+        "dtype": dtype,
+        "seed": seed,
+        "progress": progress,
+    }
+    planning = {
+        "layers": layers,
+        "method": method,
+        "curvature": curvature,
+        "precision": precision,
+        "max_passes": max_passes,
+    }
+    reports: list[Report] = []
+    ranks = Ranks.current()
+    setting["progress"] = progress and ranks.rank == 0
+    groups = by_loss(measures, options)
+    for group in groups:
+        try:
+            with ranks.stage():
+                _check_classes(loss, group)
+                problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
+            problem.ranks = ranks
+            everything = measures == "all"
+            reports.append(_report(problem, group, planning, started, data_stderr, everything=everything))
+        except (LossError, DataError, ProcessError) as error:
+            # "all" means all that exist here: a measure defined with another loss may not fit the data.
+            fitting = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
+            if measures != "all" or group.loss is None or not fitting:
+                raise
+            reports.append(Report((), reports[0].meta, (f"left out: {listed(group.names)}. {error}",)))
+    report = joined(reports)
+    if all(group.loss is not None for group in groups):
+        own = Problem(model, data, loss, **setting)
+        own.ranks = ranks
+        report = replace(report, meta=with_own_risk(report.meta, own))
+    return report
+
+
+def _report(
+    problem: Problem,
+    group: LossGroup,
+    planning: dict[str, Any],
+    started: float,
+    data_stderr: bool,
+    *,
+    everything: bool,
+) -> Report:
+    """Measure one group of measures that share a loss."""
+    fingerprint = ModelFingerprint(problem.model)
+    problem.source.meanwhile = fingerprint.take
+    with problem.guarded():
+        with problem.ranks.stage():
+            chosen = make_plan(problem, measures=group.names, options=group.options, **planning)
+        if problem.ranks.count > 1:
+            problem.ranks.check_same(facts(problem, chosen))
+        run = run_plan(problem, chosen, SampleGroups() if data_stderr else None)
+        statistics, spectra, spreads = run.statistics, run.spectra, run.spreads
+        views = layer_views(problem, chosen, statistics, spectra, spreads)
+        found = walk(problem, chosen, views, everything=everything)
+        network = network_view(problem, chosen, statistics)
+        results = finalise(chosen, views, network, found, problem.loss.name, run.scatter, run.remarks)
+        _note_precision(chosen, results)
+        if run.groups is not None:
+            for part in run.groups.parts:
+                part.all_reduce(problem.ranks)
+            left = [
+                finalise(
+                    chosen,
+                    layer_views(problem, chosen, part, spectra, spreads),
+                    network_view(problem, chosen, part),
+                    found,
+                    problem.loss.name,
+                )
+                for part in run.groups.without_each(statistics)
+            ]
+            results = with_data_errors(results, left, chosen.measures, statistics.samples)
+    seconds = time.perf_counter() - started
+    meta = provenance(problem, chosen, statistics, seconds, fingerprint.result())
+    if problem.ranks.count > 1:
+        meta |= shares(problem)
+    return Report(tuple(results), meta, (*problem.notes, *chosen.notes))
+
+
+def _check_classes(loss: Any, group: LossGroup) -> None:
+    """Refuse to put a classification loss in the place of one that is none: its targets are no classes."""
+    if group.loss is not None and isinstance(resolve_loss(loss), Elementwise):
+        raise LossError(
+            f"Expected a classification loss, as {listed(group.names)} rests on {group.loss}, but got "
+            f"{resolve_loss(loss).name!r}. Use loss='cross_entropy' with class targets, or leave it out."
+        )
+
+
+def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: Any) -> Plan:
+    """What `measure` would do with the same arguments, and why; only a few samples are looked at.
+
+    Where a layer has a forward of its own or a hook on its output, one forward pass over all of the data says
+    whether it computes what its class does.
+
+    Example:
+        >>> import torch, flatness
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> plan = flatness.plan(
+        ...     model, (torch.randn(50, 4), torch.randint(3, (50,))), measures="relative_flatness"
+        ... )
+        >>> plan.routes.passes
+        2
+        >>> plan.reasons["2"]
+        'last layer: the output is linear in its weight'
+    """
+    bound = inspect.signature(measure).bind(model, data, loss, **arguments)
+    bound.apply_defaults()
+    given = bound.arguments
+    given.pop("data_stderr")
+    given["forward"] = given["forward"] or DefaultForward(resolve_loss(given["loss"]))
+    _check_precision(given["precision"], given["max_passes"])
+    groups = by_loss(given.pop("measures"), given.pop("options"))
+    planning = {key: given.pop(key) for key in ("layers", "method", "curvature", "precision", "max_passes")}
+    plans = []
+    for group in groups:
+        problem = Problem(**{**given, "loss": given["loss"] if group.loss is None else group.loss})
+        with problem.guarded():
+            plans.append(make_plan(problem, measures=group.names, options=group.options, **planning))
+    plans[0].others = plans[1:]
+    return plans[0]
+
+
+def _check_precision(precision: Any, max_passes: Any) -> None:
+    if not isinstance(precision, (int, float)) or not 0 < precision < 1:
+        raise OptionError(
+            f"Expected precision to be a relative standard error between 0 and 1 but got {precision!r}. "
+            "For example precision=0.01."
+        )
+    if not hasattr(max_passes, "__index__") or max_passes < 2:
+        raise OptionError(
+            f"Expected max_passes to be an integer of at least 2 but got {max_passes!r}. Two probes of each "
+            "sample are the fewest that have a standard error."
+        )
+
+
+def _note_precision(chosen: Plan, results: list[Result]) -> None:
+    """Say so when sampled values of layers did not reach the precision asked for."""
+    layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
+    missed = [row for row in layers if row.stderr > 1.25 * chosen.precision * abs(row.value)]
+    if missed:
+        worst = max(missed, key=lambda row: row.stderr / max(abs(row.value), 1e-300))
+        share = f"{worst.stderr / abs(worst.value):.2g}" if worst.value else "a value of 0"
+        chosen.notes.append(
+            f"aimed at a standard error of {chosen.precision:.2g} of each layer's value but {len(missed)} of "
+            f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
+            f"{share}: raise max_passes, now {chosen.max_passes}"
+        )

@@ -1,0 +1,1 @@
+"""From what was asked and what was examined to what will run, and why."""

@@ -1,0 +1,131 @@
+"""What a plan is asked for: the words of the user, checked, and what follows from them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from flatness.catalogue.measure import SPECTRA, Measure
+from flatness.catalogue.registry import resolve_options, select_measures
+from flatness.curvature.operators.network_spectrum import SpectrumRequest
+from flatness.errors import OptionError, listed, nearest
+
+_SPECTRUM_PART = {"layer_eigenvalue": "whole", "row_eigenvalues": "rows"}
+
+# Products per batch that method="exact" does at most for layers with smooth operators after them.
+LARGEST_BRUTE_FORCE = 1024
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure, and how.
+
+    Attributes:
+        measures: The measures, each as its options make it.
+        options: Their options, by measure.
+        layers: The layers, in the user's words.
+        method: "auto", "exact" or "sampled".
+        curvature: "hessian", "gauss_newton" or "finite_differences".
+        precision: The relative standard error that samples aim at.
+        max_passes: The most probes.
+    """
+
+    measures: list[Measure]
+    options: dict[str, dict[str, Any]]
+    layers: str | Iterable[str] | None
+    method: str
+    curvature: str
+    precision: float
+    max_passes: int
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the measures need of layers in the shared pass."""
+        return self._all_needs - SPECTRA
+
+    @property
+    def layer_spectra(self) -> list[str]:
+        """The eigenvalue problems to solve for every layer."""
+        return [_SPECTRUM_PART[need] for need in sorted(self._all_needs & SPECTRA)]
+
+    @property
+    def network_spectra(self) -> dict[str, SpectrumRequest]:
+        """The spectra of the network's Hessian to find, by measure."""
+        return {
+            measure.name: _spectrum_request(self.options[measure.name])
+            for measure in self.measures
+            if "spectrum" in measure.network_needs
+        }
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether any measure is about layers."""
+        return any(measure.of_layers for measure in self.measures)
+
+    @property
+    def of_network(self) -> bool:
+        """Whether any measure looks at more of the network than its layers one by one."""
+        return any(measure.network_needs or measure.explore for measure in self.measures)
+
+    @property
+    def walks(self) -> bool:
+        """Whether any measure iterates or ascends over the network's parameters."""
+        explores = any(measure.explore is not None for measure in self.measures)
+        return explores or any("spectrum" in measure.network_needs for measure in self.measures)
+
+    @property
+    def beyond_layers(self) -> bool:
+        """Whether any measure has a value of its own for the network."""
+        return self.walks or any(measure.network is not None for measure in self.measures)
+
+    @property
+    def differences(self) -> bool:
+        """Whether products with the Hessian are differences of gradients."""
+        return self.curvature == "finite_differences"
+
+    @property
+    def most_directions(self) -> int:
+        """Entries of a parameter up to which products take all of them in turn."""
+        return most_directions(self.method, self.max_passes)
+
+    @property
+    def _all_needs(self) -> frozenset[str]:
+        return frozenset().union(*(measure.needs for measure in self.measures))
+
+
+def asked_for(
+    measures: str | Iterable[str],
+    options: Mapping[str, Mapping[str, Any]] | None,
+    *,
+    layers: str | Iterable[str] | None,
+    method: str,
+    curvature: str,
+    precision: float,
+    max_passes: int,
+) -> Asked:
+    """The words of the user, or an error about the first that is unknown."""
+    _check_choice("method", method, ("auto", "exact", "sampled"))
+    _check_choice("curvature", curvature, ("hessian", "gauss_newton", "finite_differences"))
+    chosen = select_measures(measures)
+    resolved = resolve_options(chosen, options)
+    chosen = [item.adapted(resolved[item.name]) if item.adapted else item for item in chosen]
+    return Asked(chosen, resolved, layers, method, curvature, precision, max_passes)
+
+
+def _spectrum_request(options: Mapping[str, Any]) -> SpectrumRequest:
+    known = {item.name for item in fields(SpectrumRequest)}
+    return SpectrumRequest(**{key: value for key, value in options.items() if key in known})
+
+
+def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(
+            f"Expected {argument} to be one of {listed(choices)} but got {value!r}.{nearest(value, choices)} "
+            f"The default is {choices[0]!r}."
+        )
+
+
+def most_directions(method: str, max_passes: int) -> int:
+    """Entries of a parameter up to which products take all of them in turn: what random ones may cost."""
+    return {"exact": LARGEST_BRUTE_FORCE, "sampled": 0}.get(method, max_passes)

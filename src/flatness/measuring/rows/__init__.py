@@ -1,0 +1,1 @@
+"""From sums to rows of a report: views, finalisers, errors, provenance."""

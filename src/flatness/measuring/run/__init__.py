@@ -1,0 +1,1 @@
+"""The passes over the data that a plan asks for."""

@@ -1,0 +1,95 @@
+"""`flatness.network_spectrum`: extreme eigenvalues of the network's Hessian, with vector and history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatness.curvature.operators.network_spectrum import NetworkSpectrum
+from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.walk import walk
+from flatness.problem.forward import Forward
+from flatness.problem.problem import Problem
+
+
+def network_spectrum(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    *,
+    metric: str = "euclidean",
+    parameters: str = "all",
+    solver: str = "lanczos",
+    tolerance: float | None = None,
+    max_products: int = 300,
+    curvature: str = "hessian",
+    forward: Forward | None = None,
+    weight_decay: float = 0.0,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> NetworkSpectrum:
+    """The extreme eigenvalues of D^½ H D^½, H the Hessian of all parameters and D the inverse metric.
+
+    `flatness.measure` reports the same numbers as `hessian_top_eigenvalue` and `riemannian_spectral_norm`;
+    here the eigenvector and the course of the iteration come with them.
+
+    Args:
+        model: The trained network.
+        data: As for `flatness.measure`.
+        loss: As for `flatness.measure`.
+        metric: "euclidean", "layerwise" (rangamani2019, Def. 3), "nodewise" (§6), or "fisher".
+        parameters: "all", or "weights" for those with two axes or more.
+        solver: "lanczos", or "power" for the paper's method and stopping rule.
+        tolerance: Relative residual to stop at (power method: change of the vector).
+        max_products: Limit of Hessian products, each a pass over the data.
+        curvature: "hessian", "gauss_newton", or "finite_differences" for operators without a second
+            derivative.
+        forward: As for `flatness.measure`, like all that follow.
+        weight_decay: Coefficient of torch's weight decay.
+        batch_size: Samples per micro-batch.
+        device: Where to measure.
+        dtype: In which precision.
+        seed: Seed of everything random.
+        progress: Whether to show a bar.
+
+    Example:
+        >>> import torch, flatness
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+        ... ).double()
+        >>> data = (torch.randn(50, 4), torch.randint(3, (50,)))
+        >>> spectrum = flatness.network_spectrum(model, data, metric="layerwise")
+        >>> spectrum.converged, spectrum.vector.shape
+        (True, torch.Size([67]))
+    """
+    name = "riemannian_spectral_norm"
+    options = {
+        "metric": metric,
+        "parameters": parameters,
+        "solver": solver,
+        "tolerance": tolerance,
+        "max_products": max_products,
+    }
+    problem = Problem(
+        model,
+        data,
+        loss,
+        forward=forward,
+        weight_decay=weight_decay,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        progress=progress,
+    )
+    with problem.guarded():
+        plan = make_plan(
+            problem, measures=name, layers=None, method="auto", curvature=curvature, options={name: options}
+        )
+        return walk(problem, plan, []).spectra[name]

@@ -1,0 +1,116 @@
+"""Scales and shifts: norm layers and PReLU, whose parameters multiply or shift channels one by one.
+
+They are not layers (no matrix to rescale), but the trace of the whole network's Hessian is only complete with
+them. For z = γ∘u + β with u the normalised input, the derivatives of one sample are g_γ = Σ_p δ_p∘u_p and g_β
+= Σ_p δ_p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from flatness.network.layers import own_parameters
+from flatness.network.memory import ran_out
+from flatness.network.parts import named_modules
+
+
+def _batch_norm(module: Any, x: Tensor) -> Tensor:
+    return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
+
+
+def _layer_norm(module: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+
+
+def _rms_norm(module: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, module.normalized_shape, eps=module.eps)
+
+
+def _group_norm(module: Any, x: Tensor) -> Tensor:
+    return F.group_norm(x, module.num_groups, eps=module.eps)
+
+
+def _instance_norm(module: Any, x: Tensor) -> Tensor:
+    own = module.running_mean is None
+    return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=own, eps=module.eps)
+
+
+def _prelu(module: Any, x: Tensor) -> Tensor:
+    return x.clamp(max=0)
+
+
+_NORMALISED: tuple[tuple[type[nn.Module], Callable[[Any, Tensor], Tensor]], ...] = (
+    (_InstanceNorm, _instance_norm),
+    (_BatchNorm, _batch_norm),
+    (nn.LayerNorm, _layer_norm),
+    (nn.RMSNorm, _rms_norm),
+    (nn.GroupNorm, _group_norm),
+    (nn.PReLU, _prelu),
+)
+
+
+class AffineModule:
+    """A module z = γ∘u + β (or a PReLU, u = min(x, 0)), and the per-sample derivatives of γ and β."""
+
+    def __init__(self, name: str, module: nn.Module, normalise: Callable[[Any, Tensor], Tensor]) -> None:
+        self.name = name
+        self.module: Any = module
+        self._normalise = normalise
+
+    def explains(self, x: Tensor, z: Tensor, n: int) -> bool:
+        """Whether an output z is γ∘u + β for the input x (for a PReLU max(x, 0) + γ∘u), up to rounding."""
+        if x.shape != z.shape:
+            return False
+        try:
+            expected = self._normalise(self.module, x)
+            for key, combine in (("weight", Tensor.mul), ("bias", Tensor.add)):
+                value = getattr(self.module, key, None)
+                if value is not None:
+                    expected = combine(expected, self._along_channels(value.detach(), x))
+        except RuntimeError as error:
+            if ran_out(error):
+                raise
+            return False
+        if isinstance(self.module, nn.PReLU):
+            expected = expected + x.clamp(min=0)
+        return bool((expected - z).abs().max() <= torch.finfo(z.dtype).eps ** 0.5 * (1 + z.abs().max()))
+
+    def _along_channels(self, value: Tensor, x: Tensor) -> Tensor:
+        if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)) or value.numel() == 1:
+            return value
+        return value.reshape(-1, *[1] * (x.dim() - 2))
+
+    def gradients(self, x: Tensor, dz: Tensor) -> dict[str, Tensor]:
+        """Per-sample derivatives of every own parameter, each (n, number of entries)."""
+        gradients = {}
+        if getattr(self.module, "weight", None) is not None:
+            gradients[f"{self.name}.weight"] = self._reduce(dz * self._normalise(self.module, x))
+        if getattr(self.module, "bias", None) is not None:
+            gradients[f"{self.name}.bias"] = self._reduce(dz)
+        return gradients
+
+    def _reduce(self, values: Tensor) -> Tensor:
+        n = values.shape[0]
+        if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)):
+            return values.reshape(n, -1, self.module.weight.numel()).sum(1)
+        if isinstance(self.module, nn.PReLU) and self.module.weight.numel() == 1:
+            return values.reshape(n, -1).sum(1, keepdim=True)
+        return values.reshape(n, values.shape[1], -1).sum(2)
+
+
+def find_affine(model: nn.Module) -> dict[str, AffineModule]:
+    """Every norm layer and PReLU that owns parameters, by name."""
+    found = {}
+    for name, module in named_modules(model):
+        for kind, normalise in _NORMALISED:
+            if isinstance(module, kind) and own_parameters(module):
+                found[name] = AffineModule(name, module, normalise)
+                break
+    return found

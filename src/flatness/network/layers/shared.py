@@ -1,0 +1,121 @@
+"""A weight that is used more than once: its derivative is the sum over all uses.
+
+A layer that runs several times, layers that share a weight, and an embedding tied to the last layer (whose
+table is the weight itself, used transposed) have one W and derivatives g = Σ_uses δΦᵀ per sample. Such a
+layer is seen through g: its signals are g and its features the identity, so that δΦᵀ is g again and all that
+sums over layers works as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatness.network.layers.view import Layer
+
+
+class EmbeddingLayer(Layer):
+    """`nn.Embedding` as z = Wφ with φ the indicator of a token: W is the table transposed, (1, E, tokens)."""
+
+    def matrix(self) -> Tensor:
+        """W (1, E, tokens)."""
+        return self.weight.detach().T.unsqueeze(0)
+
+    def features(self, x: Tensor, n: int) -> Tensor:
+        """Φ (n, 1, tokens, P): ones where a token stands; the padding token has no derivative."""
+        tokens = x.reshape(n, -1)
+        Phi = F.one_hot(tokens, self.weight.shape[0]).to(self.weight.dtype)
+        padding = getattr(self.module, "padding_idx", None)
+        if padding is not None:
+            Phi[..., padding] = 0
+        return Phi.transpose(1, 2).unsqueeze(1)
+
+    def signals(self, dz: Tensor, n: int) -> Tensor:
+        """δ (n, 1, E, P)."""
+        return dz.reshape(n, -1, dz.shape[-1]).transpose(1, 2).unsqueeze(1)
+
+    def per_input_unit(self, values: Tensor, n: int) -> Tensor:
+        """The indicators, (n, tokens, P)."""
+        return self.features(values, n)[:, 0]
+
+    def explains(self, x: Tensor, z: Tensor, n: int) -> bool:
+        """Whether z is a row of the table for every token."""
+        return not x.is_floating_point() and torch.equal(F.embedding(x, self.weight.detach()), z)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module that uses a shared weight.
+
+    Attributes:
+        name: The module's name.
+        view: How it sees the weight.
+        transposed: Whether its W is the transpose of the shared one.
+    """
+
+    name: str
+    view: Layer
+    transposed: bool = False
+
+
+class SharedLayer(Layer):
+    """A weight with several uses, seen through its derivatives.
+
+    Args:
+        main: The view whose W is measured.
+        uses: All modules that use the weight; each may run several times.
+    """
+
+    def __init__(self, main: Layer, uses: Sequence[Use]) -> None:
+        super().__init__(main.name, main.module)
+        self.main, self.uses = main, tuple(uses)
+        self.groups, self.taps = main.groups, main.taps
+
+    @property
+    def weight_name(self) -> str:
+        """The parameter that W is."""
+        return self.main.weight_name
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that use the weight, by name."""
+        return {use.name: use.view.module for use in self.uses}
+
+    def matrix(self) -> Tensor:
+        """W (G, d, m)."""
+        return self.main.matrix()
+
+    def features(self, x: Tensor, n: int) -> Tensor:
+        """The identity, (n, G, m, m)."""
+        W = self.main.matrix()
+        return torch.eye(W.shape[2], dtype=W.dtype, device=W.device).expand(n, W.shape[0], -1, -1)
+
+    def signals(self, dz: Tensor, n: int) -> Tensor:
+        """Derivatives g (n, G, d, m), as `gradient` gives them."""
+        return dz.reshape(n, *self.main.matrix().shape)
+
+    def gradient(self, calls: Sequence[tuple[Use, Tensor, Tensor | None]], n: int) -> Tensor | None:
+        """Σ_uses δΦᵀ, (R, n, G, d, m); None where no signal arrived.
+
+        Args:
+            calls: For every call of every use its input x and the derivatives (R, *shape of its output).
+            n: Number of samples.
+        """
+        total: Tensor | None = None
+        for use, x, dz in calls:
+            if dz is None:
+                continue
+            R = len(dz)
+            delta = use.view.signals(dz.flatten(0, 1), R * n).unflatten(0, (R, n))
+            g = delta @ use.view.features(x, n).mT
+            g = g.mT if use.transposed else g
+            total = g if total is None else total + g
+        return total
+
+    def per_input_unit(self, values: Tensor, n: int) -> Tensor:
+        """As the measured view lays them out."""
+        return self.main.per_input_unit(values, n)

@@ -1,0 +1,120 @@
+"""Modules seen as matrices: a weight W, the features Φ it multiplies, the signals δ that come back.
+
+At every position p (one for a plain `Linear`; pixels or tokens otherwise) a layer computes z_p = W φ_p + b. A
+grouped convolution is G such layers side by side. All shapes below put the groups first:
+
+    W  (G, d, m)        d output units and m input features per group
+    Φ  (n, G, m, P)     the features of n samples at P positions
+    δ  (n, G, d, P)     derivatives with respect to z
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from flatness.network.memory import ran_out
+
+
+class Layer(ABC):
+    """A module's weight seen as W and its input seen as Φ; derive from it to teach `register_layer` a kind.
+
+    Attributes:
+        name: The module's name inside the model, as in ``model.named_modules()``.
+        module: The module itself.
+        groups: G, the number of layers side by side.
+        taps: Columns of W that belong to one input unit (kernel positions of a convolution, 1 otherwise).
+        plain: Whether every sample meets W at most once per row of the input, so that Φ is the input itself.
+    """
+
+    groups: int = 1
+    taps: int = 1
+    plain: bool = False
+
+    def __init_subclass__(cls) -> None:
+        """A view with features of its own does not use the input as it is, unless it says so."""
+        super().__init_subclass__()
+        if "features" in cls.__dict__ and "plain" not in cls.__dict__:
+            cls.plain = False
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight tensor as the module holds it."""
+        return cast(Tensor, self.module.weight)
+
+    @property
+    def weight_name(self) -> str:
+        """The parameter of the model that W is, or is a part of."""
+        return f"{self.name}.weight" if self.name else "weight"
+
+    @property
+    def bias_name(self) -> str:
+        """Likewise for the bias."""
+        return f"{self.name}.bias" if self.name else "bias"
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, or None."""
+        return cast("Tensor | None", getattr(self.module, "bias", None))
+
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """W (G, d, m), detached."""
+
+    @abstractmethod
+    def features(self, x: Tensor, n: int) -> Tensor:
+        """Φ (n, G, m, P) from the module's input x."""
+
+    @abstractmethod
+    def signals(self, dz: Tensor, n: int) -> Tensor:
+        """δ (n, G, d, P) from a tensor dz shaped like the module's output."""
+
+    @abstractmethod
+    def per_input_unit(self, values: Tensor, n: int) -> Tensor:
+        """Lay out values shaped like the module's input as (n, input units, positions)."""
+
+    def explains(self, x: Tensor, z: Tensor, n: int) -> bool:
+        """Whether an output z is what this view says it is for the input x: WΦ + b, up to rounding.
+
+        It is not when a subclass computes something else, or when a hook changes what the module returns.
+        """
+        W = self.matrix()
+        try:
+            Phi, laid_out = self.features(x, n), self.signals(z, n)
+            expected = W @ Phi
+            if self.bias is not None:
+                expected = expected + self.bias.detach().reshape(self.groups, -1, 1)
+        except RuntimeError as error:
+            if ran_out(error):
+                raise
+            return False
+        if expected.shape != laid_out.shape:
+            return False
+        # Rounding is relative to ‖w_s‖‖φ_p‖ + |b|, not to a sum in which terms may cancel.
+        scale = W.norm(dim=2).max() * Phi.norm(dim=2).max() + expected.abs().max()
+        eps = torch.finfo(z.dtype).eps
+        tolerance = min(eps**0.5, 32 * eps * W.shape[2] ** 0.5)
+        return bool((expected - laid_out).abs().max() <= tolerance * scale)
+
+    @property
+    def input_units(self) -> int:
+        """Number of input units (columns of W, or input channels of a convolution), over all groups."""
+        W = self.matrix()
+        return W.shape[0] * W.shape[2] // self.taps
+
+    @property
+    def output_units(self) -> int:
+        """Number of output units (rows of W), over all groups."""
+        W = self.matrix()
+        return W.shape[0] * W.shape[1]
+
+    def spread_per_column(self, spread: Tensor) -> Tensor:
+        """Repeat one number per input unit for every column of W: (units,) → (G, m)."""
+        return spread.reshape(self.groups, -1).repeat_interleave(self.taps, dim=1)

@@ -1,0 +1,194 @@
+"""The loss that a model returns by itself when it is given labels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import ModelError
+from flatness.network.memory import ran_out
+from flatness.network.parts import modules
+from flatness.problem.alignment import PREPARE, Alignment, logits_of
+from flatness.problem.batches import copied
+from flatness.problem.guard import differentiable
+
+# Largest accepted distance from the model's own loss and its gradient, relative to these. Models compute
+# their loss in single precision, whatever theirs, or in half.
+_CLOSE, _CLOSE_IN_HALF = 1e-4, 3e-2
+INSTEAD = (
+    "forward=lambda model, batch: (model(**{key: batch[key] for key in batch if key != 'labels'}).logits, "
+    "batch['labels'])"
+)
+"""What to write for a risk that is not the model's own loss."""
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """What a model returns when it is given labels.
+
+    Attributes:
+        value: Its loss.
+        logits: Its outputs.
+        gradient: Of the loss in the outputs; None where autograd does not connect them.
+        given: As in `Alignment`.
+    """
+
+    value: Tensor
+    logits: Tensor
+    gradient: Tensor | None
+    given: str
+
+    @property
+    def tolerance(self) -> float:
+        """How far from it a loss may be that reproduces it."""
+        half = {self.value.dtype, self.logits.dtype} & {torch.float16, torch.bfloat16}
+        return _CLOSE_IN_HALF if half else _CLOSE
+
+    def __str__(self) -> str:
+        """Say how large it is, for messages."""
+        n = len(self.logits)
+        return f"{float(self.value):.6g} for the first {f'{n} samples' if n > 1 else 'sample'}"
+
+    def equals(self, value: Tensor, gradient: Tensor) -> bool:
+        """Whether a loss of the same outputs, and its gradient in them, are the model's own."""
+        rounding = self.tolerance * 1e-2 * (1 + float(self.logits.abs().max()))
+        if not abs(float(value - self.value)) <= self.tolerance * abs(float(self.value)) + rounding:
+            return False
+        if self.gradient is None:
+            return True
+        distance, size = float((gradient - self.gradient).norm()), float(self.gradient.norm())
+        return distance <= self.tolerance * (size + 1e-2)
+
+
+def run_without_labels(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """What the model returns without labels; None where it does not run."""
+    try:
+        with torch.no_grad():
+            return Alignment().outputs(model, copied(batch))
+    except Exception as error:
+        if ran_out(error):
+            raise
+        return None
+
+
+def own_loss(model: nn.Module, batch: Mapping[str, Any], plain: Any) -> OwnLoss | None:
+    """Call the model with labels; None where it returns no loss for them.
+
+    Args:
+        model: The model.
+        batch: A few samples: a dict with "labels".
+        plain: What `run_without_labels` gave for them.
+
+    Raises:
+        ModelError: If the model fails only with labels though its forward takes them.
+    """
+    labels = batch["labels"]
+    if not isinstance(labels, Tensor) or not labels.dim():
+        return None
+    with differentiable(model), _same_configurations(model):
+        try:
+            with torch.enable_grad():
+                returned = model(**copied(batch))
+        except Exception as error:
+            if ran_out(error):
+                raise
+            hidden = isinstance(error, TypeError) and "labels" not in _arguments(model)
+            if plain is None or hidden:  # the model does not run, or hands labels on to what takes none
+                return None
+            raise _no_loss(error) from error
+        value, logits = _loss_of(returned), logits_of(returned)
+        if value is None:
+            return None
+        if not isinstance(logits, Tensor) or not logits.dim():
+            if not isinstance(plain, Tensor):
+                return None
+            return OwnLoss(value.detach(), plain, None, "nothing")
+        gradient = None
+        if value.requires_grad and logits.requires_grad:
+            (gradient,) = torch.autograd.grad(value, logits, allow_unused=True)
+        given = _least_given(model, batch, plain, logits.detach())
+    return OwnLoss(value.detach(), logits.detach(), gradient, given)
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """Whether the model's forward can be given labels."""
+    arguments = _arguments(model)
+    return "labels" in arguments or inspect.Parameter.VAR_KEYWORD in arguments.values()
+
+
+def _arguments(model: nn.Module) -> dict[str, Any]:
+    """The kinds of the arguments of a model's forward; any are taken where that is not known."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return {"anything": inspect.Parameter.VAR_KEYWORD}
+    return {name: parameter.kind for name, parameter in parameters.items()}
+
+
+def _loss_of(returned: Any) -> Tensor | None:
+    """The loss in what a model returned: ``.loss``, ``["loss"]``, a number by itself or in a tuple."""
+    if isinstance(returned, Tensor):
+        found = returned if returned.dim() == 0 else None
+    elif isinstance(returned, Mapping):
+        found = returned.get("loss")
+    elif isinstance(returned, (tuple, list)) and not hasattr(returned, "loss"):
+        found = next((part for part in returned if isinstance(part, Tensor) and part.dim() == 0), None)
+    else:
+        found = getattr(returned, "loss", None)
+    return found.mean() if isinstance(found, Tensor) and found.is_floating_point() and found.numel() else None
+
+
+def _least_given(model: nn.Module, batch: Mapping[str, Any], plain: Any, logits: Tensor) -> str:
+    """The least that the model must get of the labels for the outputs that it has when it gets them."""
+
+    def same(given: str, samples: Mapping[str, Any]) -> bool:
+        try:
+            with torch.no_grad():
+                return _alike(Alignment(given=given).outputs(model, copied(samples)), logits)
+        except Exception as error:
+            if ran_out(error):
+                raise
+            return False
+
+    if hasattr(model, PREPARE) and "decoder_input_ids" not in batch and same("decoder_input_ids", batch):
+        return "decoder_input_ids"
+    # Inputs may happen to be what is made from the labels: other labels must make no difference.
+    others = {**batch, "labels": batch["labels"].flip(-1)}
+    return "nothing" if _alike(plain, logits) and same("labels", others) else "labels"
+
+
+def _alike(output: Any, logits: Tensor) -> bool:
+    """Whether outputs are the same, up to kernels."""
+    if not isinstance(output, Tensor) or output.shape != logits.shape:
+        return False
+    close = _CLOSE if torch.finfo(logits.dtype).eps < 1e-6 else _CLOSE_IN_HALF
+    return bool((output - logits).abs().max() <= close * logits.abs().max())
+
+
+@contextmanager
+def _same_configurations(model: nn.Module) -> Iterator[None]:
+    """Configurations as before when it ends: transformers write into them what kind of loss they took."""
+    found = {id(module.config): module.config for module in modules(model) if hasattr(module, "config")}
+    held = [(vars(config), dict(vars(config))) for config in found.values() if hasattr(config, "__dict__")]
+    try:
+        yield
+    finally:
+        for entries, before in held:
+            if isinstance(entries, dict) and entries != before:
+                entries.clear()
+                entries.update(before)
+
+
+def _no_loss(error: Exception) -> ModelError:
+    reason = (str(error).splitlines() or [""])[0].rstrip(".")
+    return ModelError(
+        "Expected the model to return a loss of its own for labels, as its forward takes them, but it raised "
+        f"{type(error).__name__}: {reason}. Call it on one batch yourself, or say what the risk is, for "
+        f"example {INSTEAD}."
+    )

@@ -1,0 +1,258 @@
+"""Problem: a model, its data and a loss, made safe to differentiate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import ModelError, NotFiniteError
+from flatness.losses import Items, resolve_loss
+from flatness.losses.base import refuse
+from flatness.network.parts import modules
+from flatness.problem import batches
+from flatness.problem.alignment import Alignment
+from flatness.problem.arguments import check_options, usable_device
+from flatness.problem.autocast import Suppressed
+from flatness.problem.forward import DefaultForward, Forward, line_for
+from flatness.problem.guard import Guard, check_model, converted, measuring, unwrap
+from flatness.problem.journal import journal_in_force
+from flatness.problem.journal_state import digest_of
+from flatness.problem.pool_first import FEW_CHANNELS, pool_first, pooling_sequences
+from flatness.problem.pooling import FastPooling
+from flatness.problem.process_state import PROCESS
+from flatness.problem.sources import Source, different_lengths
+from flatness.problem.stream import StreamedData
+
+# What the text of a function or an object has that is another in every process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Problem(StreamedData):
+    """Model + data + loss.
+
+    Everything that touches the data goes through `stream`, which weighs samples (never batches), splits
+    batches to fit into memory, and checks that every pass sees the same samples. All work happens inside
+    ``with problem.guarded():``.
+
+    Args:
+        model: Any torch module; never modified. With `device` or `dtype` a converted copy is measured.
+        data: A DataLoader, a pair of tensors, a Dataset, or any re-iterable of batches.
+        loss: A name, a torch loss module, or a callable that returns one loss per sample.
+        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        weight_decay: Coefficient of torch's penalty; adds weight_decay·I to every Hessian.
+        batch_size: Samples per micro-batch; chosen by memory when None.
+        device: Where to measure; the model's device when None.
+        dtype: In which precision; the model's when None.
+        seed: Seed of everything random.
+        progress: Whether to show a bar on long work.
+
+    Attributes:
+        notes: What happened that the user should know.
+        copy_batches: Whether the model gets copies of its inputs, because it writes into them; None until it
+            has run once, on a copy.
+        first_outputs: What the samples gave that were looked at first, if any were; passes that run the model
+            as it is hold their outputs against it.
+        ranks: The processes that measure together, each on its part of the data; one alone by default.
+        watch: Called with the outputs of every forward pass, laid out as predictions; a plan checks here what
+            it relies on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        loss: Any = "cross_entropy",
+        *,
+        forward: Forward | None = None,
+        weight_decay: float = 0.0,
+        batch_size: int | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> None:
+        resolved = resolve_loss(loss)
+        check_options(weight_decay, batch_size, dtype, seed, forward)
+        model, notes = unwrap(model) if isinstance(model, nn.Module) else (model, [])
+        check_model(model)
+        # Another thread may be at work on the model: it is looked at, and copied, as it is afterwards.
+        with PROCESS.lock:
+            if any(module.training for module in modules(model)):
+                notes.append("the model was in training mode; measured in evaluation mode, then restored")
+            self.model = converted(model, usable_device(device), dtype)
+            self._original = None if self.model is model else model
+            self._sequences = pooling_sequences(self.model)
+        self._guard: Guard | None = None
+        parameter = next(self.model.parameters())
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            notes.append(
+                f"computed in {parameter.dtype}: about two digits; pass dtype=torch.float32 for more"
+            )
+        source = Source(data, seed, parameter.device)
+        super().__init__(
+            source, resolved, parameter.device, parameter.dtype, batch_size=batch_size, progress=progress
+        )
+        self.notes += notes
+        self.forward = forward or DefaultForward(resolved)
+        self.weight_decay = float(weight_decay)
+        self.seed = int(seed)
+        self.copy_batches: bool | None = None
+        self.watch: Callable[[Tensor], None] | None = None
+        plain = isinstance(loss, str) and isinstance(self.forward, DefaultForward)
+        if journal_in_force() and plain and source.is_pair:
+            setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
+            # The state lacks buffers that are not saved, and what modules do.
+            network = [
+                self.model.state_dict(),
+                dict(self.model.named_buffers()),
+                _ADDRESS.sub("", repr(model)),
+            ]
+            self._identity = digest_of([network, source.excerpt(), setting])
+
+    def guarded(self) -> Guard:
+        """A context in which the model is in evaluation mode, and after which it is as it was."""
+        if torch.is_autocast_enabled(self.device.type):
+            self.notes.append("autocast was on; measured without it")
+        self._guard = measuring(self.model, self.seed, self._original)
+        self._guard.push(self._note_autocast)
+        return self._guard
+
+    @property
+    def autocast(self) -> Suppressed:
+        """Whether the model turned autocast on while it was measured, where it is off."""
+        return Suppressed() if self._guard is None else self._guard.autocast
+
+    def _note_autocast(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.autocast.seen:
+            self.notes.append("the model turns autocast on; measured without it")
+
+    def written_weights(self) -> list[str]:
+        """Parameters that forward passes wrote to since the guarded context began or this was last asked."""
+        return [] if self._guard is None else self._guard.written()
+
+    @property
+    def alignment(self) -> Alignment | None:
+        """How outputs are paired with the labels of dict batches; None for others, or where the user says."""
+        return self.forward.alignment if isinstance(self.forward, DefaultForward) else None
+
+    def example(self, size: int) -> Any:
+        """The first samples of the first batch, placed; before any other run they say what labels mean."""
+        batch = super().example(size)
+        if isinstance(self.forward, DefaultForward):
+            with self._located():
+                self.notes += self.forward.settle(self.model, batch)
+        return batch
+
+    def items(self, batch: Any, *, look: bool = True) -> Items:
+        """Run the model on a placed batch and lay its outputs out as predictions; see `laid_out`."""
+        items = self.laid_out(*self.outputs(batch), look=look)
+        if self.watch is not None:
+            self.watch(items.logits)
+        return items
+
+    def items_again(self, batch: Any) -> Items:
+        """`items` in a pass with the model as it is: `stream` checks that the first samples give the same."""
+        items = self.items(batch)
+        if self.first_outputs is not None:
+            self.first_outputs.compare(batch, items.logits)
+        return items
+
+    def outputs(self, batch: Any) -> tuple[Tensor, Any]:
+        """Output and target of a placed batch."""
+        if self.copy_batches is not False:
+            batch = batches.copied(batch)
+        before = batches.versions(batch)
+        with nullcontext() if torch.is_grad_enabled() else self._forward_only():
+            returned = self.forward(self.model, batch)
+        if self.copy_batches is None:
+            self.copy_batches = batches.versions(batch) != before
+        if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+            raise ModelError(
+                f"Expected forward to return (output, target) but got {batches.describe(returned)}. "
+                "For example forward=lambda model, batch: (model(batch[0]), batch[1])."
+            )
+        output, target = returned
+        if not isinstance(output, Tensor):
+            raise ModelError(
+                f"Expected the model to return one tensor but got {batches.describe(output)}. Say which part "
+                f"is the output, for example {line_for(batch, output)}."
+            )
+        n = batches.size_of(batch)
+        if output.shape[:1] != (n,):
+            raise ModelError(
+                f"Expected one output row per sample, {n} here, but got outputs of shape "
+                f"{list(output.shape)}. Pass forward= to lay inputs and outputs out with samples first."
+            )
+        if output.is_floating_point() and output.dtype != self.dtype:
+            # Some networks in half precision return their outputs in single; engines compute in one type.
+            output = output.to(self.dtype)
+        return output, target
+
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        """Inside, the network runs as is fastest without derivatives: the same numbers to rounding."""
+        fast = FastPooling() if self.device.type == "cpu" else nullcontext()
+        with fast, pool_first(self._sequences, windows=FEW_CHANNELS):
+            yield
+
+    def laid_out(self, output: Tensor, target: Any, *, look: bool = True) -> Items:
+        """Outputs and targets as predictions; errors about samples say where in the data they are.
+
+        Args:
+            output: What the model returned.
+            target: What the batch holds beside the inputs.
+            look: Whether to look at their numbers, for which the device is waited for; a pass over the data
+            collects
+                what it finds wrong and looks later.
+        """
+        with self._located():
+            if not look:
+                return self.loss.lay_out(output, target)
+            if self._screen is not None:
+                return self._screen.items(output, target)
+            return self.loss.items(output, target)
+
+    def look(self, items: Items) -> None:
+        """Look at the numbers of what was laid out without; the device is waited for."""
+        with self._located():
+            refuse(self.loss.checks(items))
+
+    def locate_bad_loss(self) -> None:
+        """Raise with the first sample whose loss is not finite; called when the total is not."""
+        self._find_bad_loss()
+        raise NotFiniteError(
+            "Expected a finite risk but got NaN or infinity, though every sample's loss is finite on its "
+            f"own. Look for outputs that overflow in {self.dtype}, or pass dtype=torch.float64."
+        )
+
+    def _find_bad_loss(self) -> None:
+        index = 0
+        for number, batch in enumerate(self.source.batches(self.micro_batch)):
+            size = batches.size_of(batch)
+            for start in range(0, size, self.micro_batch):
+                self._origin, self._examples = (number, start, index + start), 0
+                part = self.placed(batches.rows(batch, start, start + self.micro_batch))
+                with torch.no_grad():
+                    values = self.loss.values(self.items(part))
+                bad = (~values.isfinite()).nonzero()
+                if len(bad):
+                    first = int(bad[0])
+                    raise NotFiniteError(
+                        f"Expected a finite loss for every sample but sample {start + first} of batch "
+                        f"{number} (number {index + start + first} of the data) has loss "
+                        f"{float(values[first])}. Look for NaN or infinite inputs, or outputs that overflow "
+                        f"in {self.dtype}."
+                    )
+            index += size
+
+    def _check_lengths(self, batch: Any) -> None:
+        """Refuse a batch (input, target) whose tensors count different numbers of samples."""
+        if isinstance(self.forward, DefaultForward) and isinstance(batch, (tuple, list)) and len(batch) == 2:
+            x, y = batch
+            if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[:1] != y.shape[:1]:
+                raise different_lengths(x, y)

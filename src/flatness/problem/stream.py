@@ -1,0 +1,265 @@
+"""Streaming: passes over data in micro-batches that fit, which a journal can resume."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from flatness.errors import DataError, FlatnessError, LossError, OutOfMemoryError
+from flatness.losses import Loss
+from flatness.network.memory import batch_budgets, fits
+from flatness.problem import batches
+from flatness.problem.journal import Loop, loop
+from flatness.problem.progress import ProgressBar
+from flatness.problem.ranks import Ranks
+from flatness.problem.repeating import FirstOutputs
+from flatness.problem.screen import Screen, screens
+from flatness.problem.sources import Source
+
+_DEFAULT_BATCH = 256
+
+
+class StreamedData(ABC):
+    """Data that is gone over in passes: what a `Problem` is before it has a model.
+
+    Samples weigh, never batches; batches are split to fit into memory; every pass sees the same samples.
+
+    Args:
+        source: Where the batches come from.
+        loss: What says which targets are wrong.
+        device: Where micro-batches are placed.
+        dtype: In which precision.
+        batch_size: Samples per micro-batch; chosen by memory when None.
+        progress: Whether to show a bar on long work.
+
+    Attributes:
+        notes: What happened that the user should know.
+        micro_batch: How many samples are worked on at a time.
+        first_outputs: What the first samples gave, if that was looked at; checked after every pass.
+        ranks: The processes that measure together, each on its part of the data; one alone by default.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        loss: Loss,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        batch_size: int | None,
+        progress: bool,
+    ) -> None:
+        self.source = source
+        self.loss = loss
+        self.device, self.dtype = device, dtype
+        self.progress = progress
+        self.notes: list[str] = []
+        self.ranks = Ranks()
+        self.first_outputs: FirstOutputs | None = None
+        self.micro_batch = int(batch_size or _DEFAULT_BATCH)
+        self._fixed_batch = batch_size
+        self._screening = screens(device)
+        self._screen: Screen | None = None
+        # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.
+        self._origin = (0, 0, 0)
+        self._examples = 0
+        # What tells the network, the data and the loss from others; None where nothing can.
+        self._identity: str | None = None
+
+    @abstractmethod
+    def _check_lengths(self, batch: Any) -> None:
+        """Refuse a batch whose parts count different numbers of samples."""
+
+    @abstractmethod
+    def _find_bad_loss(self) -> None:
+        """Raise with the first sample whose target is wrong or whose loss is not finite, if there is one."""
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of a full pass, known after the first."""
+        return self.source.samples
+
+    @property
+    def fingerprint(self) -> int | None:
+        """What tells the data apart from other data, known after the first pass."""
+        return self.source.fingerprint
+
+    def sample_numbers(self, n: int) -> torch.Tensor:
+        """Where in the data the n samples of the micro-batch at hand are, counted from 0: (n,)."""
+        return torch.arange(n, device=self.device) + self._origin[2]
+
+    def placed(self, batch: Any) -> Any:
+        """The batch on the measuring device, floating-point parts in the measuring dtype."""
+        return batches.place(batch, self.device, self.dtype)
+
+    def example(self, size: int) -> Any:
+        """The first samples of the first batch, placed, in memory of their own: what plans are made from."""
+        batch = self.source.first()
+        self._check_lengths(batch)
+        self._examples = min(size, batches.size_of(batch))
+        return batches.copied(self.placed(batches.rows(batch, 0, size)))
+
+    def fit_memory(self, bytes_per_sample: int, *, backward: bool) -> None:
+        """Choose the micro-batch from what one sample takes, unless the user fixed it."""
+        if self._fixed_batch is None:
+            each = max(1, bytes_per_sample)
+            forward, budget = batch_budgets(self.device, backward)
+            few = min(8, forward // each)
+            # Longer batches are slower on a CPU: activations leave the caches.
+            longest = 65536 if self.device.type == "cuda" else 1024
+            self.micro_batch = max(1, min(longest, max(few, budget // each)))
+
+    def stream(
+        self,
+        step: Callable[[Any], None],
+        label: str,
+        first: int | None = None,
+        *,
+        state: Any = None,
+        depends_on: Any = (),
+    ) -> bool:
+        """One pass over the data, or over its first samples only.
+
+        Args:
+            step: Called with each placed micro-batch. It must add to its totals only at its very end: when
+            memory runs
+                out it is called again with half as many samples.
+            label: What the progress bar says.
+            first: How many samples to stop after.
+            state: All that the step changes, for a `flatness.journal`; without it the pass is not resumed.
+            depends_on: What the sums depend on beside the network, the data and the loss.
+
+        Returns:
+            Whether the sums of some samples, or all, come from a journal: the step has not seen those.
+        """
+        before = self.micro_batch
+        screen = self._screen = Screen(self.loss, self.device) if self._screening else None
+        work = self.loop(label, state, [first, depends_on])
+        try:
+            with work:
+                self._recall(work)
+                if not work.done:
+                    self._pass(work, step, label, first, screen)
+                    self._ask(screen)
+                    if self.first_outputs is not None:
+                        self.first_outputs.check()
+        except LossError:
+            # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.
+            self._screen = None
+            self._find_bad_loss()
+            raise
+        except FlatnessError:
+            self._ask(screen)
+            raise
+        finally:
+            self._screen = None
+        if self.micro_batch < before:
+            self.notes.append(f"out of memory: went on with micro-batches of {self.micro_batch}")
+        return bool(work.done or work.start)
+
+    def loop(self, label: str, state: Any, depends_on: Any) -> Loop:
+        """Long work on this problem that a `flatness.journal` can resume.
+
+        Models and pairs of tensors can be told from others, as can losses by name; all else is not resumed.
+
+        Args:
+            label: What it does.
+            state: All that it changes; None for what cannot be resumed.
+            depends_on: What decides its outcome beside the network, the data and the loss.
+        """
+        if state is None or self._identity is None or self.ranks.count > 1:
+            return Loop(state)
+        return loop(label, state, [self._identity, depends_on])
+
+    def _pass(
+        self,
+        work: Loop,
+        step: Callable[[Any], None],
+        label: str,
+        first: int | None,
+        screen: Screen | None,
+    ) -> None:
+        seen, length = 0, self.micro_batch
+        if self._fixed_batch is None:
+            length = self.source.evenly(length)
+        length = work.facts.get("length", length)
+        with ProgressBar(label, self.source.expected_batches(length), self.progress) as bar:
+            for number, batch in enumerate(self.source.batches(length)):
+                size = batches.size_of(batch)
+                if number >= work.start:
+                    self._steps(step, batch, size if first is None else min(size, first - seen), number, seen)
+                seen += size
+                bar.advance()
+                if screen is not None and (screen.due or work.due):
+                    self._ask(screen)
+                if number >= work.start:
+                    work.reached(number + 1, length=length, **self._facts())
+                if first is not None and seen >= first:
+                    break
+        work.facts = self._facts()
+
+    def _facts(self) -> dict[str, Any]:
+        """What a pass finds out about memory and data."""
+        source = self.source
+        return {"micro_batch": self.micro_batch, "data": [source.samples, source.fingerprint]}
+
+    def _recall(self, work: Loop) -> None:
+        """Know what an earlier run of a pass found out."""
+        if work.facts:
+            self.micro_batch = min(self.micro_batch, work.facts["micro_batch"])
+            if self.source.samples is None:
+                self.source.samples, self.source.fingerprint = work.facts["data"]
+        if work.done and self.source.meanwhile is not None:
+            # Now, as in the pass itself: in a later one the network may be elsewhere.
+            meanwhile, self.source.meanwhile = self.source.meanwhile, None
+            meanwhile()
+
+    def _ask(self, screen: Screen | None) -> None:
+        """Raise with the first wrong target if the screen has seen one."""
+        if screen is not None and self._screen is not None and screen.found():
+            self._screen = None
+            self._find_bad_loss()
+            raise DataError(
+                "Expected the same targets on every pass but got wrong ones on one pass and none on the "
+                "next. Measure on data that stays the same."
+            )
+
+    def _steps(self, step: Callable[[Any], None], batch: Any, size: int, number: int, seen: int) -> None:
+        start, self._examples = 0, 0
+        self._check_lengths(batch)
+        while start < size:
+            stop = min(size, start + self.micro_batch)
+            self._origin = (number, start, seen + start)
+            if fits(lambda: step(self.placed(batches.rows(batch, start, stop))), self.device):  # noqa: B023 (called at once)
+                start = stop
+            elif stop - start == 1:
+                raise OutOfMemoryError(
+                    f"Expected one sample to fit into memory but it does not, on {self.device}. Measure "
+                    "fewer layers at a time (layers=), fewer measures, a lower dtype, or use a device with "
+                    "more memory."
+                )
+            else:
+                self.micro_batch = max(1, (stop - start) // 2)
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Errors about samples say where in the data they are."""
+        try:
+            yield
+        except DataError as error:
+            number, start, seen = self._origin
+            if self._examples:
+                where = f" Seen on the first {self._examples} samples." if self._examples > 1 else ""
+            else:
+                where = (
+                    f" Counted from sample {start} of batch {number}, number {seen} of the data."
+                    if seen
+                    else ""
+                )
+            if not where:
+                raise
+            raise DataError(f"{error}{where}") from error

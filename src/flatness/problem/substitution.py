@@ -1,0 +1,85 @@
+"""Other weights in the place of a model's own, which are neither written to nor moved."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import ModelError, listed
+from flatness.problem.reachable import reachable
+
+
+class Substitution:
+    """Every place from which a model reads some of its parameters.
+
+    A parameter may be known to several modules, and stand in lists and objects of the model besides, as those
+    of recurrent networks do. Where code reaches it otherwise it stays: see `refuse_read_elsewhere`.
+
+    Args:
+        model: The model, inside ``with problem.guarded():``, which undoes what an interrupt left.
+        parameters: The parameters, by name.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._own = {id(value): value for value in parameters.values()}
+        self._names = {id(value): name for name, value in parameters.items()}
+        self._places: list[tuple[Any, Any, Any]] = []
+        for value, _ in reachable(model):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value) if _is_row(value) else ()
+            self._places += [(value, key, held) for key, held in list(pairs) if self._leads_here(held)]
+
+    @contextmanager
+    def __call__(self, values: Mapping[str, Tensor]) -> Iterator[dict[str, nn.Parameter]]:
+        """Inside, the model has these values for all of the parameters, as the parameters that it returns."""
+        instead: dict[str, nn.Parameter] = {}
+        for key, name in self._names.items():
+            instead[name] = nn.Parameter(values[name], requires_grad=True)
+            vars(instead[name]).update(vars(self._own[key]))
+        try:
+            for holder, key, held in self._places:
+                holder[key] = self._exchanged(held, instead)
+            yield instead
+        finally:
+            for holder, key, held in self._places:
+                holder[key] = held
+
+    def _leads_here(self, held: Any) -> bool:
+        if isinstance(held, tuple):
+            return any(map(self._leads_here, held))
+        return id(held) in self._names
+
+    def _exchanged(self, held: Any, instead: dict[str, nn.Parameter]) -> Any:
+        """A parameter's substitute, or a tuple with those that it holds exchanged."""
+        if not isinstance(held, tuple):
+            return instead[self._names[id(held)]] if id(held) in self._names else held
+        items = [self._exchanged(item, instead) for item in held]
+        make = getattr(type(held), "_make", tuple)  # named tuples
+        return make(items)
+
+
+def refuse_read_elsewhere(output: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a model that read its own parameters though others stood in their place.
+
+    Args:
+        output: What it put out then, with its graph.
+        parameters: Its own, by name, all requiring gradients.
+    """
+    if not output.requires_grad:
+        return
+    found = torch.autograd.grad(output.sum(), list(parameters.values()), allow_unused=True)
+    odd = [name for name, slope in zip(parameters, found, strict=True) if slope is not None]
+    if odd:
+        raise ModelError(
+            f"Expected parameters that the model reads from its modules but it has {listed(odd)} from "
+            "elsewhere, such as a variable around a function, so that no other value can be tried. Read them "
+            "as attributes of a module in forward."
+        )
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, (list, deque))

@@ -1,0 +1,1 @@
+"""Results: values with their errors, tables of them, comparisons, and files they are saved to."""

@@ -1,0 +1,351 @@
+"""Two networks, or two groups of them, side by side: which is flatter, by how much, and how sure that is."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from flatness.catalogue.registry import get_measure
+from flatness.errors import MeasureError
+from flatness.files import write_text
+from flatness.report.report import Result
+from flatness.report.sheets import csv_text
+from flatness.report.tables import WHOLE_MODEL, format_value, larger, total_error
+
+if TYPE_CHECKING:
+    import pandas
+
+# Values closer than this, relatively, count as equal: rounding of float32 models.
+_EQUAL = 1e-6
+# A verdict needs a difference of two standard errors; of groups, what is as rare under Student's t.
+_SIGNIFICANT = 2.0
+EQUAL, UNDECIDED, SPLIT = "equal", "undecided", "split"
+VERDICTS = {"", EQUAL, UNDECIDED, SPLIT}
+"""What a verdict may be other than a name."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One quantity of the networks on one side.
+
+    Attributes:
+        results: A row per network.
+    """
+
+    results: tuple[Result, ...]
+
+    @property
+    def value(self) -> float:
+        """The mean over the networks."""
+        return _mean([row.value for row in self.results])
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation between the networks; None of a single one."""
+        n, mean = len(self.results), self.value
+        if n == 1:
+            return None
+        return math.hypot(*(row.value - mean for row in self.results)) / math.sqrt(n - 1)
+
+    @property
+    def own_error(self) -> float:
+        """Error of the mean from the errors of its values.
+
+        Estimators of different networks err independently; the data are the same for all, so that their error
+        does not average out.
+        """
+        n = len(self.results)
+        if n == 1:
+            return total_error(self.results[0])
+        data = _mean([row.data_stderr or 0.0 for row in self.results])
+        return larger(math.hypot(*(row.stderr for row in self.results)) / n, data)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean: the spread between the networks, and the errors of their values."""
+        return math.hypot((self.spread or 0.0) / math.sqrt(len(self.results)), self.own_error)
+
+    def result(self) -> Result:
+        """The only row, or one for the mean."""
+        first = self.results[0]
+        if len(self.results) == 1:
+            return first
+        notes = (f"mean of {len(self.results)} networks, standard deviation {self.spread:.3g}",)
+        methods = dict.fromkeys(row.method for row in self.results)
+        return replace(
+            first, value=self.value, stderr=self.error, method="+".join(methods), notes=notes,
+            terms=None, residual=None, data_stderr=None,
+            converged=all(row.converged for row in self.results),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One quantity on both sides.
+
+    Attributes:
+        a: The first.
+        b: The second.
+    """
+
+    a: Group
+    b: Group
+
+    @property
+    def error(self) -> float:
+        """Standard error of the difference of the means."""
+        return math.sqrt(sum(variance for variance, _ in self._variances()))
+
+    @property
+    def df(self) -> float:
+        """Degrees of freedom of that error, after Welch and Satterthwaite; infinite of single networks."""
+        parts = self._variances()
+        total = sum(variance for variance, _ in parts)
+        # Squares as products: those of very large numbers are infinite then, where a power is an error.
+        uncertain = sum(variance * variance / df for variance, df in parts)
+        return total * total / uncertain if uncertain else math.inf
+
+    def _variances(self) -> list[tuple[float, float]]:
+        """Parts of the difference's variance with their degrees of freedom.
+
+        A single network that stands against several has no spread of its own: it is taken to be the others'.
+        """
+        sides = (self.a, self.b)
+        found = [(side.own_error * side.own_error, math.inf) for side in sides]
+        known = [(side.spread * side.spread, len(side.results)) for side in sides if side.spread is not None]
+        if len(known) == 1:
+            ((variance, n),) = known
+            return [*found, (variance * (1 + 1 / n), n - 1)]
+        return found + [(variance / n, n - 1) for variance, n in known]
+
+    @property
+    def z(self) -> float:
+        """The difference in standard errors; NaN where a value or an error is not finite."""
+        difference, error = self.a.value - self.b.value, self.error
+        if not (math.isfinite(difference) and math.isfinite(error)):
+            return math.nan
+        return difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0
+
+    @property
+    def p_value(self) -> float:
+        """How often chance alone gives a difference of this size, two-sided, by Student's t."""
+        from scipy.special import stdtr
+
+        return float(2 * stdtr(min(self.df, 1e9), -abs(self.z)))
+
+    @property
+    def measure(self) -> str:
+        """Name of the measure."""
+        return self.a.results[0].measure
+
+    def verdict(self, names: Sequence[str]) -> str:
+        """Which is flatter, "equal" or "undecided"; empty for what is no flatness."""
+        if not _is_flatness(self.measure):
+            return ""
+        a, b = self.a.value, self.b.value
+        if math.isnan(self.z):
+            return UNDECIDED
+        if abs(a - b) <= _EQUAL * max(abs(a), abs(b)):
+            return EQUAL
+        if not abs(self.z) >= _needed(self.df):  # also where the degrees of freedom are NaN
+            return UNDECIDED
+        return names[0] if a < b else names[1]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Reports side by side.
+
+    Attributes:
+        pairs: Every quantity that all reports hold.
+        names: What the two sides are called in tables.
+        notes: What was left out and why, and what to beware of.
+    """
+
+    pairs: tuple[Pair, ...]
+    names: tuple[str, str] = ("A", "B")
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[tuple[Result, Result], ...]:
+        """Pairs of matching results, A's and B's; of groups, their means."""
+        return tuple((pair.a.result(), pair.b.result()) for pair in self.pairs)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many networks are on either side."""
+        first = self.pairs[0]
+        return len(first.a.results), len(first.b.results)
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """The names, of groups with the number of their networks."""
+        grouped = max(self.sizes) > 1
+        pairs = zip(self.names, self.sizes, strict=True)
+        return tuple(f"{name} ({size})" if grouped else name for name, size in pairs)
+
+    def only(self, measures: Iterable[str]) -> Comparison:
+        """The same of some measures."""
+        wanted = set(measures)
+        return replace(self, pairs=tuple(pair for pair in self.pairs if pair.measure in wanted))
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per shared quantity: measure, level, layer, reduction, a, b, ratio, z, flatter.
+
+        Of groups, a and b are means, and there are also a_error and b_error, their standard errors with the
+        spread between networks; a_networks and b_networks, how many; df and p_value, of Student's t.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(self._records())
+
+    def _records(self) -> list[dict[str, Any]]:
+        grouped = max(self.sizes) > 1
+        rows = []
+        for pair in self.pairs:
+            row: dict[str, Any] = dict(zip(_ADDRESS, address(pair.a.results[0]), strict=True))
+            a, b = pair.a.value, pair.b.value
+            row |= {"a": a, "b": b}
+            if grouped:
+                row |= {"a_error": pair.a.error, "b_error": pair.b.error}
+                row |= dict(zip(("a_networks", "b_networks"), self.sizes, strict=True))
+            row |= {"ratio": a / b if b else math.nan, "z": pair.z}
+            if grouped:
+                row |= {"df": pair.df, "p_value": pair.p_value}
+            rows.append({**row, "flatter": pair.verdict(self.names)})
+        return rows
+
+    @property
+    def verdict(self) -> str:
+        """Which is flatter, in a sentence.
+
+        A measure counts for a side if all its values for the network say so, or, if it has none, those of all
+        layers; undecided and equal values say nothing. Counted are the measures that do not change when
+        layers are rescaled; only without such, the others.
+        """
+        said = {name: self._said(name) for name in dict.fromkeys(pair.measure for pair in self.pairs)}
+        said = {name: word for name, word in said.items() if word}
+        invariant = {name: word for name, word in said.items() if _is_invariant(name)}
+        if not said:
+            return "No measure of flatness is compared."
+        kind = "that rescaling layers leaves unchanged" if invariant else "that rescaling layers changes"
+        return _sentence(Counter((invariant or said).values()), self.names, kind)
+
+    def _said(self, measure: str) -> str:
+        pairs = [pair for pair in self.pairs if pair.measure == measure]
+        pairs = [pair for pair in pairs if pair.a.results[0].level == "network"] or pairs
+        words = {pair.verdict(self.names) for pair in pairs}
+        sides = words & set(self.names)
+        if sides:
+            return sides.pop() if len(sides) == 1 else SPLIT
+        return UNDECIDED if UNDECIDED in words else words.pop()
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_frame` as CSV."""
+        write_text(path, csv_text(self.to_frame()))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the verdict, the notes and every row as JSON, at once or not at all.
+
+        JSON has no infinite numbers: such a z, of exact values that differ, is null.
+        """
+        content = {"format": "flatness comparison", "version": 1, "names": list(self.names)}
+        rows = [{name: _written(value) for name, value in row.items()} for row in self._records()]
+        content |= {"verdict": self.verdict, "notes": list(self.notes), "rows": rows}
+        write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+
+    def __str__(self) -> str:
+        """A table, what there is to note, and the verdict."""
+        lines = [("measure", "where", *self.headings, "flatter")]
+        for pair in self.pairs:
+            a = pair.a.results[0]
+            layer = "network" if a.layer is None else a.layer or WHOLE_MODEL
+            where = " ".join(part for part in (layer, a.reduction) if part)
+            values = (format_value(side.value, side.error) for side in (pair.a, pair.b))
+            lines.append((a.measure, where, *values, pair.verdict(self.names)))
+        widths = [max(len(line[column]) for line in lines) for column in range(5)]
+        text = []
+        for line in lines:
+            aligned = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
+            cells = [align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)]
+            text.append("  ".join(cells).rstrip())
+        below = [*(f"note: {note}" for note in self.notes), self.verdict]
+        return "\n".join([text[0], "-" * len(text[0]), *text[1:], "", *below])
+
+    __repr__ = __str__
+
+
+def _written(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_ADDRESS = ("measure", "level", "layer", "reduction")
+
+
+def address(row: Result) -> tuple[str, str, str | None, str | None]:
+    """What a row is about."""
+    return row.measure, row.level, row.layer, row.reduction
+
+
+def _mean(values: Sequence[float]) -> float:
+    # `fsum` raises an error where a plain sum is infinite or NaN.
+    plain = all(abs(value) < 1e300 for value in values)
+    return (math.fsum if plain else sum)(values) / len(values)
+
+
+def _sentence(counts: Counter[str], names: tuple[str, str], kind: str) -> str:
+    """The verdict of so many measures.
+
+    >>> _sentence(Counter({"A": 5, "B": 1, "undecided": 1}), ("A", "B"), "that ...")
+    'A is flatter than B by 5 of 7 measures that ...; B by 1, undecided 1.'
+    >>> _sentence(Counter({"equal": 1}), ("A", "B"), "that ...")
+    'Neither is flatter by the measure that ...: equal.'
+    """
+    total = counts.total()
+    measures = f"{total} measures {kind}"
+    first, second = sorted(names, key=lambda name: -counts[name])
+    rest = [f"{word} {counts[word]}" for word in (UNDECIDED, EQUAL, SPLIT) if counts[word]]
+    if not counts[first]:
+        if total == 1:
+            return f"Neither is flatter by the measure {kind}: {next(iter(counts))}."
+        return f"Neither is flatter by any of {measures}: {', '.join(rest)}."
+    if counts[first] == counts[second]:
+        after = f"; {', '.join(rest)}" if rest else ""
+        return f"{first} and {second} are each flatter by {counts[first]} of {measures}{after}."
+    rest = [f"{second} by {counts[second]}"] * bool(counts[second]) + rest
+    after = f"; {', '.join(rest)}" if rest else ""
+    if total == 1:
+        return f"{first} is flatter than {second} by the measure {kind}."
+    how = f"all {measures}" if counts[first] == total else f"{counts[first]} of {measures}"
+    unclear = "No clear verdict: " if 2 * counts[first] <= total else ""
+    return f"{unclear}{first} is flatter than {second} by {how}{after}."
+
+
+@functools.lru_cache(maxsize=256)
+def _needed(df: float) -> float:
+    """How many standard errors are as rare by Student's t as two are by the normal distribution."""
+    if math.isinf(df):
+        return _SIGNIFICANT
+    from scipy.special import ndtr, stdtrit
+
+    return float(stdtrit(df, ndtr(_SIGNIFICANT)))
+
+
+def _is_flatness(name: str) -> bool:
+    try:
+        return get_measure(name).flatness
+    except MeasureError:
+        return True
+
+
+def _is_invariant(name: str) -> bool:
+    try:
+        return "layerwise" in get_measure(name).invariances
+    except MeasureError:
+        return False

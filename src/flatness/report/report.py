@@ -1,0 +1,289 @@
+"""Result and Report: numbers with their error, method and story; saved, loaded, tabulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatness.errors import ReportError, listed, nearest
+from flatness.files import write_text
+from flatness.report.json_shape import (
+    NUMBER,
+    TEXT,
+    WHOLE,
+    YES_NO,
+    Optional,
+    ShapeError,
+    check_shape,
+    parse_json,
+)
+from flatness.report.latex import latex_report
+from flatness.report.notebook import report_html, result_html
+from flatness.report.sheets import csv_text
+from flatness.report.tables import WHOLE_MODEL, cell_of, format_report
+
+if TYPE_CHECKING:
+    import pandas
+
+_FORMAT = "flatness report"
+_VERSION = 1
+_SHAPE = {
+    "results": [
+        {
+            **dict.fromkeys(("measure", "level"), TEXT),
+            "value": NUMBER,
+            **{name: Optional(TEXT) for name in ("layer", "reduction", "method", "loss", "curvature")},
+            **{name: Optional(NUMBER) for name in ("stderr", "residual", "data_stderr")},
+            "unit": Optional(WHOLE),
+            "converged": Optional(YES_NO),
+            "notes": Optional([TEXT]),
+            "terms": Optional({}),
+        }
+    ],
+    "meta": {
+        "risk": Optional(NUMBER),
+        "options": Optional({}),
+        **{name: Optional(TEXT) for name in ("loss", "curvature", "alignment", "model_fingerprint")},
+    },
+    "notes": [TEXT],
+}
+_COLUMNS = (
+    "measure",
+    "level",
+    "layer",
+    "unit",
+    "reduction",
+    "value",
+    "stderr",
+    "method",
+    "loss",
+    "curvature",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One number and what is known about it.
+
+    Attributes:
+        measure: Name of the measure.
+        level: "unit", "layer" or "network".
+        value: The number.
+        layer: Name of the layer; None for the network.
+        unit: Index of the unit; None for layers and the network.
+        reduction: "max" or "sum" for an aggregate over units (with a layer) or over the measured layers
+            (without), or None.
+        stderr: Standard error of the estimator; 0 when the value is exact.
+        method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for.
+        loss: Name of the loss.
+        curvature: "hessian" or "gauss_newton".
+        converged: Whether the iteration behind it, if any, met its tolerance.
+        residual: ‖Hv − λv‖ of the eigenvalue behind it, if any: an eigenvalue lies within this distance.
+        notes: How it was computed and what to beware of.
+        terms: What the value is made of, where a measure says it; None elsewhere.
+        data_stderr: Standard error of the value as an estimate for the distribution that the samples come
+            from; None unless it was asked for.
+    """
+
+    measure: str
+    level: str
+    value: float
+    layer: str | None = None
+    unit: int | None = None
+    reduction: str | None = None
+    stderr: float = 0.0
+    method: str = "exact"
+    loss: str = ""
+    curvature: str = "hessian"
+    converged: bool = True
+    residual: float | None = None
+    notes: tuple[str, ...] = ()
+    terms: dict[str, Any] | None = field(default=None, hash=False)
+    data_stderr: float | None = None
+
+    def __float__(self) -> float:
+        """The value."""
+        return self.value
+
+    def where(self) -> str:
+        """The row's address in words: ``layer='fc1', reduction='sum'``."""
+        return (
+            _asked({"layer": self.layer, "unit": self.unit, "reduction": self.reduction})
+            or "the whole network"
+        )
+
+    def subject(self) -> str:
+        """What the number is about, for sentences: ``fc1``, ``unit 3 of fc1``, ``the network (sum)``."""
+        place = "the network" if self.layer is None else self.layer or WHOLE_MODEL
+        place = place if self.unit is None else f"unit {self.unit} of {place}"
+        return place if self.reduction is None else f"{place} ({self.reduction})"
+
+    def __str__(self) -> str:
+        """The number in a sentence, and its notes."""
+        source = f"{self.method}, {self.curvature} of {self.loss}" if self.loss else self.method
+        source += ", ± with that of the data" if self.data_stderr else ""
+        lines = [f"{self.measure} of {self.subject()}: {cell_of(self)} ({source})", *self.notes]
+        return "\n  ".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return result_html(self)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results of one model.
+
+    Attributes:
+        results: One `Result` per row.
+        meta: Fingerprints of model and data, sample count, training loss, versions and timings.
+        notes: What happened during measuring that the reader should know.
+    """
+
+    results: tuple[Result, ...]
+    meta: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Tidy table, one row per number.
+
+        Columns: measure, level, layer, unit, reduction, value, stderr, method, loss, curvature; after stderr
+        also data_stderr where that was asked for.
+        """
+        import pandas as pd
+
+        names: list[str] = list(_COLUMNS)
+        if any(row.data_stderr is not None for row in self.results):
+            names.insert(names.index("stderr") + 1, "data_stderr")
+        columns = {name: [getattr(row, name) for row in self.results] for name in names}
+        frame = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
+        return frame.astype({"value": float, "stderr": float, "unit": "Int64"})
+
+    def result(
+        self, measure: str, *, layer: str | None = None, unit: int | None = None, reduction: str | None = None
+    ) -> Result:
+        """The one row that matches: arguments left out must be empty in the row, or single it out anyway.
+
+        Raises:
+            ReportError: When no row or several match; the message lists the candidates.
+        """
+        rows = [row for row in self.results if row.measure == measure]
+        if not rows:
+            known = list(dict.fromkeys(row.measure for row in self.results))
+            raise ReportError(
+                f"Expected a measure of this report but got {measure!r}.{nearest(measure, known)} "
+                f"It holds: {listed(known, 40) or 'nothing'}."
+            )
+        given = {"layer": layer, "unit": unit, "reduction": reduction}
+        matching = [
+            row for row in rows if all(v is None or getattr(row, key) == v for key, v in given.items())
+        ]
+        whole = [row for row in matching if all(getattr(row, key) == value for key, value in given.items())]
+        if len(whole) == 1:
+            return whole[0]
+        if len(matching) == 1:
+            return matching[0]
+        candidates = [row.where() for row in (matching or rows) if row.unit is None or unit is not None]
+        raise ReportError(
+            f"Expected {measure!r} with {_asked(given) or 'no further choice'} to name one row but "
+            f"{len(matching)} match. Choose one of: {listed(candidates, separator='; ')}."
+        )
+
+    def value(
+        self, measure: str, *, layer: str | None = None, unit: int | None = None, reduction: str | None = None
+    ) -> float:
+        """The value of the one row that matches; see `result`."""
+        return self.result(measure, layer=layer, unit=unit, reduction=reduction).value
+
+    def layers(self) -> list[str]:
+        """Names of the measured layers, in network order."""
+        return list(dict.fromkeys(row.layer for row in self.results if row.layer is not None))
+
+    def __str__(self) -> str:
+        """The table of layers, as wide as the terminal."""
+        return format_report(self, width=shutil.get_terminal_size((100, 24)).columns)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return report_html(self)
+
+    def to_json(self) -> str:
+        """The report as versioned JSON."""
+        rows = [
+            {key: value for key, value in asdict(row).items() if value is not None} for row in self.results
+        ]
+        head = {"format": _FORMAT, "version": _VERSION, "meta": self.meta, "notes": list(self.notes)}
+        return json.dumps({**head, "results": rows}, indent=1, ensure_ascii=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file, at once or not at all."""
+        write_text(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Read a report that `save` wrote."""
+        try:
+            content = parse_json(Path(path).read_bytes())
+        except ShapeError as error:
+            raise ReportError(
+                f"Expected a report saved by flatness but {path} is {error}. Pass a file that report.save "
+                "wrote."
+            ) from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ReportError(
+                f"Expected a report saved by flatness but {path} holds something else. Pass a file that "
+                "report.save wrote."
+            )
+        if content.get("version") != _VERSION:
+            raise ReportError(
+                f"Expected a report of version {_VERSION} but {path} has version {content.get('version')}. "
+                "Measure again."
+            )
+        try:
+            check_shape(content, _SHAPE)
+            for name, own in (content["meta"].get("options") or {}).items():
+                check_shape(own, {}, f"meta.options.{name}")
+        except ShapeError as error:
+            raise ReportError(
+                f"Expected a whole report but {path} is damaged: {error}. Measure again."
+            ) from error
+        return cls(tuple(map(_row, content["results"])), content["meta"], tuple(content["notes"]))
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_frame` as CSV."""
+        write_text(path, csv_text(self.to_frame()))
+
+    def to_latex(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The table of layers as a LaTeX tabular (booktabs); written to `path` if given."""
+        text = latex_report(self)
+        if path is not None:
+            write_text(path, text)
+        return text
+
+
+def joined(reports: list[Report]) -> Report:
+    """One report from parts on the same model and data, with different losses; `meta` is the first's."""
+    if len(reports) == 1:
+        return reports[0]
+    rows = tuple(row for report in reports for row in report.results)
+    notes = tuple(dict.fromkeys(note for report in reports for note in report.notes))
+    options = {name: own for report in reports for name, own in report.meta.get("options", {}).items()}
+    meta = {**reports[0].meta, "options": options, "seconds": reports[-1].meta["seconds"]}
+    return Report(rows, meta, notes)
+
+
+def _row(entry: dict[str, Any]) -> Result:
+    """A row as `Report.save` wrote it; what a later version may have added is left out."""
+    names = {item.name for item in fields(Result)}
+    known = {key: value for key, value in entry.items() if key in names and value is not None}
+    return Result(**{**known, "notes": tuple(known.get("notes", ()))})
+
+
+def _asked(address: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in address.items() if value is not None)

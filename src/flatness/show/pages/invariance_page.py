@@ -1,0 +1,123 @@
+"""The page of a check: how far each measure moves when the network is rewritten into an equal one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from flatness.errors import listed
+from flatness.report.tables import REDUCTION_LABEL, WHOLE_MODEL, format_value
+from flatness.show.pages.document import document
+from flatness.show.pages.markup import Cell, row, table
+from flatness.show.pages.svg import profile
+from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow
+
+_SCRIPTS = ("tables", "plot", "invariance")
+_EXPLORE = """<section aria-labelledby="explore-name">
+<h2 id="explore-name">Equal networks, written differently</h2>
+<div id="controls" class="controls"></div>
+<p id="count" class="quiet" role="status" aria-live="polite"></p>
+<div id="plot" class="plot"></div>
+<p class="quiet">A line at 1 is a measure that does not notice; dashed lines move.</p>
+</section>
+"""
+
+
+def render_invariance(report: InvarianceReport) -> str:
+    """The page as HTML."""
+    meta = report.meta or {}
+    lead = [_about(meta), report.summary()]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
+    rows = [one for one in report.rows if one.level != "unit" or one.verdict == "broken"]
+    still = "".join(_still(rows, kind) for kind in dict.fromkeys(one.kind for one in rows))
+    body = [
+        _EXPLORE,
+        f"<noscript>{still}</noscript>",
+        _verdicts(rows),
+        f'<ul class="notes">{notes}</ul>' if notes else "",
+        _provenance(meta),
+    ]
+    data = {"rows": [_plain(one) for one in rows]}
+    return document("Which measures notice a rewritten network?", lead, "".join(body), _SCRIPTS, data)
+
+
+def _about(meta: dict[str, Any]) -> str:
+    words = {"model": "", "samples": " samples", "loss": ""}
+    said = [f"{meta[key]}{word}" for key, word in words.items() if key in meta]
+    return (
+        f"{', '.join(said)}; each kind of rewriting {meta.get('trials', '?')} times, with factors drawn at "
+        "random. The function stays the same; a measure of the minimum's flatness should too."
+    )
+
+
+def _name(one: InvarianceRow) -> str:
+    if one.level == "unit":
+        return f"{one.measure} units"
+    return one.measure if one.reduction is None else f"{one.measure} {REDUCTION_LABEL[one.reduction]}"
+
+
+def _place(one: InvarianceRow) -> str:
+    return "network" if one.layer is None else one.layer or WHOLE_MODEL
+
+
+def _plain(one: InvarianceRow) -> dict[str, Any]:
+    return {
+        "name": _name(one),
+        "kind": one.kind,
+        "place": _place(one),
+        "holds": one.holds,
+        "verdict": one.verdict,
+        "drift": one.drift,
+        "value": one.value,
+        "values": list(one.values),
+    }
+
+
+def _verdicts(rows: Sequence[InvarianceRow]) -> str:
+    words = ("measure", "of", "rewritten", "declared", "largest drift", "allowed", "verdict", "value")
+    headings = [(word, "" if word in ("largest drift", "allowed", "value") else "text") for word in words]
+    lines = [
+        row(
+            _name(one),
+            [
+                Cell(_place(one), kind="word"),
+                Cell(one.kind, kind="word"),
+                Cell("unchanged" if one.declared else "may change", kind="word"),
+                Cell(f"{one.drift:.1e}", one.drift),
+                Cell(f"{one.tolerance:.1e}", one.tolerance),
+                Cell(one.verdict, kind="word failed" if one.verdict == "broken" else "word"),
+                Cell(format_value(one.value), one.value),
+            ],
+        )
+        for one in rows
+    ]
+    return table(
+        "Every measure under every kind of rewriting: relative change and what rounding allows",
+        headings,
+        "".join(lines),
+    )
+
+
+def _still(rows: Sequence[InvarianceRow], kind: str) -> str:
+    """The plot of one kind without scripts: the network's own values."""
+    network = [one for one in rows if one.kind == kind and one.layer is None and one.value]
+    lines = {
+        _name(one).replace("_", " "): [1.0, *(value / one.value for value in one.values)] for one in network
+    }
+    fine = {name: values for name, values in lines.items() if all(math.isfinite(v) and v > 0 for v in values)}
+    if not fine:
+        return ""
+    places = ["original", *(str(trial) for trial in range(1, len(network[0].values) + 1))]
+    unmoved = [_name(one).replace("_", " ") for one in network if one.holds]
+    caption = f"{kind.capitalize()} rescalings. Unchanged: {listed(unmoved) if unmoved else 'none'}."
+    return profile(fine, places, "value ÷ value of the original", caption, x_label="rewritten network")
+
+
+def _provenance(meta: dict[str, Any]) -> str:
+    items = "".join(
+        f"<dt>{escape(str(key).replace('_', ' '))}</dt><dd>{escape(str(value))}</dd>"
+        for key, value in meta.items()
+    )
+    return f"<details><summary>Where it comes from</summary><dl>{items}</dl></details>"

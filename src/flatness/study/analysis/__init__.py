@@ -1,0 +1,1 @@
+"""What a study found: tables, correlations and a summary."""

@@ -1,0 +1,185 @@
+"""The table of correlations: every measured quantity against the gap, before and after rescaling."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from flatness.study.analysis.granulated import SEED, Places
+from flatness.study.correlate import COEFFICIENTS, correlation, family_null
+from flatness.study.table import measure_columns
+
+if TYPE_CHECKING:
+    import pandas
+
+FEWEST = 3
+"""Networks that a correlation needs at least."""
+# Products of matrices of this size gain little from threads, and wait for one another where cores are busy.
+_THREADS = 1
+
+
+def correlation_table(
+    kept: pandas.DataFrame,
+    axes: Mapping[str, Sequence[str]],
+    *,
+    resamples: int = 2000,
+    permutations: int = 2000,
+    seed: int = 0,
+) -> pandas.DataFrame:
+    """How every measure goes with the gap, over the networks of `kept`.
+
+    Args:
+        kept: Networks, a row each, with a column ``gap``.
+        axes: The hyperparameters that vary and the columns of each.
+        resamples: Bootstrap resamples.
+        permutations: Random orders of the gaps.
+        seed: Of both.
+
+    Returns:
+        A row per quantity, the largest Kendall coefficient first. ``n``; ``pearson``, ``spearman`` and
+        ``kendall``, each with ``_low`` and ``_high``, its 95 % bootstrap interval; ``null_95``, the size of
+        Kendall's τ that 95 % of the permutations stay below; ``p_value``, two-sided; ``p_family``, the same
+        for the best of all these measures by chance; ``granulated`` (Ψ), ``psi_AXIS``,
+        ``sign_error_AXIS``, ``worst_sign_error``, ``information_AXIS`` and ``least_information``;
+        ``X_rescaled`` for each coefficient of the rescaled copies.
+    """
+    import pandas as pd
+
+    columns = [name for name in measure_columns(kept) if _usable(kept, name)]
+    held = _Against(kept, axes, resamples, seed)
+    with threadpool_limits(_THREADS, user_api="blas"):
+        table = pd.DataFrame([_row(held, name) for name in columns])
+        if len(table) == 0:
+            return table
+        _add_null(table, kept, columns, permutations, seed)
+    return table.sort_values("kendall", ascending=False, ignore_index=True, na_position="last")
+
+
+def baseline_table(
+    kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], *, resamples: int = 2000, seed: int = 0
+) -> pandas.DataFrame:
+    """How the gap goes with what is known of `kept` without a measure: hyperparameters and training loss.
+
+    Hyperparameters that are numbers and vary, and the training loss; a measure that does no better tells
+    nothing about these networks that one would not know without it. Of hyperparameters that vary together
+    the first is taken for all.
+
+    Returns:
+        A row each, the largest |τ| first: ``quantity``, ``n`` and the columns of `correlation_table` that are
+        not about all measures together.
+    """
+    import pandas as pd
+
+    names = {axis: columns[0] for axis, columns in axes.items() if axis != SEED} | {
+        "train_loss": "train_loss"
+    }
+    held = _Against(kept, axes, resamples, seed)
+    with threadpool_limits(_THREADS, user_api="blas"):
+        rows = [
+            {"quantity": name, **held.coefficients(column)}
+            for name, column in names.items()
+            if column in kept and _numbers_that_vary(kept[column]) and _usable(kept, column)
+        ]
+    table = pd.DataFrame(rows, columns=None if rows else ["quantity", "n", *COEFFICIENTS])
+    return table.sort_values("kendall", key=abs, ascending=False, ignore_index=True)
+
+
+def _numbers_that_vary(column: Any) -> bool:
+    import pandas as pd
+
+    return pd.api.types.is_numeric_dtype(column) and column.nunique() > 1
+
+
+def _usable(kept: pandas.DataFrame, name: str) -> bool:
+    return int(np.isfinite(kept[name].to_numpy(float)).sum()) >= FEWEST
+
+
+def _row(held: _Against, name: str) -> dict[str, Any]:
+    measure, place, *reduction = name.split(":")
+    return {
+        "quantity": name,
+        "measure": measure,
+        "layer": None if place == "network" else place,
+        "reduction": reduction[0] if reduction else None,
+        **held.coefficients(name),
+    }
+
+
+class _Against:
+    """Columns of `kept` held against the gap, one by one."""
+
+    def __init__(
+        self, kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], resamples: int, seed: int
+    ) -> None:
+        self._kept, self._axes, self._resamples, self._seed = kept, axes, resamples, seed
+        self._gap = kept["gap"].to_numpy(float)
+        # Most measures are known for the same networks.
+        self._places = functools.lru_cache(maxsize=2)(self._places_of)
+
+    def coefficients(self, name: str) -> dict[str, Any]:
+        """How one column goes with the gap, and its rescaled twin where there is one."""
+        x = self._kept[name].to_numpy(float)
+        fine = np.isfinite(x) & np.isfinite(self._gap)
+        row: dict[str, Any] = {"n": int(fine.sum())}
+        for kind in COEFFICIENTS:
+            row |= self._coefficient(x, fine, kind, kind)
+        twin = f"{name}:rescaled"
+        if twin in self._kept:
+            moved = self._kept[twin].to_numpy(float)
+            for kind in COEFFICIENTS:
+                row |= self._coefficient(moved, fine & np.isfinite(moved), kind, f"{kind}_rescaled")
+        return row | self._pairs(x, fine)
+
+    def _coefficient(self, x: np.ndarray, fine: np.ndarray, kind: str, label: str) -> dict[str, float]:
+        resamples, seed = self._resamples, self._seed
+        found = correlation(x[fine], self._gap[fine], kind, resamples=resamples, permutations=0, seed=seed)
+        return {label: found.value, f"{label}_low": found.low, f"{label}_high": found.high}
+
+    def _places_of(self, mask: bytes) -> Places:
+        known: Any = self._kept[np.frombuffer(mask, bool)]
+        return Places(
+            {
+                axis: list(known[list(columns)].itertuples(index=False, name=None))
+                for axis, columns in self._axes.items()
+            }
+        )
+
+    def _pairs(self, x: np.ndarray, fine: np.ndarray) -> dict[str, Any]:
+        """Columns of the statistics over pairs of networks."""
+        if not self._axes:
+            return {}
+        found = self._places(fine.tobytes()).granulated(x[fine], self._gap[fine])
+        row: dict[str, Any] = {"granulated": found.coefficient}
+        row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
+        row |= {"worst_sign_error": found.worst_sign_error}
+        row |= {f"sign_error_{axis}": value for axis, value in found.sign_error.items()}
+        row |= {"least_information": found.least_information}
+        return row | {f"information_{axis}": value for axis, value in found.information.items()}
+
+
+def _add_null(
+    table: pandas.DataFrame, kept: pandas.DataFrame, columns: Sequence[str], permutations: int, seed: int
+) -> None:
+    """Columns of the permutation null; every quantity goes by the networks for which it is known."""
+    known: Any = kept[["gap", *columns]].astype(float)
+    whole = known[np.isfinite(known["gap"])]
+    names = ("p_value", "null_95", "p_family", "null_95_family")
+    if len(whole) < FEWEST or permutations < 1:
+        for name in names:
+            table[name] = np.nan
+        return
+    xs, gap = whole[list(columns)].to_numpy().T, whole["gap"].to_numpy()
+    sizes = np.abs(family_null(xs, gap, permutations, np.random.default_rng(seed)))
+    finite = np.where(np.isfinite(sizes), sizes, 0.0)
+    best = finite.max(axis=0)
+    observed = np.abs(table["kendall"].to_numpy(float))
+    reached = (finite >= observed[:, None] - 1e-9).sum(axis=1)
+    table["p_value"] = np.where(np.isfinite(observed), (1 + reached) / (1 + permutations), np.nan)
+    table["null_95"] = np.quantile(finite, 0.95, axis=1)
+    best_reached = (best[None, :] >= observed[:, None] - 1e-9).sum(axis=1)
+    table["p_family"] = np.where(np.isfinite(observed), (1 + best_reached) / (1 + permutations), np.nan)
+    table["null_95_family"] = float(np.quantile(best, 0.95))

@@ -1,0 +1,227 @@
+"""A study that ran: its networks, what was filtered out, and whether flatness predicts the gap."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatness.errors import StudyError, nearest
+from flatness.files import write_text
+from flatness.landscape.line_result import Line
+from flatness.report.sheets import csv_text
+from flatness.study.analysis.analysis import Remembered, table_key
+from flatness.study.analysis.correlations import baseline_table, correlation_table
+from flatness.study.analysis.granulated import SEED
+from flatness.study.analysis.lines import lines_together
+from flatness.study.analysis.summary import summary_text
+from flatness.study.folder.records import readable_disk_errors
+from flatness.study.spec.conditions import parse_condition
+from flatness.study.spec.spec import Spec
+from flatness.study.table import PENDING, measure_columns, networks_frame
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Study:
+    """What `flatness.study.load` returns.
+
+    Args:
+        spec: The study as it ran.
+        networks: Key, part, axes and label of every network that belongs to it.
+        records: Records by key.
+        path: Its folder.
+
+    Attributes:
+        notes: What the run has to say that returned it, such as that its time was over.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        networks: Sequence[Mapping[str, Any]],
+        records: Mapping[str, Mapping[str, Any]],
+        path: Path,
+    ) -> None:
+        self.spec, self.networks, self.path = spec, list(networks), path
+        wanted = {network["key"] for network in networks}
+        self.records = {key: record for key, record in records.items() if key in wanted}
+        self.others = len(records) - len(self.records)
+        self.notes: list[str] = []
+        self._correlated: dict[str | None, pandas.DataFrame] = {}
+        self._known: dict[str | None, pandas.DataFrame] = {}
+        self._remembered = Remembered(path)
+
+    @functools.cached_property
+    def _frame(self) -> pandas.DataFrame:
+        gaps = {
+            part: settings.get("gap", {}).get("kind", "loss") for part, settings in self.spec.parts.items()
+        }
+        return networks_frame(self.networks, self.records, gaps)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per network: hyperparameters, status, losses, gap, and a column per measured quantity."""
+        return self._frame.copy()
+
+    def counts(self) -> dict[str, int]:
+        """How many networks ended how.
+
+        "pending" ones have not been trained yet; "finished" ones had no loss or accuracy to reach.
+        """
+        return dict(Counter(self._frame["status"]))
+
+    def kept(self, part: str | None = None) -> pandas.DataFrame:
+        """The networks that the analysis is about: measured, finite, and within the file's conditions."""
+        frame: Any = self._frame
+        for _, rows in self._filters():
+            frame = frame[rows.reindex(frame.index, fill_value=False)]
+        return frame if part is None or "part" not in frame else frame[frame["part"] == part]
+
+    def left_out(self) -> dict[str, str]:
+        """Networks that are not in the analysis: key to the first reason why."""
+        found: dict[str, str] = {}
+        alive = list(self._frame.index)
+        for reason, rows in self._filters():
+            found |= {str(self._frame.at[index, "key"]): reason for index in alive if not rows[index]}
+            alive = [index for index in alive if rows[index]]
+        return found
+
+    def filtered_out(self) -> dict[str, int]:
+        """What was left out of the analysis and why: reason to number of networks."""
+        return dict(Counter(self.left_out().values()))
+
+    def _filters(self) -> list[tuple[str, Any]]:
+        frame = self._frame
+        status = frame["status"]
+        columns = measure_columns(frame)
+        measured = frame[columns].notna().any(axis=1) if columns else status == ""
+        found = [
+            ("not trained yet", status != PENDING),
+            ("diverged", status != "diverged"),
+            ("failed", status != "failed"),
+            ("not converged, so not measured", (status != "not_converged") | measured),
+            ("not measured yet", measured),
+        ]
+        texts = dict.fromkeys(
+            text for part in self.spec.parts.values() for text in part.get("analysis", {}).get("keep", ())
+        )
+        return found + [(f"not {text}", parse_condition(text, "the study").holds(frame)) for text in texts]
+
+    def axes(self) -> dict[str, list[str]]:
+        """The hyperparameters that vary, and the columns of each: several where they only vary together."""
+        frame: Any = self._frame
+        named = [axis.split("+") for axis in self.spec.axes()] if self.spec.configurations else []
+        if not named:
+            known = {axis for network in self.networks for axis in network["axes"]}
+            named = [[axis] for axis in frame.columns if axis in known and axis != SEED]
+        found = {"+".join(columns): columns for columns in named if len(frame[columns].drop_duplicates()) > 1}
+        return {**found, SEED: [SEED]} if SEED in frame and frame[SEED].nunique() > 1 else found
+
+    def correlations(self, part: str | None = None) -> pandas.DataFrame:
+        """A row per measured quantity: how it goes with the gap; see `correlations.correlation_table`."""
+        if part not in self._correlated:
+            analysis = self._analysis(part)
+            settings = {name: analysis.get(name, 2000) for name in ("resamples", "permutations")}
+            self._correlated[part] = self._table("correlations", correlation_table, part, settings)
+        return self._correlated[part].copy()
+
+    def baselines(self, part: str | None = None) -> pandas.DataFrame:
+        """A row per hyperparameter and for the training loss: how they go with the gap, without a measure."""
+        if part not in self._known:
+            settings = {"resamples": self._analysis(part).get("resamples", 2000)}
+            self._known[part] = self._table("baselines", baseline_table, part, settings)
+        return self._known[part].copy()
+
+    def _table(
+        self, what: str, compute: Callable[..., pandas.DataFrame], part: str | None, settings: dict[str, Any]
+    ) -> pandas.DataFrame:
+        """A table of the analysis, as it was computed when networks and settings were the same, or anew."""
+        kept, axes = self.kept(part), self.axes()
+        key = table_key(what, kept, {"axes": axes, **settings})
+        found = self._remembered.get(key)
+        if found is None:
+            found = compute(kept, axes, **settings)
+            self._remembered.put(key, found)
+        return found
+
+    def _analysis(self, part: str | None) -> Mapping[str, Any]:
+        """The file's table [analysis] for a part, or for the first one where all are looked at together."""
+        names = list(self.spec.parts)
+        if part is not None and part not in names:
+            raise StudyError(
+                f"Expected a part of the study, one of {', '.join(names)}, but got {part!r}."
+                f"{nearest(part, names)}"
+            )
+        return self.spec.parts[names[0] if part is None else part].get("analysis", {})
+
+    def groups(self, columns: Sequence[str] | None = None) -> pandas.DataFrame:
+        """Means and standard deviations over seeds, a row per setting; `columns` default to the headline."""
+        frame = self.kept()
+        by = ["part"] if "part" in frame else []
+        by += [column for axis, columns in self.axes().items() if axis != SEED for column in columns]
+        wanted = [*("train_loss", "test_accuracy", "gap"), *(columns or self.headline())]
+        grouped = frame.groupby(by, sort=False, dropna=False) if by else frame.groupby(lambda _: "all")
+        table = grouped[wanted].agg(["mean", "std"])
+        table.insert(0, ("n", ""), grouped.size())
+        return table.reset_index()
+
+    def colour(self, part: str) -> str:
+        """The hyperparameter that tells networks apart in pictures.
+
+        The file's, or the first of the grid that varies over the networks that are kept.
+        """
+        asked = self.spec.parts[part].get("analysis", {}).get("colour")
+        kept: Any = self.kept(part)
+        candidates = [asked] if asked else []
+        candidates += [columns[0] for axis, columns in self.axes().items() if axis != SEED]
+        varies = (name for name in candidates if name in kept and kept[name].nunique() > 1)
+        return next(varies, next(iter(candidates), "status"))
+
+    def lines(self, part: str = "") -> Line | None:
+        """Losses along lines through the networks, grouped by `colour`; None where the file asks for none."""
+        rows: list[dict[str, Any]] = self.kept(part).to_dict("records")
+        return lines_together(rows, self.records, self.colour(part))
+
+    def headline(self) -> list[str]:
+        """The quantities that the study is about: those its file names, else the network's own values."""
+        frame = self._frame
+        asked = dict.fromkeys(
+            name for part in self.spec.parts.values() for name in part.get("analysis", {}).get("headline", ())
+        )
+        found = [name for name in asked if name in frame]
+        return found or [name for name in measure_columns(frame) if ":network" in name][:6]
+
+    def write_tables(self) -> list[str]:
+        """Write ``networks.csv``, ``correlations.csv``, ``groups.csv``, ``lines.csv``; return their names."""
+        written = {"networks.csv": csv_text(self._frame)}
+        if len(self.kept()) >= 3:
+            tables = [(part, self.correlations(part)) for part in self.spec.parts]
+            for part, table in tables:
+                name = f"correlations-{part}.csv" if part else "correlations.csv"
+                written[name] = csv_text(table)
+        if len(self.kept()):
+            flat = self.groups()
+            flat.columns = [":".join(filter(None, names)) for names in flat.columns]
+            written["groups.csv"] = csv_text(flat)
+        for part in self.spec.parts:
+            found = self.lines(part)
+            if found is not None:
+                written[f"lines-{part}.csv" if part else "lines.csv"] = csv_text(found.to_frame())
+        with readable_disk_errors(self.path):
+            for name, text in written.items():
+                write_text(self.path / name, text)
+            self._remembered.save()  # a packed study has a folder only now
+        return list(written)
+
+    def text(self, width: int | None = None) -> str:
+        """The summary that the terminal shows."""
+        return summary_text(self, width)
+
+    def __str__(self) -> str:
+        """The summary."""
+        return self.text()
+
+    __repr__ = __str__

@@ -1,0 +1,131 @@
+"""A study as one small file: what it is and every record, without weights, to keep and to pass on."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from flatness.errors import StudyError
+from flatness.files import replacing
+from flatness.report.json_shape import ShapeError, check_shape, parse_json
+from flatness.report.unpacking import TooLargeError, unpack_xz
+from flatness.study.folder.record_content import RECORD, STUDY
+from flatness.study.folder.records import Folder
+from flatness.study.spec.origin import ORIGIN
+
+SUFFIX = ".json.xz"
+"""What the name of an archive ends with."""
+
+_FORMAT = "flatness study archive"
+_VERSION = 1
+_USUAL = 256 * 2**20  # bytes that any archive may unpack to; reading JSON takes several times as much
+
+
+def pack(out: str | os.PathLike[str], file: str | os.PathLike[str] | None = None) -> Path:
+    """Write a study's folder as one compressed file, which `flatness.study.load` reads like the folder.
+
+    Args:
+        out: The folder that a run wrote to.
+        file: Where to; by default beside the folder, under its name.
+
+    Returns:
+        The file. It holds the study and all records, not the weights: tables, figures and the page can be
+        made from it again, more measuring cannot be done. `unpack` makes a folder of it.
+
+    Raises:
+        StudyError: There is no study in the folder, or a record is damaged.
+    """
+    folder = Folder(out)
+    path = Path(file) if file is not None else folder.path.with_name(folder.path.resolve().name + SUFFIX)
+    if not path.name.endswith(SUFFIX):
+        raise StudyError(f"Expected the name of an archive to end with {SUFFIX} but got {path.name}.")
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "study": {name: value for name, value in folder.read_study().items() if name != ORIGIN},
+        "records": list(folder.all_records()),
+    }
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    with replacing(path) as temporary:
+        temporary.write_bytes(lzma.compress(text.encode(), preset=9))
+    return path
+
+
+def unpack(file: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
+    """Write an archive as a folder again, to go on from: a run there adds networks, and trains none twice.
+
+    Args:
+        file: What `pack` wrote.
+        out: The folder, with no study in it so far; by default beside the file, under its name.
+
+    Returns:
+        The folder. It holds no weights: other measures need the networks to be trained again. A study file in
+        it that names code runs only when it is trusted, see `flatness.study.run.run`.
+
+    Raises:
+        StudyError: The file is no archive, or the folder holds a study.
+    """
+    study, records = read_archive(file)
+    folder = Folder(out if out is not None else str(file).removesuffix(SUFFIX))
+    with folder.locked():
+        if (folder.path / "study.json").exists():
+            raise StudyError(
+                f"Expected a folder without a study but there is one in {folder.path}. Choose another folder."
+            )
+        for record in records:
+            folder.write_record(record["key"], record)
+        folder.write_study({name: value for name, value in study.items() if name != ORIGIN})
+    return folder.path
+
+
+def read_archive(file: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The study and the records of an archive.
+
+    Raises:
+        StudyError: It cannot be read, is something else, or is of another version.
+    """
+    refusal = f"Expected an archive that 'flatness study pack' wrote but {file} is"
+    try:
+        content = parse_json(unpack_xz(file, _USUAL))
+    except FileNotFoundError as error:
+        raise StudyError(
+            f"Expected an archive that 'flatness study pack' wrote but there is no {file}."
+        ) from error
+    except TooLargeError as error:
+        raise StudyError(f"Expected an archive of a usual size but {file} {error}.") from error
+    except ShapeError as error:
+        raise StudyError(f"{refusal} {error}.") from error
+    except (OSError, lzma.LZMAError) as error:
+        raise StudyError(f"{refusal} not: {error}.") from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise StudyError(f"{refusal} something else.")
+    if content.get("version") != _VERSION:
+        raise StudyError(
+            f"Expected an archive of version {_VERSION} but {file} has version {content.get('version')}. "
+            "Read it with the flatness that wrote it."
+        )
+    study: Any = content.get("study")
+    records: Any = content.get("records")
+    try:
+        check_shape(study, STUDY, "study")
+    except ShapeError as error:
+        raise StudyError(
+            f"Expected an archive that says what its study is but {file} does not: {error}."
+        ) from error
+    if not isinstance(records, list) or not all(_has_key(record) for record in records):
+        raise StudyError(f"Expected records with a key each but {file} has others.")
+    try:
+        check_shape(records, [RECORD], "records")
+    except ShapeError as error:
+        raise StudyError(f"Expected whole records but {file} has others: {error}.") from error
+    return study, records
+
+
+def _has_key(record: Any) -> bool:
+    """Whether it is a record under a name that can be a file's: anyone may have made the archive."""
+    key = record.get("key") if isinstance(record, dict) else None
+    return isinstance(key, str) and bool(re.fullmatch(r"[0-9A-Za-z_-]{1,100}", key))

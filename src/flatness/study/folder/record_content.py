@@ -1,0 +1,110 @@
+"""A record as text and back: its shape, its version, and digests by which a flipped bit is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flatness.errors import StudyError
+from flatness.files import DamagedFileError
+from flatness.report.json_shape import ANY, NUMBER, TEXT, Optional, ShapeError, check_shape, parse_json
+from flatness.study.grid import digest
+
+FORMAT = "flatness study record"
+VERSION = 1
+"""Of records; one of another version is refused."""
+
+_CHECKSUMS = "checksums"
+_SEAL = b', "seal": "'  # what stands between the text of a record and the digest of that text
+_VALUES = [{"measure": TEXT, "layer": Optional(TEXT), "reduction": Optional(TEXT), "value": NUMBER}]
+_MEASURING = {"key": TEXT, "results": _VALUES, "rescaled": Optional(_VALUES), "seconds": Optional(NUMBER)}
+_LOSSES = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
+RECORD: dict[str, Any] = {
+    "key": TEXT,
+    "status": TEXT,
+    "reason": Optional(TEXT),
+    "part": Optional(TEXT),
+    "configuration": Optional({"data": Optional({"name": TEXT}), "stop": Optional({})}),
+    "data": Optional({"digest": TEXT, "source": TEXT}),
+    "training": Optional({"status": TEXT, "reason": TEXT, "losses": Optional([NUMBER])}),
+    "evaluation": Optional(dict.fromkeys(_LOSSES, NUMBER)),
+    "measuring": Optional(_MEASURING),
+    "measured_so_far": Optional(_MEASURING),
+    "lines": Optional({"key": TEXT, "loss": [[NUMBER]], "accuracy": [[NUMBER]], "positions": [NUMBER]}),
+    "rows": Optional([{}]),
+    "environment": Optional(ANY),
+}
+"""What a record holds; more is allowed."""
+
+STUDY: dict[str, Any] = {
+    "name": TEXT,
+    "scale": TEXT,
+    "content": {},
+    "networks": [{"key": TEXT, "part": TEXT, "axes": {}, "label": Optional(TEXT)}],
+}
+"""What says which study it is."""
+
+
+def record_text(key: str, record: Mapping[str, Any]) -> str:
+    """A record as JSON, with a digest of every entry, and one of the whole text at its end."""
+    content = {"format": FORMAT, "version": VERSION, "key": key, **record}
+    read_again: dict[str, Any] = json.loads(json.dumps(content, ensure_ascii=False))
+    content[_CHECKSUMS] = {name: digest(value) for name, value in read_again.items()}
+    text = json.dumps(content, ensure_ascii=False)
+    return f'{text[:-1]}{_SEAL.decode()}{_seal_of(text.encode())}"}}'
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record in a file.
+
+    A text that is as it was written needs no further look. In one that is not, every entry is held against
+    its shape and digest: one that has been removed is no damage, and what earlier versions wrote has no
+    digests.
+
+    Raises:
+        OSError: The file cannot be read.
+        DamagedFileError: Its content is not what was written; the message is a clause.
+        StudyError: It is of another version, or no record at all.
+    """
+    raw = path.read_bytes()
+    try:
+        content = parse_json(raw)
+    except ShapeError as error:
+        raise DamagedFileError(f"it is {error}") from error
+    text, sealed, seal = raw.rpartition(_SEAL)
+    whole = seal == f'{_seal_of(text + b"}")}"}}'.encode()
+    known = isinstance(content, dict) and (content.get("format"), content.get("version")) == (FORMAT, VERSION)
+    if sealed and not whole and not known:
+        raise DamagedFileError("its format and version are not as they were written")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise StudyError(f"Expected a record of a study but {path} holds something else. Move it away.")
+    if content.get("version") != VERSION:
+        raise StudyError(
+            f"Expected records of version {VERSION} but {path} has version {content.get('version')}. "
+            "Read them with the flatness that wrote them, or run the study in another folder."
+        )
+    written = content.pop(_CHECKSUMS, {})
+    content.pop("seal", None)
+    if content.get("key", path.stem) != path.stem:
+        raise DamagedFileError(f"it is the record of {content['key']}")
+    if not whole:
+        _check_entries(content, written)
+    return content
+
+
+def _check_entries(content: Mapping[str, Any], written: Any) -> None:
+    try:
+        check_shape(content, RECORD)
+        check_shape(written, {}, _CHECKSUMS)
+    except ShapeError as error:
+        raise DamagedFileError(str(error)) from error
+    for name, value in content.items():
+        if written and written.get(name) != digest(value):
+            raise DamagedFileError(f"{name!r} is not as it was written")
+
+
+def _seal_of(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=16).hexdigest()

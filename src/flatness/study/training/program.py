@@ -1,0 +1,176 @@
+"""One training step of a whole stack; on a GPU recorded once as a CUDA graph and replayed."""
+
+from __future__ import annotations
+
+import torch
+from torch import AcceleratorError, Tensor
+
+from flatness.problem.counted_work import counted
+from flatness.study.training.losses import LOSSES, correct
+from flatness.study.training.optimizers import Optimizer
+from flatness.study.training.stack import ENGINES, Stack
+
+_WARM_UP = 3
+_ROUNDING = 0.1  # TF32 rounds factors to three digits, in every layer; a wrong gradient is off by far more
+
+
+class Program:
+    """Steps of a stack over data that stay on the device.
+
+    Args:
+        stack: The networks.
+        optimizer: Theirs.
+        inputs: All training inputs, (samples, …).
+        targets: All training targets, (samples, …); with `own_targets` (networks, samples).
+        loss: A key of `LOSSES`.
+        own_targets: Whether every network has targets of its own.
+        graphed: Whether to record the step as a CUDA graph; on a CPU there is none.
+
+    Attributes:
+        loss_sums: For each network, the sum of its samples' losses since `reset`.
+        correct_sums: Likewise of correctly classified samples.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        optimizer: Optimizer,
+        inputs: Tensor,
+        targets: Tensor,
+        loss: str,
+        own_targets: bool = False,
+        graphed: bool = True,
+    ) -> None:
+        self.stack, self.optimizer, self.inputs, self.targets = stack, optimizer, inputs, targets
+        self._own_targets = own_targets
+        self._loss = LOSSES[loss]
+        self.graphed = graphed and stack.flat.is_cuda
+        self._begin()
+
+    def _begin(self) -> None:
+        rows, device = len(self.stack), self.stack.flat.device
+        self.loss_sums = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.correct_sums = torch.zeros(rows, dtype=torch.float64, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._index: Tensor | None = None
+        self._warm = self._full = 0
+
+    def reset(self) -> None:
+        """Begin new sums."""
+        self.loss_sums.zero_()
+        self.correct_sums.zero_()
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep the networks in these rows, everywhere."""
+        self.stack.keep(rows)
+        self.optimizer.keep(rows)
+        if self._own_targets:
+            self.targets = self.targets[rows]
+        losses, right = self.loss_sums[rows], self.correct_sums[rows]
+        self._begin()
+        self.loss_sums.copy_(losses)
+        self.correct_sums.copy_(right)
+
+    def losses(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses of the samples that `index` (networks, samples) names, and which are classified right."""
+        rows, samples = index.shape
+        x = self.inputs.index_select(0, index.reshape(-1)).unflatten(0, (rows, samples))
+        y = (
+            self.targets.gather(1, index).reshape(-1)
+            if self._own_targets
+            else self.targets.index_select(0, index.reshape(-1))
+        )
+        output = self.stack.forward(x).flatten(0, 1)
+        return self._loss(output, y).view(rows, samples), correct(output.detach(), y).view(rows, samples)
+
+    def step(self, index: Tensor) -> None:
+        """Train every network on the samples that its row of `index` names."""
+        if not self.graphed:
+            self._step(index)
+        elif self._graph is not None and self._index is not None and self._index.shape == index.shape:
+            self._index.copy_(index)
+            self._graph.replay()
+        elif self._warm < _WARM_UP or index.shape[1] < self._full:
+            # The first steps, which allocate what is allocated lazily, and a shorter last batch.
+            self._warm += 1
+            self._full = max(self._full, index.shape[1])
+            self._step(index)
+        else:
+            self._capture(index)
+
+    def _step(self, index: Tensor) -> None:
+        losses, right = self.losses(index)
+        gradient = self.stack.gradient(losses.mean(1))
+        with torch.no_grad():
+            self.optimizer.update(self.stack.flat, gradient)
+            self.loss_sums += losses.detach().sum(1)
+            self.correct_sums += right.sum(1)
+
+    def _capture(self, index: Tensor) -> None:
+        """Record the step, then run it once."""
+        static = index.clone()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a graph has memory of its own, and cannot take what the first steps left
+        with torch.cuda.graph(graph):
+            self._step(static)
+        self._graph, self._index = graph, static
+        graph.replay()
+
+    def check_engine(self, index: Tensor) -> None:
+        """Go on with one network at a time where a model cannot run as a stack, such as one with branches."""
+        buffers = {name: value.clone() for name, value in self.stack.buffers.items()}
+        try:
+            with torch.no_grad():
+                self.losses(index)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, NotImplementedError):
+            self.stack.engine = "looped"  # what is wrong with the model itself shows there too
+        for name, value in buffers.items():
+            self.stack.buffers[name].copy_(value)
+
+    def tune(self, index: Tensor, engines: tuple[str, ...] = ENGINES[1:]) -> str:
+        """Choose the engine whose gradients cost least; nothing is trained.
+
+        Counted, not timed: engines round differently, and a study that is run again is to train the same
+        networks. One whose recorded gradient is not that of the first is not taken.
+
+        Returns:
+            The engine, already in use.
+        """
+        buffers = {name: value.clone() for name, value in self.stack.buffers.items()}
+        costs: dict[str, float] = {}
+        reference: Tensor | None = None
+        for engine in engines:
+            self.stack.engine = engine
+            try:
+                cost, gradient = self._counted_gradient(index)
+            except AcceleratorError:  # nothing works on the device any more
+                raise
+            except RuntimeError:  # out of memory, or what this device or model cannot do in that way
+                torch.cuda.empty_cache()
+                continue
+            reference = gradient if reference is None else reference
+            if (gradient - reference).norm() <= _ROUNDING * reference.norm():
+                costs[engine] = cost
+        for name, value in buffers.items():  # running statistics moved
+            self.stack.buffers[name].copy_(value)
+        self.stack.engine = min(costs, key=costs.__getitem__) if costs else engines[0]
+        return self.stack.engine
+
+    def _counted_gradient(self, index: Tensor) -> tuple[float, Tensor]:
+        """What one gradient costs, and the gradient, replayed from a graph."""
+
+        def once() -> Tensor:
+            return self.stack.gradient(self.losses(index)[0].mean(1))
+
+        once()
+        cost = counted(once).cost
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gradient = once()
+        graph.replay()
+        torch.cuda.synchronize()
+        return cost, gradient.clone()

@@ -1,0 +1,294 @@
+"""Train a cohort: networks of one shape together, each with its own settings, data order and end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.files import DamagedFileError, read_tensors, set_aside, write_tensors
+from flatness.problem.journal_state import intact, sealed
+from flatness.study.grid import Configuration
+from flatness.study.objects import Split, check_same_data, make_model, stream_seed, training_targets
+from flatness.study.training.optimizers import OPTIMIZERS, Optimizer
+from flatness.study.training.program import Program
+from flatness.study.training.stack import Stack, usual_engine
+
+CONVERGED, NOT_CONVERGED, DIVERGED = "converged", "not_converged", "diverged"
+# A recorded graph is recorded anew for fewer networks only when this share of them is done.
+_WORTH_LEAVING = 1 / 8
+_SAVED = ("keys", "epoch", "position", "trainings", "stack", "optimizer", "sums")
+
+
+@dataclass
+class Training:
+    """How the training of one network went.
+
+    Attributes:
+        status: "converged" (also where the file sets no target), "not_converged" or "diverged".
+        reason: Why it ended, in words.
+        losses: Mean training loss of each epoch.
+        accuracies: Share of training samples classified right, of each epoch.
+        seconds: Its share of the time that its cohort took.
+        engine: How its cohort ran.
+    """
+
+    status: str = ""
+    reason: str = ""
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    engine: str = ""
+
+
+class OutOfTimeError(Exception):
+    """The time that was given is over; everything is saved."""
+
+
+Done = Callable[[Configuration, dict[str, Tensor], Training], None]
+
+
+class Cohort:
+    """Networks that train together.
+
+    Args:
+        configurations: Networks of one shape with one batch size and one kind of optimizer.
+        split: The data, on the device to train on.
+        checkpoint: File that the state is saved to, and resumed from where it is there.
+        every: Seconds between two checkpoints.
+        engine: One of `stack.ENGINES`; None chooses.
+    """
+
+    def __init__(
+        self,
+        configurations: Sequence[Configuration],
+        split: Split,
+        checkpoint: Path,
+        every: float = 60.0,
+        engine: str | None = None,
+    ) -> None:
+        self.members = list(configurations)  # in the order of the stack's rows
+        self.ended: set[str] = set()  # keys of members that are done and not yet out of the stack
+        self.split, self.checkpoint, self.every = split, checkpoint, every
+        self.trainings = {one.key: Training() for one in configurations}
+        self.epoch = self.position = 0
+        saved = self._read()
+        if saved is not None:
+            here = {one.key: one for one in configurations}
+            self.members = [here[key] for key in saved["keys"] if key in here]
+            if self.split.train[0].is_cuda:
+                # Engines round differently, and what costs least depends on how many networks are left.
+                engine = engine or saved.get("engine")
+        self.program = self._program(engine)
+        if saved is not None:
+            self._resume(saved)
+        if engine is None:
+            self._choose_engine()
+        self._saved_at = self._counted_at = time.monotonic()
+
+    @property
+    def samples(self) -> int:
+        """Number of training samples."""
+        return len(self.split.train[0])
+
+    @property
+    def batch(self) -> int:
+        """Samples per step; at most all of them."""
+        return min(int(self.members[0].axes["batch_size"]), self.samples)
+
+    def _program(self, engine: str | None) -> Program:
+        device = self.split.train[0].device
+        networks = [make_model(one) for one in self.members]
+        stack = Stack(networks, device, engine or usual_engine(networks[0], device))
+        labels = [training_targets(self.split, one) for one in self.members]
+        own = any(each is not labels[0] for each in labels)
+        loss = self.members[0].train.get("loss", "cross_entropy")
+        targets = torch.stack(labels) if own else labels[0]
+        optimizer = _optimizer(self.members, stack)
+        return Program(stack, optimizer, self.split.train[0], targets, loss, own_targets=own)
+
+    def _choose_engine(self) -> None:
+        """On a GPU the way of least cost; anywhere, one network at a time if the model refuses a stack."""
+        stack, index = self.program.stack, self._order()[:, : self.batch]
+        convolutional = any(isinstance(module, nn.Conv2d) for module in stack.skeleton.modules())
+        if stack.flat.is_cuda and convolutional:
+            self.program.tune(index)
+        elif stack.engine != "looped":
+            self.program.check_engine(index[:, :2])
+
+    def train(
+        self, done: Done, deadline: float = math.inf, report: Callable[[Cohort], object] = lambda _: None
+    ) -> None:
+        """Train until the last network is done.
+
+        Args:
+            done: Called with every network as it ends: its configuration, its weights and how it went.
+            deadline: Time (`time.monotonic`) after which to save and raise `OutOfTimeError`.
+            report: Called after every epoch.
+        """
+        while len(self.ended) < len(self.members):
+            order = self._order()
+            while self.position < self.samples:
+                self.program.step(order[:, self.position : self.position + self.batch])
+                self.position += self.batch
+                self._pause(deadline)
+            self._end_epoch(done)
+            report(self)
+        self.checkpoint.unlink(missing_ok=True)
+
+    def _pause(self, deadline: float) -> None:
+        now = time.monotonic()
+        if now - self._saved_at > self.every or now > deadline:
+            self.save()
+        if now > deadline:
+            raise OutOfTimeError
+
+    def _order(self) -> Tensor:
+        """The order of samples in this epoch, (networks, samples): it depends on seed and epoch alone."""
+        rows = {}
+        for seed in {one.axes["seed"] for one in self.members}:
+            generator = torch.Generator().manual_seed(stream_seed(seed, "order", self.epoch))
+            rows[seed] = torch.randperm(self.samples, generator=generator)
+        order = torch.stack([rows[one.axes["seed"]] for one in self.members])
+        return order.to(self.split.train[0].device)
+
+    def _end_epoch(self, done: Done) -> None:
+        losses = (self.program.loss_sums / self.samples).tolist()
+        accuracies = (self.program.correct_sums / self.samples).tolist()
+        self._share_time()
+        self.epoch, self.position = self.epoch + 1, 0
+        self.program.reset()
+        for row, one in enumerate(self.members):
+            if one.key in self.ended:
+                continue
+            training = self.trainings[one.key]
+            training.losses.append(losses[row])
+            training.accuracies.append(accuracies[row])
+            training.status, training.reason = _verdict(one.stop, training)
+            if training.status:
+                training.engine = self.program.stack.engine
+                done(one, self.program.stack.weights(row), training)
+                self.ended.add(one.key)
+        self._let_out()
+
+    def _let_out(self) -> None:
+        """Take the networks that are done out of the stack, where that is worth it."""
+        staying = [row for row, one in enumerate(self.members) if one.key not in self.ended]
+        leaving = len(self.members) - len(staying)
+        worth = leaving > _WORTH_LEAVING * len(self.members) if self.program.graphed else leaving > 0
+        if staying and worth:
+            self.program.keep(torch.tensor(staying, device=self.split.train[0].device))
+            self.members = [self.members[row] for row in staying]
+            self.ended.clear()
+
+    def _share_time(self) -> None:
+        """Divide the time since the last call among the networks that trained."""
+        now = time.monotonic()
+        training = [one for one in self.members if one.key not in self.ended]
+        for one in training:
+            self.trainings[one.key].seconds += (now - self._counted_at) / len(training)
+        self._counted_at = now
+
+    def save(self) -> None:
+        """Write the state of all networks of the stack, whole or not at all."""
+        self._share_time()
+        program = self.program
+        content = {
+            "keys": [one.key for one in self.members],
+            "epoch": self.epoch,
+            "position": self.position,
+            "trainings": {one.key: asdict(self.trainings[one.key]) for one in self.members},
+            "stack": program.stack.saved(),
+            "optimizer": program.optimizer.saved(),
+            "sums": [program.loss_sums.cpu(), program.correct_sums.cpu()],
+            "data": self.split.digest,
+            "engine": program.stack.engine,
+        }
+        write_tensors(self.checkpoint, sealed(content))
+        self._saved_at = time.monotonic()
+
+    def _read(self) -> dict[str, Any] | None:
+        """The checkpoint, if there is one with a network of this cohort that is not done.
+
+        One that is damaged is set aside: its networks begin anew.
+        """
+        if not self.checkpoint.is_file():
+            return None
+        try:
+            saved = read_tensors(self.checkpoint)
+        except DamagedFileError:
+            saved = None
+        if not isinstance(saved, dict) or not set(_SAVED) <= set(saved) or not intact(saved):
+            set_aside(self.checkpoint)
+            return None
+        if not set(saved["keys"]) & set(self.trainings):
+            return None
+        check_same_data(self.split.mark, saved.get("data"), f"the networks that train in {self.checkpoint}")
+        return saved
+
+    def _resume(self, saved: Mapping[str, Any]) -> None:
+        rows = torch.tensor([saved["keys"].index(one.key) for one in self.members])
+        self.program.stack.restore(_rows_of(saved["stack"], rows))
+        self.program.optimizer.restore(_rows_of(saved["optimizer"], rows))
+        for ours, theirs in zip(
+            (self.program.loss_sums, self.program.correct_sums), saved["sums"], strict=True
+        ):
+            ours.copy_(theirs[rows])
+        self.epoch, self.position = saved["epoch"], saved["position"]
+        for one in self.members:
+            self.trainings[one.key] = Training(**saved["trainings"][one.key])
+
+
+def _rows_of(saved: Any, rows: Tensor) -> Any:
+    """Some rows of every tensor in a nest of dictionaries."""
+    if isinstance(saved, Tensor):
+        return saved[rows]
+    return {name: _rows_of(value, rows) for name, value in saved.items()}
+
+
+def _optimizer(members: Sequence[Configuration], stack: Stack) -> Optimizer:
+    settings = {
+        name: torch.tensor([[float(one.axes[name])] for one in members], dtype=torch.float64)
+        for name in ("learning_rate", "momentum", "weight_decay")
+    }
+    options = {key: value for key, value in members[0].train.items() if key not in ("loss", "tf32")}
+    return OPTIMIZERS[members[0].axes["optimizer"]](settings, stack.flat, options)
+
+
+def _verdict(stop: Mapping[str, Any], training: Training) -> tuple[str, str]:
+    """Status and reason of a network after an epoch; an empty status while it goes on."""
+    loss, accuracy, epochs = training.losses[-1], training.accuracies[-1], len(training.losses)
+    if not math.isfinite(loss):
+        return DIVERGED, f"the loss of epoch {epochs} is {loss}"
+    targets = [name for name in ("loss", "accuracy") if name in stop]
+    reached = [loss < stop["loss"] if name == "loss" else accuracy >= stop["accuracy"] for name in targets]
+    if targets and all(reached):
+        return CONVERGED, f"loss {loss:.4g}, accuracy {accuracy:.4g} in epoch {epochs}"
+    stalled = stop.get("stalled", math.inf)
+    if (
+        targets
+        and epochs > stalled
+        and min(training.losses[-stalled:]) > 0.99 * min(training.losses[:-stalled])
+    ):
+        return (
+            NOT_CONVERGED,
+            f"the loss fell by less than 1 % in {stalled} epochs; loss {loss:.4g} in epoch {epochs}",
+        )
+    if epochs < stop["epochs"]:
+        return "", ""
+    if not targets:
+        return CONVERGED, f"trained for {epochs} epochs, as asked; loss {loss:.4g}"
+    asked = " and ".join(
+        f"a loss below {stop['loss']:g}" if name == "loss" else f"an accuracy of {stop['accuracy']:g}"
+        for name in targets
+    )
+    return (
+        NOT_CONVERGED,
+        f"did not reach {asked} in {epochs} epochs; loss {loss:.4g}, accuracy {accuracy:.4g}",
+    )

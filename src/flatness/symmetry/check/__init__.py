@@ -1,0 +1,1 @@
+"""Which measures notice that a network was rewritten into an equal one."""

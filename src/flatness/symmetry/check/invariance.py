@@ -1,0 +1,315 @@
+"""Which measures notice that a network was rewritten into an equal one?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatness.catalogue.measure import Measure
+from flatness.catalogue.registry import select_measures
+from flatness.errors import ModelError, OptionError, OutOfMemoryError, listed, nearest
+from flatness.measuring.measure import measure
+from flatness.problem import batches
+from flatness.problem.guard import Kept, converted
+from flatness.problem.problem import Problem
+from flatness.problem.progress import ProgressBar
+from flatness.problem.ranks import separately
+from flatness.report.report import Report
+from flatness.symmetry.check.judging import judge, zero_values
+from flatness.symmetry.check.verdicts import OWN_FEATURES, InvarianceReport, InvarianceRow
+from flatness.symmetry.flow.groups import Symmetries, checked, symmetries
+from flatness.symmetry.rewriting.equality import Comparison
+from flatness.symmetry.rewriting.rescaling import (
+    KINDS,
+    Rescaling,
+    check_choices,
+    make_rescaling,
+    rescaled_copy,
+)
+from flatness.symmetry.trace.tracing import Forward
+
+_OF_PROBLEM = ("forward", "batch_size", "device", "seed", "progress")
+_EXAMPLE = 8
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """One kind of rewriting, a few times.
+
+    Attributes:
+        kind: Its name in the table.
+        rescalings: One per trial.
+        layers: The layers it is judged on; None for all of them and the network.
+        measures: The measures it is judged on; None for all.
+    """
+
+    kind: str
+    rescalings: list[Rescaling]
+    layers: list[str] | None = None
+    measures: list[str] | None = None
+
+
+@separately()  # every process of a group for itself: an invariance shows on any part of the data
+def check_invariance(
+    model: nn.Module,
+    data: Any,
+    loss: Any = "cross_entropy",
+    measures: str | Iterable[str] = "default",
+    kinds: str | Iterable[str] = ("layerwise", "neuronwise"),
+    trials: int = 3,
+    seed: int = 0,
+    *,
+    samples: int | None = 1000,
+    low: float = 0.2,
+    high: float = 5.0,
+    weight_decay: float = 0.0,
+    dtype: torch.dtype | None = None,
+    **arguments: Any,
+) -> InvarianceReport:
+    """Rewrite a network into equal ones, measure them all, and report how far each measure drifts.
+
+    A measure that declares an invariance must not drift by more than rounding, iteration and its standard
+    error explain. The model is copied; the original is left as it was.
+
+    Args:
+        model: The network.
+        data: As for `flatness.measure`.
+        loss: As for `flatness.measure`.
+        measures: A name, a list of names, "default" or "all".
+        kinds: Out of "layerwise", "neuronwise", "permutation" and "output"; see `flatness.rescale`. Measures
+            that are neuron-wise invariant except in their own feature layer get rows of the kind "neuronwise
+            except own features" as well.
+        trials: Number of rewritten networks per kind; ten make a good plot.
+        seed: Seed of the factors, and of measuring.
+        samples: At most so many samples, the first of the data; None for all. An invariance holds for every
+            data set or for none, so that a part shows it as well as the whole.
+        low: Smallest factor.
+        high: Largest factor.
+        weight_decay: Must be 0: a penalty on the weights notices every rescaling, and no measure that
+            includes it is invariant.
+        dtype: Precision of the check. None: float64 where the model and the memory allow, else the model's
+            own.
+        **arguments: Further arguments of `flatness.measure`, such as ``layers`` or ``forward``.
+
+    Returns:
+        An `InvarianceReport`: print it, or use ``.to_frame()``, ``.ok`` and ``.plot_data()``.
+
+    Example:
+        >>> import torch, flatness
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> data = (torch.randn(50, 4), torch.randint(3, (50,)))
+        >>> report = flatness.check_invariance(
+        ...     model, data, measures=["hessian_trace", "neuron_flatness"], trials=1
+        ... )
+        >>> report.ok
+        True
+        >>> frame = report.to_frame()
+        >>> bool(frame[frame.measure == "hessian_trace"].holds.any())
+        False
+    """
+    chosen = select_measures(measures)
+    wanted = _checked_kinds(kinds, low, high)
+    _check_numbers(trials, samples, weight_decay)
+    _check_arguments(arguments)
+    options = {"loss": loss, "measures": [item.name for item in chosen], "seed": seed, **arguments}
+    with Kept(checked(model)):
+        setting = _prepared(model, data, samples, dtype, options)
+        original = setting.original
+        rewritings, skipped = _rewritings(
+            setting.found, wanted, chosen, original.layers(), range(seed, seed + trials), (low, high)
+        )
+        rows: list[InvarianceRow] = []
+        total = sum(len(rewriting.rescalings) for rewriting in rewritings)
+        with ProgressBar("rewritten networks", total, bool(options.get("progress", True))) as bar:
+            for rewriting in rewritings:
+                reports = []
+                for rescaling in rewriting.rescalings:
+                    reports.append(setting.measured(rewriting, rescaling))
+                    bar.advance()
+                rows += judge(rewriting.kind, rewriting.rescalings, chosen, original, reports)
+    order = {item.name: position for position, item in enumerate(chosen)}
+    rows.sort(key=lambda row: order[row.measure])
+    meta = {key: original.meta[key] for key in ("model", "loss", "samples", "dtype", "risk")}
+    notes = dict.fromkeys((*setting.notes, *skipped, *zero_values(rows)))
+    return InvarianceReport(tuple(rows), tuple(notes), meta | {"trials": trials, "seed": seed})
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """The original network, measured once, and all that is needed to measure rewritten ones alike."""
+
+    base: nn.Module
+    original: Report
+    found: Symmetries
+    example: Any
+    forward: Forward
+    part: list[Any]
+    options: dict[str, Any]
+    notes: tuple[str, ...]
+    comparison: Comparison
+
+    def measured(self, rewriting: Rewriting, rescaling: Rescaling) -> Report:
+        """A rewritten network, measured like the original."""
+        narrowed = {**self.options, "progress": False}  # one bar for all networks, not one for each
+        if rewriting.layers is not None:
+            narrowed["layers"] = rewriting.layers
+        if rewriting.measures is not None:
+            asked = self.options.get("options") or {}
+            narrowed["measures"] = rewriting.measures
+            narrowed["options"] = {key: asked[key] for key in asked if key in rewriting.measures}
+        changed = rescaled_copy(self.base, self.example, rescaling, self.forward, self.comparison)
+        return measure(changed, self.part, **narrowed)
+
+
+def _prepared(
+    model: nn.Module, data: Any, samples: int | None, dtype: torch.dtype | None, options: dict[str, Any]
+) -> _Setting:
+    given = {key: options[key] for key in _OF_PROBLEM if key in options}
+    problem = Problem(model, data, options["loss"], dtype=dtype, **given)
+    with problem.guarded():
+        part, cut = _first_samples(problem, samples)
+        example = problem.example(_EXAMPLE)
+    base, original, notes = _original(problem.model, part, dtype, options)
+    if cut:
+        notes.append(
+            f"measured on the first {samples} samples: an invariance holds for every data set or for none "
+            "(samples=None takes all)"
+        )
+
+    def forward(network: nn.Module, batch: Any) -> Any:
+        return problem.forward(network, batch)[0]
+
+    found = symmetries(base, example, forward=forward)
+    comparison = Comparison(base, example, forward, part)
+    notes = [*problem.notes, *original.notes, *notes, *comparison.notes]
+    return _Setting(base, original, found, example, forward, part, options, tuple(notes), comparison)
+
+
+def _first_samples(problem: Problem, samples: int | None) -> tuple[list[Any], bool]:
+    """The first batches of the data, and whether there are more."""
+    part: list[Any] = []
+    missing = samples
+    for batch in problem.source.batches(problem.micro_batch):
+        if missing is not None and missing <= 0:
+            return part, True
+        size = batches.size_of(batch)
+        part.append(batch if missing is None or size <= missing else batches.rows(batch, 0, missing))
+        if missing is not None:
+            missing -= size
+    return part, missing is not None and missing < 0
+
+
+def _original(
+    model: nn.Module, part: list[Any], dtype: torch.dtype | None, options: dict[str, Any]
+) -> tuple[nn.Module, Report, list[str]]:
+    """The model to rewrite, in float64 where that is possible, and its measures."""
+    try:
+        base = converted(model, None, dtype or torch.float64)
+        return base, measure(base, part, **options), []
+    except (ModelError, OutOfMemoryError, RuntimeError, TypeError) as error:
+        own = next(model.parameters()).dtype
+        if dtype is not None or own == torch.float64:
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        name = str(own).removeprefix("torch.")
+        note = f"checked in {name}, with a wide tolerance: float64 was not possible ({reason})"
+        return model, measure(model, part, **options), [note]
+
+
+def _rewritings(
+    found: Symmetries,
+    kinds: list[str],
+    chosen: list[Measure],
+    layers: list[str],
+    seeds: range,
+    bounds: tuple[float, float],
+) -> tuple[list[Rewriting], list[str]]:
+    """Everything to measure, and a note for each kind that this network does not allow."""
+    low, high = bounds
+    rewritings: list[Rewriting] = []
+    refused: list[tuple[str, ModelError]] = []
+    for kind in kinds:
+        try:
+            rescalings = [make_rescaling(found, kind, seed=seed, low=low, high=high) for seed in seeds]
+        except ModelError as error:
+            refused.append((kind, error))
+            continue
+        rewritings.append(Rewriting(kind, rescalings))
+        excepting = [item.name for item in chosen if OWN_FEATURES in item.invariances]
+        if kind == "neuronwise" and excepting:
+            for together, frozen in own_feature_batches(found, layers):
+                rescalings = [
+                    make_rescaling(found, kind, seed=seed, low=low, high=high, frozen=frozen)
+                    for seed in seeds
+                ]
+                rewritings.append(Rewriting(OWN_FEATURES, rescalings, together, excepting))
+    if not rewritings:
+        raise refused[0][1]
+    return rewritings, [f"no {kind} rewriting: {error}" for kind, error in refused]
+
+
+def own_feature_batches(found: Symmetries, layers: list[str]) -> list[tuple[list[str], set[int]]]:
+    """Layers that can be judged together while the feature layers of all of them keep their scale.
+
+    A layer joins a batch only if something of every layer's output still scales in it. Where freezing a
+    layer's features leaves nothing to scale at all, there is nothing to judge.
+    """
+    made: list[tuple[list[str], set[int]]] = []
+    for layer in layers:
+        own = found.features_of(layer)
+        if not own or len(own) == found.classes:
+            continue
+        for members, frozen in made:
+            together = frozen | own
+            if all(not (units := found.units_of(member)) or units - together for member in [*members, layer]):
+                members.append(layer)
+                frozen |= own
+                break
+        else:
+            made.append(([layer], set(own)))
+    return made
+
+
+def _checked_kinds(kinds: str | Iterable[str], low: float, high: float) -> list[str]:
+    if not isinstance(kinds, (str, Iterable)):
+        raise OptionError(f"Expected kinds out of {listed(KINDS)} but got {kinds!r}.")
+    wanted = [kinds] if isinstance(kinds, str) else list(dict.fromkeys(kinds))
+    if not wanted:
+        raise OptionError(f"Expected at least one kind out of {listed(KINDS)} but got none.")
+    for kind in wanted:
+        check_choices(kind, low, high)
+    return wanted
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what `flatness.measure` does not take, before anything runs."""
+    known = [*inspect.signature(measure).parameters, *inspect.signature(check_invariance).parameters]
+    for name in arguments:
+        if name not in known:
+            raise OptionError(
+                f"Expected arguments of flatness.check_invariance or flatness.measure but got {name!r}."
+                f"{nearest(name, known)}"
+            )
+
+
+def _counts(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
+def _check_numbers(trials: int, samples: int | None, weight_decay: float) -> None:
+    if not _counts(trials):
+        raise OptionError(f"Expected trials to be a positive integer but got {trials!r}.")
+    if samples is not None and not _counts(samples):
+        raise OptionError(f"Expected samples to be a positive integer or None but got {samples!r}.")
+    if weight_decay != 0:
+        raise OptionError(
+            f"Expected weight_decay=0 but got {weight_decay!r}: a penalty on the weights notices every "
+            "rescaling, so that no measure with it "
+            "is invariant. Leave it out."
+        )

@@ -1,0 +1,247 @@
+"""Channels that scale together: what may be rescaled in a network, and why the rest may not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.problem import batches
+from flatness.problem.guard import check_model, measuring, unwrap
+from flatness.symmetry.flow.channels import Action, Group, Slot, counted, layer_of
+from flatness.symmetry.flow.flow import Flow
+from flatness.symmetry.flow.operators import OPERATORS
+from flatness.symmetry.flow.uses import NormCorrection
+from flatness.symmetry.trace.tracing import Forward, Trace, default_forward, trace
+
+_STATISTICS = ("running mean", "running variance")
+
+
+@dataclass(frozen=True, eq=False)
+class Symmetries:
+    """What may be changed in a network without changing what it computes. Print it.
+
+    Attributes:
+        model: Name of the model's class.
+        groups: Groups of channels that may be rescaled, in network order.
+        fixed: Groups that may not, with the reasons.
+        held: Parameters that no channel can be told apart in, with the reasons.
+        actions: What happens to each parameter, for `flatness.rescale`.
+        corrections: What batch norms need on top.
+        classes: Number of classes: every channel of every group is one.
+        trace: The recorded forward pass behind it.
+        output: The class of the output, where one factor may scale all of it; else −1.
+        inverse: For every class the one whose factor is its inverse (keys for queries); −1 without one.
+        companies: Classes side by side in values, and numbers of the places that they share, such as heads.
+    """
+
+    model: str
+    groups: tuple[Group, ...]
+    fixed: tuple[Group, ...]
+    held: dict[str, str]
+    actions: tuple[Action, ...]
+    corrections: tuple[tuple[NormCorrection, Tensor], ...]
+    classes: int
+    trace: Trace
+    output: int = -1
+    inverse: tuple[int, ...] = ()
+    companies: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @cached_property
+    def layers(self) -> dict[str, Action]:
+        """Everything that produces channels, by the name of its layer, in network order.
+
+        Further parts of a parameter that is used in parts are called ``name[1]``, ``name[2]``, …
+        """
+        found: dict[str, Action] = {}
+        for action in self.actions:
+            if action.rows is None or action.use.up_part in (*_STATISTICS, "bias", "shift"):
+                continue
+            parts = sum(other.use.name == action.use.name for other in found.values())
+            if not parts or action.layer not in found:
+                found[action.layer] = action
+            elif action.use.index is not None:
+                found[f"{action.layer}[{parts}]"] = action
+        return found
+
+    @cached_property
+    def permutations(self) -> Symmetries:
+        """The same network under the other question: which channels may change places."""
+        return find_groups(Flow(self.trace, OPERATORS, permuting=True))
+
+    def features_of(self, layer: str) -> set[int]:
+        """Classes of the channels that a layer takes in, its own feature layer; empty where all are fixed."""
+        return _classes_of([action.columns for action in self.actions if action.layer == layer])
+
+    def units_of(self, layer: str) -> set[int]:
+        """Classes of the channels that a layer puts out."""
+        return _classes_of([action.rows for action in self.layers.values() if action.layer == layer])
+
+    def __str__(self) -> str:
+        """A tree of what may be rescaled and what may not."""
+        channels = counted(sum(group.channels for group in self.groups), "channel")
+        free = f"may be rescaled: {channels} in {counted(len(self.groups), 'group')}"
+        fixed = [str(group) for group in self.fixed if group.producers]
+        fixed += [f"{name}; {reason}" for name, reason in self.held.items()]
+        branches = [(free, [str(group) for group in self.groups]), ("fixed", fixed)]
+        lines = [self.model]
+        for heading, leaves in branches if fixed else branches[:1]:
+            last = heading == branches[-1 if fixed else 0][0]
+            lines.append(f"{'└─' if last else '├─'} {heading}")
+            for position, leaf in enumerate(leaves, 1):
+                lines.append(f"{'   ' if last else '│  '}{'└─' if position == len(leaves) else '├─'} {leaf}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None) -> Symmetries:
+    """What may be rescaled in a network, and why the rest may not.
+
+    One forward pass of the example is recorded, whatever the model's code looks like, and factors are
+    followed through
+    it: positively homogeneous operators let them pass, sums and concatenations tie channels together,
+        everything else
+    ends the chain. The model is run in evaluation mode and left as it was.
+
+    Args:
+        model: The network.
+        example: Inputs for it: a tensor, a tuple of arguments, or a dict of keyword arguments; one sample is
+            enough.
+        forward: ``forward(model, example) -> output`` for models that put out more than one tensor.
+
+    Returns:
+        A `Symmetries`: print it, or look at its ``groups`` and ``fixed``.
+
+    Raises:
+        ModelError: When the model cannot run on the example, or where its computation cannot be followed.
+
+    Example:
+        >>> import torch, flatness
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> print(flatness.symmetries(model, torch.randn(1, 4)))
+        Sequential
+        ├─ may be rescaled: 8 channels in 1 group
+        │  └─ 8 channels: 0 (rows, bias) → 2 (columns)
+        └─ fixed
+           └─ 3 channels: 2 (rows, bias); the network's output
+    """
+    model = checked(model)
+    with measuring(model, 0):
+        recorded = trace(model, placed(model, example), forward or default_forward)
+    return find_groups(Flow(recorded, OPERATORS))
+
+
+def _classes_of(units: list[Tensor | None]) -> set[int]:
+    return {int(number) for part in units if part is not None for number in part.unique()} - {-1}
+
+
+def placed(model: nn.Module, example: Any) -> Any:
+    """The example on the model's device, floating-point parts in its dtype."""
+    parameter = next(model.parameters())
+    return batches.place(example, parameter.device, parameter.dtype)
+
+
+def checked(model: nn.Module) -> nn.Module:
+    """The model inside wrappers, refused with the reason where it cannot be used."""
+    if isinstance(model, nn.Module):
+        model, _ = unwrap(model)
+    check_model(model)
+    return model
+
+
+def find_groups(flow: Flow) -> Symmetries:
+    """Number the free classes of a followed pass and sort its channels into groups."""
+    every = torch.cat([flow.classes.root_table(free_only=False), torch.tensor([-1])])
+    free = torch.cat([flow.classes.root_table(), torch.tensor([-1])])  # the label of a zero, −1, is the last
+    used = [labels.flatten() for use in flow.uses for labels in (use.rows, use.columns) if labels is not None]
+    roots = free[torch.cat(used).long()].unique() if used else torch.empty(0, dtype=torch.int64)
+    number = torch.full((len(free),), -1, dtype=torch.int64)
+    number[roots[roots >= 0]] = torch.arange(int((roots >= 0).sum()))
+    table = torch.where(free >= 0, number[free], -1)
+
+    def numbered(labels: Tensor | None) -> Tensor | None:
+        return None if labels is None else table[labels.long()]
+
+    actions = tuple(
+        Action(use, *(numbered(part) for part in (use.up, use.down, use.rows, use.columns)))
+        for use in flow.uses
+    )
+    groups = _families(flow, every)
+    return Symmetries(
+        model=flow.trace.model,
+        groups=tuple(group for group in groups if not group.reasons),
+        fixed=tuple(group for group in groups if group.reasons),
+        held={use.name: use.held for use in flow.uses if use.held is not None},
+        actions=actions,
+        corrections=tuple((correction, table[correction.labels.long()]) for correction in flow.corrections),
+        classes=int((roots >= 0).sum()),
+        trace=flow.trace,
+        output=int(table[flow.output.flatten()[:1].long()]) if flow.output.numel() else -1,
+        inverse=tuple(_inverses(flow, roots[roots >= 0].tolist(), number)),
+        companies=tuple((table[labels.long()], places) for labels, places in flow.companies),
+    )
+
+
+def _inverses(flow: Flow, roots: list[int], number: Tensor) -> list[int]:
+    """The number of the class with inverse factors, for every root of a class."""
+    partners = [flow.classes.inverse(root) for root in roots]
+    return [-1 if partner is None else int(number[partner]) for partner in partners]
+
+
+def _families(flow: Flow, roots: Tensor) -> tuple[Group, ...]:
+    """Classes that meet the same parameters in the same way, side by side."""
+    touched: dict[int, list[_Touch]] = {}
+    for number, use in enumerate(flow.uses):
+        for labels, up in ((use.rows, True), (use.columns, False)):
+            places: dict[int, list[int]] = {}
+            for unit, root in enumerate(
+                roots[labels.flatten().long()].tolist() if labels is not None else ()
+            ):
+                places.setdefault(root, []).append(unit)
+            places.pop(-1, None)
+            for root, units in places.items():
+                touched.setdefault(root, []).append(_Touch(number, up, up, units))
+    for root in sorted(touched):
+        # Classes with inverse factors are one group: what multiplies the one divides the other.
+        partner = flow.classes.inverse(root)
+        if partner in touched and root in touched and partner > root and not flow.classes.reasons(root):
+            touched[root] += [replace(touch, producing=not touch.up) for touch in touched.pop(partner)]
+    families: dict[Any, list[int]] = {}
+    for root, slots in sorted(touched.items()):
+        key = (
+            tuple((touch.number, touch.producing, len(touch.units)) for touch in slots),
+            flow.classes.reasons(root),
+        )
+        families.setdefault(key, []).append(root)
+    return tuple(_group(flow, members, [touched[root] for root in members]) for members in families.values())
+
+
+@dataclass(frozen=True)
+class _Touch:
+    """Where a class meets a use of a parameter.
+
+    Attributes:
+        number: Which use.
+        up: Whether its factor multiplies rows (or columns divide by it).
+        producing: Whether the group's factor multiplies there.
+        units: The rows, columns or entries.
+    """
+
+    number: int
+    up: bool
+    producing: bool
+    units: list[int]
+
+
+def _group(flow: Flow, roots: list[int], touched: list[list[_Touch]]) -> Group:
+    producers, consumers = [], []
+    for position, touch in enumerate(touched[0]):
+        use = flow.uses[touch.number]
+        part = use.up_part if touch.up else use.down_part
+        slot = Slot(use.name, layer_of(use), part, torch.tensor([slots[position].units for slots in touched]))
+        (producers if touch.producing and part not in _STATISTICS else consumers).append(slot)
+    return Group(len(roots), tuple(producers), tuple(consumers), flow.classes.reasons(roots[0]))

@@ -1,0 +1,247 @@
+"""What operators that move or summarise entries do to labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from flatness.symmetry.flow.elementwise import add
+from flatness.symmetry.flow.flow import Flow
+from flatness.symmetry.flow.labels import ANY, places_in_class
+from flatness.symmetry.flow.uses import ParameterView
+from flatness.symmetry.trace.calls import Call, Ref
+
+_RESHAPED = ("view", "reshape", "expand", "broadcast_to", "view_as", "reshape_as", "expand_as")
+# Layouts that leave entries in their order.
+_IN_ORDER = frozenset({*_RESHAPED, "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}) - {
+    "expand",
+    "expand_as",
+}
+_PICKS = {
+    "index_select": "input dim index",
+    "gather": "input dim index | sparse_grad",
+    "take_along_dim": "input indices | dim",
+    "repeat_interleave": "input repeats | dim output_size",
+}
+
+
+def layout(flow: Flow, call: Call) -> Any:
+    """Labels move as entries do: the same operator, applied to labels."""
+    function, args, kwargs = call.function, call.args, call.kwargs
+    if call.in_place is not None or "out" in kwargs:
+        return None
+    if call.name in _RESHAPED:
+        if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):
+            return None  # other numbers out of the same memory
+        function = torch.broadcast_to if call.name.startswith(("expand", "broadcast")) else torch.reshape
+        args, kwargs = (call.first(), flow.shape(call)), {}
+    if flow.permuting and call.name == "roll" and not call.bound("input shifts | dims").get("dims"):
+        return None  # entries go on in the next sample
+    refs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Ref)]
+    if len(refs) == 1 and isinstance(view := flow.entry(refs[0]), ParameterView):
+        return _parameter_layout(function, args, kwargs, view)
+
+    def moved(labels: dict[Ref, Tensor]) -> list[Tensor]:
+        given = tree_map(lambda leaf: labels[leaf] if isinstance(leaf, Ref) else leaf, (args, kwargs))
+        return _tensors(function(*given[0], **given[1]))
+
+    labels = {ref: flow.labels(ref) for ref in refs}
+    return moved(labels) if call.name in _IN_ORDER else _followed_parts(flow, labels, moved)
+
+
+def _followed_parts(
+    flow: Flow, labels: dict[Ref, Tensor], moved: Callable[[dict[Ref, Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """Entries that move, or come in parts; channels change places only with those that move as they do."""
+    parts = moved(labels)
+    if not flow.permuting:
+        return parts
+    if len(parts) > 1 or parts[0].numel() < sum(each.numel() for each in labels.values()):
+        for part in parts:
+            flow.keep_company(part, range(part.dim()))
+    if all(_one_place_each(each) for each in (*labels.values(), *parts)):
+        return parts
+    first, places = 0, {}
+    for ref, each in labels.items():
+        places[ref] = places_in_class(each) + first
+        first += each.numel()
+    for part, before in zip(parts, moved(places), strict=True):
+        flow.companies.append((part, before.long() * part.numel() + places_in_class(part).long()))
+    return parts
+
+
+def _one_place_each(labels: Tensor) -> bool:
+    """Whether a channel is one place along some dimensions and all there is along the others."""
+    for dim in range(labels.dim() if labels.numel() else 0):
+        first = labels.narrow(dim, 0, 1)
+        if bool((labels == first).all()):
+            labels = first
+    return len(torch.unique(labels)) == labels.numel()
+
+
+def _parameter_layout(function: Any, args: Any, kwargs: Any, view: ParameterView) -> Any:
+    """Entries of a parameter move."""
+    args, kwargs = tree_map(
+        lambda leaf: view.entries().clone() if isinstance(leaf, Ref) else leaf, (args, kwargs)
+    )
+    return [
+        ParameterView(view.name, tuple(index.shape), index) for index in _tensors(function(*args, **kwargs))
+    ]
+
+
+def pick(flow: Flow, call: Call) -> Any:
+    """Entries picked by an index: a layout where it is constant, else only from entries that are alike."""
+    source, indices = call.first(), [ref for ref in call.refs() if ref != call.first()]
+    if "out" in call.kwargs or any(flow.value(ref).floating for ref in indices):
+        return None
+    entry, constant = flow.entry(source), all(flow.is_constant(ref) for ref in indices)
+    touched = _touched(flow, call, len(entry.shape))
+    if not indices and (not flow.permuting or len(touched) < 2):
+        return layout(flow, call)
+    if isinstance(entry, ParameterView):
+        return None
+    reason = f"{call} picks by an index that depends on the data"
+    for ref in indices:
+        flow.decided(ref, reason)
+    if call.name in ("gather", "take_along_dim") and flow.permuting:
+        touched = list(range(entry.dim()))
+    alike = all(flow.same_along(entry, dim) for dim in touched)
+    if not alike and (not constant or (flow.permuting and len(touched) > 1)):
+        return flow.stop(call, reason if not constant else f"{call} picks other entries of other channels")
+
+    def moved(labels: dict[Ref, Tensor]) -> list[Tensor]:
+        args, kwargs = tree_map(
+            lambda leaf: labels.get(leaf, flow.value(leaf).tensor) if isinstance(leaf, Ref) else leaf,
+            (call.args, call.kwargs),
+        )
+        return _tensors(call.function(*args, **kwargs))
+
+    return _followed_parts(flow, {source: entry}, moved)
+
+
+def _touched(flow: Flow, call: Call, dims: int) -> list[int]:
+    """The dimensions that an index picks along."""
+    if call.name == "getitem":
+        return _indexed(flow, call.args[1], dims)
+    if call.name == "diagonal":
+        given = call.bound("input | offset dim1 dim2")
+        return [given.get("dim1", 0) % dims, given.get("dim2", 1) % dims]
+    dim = call.bound(_PICKS[call.name]).get("dim")
+    return list(range(dims)) if dim is None else [dim % dims]
+
+
+def _indexed(flow: Flow, index: Any, dims: int) -> list[int]:
+    """The dimensions along which ``tensor[index]`` picks by tensors or lists, not by slices and numbers."""
+    parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
+    sizes = [_consumed(flow, part) for part in parts]
+    touched, place = [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        if part is Ellipsis:
+            place += dims - sum(sizes)
+            continue
+        if not isinstance(part, (int, slice)) or isinstance(part, bool):
+            touched += range(place, place + size)
+        place += size
+    return touched
+
+
+def _consumed(flow: Flow, part: Any) -> int:
+    """How many dimensions a part of an index stands for."""
+    if part is Ellipsis or isinstance(part, bool):
+        return 0
+    masks = isinstance(part, Ref) and flow.value(part).dtype in (torch.bool, torch.uint8)
+    return len(flow.value(part).shape) if masks else 1
+
+
+def filling(flow: Flow, call: Call) -> Any:
+    """Operators that move entries and fill up with zeros: shifted by one, the label of a zero is 0."""
+    if flow.permuting and call.name != "unfold":
+        return None  # it fills other entries of other channels
+    labels = flow.labels(call.operand())
+    kwargs = {name: value for name, value in call.kwargs.items() if name != "input"}
+    return call.function(labels - ANY, *call.args[1:], **kwargs) + ANY
+
+
+def pad(flow: Flow, call: Call) -> Any:
+    """Zeros fit every class; another constant does not."""
+    given = call.bound("input pad | mode value")
+    labels, mode = flow.labels(call.operand()), given.get("mode", "constant")
+    if mode != "constant":
+        return F.pad(labels, given["pad"], mode=mode)
+    if flow.permuting and min(given["pad"]) < 0:
+        return None  # it cuts
+    zero = flow.permuting or not given.get("value")
+    fill = ANY if zero else float(flow.classes.fixed((), f"padded by {call}"))
+    return F.pad(labels, given["pad"], value=fill)
+
+
+def set_item(flow: Flow, call: Call) -> Any:
+    """Entries that are written over share the class of what is written."""
+    target, index, source = call.args
+    picked = [leaf for leaf in tree_flatten(index)[0] if isinstance(leaf, Ref)]
+    if any(not flow.is_constant(ref) for ref in picked):
+        return flow.stop(call, f"{call} writes by an index that depends on the data")
+    where = tree_map(lambda leaf: flow.value(leaf).tensor if isinstance(leaf, Ref) else leaf, index)
+    labels = flow.labels(target).clone()
+    written = flow.labels(source)
+    if flow.permuting:
+        if _indexed(flow, index, labels.dim()):
+            return None
+        # Channels that are written over are not like the others any more.
+        flow.classes.pin(labels[where], f"{call} writes over it")
+        labels[where] = written.expand(labels[where].shape)
+        return labels
+    labels[where] = flow.classes.unite(labels[where], written)
+    return labels
+
+
+def creation(flow: Flow, call: Call) -> Any:
+    """A new tensor that takes only its shape from another: zeros, or a constant."""
+    call.operand()  # a tensor to fill it with would be a value
+    blank = call.name in ("zeros_like", "empty_like", "new_zeros", "new_empty")
+    if blank or (flow.permuting and "rand" not in call.name):
+        return torch.full((), ANY, dtype=torch.float64).expand(flow.shape(call))
+    return flow.fixed_output(call, "a constant joins it")
+
+
+def reduction(flow: Flow, call: Call) -> Any:
+    """What is summed, averaged or compared along a dimension shares its class."""
+    if len(call.refs()) == 2:
+        return add(flow, call)
+    given = call.bound("input | dim keepdim dtype axis unbiased correction")
+    labels, dims = flow.labels(call.operand()), given.get("dim", given.get("axis"))
+    if dims is None or dims == () or isinstance(dims, bool):  # std(False) is about all dimensions
+        dims = range(labels.dim())
+    one = flow.classes.unite_along(labels, [dims] if isinstance(dims, int) else dims)
+    return [one.reshape(flow.shape(call))] * len(call.outputs())
+
+
+def along(flow: Flow, call: Call) -> Any:
+    """Like a reduction that keeps its dimension: sort, topk, cumsum."""
+    names = (
+        "input k | dim largest sorted keepdim"
+        if call.name in ("topk", "kthvalue")
+        else "input | dim descending stable dtype"
+    )
+    dim = call.bound(names).get("dim", -1)
+    one = flow.classes.unite_along(flow.labels(call.operand()), [dim])
+    shape = flow.shape(call)
+    return [one.expand(shape) if len(shape) == one.dim() else one.reshape(shape)] * len(call.outputs())
+
+
+def pooling(flow: Flow, call: Call) -> Any:
+    """Pixels of a channel share its class: pooling, interpolation."""
+    labels = flow.labels(call.operand())
+    digits = [int(letter) for letter in call.name if letter.isdigit()]
+    spatial = digits[0] if digits else labels.dim() - 2
+    one = flow.classes.unite_along(labels, range(labels.dim() - spatial, labels.dim()))
+    return [one.expand(flow.shape(call))] * len(call.outputs())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -1,0 +1,1 @@
+"""Equal networks: the same function with other parameters."""

@@ -1,0 +1,159 @@
+"""Whether a rewritten network puts out what it should: on the example, on new inputs like it, and on data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import ModelError
+from flatness.problem import batches
+from flatness.problem.guard import measuring
+from flatness.symmetry.flow.groups import placed
+from flatness.symmetry.trace.tracing import Forward, difference, run
+
+# New inputs are drawn until there are about so many samples, in so many batches at most.
+_SAMPLES, _BATCHES = 16, 8
+_EXAMPLE, _NEW, _SHUFFLED, _DATA = (
+    "",
+    " on new random inputs like the example",
+    " on the example in another order",
+    " on the measured data",
+)
+
+
+class Change(Protocol):
+    """A change of parameters, and what it should do to outputs."""
+
+    @property
+    def kind(self) -> str:
+        """Its name."""
+        ...
+
+    def expected(self, output: Tensor) -> Tensor:
+        """What the changed network puts out where the original puts out `output`."""
+        ...
+
+
+class Comparison:
+    """Outputs of a network that a rewritten copy of it has to put out as well.
+
+    The example alone is not enough: a branch, an index or a rounding that depends on values may treat other
+    data in another way. So new random inputs of the example's kind and scale are compared too.
+
+    Args:
+        model: The network.
+        example: Inputs that it runs on.
+        forward: ``forward(model, example) -> output``.
+        data: Batches to compare on as well.
+
+    Attributes:
+        notes: What could not be compared, in words.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, forward: Forward, data: Iterable[Any] = ()) -> None:
+        self.notes: list[str] = []
+        self._model, self._forward, self._data = model, forward, data
+        example = placed(model, example)
+        self._outputs = [(_EXAMPLE, example, self._output(model, example)), *self._elsewhere(example)]
+
+    def check(self, changed: nn.Module, change: Change) -> None:
+        """Refuse a copy that does not put out what it should.
+
+        Raises:
+            ModelError: When an output differs by more than rounding.
+        """
+        for where, inputs, output in self._outputs:
+            self._compare(output, self._output(changed, inputs), change, where)
+        for batch in self._data:
+            inputs = placed(self._model, batch)
+            self._compare(self._output(self._model, inputs), self._output(changed, inputs), change, _DATA)
+
+    def _elsewhere(self, example: Any) -> list[tuple[str, Any, Tensor]]:
+        """New inputs and what the network puts out; the example in another order where it does not run."""
+        samples = batches.size_of(example)
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for _ in range(max(2, min(_BATCHES, _SAMPLES // samples))):
+            inputs = inputs_like(example, generator)
+            output = self._output_or_reason(inputs)
+            if isinstance(output, str):
+                self.notes.append(
+                    "compared the networks on the example only, also in another order, as the model does not "
+                    f"run on random inputs like it ({output})"
+                )
+                shuffled = batches.picked(example, torch.randperm(samples, generator=generator))
+                return [(_SHUFFLED, shuffled, self._output(self._model, shuffled))]
+            found.append((_NEW, inputs, output))
+        return found
+
+    def _output_or_reason(self, inputs: Any) -> Tensor | str:
+        """The output for new inputs, or why there is none."""
+        try:
+            output = self._output(self._model, inputs)
+        except ModelError as error:
+            return str(error.__cause__ or error).strip().splitlines()[0].rstrip(".")
+        finite = not output.is_floating_point() or bool(output.isfinite().all())
+        return output if finite else "it puts out NaN or infinity"
+
+    def _output(self, model: nn.Module, inputs: Any) -> Tensor:
+        with measuring(model, 0):
+            return run(model, batches.copied(inputs), self._forward)
+
+    def _compare(self, before: Tensor, after: Tensor, change: Change, where: str) -> None:
+        drift = difference(change.expected(before), after) if before.shape == after.shape else math.inf
+        precision = before.dtype if before.is_floating_point() else torch.float32
+        allowed = math.sqrt(torch.finfo(precision).eps)
+        if not drift <= allowed:
+            elsewhere = (
+                "an operator in it does not do what its name says"
+                if where == _EXAMPLE
+                else "it treats other values in another way than the example (a branch, an index or a "
+                "rounding that depends on values): leave this kind out, or rescale a part of the network only"
+            )
+            raise ModelError(
+                f"Expected the {change.kind} copy to put out the same but outputs differ by {drift:.3g} of "
+                f"their size{where}, more than rounding "
+                f"({allowed:.1g} in {str(precision).removeprefix('torch.')}). Convert the model with "
+                f"model.double() if it is badly conditioned; otherwise {elsewhere}."
+            )
+
+
+def inputs_like(example: Any, generator: torch.Generator) -> Any:
+    """New random inputs of the example's kind and scale, the same for the same state of the generator.
+
+    Floating-point numbers are uniform within the range of the example's, whole numbers likewise. Masks
+    (booleans, zeros and ones, anything with infinities) and constants keep their rows, in another order.
+
+    >>> new = inputs_like((torch.tensor([2.0, 4.0]), torch.tensor([3, 9])), torch.Generator().manual_seed(0))
+    >>> [tensor.dtype for tensor in new], bool(new[0].min() >= 2), bool(new[1].max() <= 9)
+    ([torch.float32, torch.int64], True, True)
+    """
+
+    def drawn(tensor: Tensor) -> Tensor:
+        if tensor.numel() == 0 or tensor.is_complex():
+            return tensor
+        if _is_mask(tensor):
+            return tensor if tensor.dim() == 0 else tensor[_order(len(tensor), generator, tensor.device)]
+        low, high = tensor.min().item(), tensor.max().item()
+        if tensor.is_floating_point():
+            spread = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+            return (low + (high - low) * spread).to(tensor)
+        return torch.randint(int(low), int(high) + 1, tensor.shape, generator=generator).to(tensor)
+
+    return batches.map_tensors(example, drawn)
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
+        return True
+    return tensor.is_floating_point() and (
+        not bool(tensor.isfinite().all()) or (tensor.numel() > 2 and len(torch.unique(tensor)) <= 2)
+    )
+
+
+def _order(rows: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    return torch.randperm(rows, generator=generator).to(device)

@@ -1,0 +1,1 @@
+"""One forward pass, written down operator by operator."""

@@ -1,0 +1,1 @@
+"""Names to objects: data sets, models and checkpoints."""

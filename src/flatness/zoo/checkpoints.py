@@ -1,0 +1,238 @@
+"""Checkpoints: found by path, folder or pattern, read without running anything in them, fitted to a model."""
+
+from __future__ import annotations
+
+import glob
+import os
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import CheckpointError, listed, nearest
+from flatness.report.unpacking import TooLargeError, check_unpacked
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""What a file in a folder must end with to be taken for a checkpoint."""
+
+# What trainers put beside their checkpoints.
+_NOT_WEIGHTS = {"optimizer.pt", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state.pth"}
+# Where training scripts and Lightning keep the weights inside a larger dictionary.
+_INSIDE = ("state_dict", "model_state_dict", "model", "net", "weights")
+_WRAPPERS = {"module.": "DataParallel's prefix"}
+_SHOWN_KEYS = 4
+
+
+def find_checkpoints(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The checkpoint files that paths, folders and patterns like ``runs/*.pt`` name, each once.
+
+    Folders are not searched below their first level; files in them come in natural order, epoch 2 before 10.
+
+    Raises:
+        CheckpointError: When a path, folder or pattern gives no file.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        for file in _expanded(os.fspath(path)):
+            found.setdefault(file)
+    return list(found)
+
+
+def _expanded(path: str) -> list[Path]:
+    if os.path.isfile(path):
+        return [Path(path)]
+    if os.path.isdir(path):
+        files = [
+            f
+            for f in Path(path).iterdir()
+            if f.suffix in SUFFIXES and f.is_file() and f.name not in _NOT_WEIGHTS
+        ]
+        if not files:
+            raise CheckpointError(
+                f"Expected checkpoints ({', '.join(SUFFIXES)}) in the folder {path} but it has none. "
+                "Name the files themselves."
+            )
+        return sorted(files, key=natural_order)
+    files = [Path(f) for f in glob.glob(path, recursive=True) if os.path.isfile(f)]
+    if not files:
+        folder = os.path.dirname(path) or "."
+        around = os.listdir(folder) if os.path.isdir(folder) else []
+        raise CheckpointError(
+            f"Expected a checkpoint, a folder or a pattern but there is no {path}."
+            f"{nearest(os.path.basename(path), around)}"
+        )
+    return sorted(files, key=natural_order)
+
+
+def natural_order(path: Path) -> list[tuple[int, int, str]]:
+    """A sorting key that reads digits as numbers.
+
+    >>> [path.name for path in sorted(map(Path, ["e10.pt", "e2.pt"]), key=natural_order)]
+    ['e2.pt', 'e10.pt']
+    """
+    parts = re.split(r"(\d+)", str(path))
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name, on the host. Nothing in the file is executed.
+
+    Raises:
+        CheckpointError: When the file is no checkpoint, is damaged, or holds more than plain values.
+    """
+    path = Path(path)
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    return _tensors(content, path)
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"Expected a whole safetensors file but {path} is damaged, cut short or something else: {error}."
+        ) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _read_torch(path: Path) -> Any:
+    _check_size(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # about old pickle protocols: what cannot be read is refused below
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except pickle.UnpicklingError as error:
+        if "weights_only" in str(error) or "Unsupported" in str(error):
+            raise CheckpointError(
+                f"Expected tensors and plain values only but {path} holds other Python objects"
+                f"{_culprit(error)}, which can run code when loaded; it was not loaded. Save "
+                "torch.save(model.state_dict(), path) or a .safetensors file instead."
+            ) from error
+        raise _damaged(path) from error
+    except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
+        # What the reader trips over in a damaged file depends on where the damage is.
+        raise _damaged(path) from error
+
+
+def _check_size(path: Path) -> None:
+    """Refuse a file that was compressed to hide its size; torch.save compresses nothing."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            check_unpacked(path, sum(member.file_size for member in archive.infolist()))
+    except TooLargeError as error:
+        raise CheckpointError(f"Expected a checkpoint of a usual size but {path} {error}.") from error
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile):
+        pass  # another format, or damaged: the reader says so
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Expected a checkpoint that can be read but got {path}: {error.strerror or error}."
+    )
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"Expected a checkpoint written by torch.save but {path} is damaged, cut short or something else. "
+        "Copy or save it again."
+    )
+
+
+def _culprit(error: Exception) -> str:
+    """The name of the refused object, where torch says it."""
+    found = re.search(r"GLOBAL\s+(\w+(?:\.\w+)+)", str(error))
+    return f" ({found[1]})" if found else ""
+
+
+def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
+    """The dictionary of tensors inside what was read."""
+    for _ in range(2):
+        if (
+            isinstance(content, Mapping)
+            and content
+            and all(isinstance(value, Tensor) for value in content.values())
+        ):
+            return {str(name): value for name, value in content.items()}
+        inner = [
+            content[key]
+            for key in _INSIDE
+            if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)
+        ]
+        if not inner:
+            break
+        content = inner[0]
+    if isinstance(content, Mapping):
+        tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+        if tensors:
+            return tensors
+        found = f"a dictionary with {listed(content, 6) or 'nothing'}"
+    else:
+        found = type(content).__name__
+    raise CheckpointError(
+        f"Expected a dictionary of tensors, perhaps under {listed(_INSIDE)}, but {path} holds {found}. "
+        "Save model.state_dict()."
+    )
+
+
+def fit_checkpoint(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> list[str]:
+    """Load tensors into a model, all or none, and say what was adapted.
+
+    Prefixes that wrappers leave in names (DataParallel's ``module.``, torch.compile's ``_orig_mod.``, the
+    attribute under which a LightningModule holds its network) are taken off.
+
+    Raises:
+        CheckpointError: When names or shapes differ; the message lists a few of each kind.
+    """
+    wanted = model.state_dict()
+    fitted, notes = _without_wrappers(dict(tensors), wanted)
+    missing = [key for key in wanted if key not in fitted and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in fitted if key not in wanted]
+    shapes = [
+        f"{key} {list(fitted[key].shape)} for {list(value.shape)}"
+        for key, value in wanted.items()
+        if key in fitted and fitted[key].shape != value.shape
+    ]
+    problems = [
+        f"{label} {listed(keys, _SHOWN_KEYS)}"
+        for label, keys in (("missing:", missing), ("unexpected:", unexpected), ("other shapes:", shapes))
+        if keys
+    ]
+    if problems:
+        raise CheckpointError(
+            f"Expected the weights of {type(model).__name__} but {name} does not fit: {'; '.join(problems)}. "
+            "Build the model with the sizes it was trained with."
+        )
+    model.load_state_dict({**wanted, **fitted})
+    return notes
+
+
+def _without_wrappers(
+    tensors: dict[str, Tensor], wanted: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], list[str]]:
+    notes: list[str] = []
+    if any("_orig_mod." in key for key in tensors) and not any("_orig_mod." in key for key in wanted):
+        tensors = {key.replace("_orig_mod.", ""): value for key, value in tensors.items()}
+        notes.append("took torch.compile's prefix '_orig_mod.' off the checkpoint's names")
+    shorter, taken = tensors, []
+    while shorter and not set(shorter) & set(wanted):
+        heads = {key.partition(".")[0] + "." for key in shorter}
+        prefix = heads.pop()
+        if heads or not all(key.startswith(prefix) for key in shorter):
+            return tensors, notes
+        shorter = {key.removeprefix(prefix): value for key, value in shorter.items()}
+        taken.append(f"took {_WRAPPERS.get(prefix, 'the prefix')} {prefix!r} off the checkpoint's names")
+    return shorter, [*notes, *taken]

@@ -1,0 +1,183 @@
+"""Data sets that are arrays already: scikit-learn's digits, and the user's own ``.npz`` files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from flatness.errors import DataError, listed
+from flatness.report.npz import UNREADABLE, array_length, array_names, read_array, row_blocks
+from flatness.report.unpacking import TooLargeError
+
+_INPUTS = ("x", "inputs", "images")
+_TARGETS = ("y", "targets", "labels")
+_SINGLE = b"\x93NUMPY"  # what a file of one array begins with
+_MOST_CLASSES = 1_000_000  # larger numbers are identifiers or years, not classes
+
+
+def digits(split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The 8×8 digits of scikit-learn: (samples, 1, 8, 8) with pixels 0 to 16, and labels.
+
+    The set has no published split. Here a fifth of each class is for testing, rounded: 1,438 samples to
+    train, 359 to test, in an order drawn once and for all (numpy's `RandomState` keeps its stream from
+    version to version).
+    """
+    from sklearn.datasets import load_digits  # scikit-learn takes a second to import, and only this needs it
+
+    images, labels = map(np.asarray, load_digits(return_X_y=True))
+    order = np.random.RandomState(0).permutation(len(labels))
+    is_test = np.zeros(len(labels), bool)
+    for label in range(10):
+        members = order[labels[order] == label]
+        is_test[members[: round(len(members) / 5)]] = True
+    chosen = order[is_test[order] == (split == "test")]
+    return images[chosen].reshape(-1, 1, 8, 8), labels[chosen]
+
+
+class ArrayFile:
+    """A ``.npz`` file with inputs and targets, for training and perhaps for testing.
+
+    Inputs are called ``x``, ``inputs`` or ``images``, targets ``y``, ``targets`` or ``labels``, in upper or
+    lower case. Those for training may, those for testing must carry their split: ``x_test`` or ``test_x``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.expanduser(os.fspath(path))
+        try:
+            with open(self.path, "rb") as stream:
+                single = stream.read(len(_SINGLE)) == _SINGLE
+            self.names = [] if single else array_names(self.path)
+        except FileNotFoundError as error:
+            raise DataError(f"Expected {self.path} to be an .npz file, but there is no such file.") from error
+        except UNREADABLE as error:
+            raise DataError(
+                f"Expected {self.path} to be an .npz archive, but it cannot be read as one."
+            ) from error
+        if single:
+            raise DataError(f"Expected {self.path} to be an .npz archive, but it is a single array.")
+
+    def split(self, split: str, rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of a split, or the first ones of it, checked to fit each other."""
+        found = self.inputs(split, rows), self.targets(split, rows)
+        inputs, targets = self.length(split), self._length(self._name(_TARGETS, split))
+        if inputs != targets:
+            raise DataError(
+                f"Expected as many targets as inputs, but {self.path} has {inputs:,} inputs and"
+                f" {targets:,} targets to {split}."
+            )
+        return found
+
+    def length(self, split: str) -> int:
+        """Number of samples of a split."""
+        return self._length(self._name(_INPUTS, split))
+
+    def inputs(self, split: str, rows: int | None = None) -> np.ndarray:
+        """Inputs of a split: uint8 as stored, all else as finite float32."""
+        name = self._name(_INPUTS, split)
+        values = self._read(name, rows)
+        if values.dtype.kind not in "iufb" or values.ndim < 2:
+            raise DataError(
+                f"Expected {name!r} in {self.path} to be numbers with a first axis of samples and at least"
+                f" one more, but got {values.dtype} of shape {values.shape}."
+            )
+        if values.dtype == np.uint8:
+            return values
+        return self._finite(values, name, "inputs")
+
+    def targets(self, split: str, rows: int | None = None) -> np.ndarray:
+        """Targets of a split: class labels as int64 of shape (samples,), real targets as float32."""
+        name = self._name(_TARGETS, split)
+        return self._targets(self._read(name, rows), name)
+
+    def _targets(self, values: np.ndarray, name: str, before: int = 0) -> np.ndarray:
+        """Checked targets; `before` is the number of samples that come before them in the file."""
+        if values.dtype.kind == "f" and values.ndim >= 1:
+            return self._finite(values, name, "targets", before)
+        if values.ndim == 2 and values.shape[1] == 1:
+            values = values[:, 0]
+        if values.dtype.kind not in "iub" or values.ndim != 1:
+            raise DataError(
+                f"Expected {name!r} in {self.path} to be one class label per sample, or real numbers, but got"
+                f" {values.dtype} of shape {values.shape}."
+            )
+        wrong = np.flatnonzero((values < 0) | (values >= _MOST_CLASSES))
+        if wrong.size:
+            raise DataError(
+                f"Expected class labels from 0 to {_MOST_CLASSES - 1:,}, but sample {before + wrong[0]} of"
+                f" {name!r} in {self.path} has {values[wrong[0]]}."
+            )
+        return values.astype(np.int64)
+
+    def class_count(self) -> int:
+        """One more than the largest label of any split; 0 for real targets."""
+        largest = -1
+        for split in ("train", "test"):
+            if self._candidates(_TARGETS, split):
+                name, before = self._name(_TARGETS, split), 0
+                for block in self._blocks(name):
+                    labels = self._targets(block, name, before)
+                    before += len(block)
+                    if labels.dtype == np.int64 and labels.size:
+                        largest = max(largest, int(labels.max()))
+        return largest + 1
+
+    def _finite(self, values: np.ndarray, name: str, role: str, before: int = 0) -> np.ndarray:
+        """`values` as float32, where that loses nothing but digits."""
+        with np.errstate(over="ignore"):
+            single = values.astype(np.float32)
+        finite = np.isfinite(single).reshape(len(single), -1).all(axis=1) if single.size else np.ones(0, bool)
+        if not finite.all():
+            sample = before + int(np.argmin(finite))
+            raise DataError(
+                f"Expected finite {role}, but sample {sample} of {name!r} in {self.path} has"
+                " NaN, infinite or too large values for float32."
+            )
+        return single
+
+    def _candidates(self, stems: Sequence[str], split: str) -> list[str]:
+        spellings = {f"{stem}_{split}" for stem in stems} | {f"{split}_{stem}" for stem in stems}
+        if split == "train":
+            spellings |= set(stems)
+        return [name for name in self.names if name.lower() in spellings]
+
+    def _name(self, stems: Sequence[str], split: str) -> str:
+        found = self._candidates(stems, split)
+        if len(found) != 1:
+            wanted = " or ".join(stems if split == "train" else [f"{stem}_{split}" for stem in stems])
+            raise DataError(
+                f"Expected one array called {wanted} in {self.path}, but"
+                f" {'several fit' if found else 'none is'}: it has {listed(self.names) or 'no arrays'}."
+            )
+        return found[0]
+
+    def _length(self, name: str) -> int:
+        with self._explained(name):
+            return array_length(self.path, name)
+
+    def _read(self, name: str, rows: int | None = None) -> np.ndarray:
+        with self._explained(name):
+            return read_array(self.path, name, rows)
+
+    def _blocks(self, name: str) -> Iterator[np.ndarray]:
+        with self._explained(name):
+            yield from row_blocks(self.path, name)
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """What is wrong with an array that cannot be read, in words."""
+        try:
+            yield
+        except DataError:
+            raise
+        except TooLargeError as error:
+            raise DataError(
+                f"Expected {name!r} in {self.path} to be of a usual size, but it {error}."
+            ) from error
+        except UNREADABLE as error:
+            raise DataError(
+                f"Expected {name!r} in {self.path} to be an array of numbers, but it is truncated, corrupted"
+                " or pickled (pickled objects are never loaded)."
+            ) from error

@@ -1,0 +1,231 @@
+"""Several processes, each on its part of the data, end with the report of all the data."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import flatness
+from flatness.errors import DataError, FlatnessError, ProcessError
+from flatness.problem.ranks import Ranks
+from networks import CASES
+from small import data, network
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def process(rank, port, out):
+    """All tasks one after the other: starting processes takes longer than what they do."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    answers = {}
+    for task in (measured, sampled, walking, failing, different, alone):
+        try:
+            answers[task.__name__] = task(rank)
+        except FlatnessError as error:
+            answers[task.__name__] = (type(error).__name__, str(error))
+    torch.save(answers, out / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What every task returned or raised, in each of two processes of one group."""
+    out = tmp_path_factory.mktemp("answers")
+    with pytest.MonkeyPatch.context() as patch:
+        # The new processes find this module by the name that pytest gave it, from the folder above all tests.
+        patch.syspath_prepend(str(Path(__file__).parents[2]))
+        mp.spawn(process, (free_port(), out), nprocs=2)
+    found = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return {task: [one[task] for one in found] for task in found[0]}
+
+
+def rows(report):
+    return {(row.measure, row.layer, row.unit, row.reduction): row.value for row in report.results}
+
+
+def part(case, rank):
+    """An uneven split: 60 % of the samples and the rest."""
+    cut = len(case.x) * 3 // 5
+    share = slice(0, cut) if rank == 0 else slice(cut, None)
+    return case.x[share], case.y[share]
+
+
+WALKING = {one.name for one in flatness.measures() if one.explore or one.network_needs - {"traces"}}
+NAMES = ("mlp", "residual_batch_norm", "dense_prediction")
+
+
+def measured(rank):
+    found = []
+    for name in NAMES:
+        case = CASES[name]
+        report = flatness.measure(
+            case.build(), part(case, rank), measures="all", batch_size=7, progress=False
+        )
+        found.append((rows(report), report.notes, report.meta))
+    return found
+
+
+def test_two_halves_of_the_data_give_the_report_of_the_whole(answers):
+    found_by_rank = answers["measured"]
+    for index, name in enumerate(NAMES):
+        case = CASES[name]
+        whole = flatness.measure(case.build(), (case.x, case.y), measures="all", progress=False)
+        expected = rows(whole)
+        cut = len(case.x) * 3 // 5
+        for found, notes, meta in (one[index] for one in found_by_rank):
+            # What walks in the space of all parameters is one process's work.
+            left_out = expected.keys() - found.keys()
+            assert {key[0] for key in left_out} == WALKING
+            assert found.keys() <= expected.keys()
+            for key in found:
+                value = expected[key]
+                largest = max(abs(other) for (measure, *_), other in expected.items() if measure == key[0])
+                assert found[key] == pytest.approx(value, rel=1e-6, abs=1e-6 * largest), key
+            assert f"summed over 2 processes with {cut}, {len(case.x) - cut} samples" in notes
+            assert (meta["processes"], meta["samples"]) == (2, len(case.x))
+            assert meta["risk"] == pytest.approx(whole.meta["risk"], rel=1e-12)
+            assert meta["data_fingerprint"] == whole.meta["data_fingerprint"]
+        assert found_by_rank[0][index][0] == found_by_rank[1][index][0]
+
+
+SMOOTH = ("mlp_tanh", "shared_module", "tied_parameters")
+
+
+def sampled(rank):
+    found = []
+    for name in SMOOTH:
+        case = CASES[name]
+        for method in ("exact", "sampled"):
+            report = flatness.measure(
+                case.build(), part(case, rank), method=method, batch_size=7, max_passes=20, progress=False
+            )
+            found.append({_key(row): (row.value, row.stderr) for row in report.results})
+    return found
+
+
+def _key(row):
+    return row.measure, row.layer, row.unit, row.reduction
+
+
+def test_sampled_curvature_is_that_of_all_the_data(answers):
+    """In all directions the same numbers as one process; at random, numbers within their errors of those."""
+    first, second = answers["sampled"]
+    assert first == second
+    for index, name in enumerate(SMOOTH):
+        case = CASES[name]
+        whole = flatness.measure(case.build(), (case.x, case.y), method="exact", progress=False)
+        complete, drawn = first[2 * index : 2 * index + 2]
+        assert complete.keys() == {_key(row) for row in whole.results} == drawn.keys()
+        for row in whole.results:
+            value, stderr = complete[_key(row)]
+            assert stderr == 0
+            assert value == pytest.approx(row.value, rel=1e-8, abs=1e-12), (name, _key(row))
+            value, stderr = drawn[_key(row)]
+            if row.reduction == "max" or row.measure == "matrix_normalized_sharpness":
+                continue  # biased by noise: maxima up, roots down
+            # Some 150 numbers: 5 standard errors; those that have none are exact.
+            assert abs(value - row.value) <= 5 * stderr + 1e-9 * abs(row.value), (name, _key(row))
+
+
+def walking(rank):
+    return rows(flatness.measure(network(), data(), measures="riemannian_spectral_norm", progress=False))
+
+
+def test_walks_in_parameter_space_are_refused(answers):
+    message = (
+        "Expected one process, as this walks in the space of all parameters, but got a group of 2. Measure "
+        "it in one process, on all the data, inside flatness.separately()."
+    )
+    assert answers["walking"] == [("ProcessError", message)] * 2
+
+
+def failing(rank):
+    x, y = data()
+    if rank == 1:
+        y = y.clone()
+        y[3] = 7
+    return rows(flatness.measure(network(), (x, y), progress=False))
+
+
+def test_an_error_in_one_process_is_raised_in_all(answers):
+    first, second = answers["failing"]
+    own = (
+        "Expected class indices from 0 to 2, as the model has 3 outputs, but got 7 for sample 3 of the "
+        "batch. Number the classes from 0, or give the model 8 outputs. Seen on the first 8 samples."
+    )
+    assert second == ("DataError", own)
+    assert first == (
+        "ProcessError",
+        f"Expected every process to measure its part but process 1 raised DataError: {own}",
+    )
+
+
+def different(rank):
+    model = network()
+    model.head.weight.data += rank
+    return rows(flatness.measure(model, data(), seed=0, progress=False))
+
+
+def test_different_models_are_refused(answers):
+    first, second = answers["different"]
+    prints = [
+        flatness.measure(model, data(), measures="weight_norm", progress=False).meta["model_fingerprint"]
+        for model in (network(), moved())
+    ]
+    assert first == second
+    assert first == (
+        "ProcessError",
+        f"Expected the same weights in every process but got {prints[0]} in process 0 and {prints[1]} in "
+        "process 1. Give all processes the same model and arguments, and each its own part of the data.",
+    )
+
+
+def moved():
+    model = network()
+    model.head.weight.data += 1
+    return model
+
+
+def alone(rank):
+    same = flatness.measure(network(), data(), measures="hessian_trace", progress=False)
+    invariant = flatness.check_invariance(
+        network(), data(), measures="relative_flatness", kinds=("layerwise",), trials=1
+    )
+    own = None
+    if rank == 0:
+        with flatness.separately():
+            own = rows(flatness.measure(network(), data(), measures="hessian_trace", progress=False))
+    return same.notes, rows(same), own, invariant.ok
+
+
+def test_the_same_data_everywhere_is_noted_and_one_process_can_measure_alone(answers):
+    first, second = answers["alone"]
+    assert first[0] == second[0]
+    assert (
+        "summed over 2 processes with 23, 23 samples, all of them the same: pass each process its own part "
+        "of the data" in first[0]
+    )
+    assert first[1] == pytest.approx(first[2], rel=1e-12)
+    assert (second[2], first[3], second[3]) == (None, True, True)
+
+
+def test_without_a_group_there_is_one_process():
+    ranks = Ranks.current()
+    assert (ranks.count, ranks.rank) == (1, 0)
+    assert ranks.gathered("a") == ["a"]
+    ranks.check_same({"seed": 0})
+    tensor = torch.ones(2)
+    assert ranks.summed([tensor])[0] is tensor
+    with pytest.raises(DataError), ranks.stage():
+        raise DataError("as it was")
+    assert issubclass(ProcessError, RuntimeError)

@@ -1,0 +1,207 @@
+"""Numbers with the right digits, tables that fit, LaTeX that compiles, safe fragments for notebooks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import flatness
+from flatness.report.latex import latex_report
+from flatness.report.report import Report, Result
+from flatness.report.tables import format_report, format_value
+from flatness.show.pages.page import Page, render
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "text"),
+    [
+        (0.0, 0.0, "0"),
+        (173.04, 0.0, "173.0"),
+        (-0.5, 0.0, "-0.5000"),
+        (98765.4, 0.0, "98765"),
+        (1234567.0, 0.0, "1.235e+06"),
+        (1.23456e-7, 0.0, "1.235e-07"),
+        (float("nan"), 0.0, "nan"),
+        (float("inf"), 1.0, "inf"),
+        (3.14159, 0.02, "3.14 ± 0.02"),
+        (3.14159, 0.0123, "3.142 ± 0.012"),
+        (3.14159, 0.0096, "3.142 ± 0.010"),
+        (3.14159, 0.0996, "3.14 ± 0.10"),
+        (12345.0, 321.0, "12300 ± 300"),
+        (0.3, 4.0, "0 ± 4"),
+        (1.2345e-7, 3e-9, "(1.23 ± 0.03)e-07"),
+        (1.2345e9, 1.5e7, "(1.234 ± 0.015)e+09"),
+        (3.0, float("nan"), "3.000"),
+    ],
+)
+def test_a_value_has_the_digits_its_error_leaves(value, stderr, text):
+    assert format_value(value, stderr) == text
+
+
+def report(layers=("fc1", "fc2"), stderr=0.0) -> Report:
+    rows = []
+    for measure in (
+        "hessian_trace",
+        "relative_flatness_normalized",
+        "neuron_flatness_incoming",
+        "weight_norm",
+    ):
+        for number, layer in enumerate(layers):
+            rows.append(
+                Result(
+                    measure,
+                    "layer",
+                    1.5 + number,
+                    layer=layer,
+                    stderr=stderr,
+                    method="sampled" if stderr else "exact",
+                )
+            )
+        rows.append(Result(measure, "network", 7.25, reduction="sum", stderr=stderr))
+        rows.append(Result(measure, "unit", 3.0, layer=layers[0], unit=0))
+    meta = {"model": "Net", "samples": 60000, "loss": "cross_entropy", "risk": 0.0123456}
+    return Report(
+        tuple(rows), meta, ("a note about something that is long enough to be wrapped in a narrow terminal",)
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("stderr", [0.0, 0.0123])
+def test_a_report_fits_the_width(width, stderr):
+    layers = [f"encoder.blocks.{i}.attention.projection.linear" for i in range(12)]
+    text = format_report(report(layers, stderr), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("…") >= 12
+    assert ("1.500 ± 0.012" if stderr else "1.500") in text
+
+
+def test_a_report_at_80_columns():
+    assert format_report(report(), 80).splitlines() == [
+        "Net: 60,000 samples, cross_entropy, risk 0.01235, all values exact",
+        "",
+        "                      relative    neuron",
+        "           hessian    flatness  flatness",
+        "layer        trace  normalized  incoming  weight norm",
+        "─────────────────────────────────────────────────────",
+        "fc1          1.500       1.500     1.500        1.500",
+        "fc2          2.500       2.500     2.500        2.500",
+        "network Σ    7.250       7.250     7.250        7.250",
+        "",
+        "note: a note about something that is long enough to be wrapped in a narrow",
+        "      terminal",
+    ]
+
+
+def test_what_did_not_converge_is_marked():
+    row = Result("layer_flatness", "layer", 2.0, layer="fc1", converged=False)
+    text = format_report(Report((row,)), 80)
+    assert "2.000*" in text
+    assert "* an eigenvalue iteration did not meet its tolerance" in text
+
+
+def test_the_terminal_shows_a_result_as_a_sentence():
+    row = Result(
+        "relative_flatness",
+        "layer",
+        39.15,
+        layer="fc3",
+        stderr=0.2,
+        method="sampled",
+        loss="mse",
+        notes=("why",),
+    )
+    assert str(row) == repr(row) == "relative_flatness of fc3: 39.1 ± 0.2 (sampled, hessian of mse)\n  why"
+    assert str(Result("m", "unit", 1.0, layer="fc1", unit=3)) == "m of unit 3 of fc1: 1.000 (exact)"
+    assert str(Result("m", "network", 1.0, reduction="sum")) == "m of the network (sum): 1.000 (exact)"
+
+
+def test_str_of_a_report_is_as_wide_as_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "44")
+    assert max(map(len, str(report()).splitlines())) <= 44
+
+
+def test_latex_escapes_and_sets_numbers_in_math_mode():
+    rows = (
+        Result("weight_norm", "layer", 1.5e-9, layer="block_1 & 5%#$~^{x}\\", stderr=2e-11, method="sampled"),
+        Result("weight_norm", "layer", 3.0, layer="fc", converged=False),
+    )
+    assert latex_report(Report(rows)).splitlines() == [
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"layer & weight norm \\",
+        r"\midrule",
+        r"block\_1 \& 5\%\#\$\textasciitilde{}\textasciicircum{}\{x\}\textbackslash{} "
+        r"& $(1.50 \pm 0.02) \times 10^{-9}$ \\",
+        r"fc & $3.000^*$ \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_notebooks_show_tables_and_escape_names():
+    hostile = "<script>alert(1)</script>"
+    shown = Report(
+        (Result("weight_norm", "layer", 2.0, layer=hostile),), {"model": hostile, "samples": 3}, (hostile,)
+    )
+    for html in (shown._repr_html_(), shown.results[0]._repr_html_()):
+        assert "<script" not in html
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+        assert "2.000" in html
+    assert _balanced(shown._repr_html_())
+
+
+def test_notebooks_show_a_plan():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    data = torch.randn(20, 4), torch.randint(3, (20,))
+    html = flatness.plan(model, data)._repr_html_()
+    assert "<b>measures:</b>" in html
+    assert html.count("<li>") >= 2
+    assert _balanced(html)
+
+
+def _balanced(html: str) -> bool:
+    """Whether every element that opens also closes."""
+    tags = re.findall(r"<(/?)(\w+)[^>]*>", html)
+    names = {name for _, name in tags if name != "br"}
+    return all(
+        sum(name == found and not slash for slash, found in tags)
+        == sum(name == found and slash == "/" for slash, found in tags)
+        for name in names
+    )
+
+
+def test_what_an_ascent_did_not_reach_is_marked_as_such():
+    row = Result("epsilon_sharpness", "network", 2.0, method="ascent", converged=False)
+    text = format_report(Report((row,)), 80)
+    assert "2.000*" in text
+    assert "* a search or an iteration did not arrive: see report.result(...).notes" in text
+
+
+def test_errors_of_the_data_are_in_every_table():
+    rows = (
+        Result("relative_flatness", "layer", 3.14159, layer="fc1", data_stderr=0.02, loss="mse"),
+        Result("relative_flatness", "layer", 2.71828, layer="fc2", stderr=0.3, data_stderr=0.02),
+        Result("weight_norm", "layer", 1234.5, layer="fc1", data_stderr=1e-13),
+    )
+    report = Report(rows, {"model": "Net", "samples": 10, "loss": "mse"})
+    text = format_report(report, 120)
+    assert text.splitlines()[0] == (
+        "Net: 10 samples, mse, all values exact, ± is the standard error, that of the data included"
+    )
+    cells = [line.split("  ") for line in text.splitlines()[-2:]]
+    assert [[cell.strip() for cell in line if cell.strip()] for line in cells] == [
+        ["fc1", "3.14 ± 0.02", "1234"],
+        ["fc2", "2.7 ± 0.3"],
+    ]
+    latex = report.to_latex()
+    assert latex.splitlines()[0] == "% ± is the standard error, that of the data included"
+    assert r"fc1 & $3.14 \pm 0.02$ & $1234$ \\" in latex
+    assert str(rows[0]) == (
+        "relative_flatness of fc1: 3.14 ± 0.02 (exact, hessian of mse, ± with that of the data)"
+    )
+    page = render(Page("One", {"net": report}))
+    assert ">that of the data</button>" in page
+    assert '<td data-value="0.02">0.02000</td>' in page
+    assert "3.14 ± 0.02" in page
