@@ -1,6 +1,6 @@
 """Print how the code is laid out: modules, rooms, lines, importers, and functions that branch too much.
 
-    make figures
+make figures
 """
 
 import subprocess
@@ -75,7 +75,11 @@ def main() -> None:
         print(f"{name:{width}}  {value}")
     if "--list" in sys.argv:
         print("\nexactly one importer:", *single, sep="\n  ")
-        print("\ncyclomatic number above 10:", *(f"{n} {name}" for n, name in complex_ones if n > 10), sep="\n  ")
+        print(
+            "\ncyclomatic number above 10:",
+            *(f"{n} {name}" for n, name in complex_ones if n > 10),
+            sep="\n  ",
+        )
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from test_epsilon_sharpness import derivatives, regression
 
 import flatness
 import oracle
 from flatness.errors import OptionError, UndefinedMeasureError
 from networks import CASES
-from test_epsilon_sharpness import derivatives, regression
 from untouched import refusal
 
 NAME = "adaptive_sharpness"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_tsuzuku2020 import expected_sharpness, normalized
 
 import flatness
 import oracle
@@ -11,7 +12,6 @@ from flatness.catalogue.measure import LayerView
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.problem.problem import Problem
 from networks import CASES
-from test_tsuzuku2020 import expected_sharpness, normalized
 
 
 def differenced(case, model, **arguments):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from test_operator_table import CASES, ELSEWHERE
 from torch import nn
 
 import flatness
@@ -13,7 +14,6 @@ from flatness.catalogue.path_sums import _MAXIMA, _MOVES, _PRODUCTS, _VALUES
 from flatness.errors import UndefinedMeasureError
 from flatness.network.operators import OPERATORS
 from networks import CASES as NETWORKS
-from test_operator_table import CASES, ELSEWHERE
 from untouched import refusal, untouched
 
 NAME = "path_norm"

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_balancing import by_descent
 
 import flatness
 import oracle
 from flatness.errors import FlatnessError
 from networks import CASES
-from test_balancing import by_descent
 
 
 def normalized(output, target):

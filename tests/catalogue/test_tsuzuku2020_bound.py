@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from test_balancing import by_descent
+from test_tsuzuku2020 import normalized
 from torch.func import functional_call
 
 import flatness
@@ -15,8 +17,6 @@ from flatness.catalogue.measure import LayerView
 from flatness.catalogue.noise_scales import matrix_scales, row_column_scales
 from flatness.catalogue.tsuzuku2020_bound import grid_of, positive_numbers
 from networks import CASES
-from test_balancing import by_descent
-from test_tsuzuku2020 import normalized
 from untouched import untouched
 
 FLOATS = 255 * 2**23 - 1  # positive finite float32

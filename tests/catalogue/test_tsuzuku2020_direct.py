@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_balancing import by_descent
 from torch.func import functional_call
 
 import flatness
@@ -16,7 +17,6 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.problem.problem import Problem
 from networks import CASES
 from small import data, network
-from test_balancing import by_descent
 
 
 def views_of(case, model):

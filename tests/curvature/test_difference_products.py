@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_parameter_products import layer_matrix
+from test_transformer_layers import assert_layer_is_right, built, inputs
 from torch import nn
 
 import flatness
@@ -10,8 +12,6 @@ import oracle
 import transformer_models as nets
 from flatness.curvature.parameters.parameter_products import DifferenceError
 from small import measure
-from test_parameter_products import layer_matrix
-from test_transformer_layers import assert_layer_is_right, built, inputs
 from untouched import refusal, untouched
 
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_sampled import rows_over_seeds
+from test_transformer_layers import MODELS, SEQUENCE, assert_layer_is_right, built, inputs
 from torch import nn
 
 import flatness
@@ -18,8 +20,6 @@ from flatness.network.layers import find_layers
 from flatness.problem.problem import Problem
 from networks import token_cross_entropy
 from small import measure
-from test_sampled import rows_over_seeds
-from test_transformer_layers import MODELS, SEQUENCE, assert_layer_is_right, built, inputs
 from untouched import refusal, untouched
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from test_agreement import assert_layer_agrees, sizes
 from torch import nn
 
 import flatness
@@ -23,7 +24,6 @@ from flatness.measuring.walk import Walked
 from flatness.problem.problem import Problem
 from networks import CASES, ragged_batches
 from small import Net, data, measure
-from test_agreement import assert_layer_agrees, sizes
 from untouched import refusal, untouched
 
 SMOOTH = [

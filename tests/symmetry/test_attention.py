@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from test_transformer_layers import MODELS, built, inputs
 from torch import nn
 
 import flatness
@@ -14,7 +15,6 @@ from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.flow.labels import Classes
 from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
 from flatness.symmetry.trace.tracing import default_forward
-from test_transformer_layers import MODELS, built, inputs
 
 SEQUENCE = (5, 4)
 
