@@ -11,6 +11,7 @@ import pytest
 import flatness
 from flatness.cli import main
 from flatness.errors import StudyError
+from flatness.study.folder.archive import read_archive
 from flatness.zoo.data.places import cache
 from studies import study
 
@@ -111,7 +112,7 @@ def test_the_study_of_an_archive_or_of_a_folder_from_elsewhere_is_not_run_unaske
     run(place / "mine.toml", place / "out")
     (place / "ran").unlink()
     packed = flatness.study.pack(place / "out")
-    assert "origin" not in json.dumps(flatness.study.archive.read_archive(packed)[0])
+    assert "origin" not in json.dumps(read_archive(packed)[0])
     own = flatness.study.load(place / "out").spec
     theirs = flatness.study.load(packed).spec
     assert own == theirs

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib
-import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.errors import DataError, FlatnessError, ModelError, SpecError, StudyError, nearest
+from flatness.errors import DataError, ModelError, SpecError, StudyError, nearest
 from flatness.problem.journal_state import digest_of
 from flatness.study.grid import Configuration
 from flatness.zoo.data import load
 from flatness.zoo.models import MODELS, build, initialize
 from flatness.zoo.models.initial import seeded
+from flatness.zoo.objects import blamed_on_code, import_object, names_code
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +82,7 @@ def load_split(data: Mapping[str, Any]) -> Split:
     gets ``split="train"`` or ``"test"`` and the table's options, and returns inputs and targets.
     """
     name = data["name"]
-    own = is_own_code(name)
+    own = names_code(name)
     for key in ("standardize", "data_dir") if own else ("options",):
         if data.get(key):
             raise SpecError(
@@ -93,7 +90,7 @@ def load_split(data: Mapping[str, Any]) -> Split:
                 + ("Give it as one of options." if own else "Options are for package.module:factory.")
             )
     if own:
-        factory = import_object(name, "name in [data]")
+        factory = import_object(name, "name in [data]", SpecError)
         pairs = [_pair(factory, name, split, data) for split in ("train", "test")]
         return Split(pairs[0], pairs[1], digest=digest_of(pairs), source=name)
     options = {"data_dir": data.get("data_dir"), "standardize": bool(data.get("standardize", False))}
@@ -103,21 +100,16 @@ def load_split(data: Mapping[str, Any]) -> Split:
     return Split(train.pair, test.pair, notes, digest_of([train.digest, test.digest]), train.source)
 
 
-def is_own_code(name: str) -> bool:
-    """Whether a study names code with it: ``package.module:factory``, and no file or name of this package."""
-    return ":" in name and not name.lower().endswith(".npz")
-
-
 def own_code(*names: str) -> list[str]:
     """Digests of the files that models and data of one's own come from: they may change between two runs."""
-    modules = [sys.modules.get(name.partition(":")[0]) for name in names if is_own_code(name)]
+    modules = [sys.modules.get(name.partition(":")[0]) for name in names if names_code(name)]
     files = [getattr(module, "__file__", None) for module in modules]
     return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file]
 
 
 def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     limit = data.get("limit" if split == "train" else "test_limit")
-    with _saying(DataError, f"Expected {name} to give data"):
+    with blamed_on_code(DataError, f"Expected {name} to give data"):
         made = factory(split=split, **data.get("options", {}))
     tensors = isinstance(made, (tuple, list)) and len(made) == 2 and all(isinstance(t, Tensor) for t in made)
     if not tensors or len(made[0]) != len(made[1]) or len(made[0]) == 0:
@@ -128,26 +120,15 @@ def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple
     return made[0][:limit], made[1][:limit]
 
 
-@contextmanager
-def _saying(kind: type[FlatnessError], expected: str) -> Iterator[None]:
-    """What a user's own code raises, in words that say whose it is."""
-    try:
-        yield
-    except FlatnessError:
-        raise
-    except Exception as error:
-        raise kind(f"{expected} but it raised {type(error).__name__}: {error}") from error
-
-
 def make_model(configuration: Configuration) -> nn.Module:
     """The network as it starts: built from its seed, redrawn by its scheme."""
     name, options = configuration.model["name"], dict(configuration.model.get("options", {}))
     seed, scheme = configuration.axes.get("seed", 0), configuration.axes.get("initialization", "default")
-    if is_own_code(name):
-        factory = import_object(name, "name in [model]")
+    if names_code(name):
+        factory = import_object(name, "name in [model]", SpecError)
         model = factory
         if not isinstance(factory, nn.Module):
-            with seeded(seed), _saying(ModelError, f"Expected {name} to build the model"):
+            with seeded(seed), blamed_on_code(ModelError, f"Expected {name} to build the model"):
                 model = factory(**options)
         if not isinstance(model, nn.Module):
             raise ModelError(
@@ -189,16 +170,3 @@ def stream_seed(seed: int, *purpose: object) -> int:
     """A seed for one purpose of one network: draws for different purposes do not depend on each other."""
     text = "/".join(map(str, (seed, *purpose)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def import_object(spec: str, what: str) -> Any:
-    """The object ``package.module:name``; modules in the current folder are found too."""
-    module_name, _, path = spec.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return functools.reduce(getattr, path.split("."), importlib.import_module(module_name))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(
-            f"Expected {what} to be package.module:name that can be imported here but got {spec!r}: {error}."
-        ) from error

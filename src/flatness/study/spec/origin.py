@@ -18,8 +18,8 @@ from typing import Any
 
 from flatness.errors import StudyError, listed
 from flatness.report.json_shape import ShapeError, parse_json
-from flatness.study.objects import is_own_code
 from flatness.zoo.data.places import cache
+from flatness.zoo.objects import names_code
 
 ORIGIN = "origin"
 """Where ``study.json`` keeps the mark."""
@@ -75,7 +75,7 @@ def check_trust(received: str, parts: Mapping[str, Mapping[str, Any]], name: str
         return
     tables = [settings.get(table, {}) for settings in parts.values() for table in ("data", "model")]
     named = [str(table.get("name", "")) for table in tables]
-    code = list(dict.fromkeys(one for one in named if is_own_code(one)))
+    code = list(dict.fromkeys(one for one in named if names_code(one)))
     if code:
         raise StudyError(
             f"Expected a study of your own, since a study is code, but {name} came with {received}, which no "

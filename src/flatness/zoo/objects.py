@@ -1,0 +1,85 @@
+"""Objects by name, ``package.module:factory``, and plain words about names and code that do not work."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flatness.errors import FlatnessError, OptionError, nearest
+
+
+class SourceError(FlatnessError, RuntimeError):
+    """The user's own code, given by its name, failed."""
+
+
+def names_code(name: str) -> bool:
+    """Whether a name stands for code, ``package.module:factory``, and not for a file or a thing of flatness.
+
+    >>> names_code("mine.networks:build"), names_code("digits"), names_code("C:/data/mine.npz")
+    (True, False, False)
+    """
+    return ":" in name and not name.lower().endswith(".npz")
+
+
+def import_object(spec: str, what: str, refusal: type[FlatnessError] = OptionError) -> Any:
+    """The object that ``package.module:name`` names; modules in the current folder are found too.
+
+    Args:
+        spec: The name.
+        what: What messages call the place where it was given: ``--model``, ``name in [data]``.
+        refusal: The error for a name behind which there is nothing.
+
+    Raises:
+        SourceError: The module is there and fails to import.
+    """
+    module_name, _, path = spec.partition(":")
+    if not path or not all(part.isidentifier() for part in module_name.split(".")):
+        file = ".py" in module_name or "/" in module_name
+        hint = " Write it without .py and with dots for slashes." if file else ""
+        raise refusal(f"Expected {what} to be package.module:name but got {spec!r}.{hint}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        with blamed_on_code(SourceError, f"Expected {module_name} to import", ModuleNotFoundError):
+            module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise SourceError(
+                f"Expected {module_name} to import but it needs {error.name!r}, which is not installed."
+            ) from error
+        raise refusal(
+            f"Expected {what} to name a module that can be imported here but there is no {error.name!r}."
+            f"{nearest(error.name, _modules_here())}"
+        ) from error
+    try:
+        return functools.reduce(getattr, path.split("."), module)
+    except AttributeError as error:
+        names = [name for name in vars(module) if not name.startswith("_")]
+        raise refusal(f"Expected a name in {module_name} but got {path!r}.{nearest(path, names)}") from error
+
+
+def _modules_here() -> list[str]:
+    return [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
+
+
+@contextmanager
+def blamed_on_code(kind: type[FlatnessError], expected: str, *passed_on: type[Exception]) -> Iterator[None]:
+    """Say of what the user's own code raises, inside, that it did: "Expected … but it raised KeyError: 'a'".
+
+    Args:
+        kind: The error to raise.
+        expected: How its message begins.
+        passed_on: What is left as it is, beside the errors of this package.
+    """
+    try:
+        yield
+    except (FlatnessError, *passed_on):
+        raise
+    except Exception as error:
+        raise kind(f"{expected} but it raised {type(error).__name__}: {error}") from error
