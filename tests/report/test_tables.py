@@ -10,7 +10,7 @@ import torch
 import flatness
 from flatness.report.latex import latex_report
 from flatness.report.report import Report, Result
-from flatness.report.tables import format_report, format_value
+from flatness.report.tables import Column, format_report, format_table, format_value
 from flatness.show.pages.page import Page, render
 
 
@@ -205,3 +205,48 @@ def test_errors_of_the_data_are_in_every_table():
     assert ">that of the data</button>" in page
     assert '<td data-value="0.02">0.02000</td>' in page
     assert "3.14 ± 0.02" in page
+
+
+def test_a_table_has_aligned_columns_rules_and_sections():
+    columns = ["term", Column("value", "right"), Column("kind", "center")]
+    rows = [["flatness", "3.1", "a"], ["noise", "12", "bcd"], [], ["sum", "15.1", ""]]
+    assert format_table(columns, rows).splitlines() == [
+        "term      value  kind",
+        "─────────────────────",
+        "flatness    3.1   a",
+        "noise        12  bcd",
+        "─────────────────────",
+        "sum        15.1",
+    ]
+    assert format_table([Column(), Column()], [["a", "b"]]) == "a  b"
+
+
+@pytest.mark.parametrize(
+    ("narrow", "text"),
+    [("start", "…he Hessian"), ("middle", "trace…ssian"), ("end", "trace of t…"), ("wrap", "trace of")],
+)
+def test_a_column_gives_way_where_the_terminal_is_narrow(narrow, text):
+    shown = format_table(["layer", Column("", narrow=narrow)], [["fc1", "trace of the Hessian"]], width=18)
+    assert shown.splitlines()[2] == f"fc1    {text}"
+    assert max(map(len, shown.splitlines())) == 18
+
+
+def test_what_does_not_fit_goes_below_without_empty_rows():
+    columns = ["layer", Column("first", "right"), Column("second", "right")]
+    rows = [["fc1", "1", "2"], ["fc2", "3", ""], ["fc3", "", "4"]]
+    assert format_table(columns, rows, width=16).splitlines() == [
+        "layer  first",
+        "────────────",
+        "fc1        1",
+        "fc2        3",
+        "",
+        "layer  second",
+        "─────────────",
+        "fc1         2",
+        "fc3         4",
+    ]
+
+
+def test_cells_are_text_and_never_markup_or_colours():
+    shown = format_table(["name"], [["[red]fc1[/red] :smile: 3.14"]])
+    assert shown.splitlines()[2] == "[red]fc1[/red] :smile: 3.14"

@@ -16,7 +16,7 @@ from flatness.errors import MeasureError
 from flatness.files import write_text
 from flatness.report.report import Result
 from flatness.report.sheets import csv_text
-from flatness.report.tables import WHOLE_MODEL, format_value, larger, total_error
+from flatness.report.tables import Column, format_table, format_value, larger, place_of, total_error
 
 if TYPE_CHECKING:
     import pandas
@@ -262,21 +262,16 @@ class Comparison:
 
     def __str__(self) -> str:
         """A table, what there is to note, and the verdict."""
-        lines = [("measure", "where", *self.headings, "flatter")]
-        for pair in self.pairs:
-            a = pair.a.results[0]
-            layer = "network" if a.layer is None else a.layer or WHOLE_MODEL
-            where = " ".join(part for part in (layer, a.reduction) if part)
-            values = (format_value(side.value, side.error) for side in (pair.a, pair.b))
-            lines.append((a.measure, where, *values, pair.verdict(self.names)))
-        widths = [max(len(line[column]) for line in lines) for column in range(5)]
-        text = []
-        for line in lines:
-            aligned = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
-            cells = [align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)]
-            text.append("  ".join(cells).rstrip())
+        values = (Column(name, "right") for name in self.headings)
+        table = format_table(["measure", "where", *values, "flatter"], map(self._cells, self.pairs))
         below = [*(f"note: {note}" for note in self.notes), self.verdict]
-        return "\n".join([text[0], "-" * len(text[0]), *text[1:], "", *below])
+        return "\n".join([table, "", *below])
+
+    def _cells(self, pair: Pair) -> list[str]:
+        row = pair.a.results[0]
+        where = " ".join(part for part in (place_of(row), row.reduction) if part)
+        values = (format_value(side.value, side.error) for side in (pair.a, pair.b))
+        return [row.measure, where, *values, pair.verdict(self.names)]
 
     __repr__ = __str__
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 REDUCTION_LABEL = {"max": "max", "sum": "Σ"}
 # A model that is one layer has the empty name.
@@ -15,6 +16,8 @@ _HEADING_WIDTH = 11
 # A standard error that is as small, relatively, is rounding, and would take more digits than anyone reads.
 _ROUNDING = 1e-9
 _LONGEST_ROW_LABEL = 32
+_GAP = 2  # spaces between columns
+_NARROWEST = 10  # what a column that gives way keeps
 
 
 @dataclass
@@ -200,48 +203,134 @@ def heading(column: str) -> list[str]:
 
 def format_grid(grid: Grid, width: int) -> str:
     """A grid as text, in as many blocks of columns as the width asks for."""
-    labels = {label: shortened(label, _LONGEST_ROW_LABEL) for label in grid.rows}
-    first = max(len(text) for text in [*labels.values(), grid.corner])
-    blocks: list[str] = []
-    remaining = grid.columns
-    while remaining:
-        shown: list[tuple[str, int]] = []
-        used = first
-        for column in remaining:
-            cells = [grid.cells.get((label, column), "") for label in grid.rows]
-            size = max(len(text) for text in [*heading(column), *cells])
-            if shown and used + 2 + size > width:
-                break
-            shown.append((column, size))
-            used += 2 + size
-        blocks.append(_block(grid, labels, shown, first))
-        remaining = remaining[len(shown) :]
-    return "\n\n".join(blocks)
+    columns = [Column(grid.corner), *(Column("\n".join(heading(name)), "right") for name in grid.columns)]
+    rows = [[shortened(label, _LONGEST_ROW_LABEL), *grid.row(label, grid.columns)] for label in grid.rows]
+    return format_table(columns, rows, width) if rows else ""
 
 
-def shortened(label: str, longest: int) -> str:
-    """A label cut to a length; the end of a layer's or a file's name tells more than its beginning.
+@dataclass(frozen=True)
+class Column:
+    """A column of a table in a terminal.
+
+    Attributes:
+        heading: Its name; may have several lines.
+        align: "left", "right" or "center".
+        narrow: What the column does where the table is wider than the terminal: None, it keeps its width;
+            "wrap", its text goes on in the next line; "start", "middle" or "end", its text is cut there.
+    """
+
+    heading: str = ""
+    align: Literal["left", "right", "center"] = "left"
+    narrow: Literal["wrap", "start", "middle", "end"] | None = None
+
+
+def format_table(
+    columns: Sequence[str | Column], rows: Iterable[Sequence[str]], width: int | None = None
+) -> str:
+    """A table for a terminal, as plain text: the one place where columns are aligned.
+
+    Where the columns together are wider than `width`, those that may become narrower do; if that is not
+    enough, the last ones go into a further block below, which begins with the first column again.
+
+    Args:
+        columns: The columns; a text stands for a column of that name, aligned to the left. Without any name
+            there is no heading.
+        rows: The cells of every row; an empty row is a rule across the table.
+        width: Columns of the terminal; None for as many as the table takes.
+
+    >>> print(format_table(["layer", Column("trace", "right")], [["fc1", "3.14 ± 0.02"], ["fc2", "12"]]))
+    layer        trace
+    ──────────────────
+    fc1    3.14 ± 0.02
+    fc2             12
+    >>> text = Column("what it is", narrow="wrap")
+    >>> print(format_table(["measure", text], [["trace", "the sum of the eigenvalues"]], width=25))
+    measure  what it is
+    ─────────────────────────
+    trace    the sum of the
+             eigenvalues
+    """
+    columns = [Column(column) if isinstance(column, str) else column for column in columns]
+    rows = [list(row) for row in rows]
+    sizes = _sizes(columns, rows, width)
+    blocks = _blocks(sizes, width)
+    parts = []
+    for block in blocks:
+        cells = [[row[place] for place in block] if row else [] for row in rows]
+        if len(blocks) > 1:
+            cells = [row for row in cells if not row or any(row[1:])]
+        parts.append(_rendered([columns[place] for place in block], cells, [sizes[place] for place in block]))
+    return "\n\n".join(parts)
+
+
+def shortened(text: str, longest: int, place: str = "start") -> str:
+    """A text cut to a length; the end of a layer's or a file's name tells more than its beginning.
 
     >>> shortened("encoder.layer.11.attention.query", 20)
     '….11.attention.query'
+    >>> shortened("relative_flatness:network:sum", 23, "middle"), shortened("a long sentence", 9, "end")
+    ('relative_fl…network:sum', 'a long s…')
     """
-    return label if len(label) <= longest else "…" + label[-(longest - 1) :]
+    if len(text) <= longest:
+        return text
+    tail = {"start": longest - 1, "middle": (longest - 1) // 2, "end": 0}[place]
+    return f"{text[: longest - 1 - tail]}…{text[len(text) - tail :]}"
 
 
-def _block(grid: Grid, labels: dict[str, str], shown: list[tuple[str, int]], first: int) -> str:
-    headings = [heading(column) for column, _ in shown]
-    height = max(len(lines) for lines in headings)
-    lines = []
-    for level in range(height):
-        parts = [(grid.corner if level == height - 1 else "").ljust(first)]
-        for words, (_, size) in zip(headings, shown, strict=True):
-            offset = height - len(words)
-            parts.append((words[level - offset] if level >= offset else "").rjust(size))
-        lines.append("  ".join(parts).rstrip())
-    lines.append("─" * (first + sum(2 + size for _, size in shown)))
-    for label in grid.rows:
-        cells = grid.row(label, [column for column, _ in shown])
-        if any(cells):
-            padded = [cell.rjust(size) for cell, (_, size) in zip(cells, shown, strict=True)]
-            lines.append("  ".join([labels[label].ljust(first), *padded]).rstrip())
-    return "\n".join(lines)
+def _sizes(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
+    """Characters for every column: as many as its longest line, or what the terminal leaves."""
+    from rich.cells import cell_len
+
+    sizes = []
+    for place, column in enumerate(columns):
+        texts = [column.heading, *(row[place] for row in rows if row)]
+        sizes.append(max(cell_len(line) for text in texts for line in text.split("\n")))
+    for place, column in enumerate(columns):
+        excess = sum(sizes) + _GAP * (len(sizes) - 1) - (math.inf if width is None else width)
+        if column.narrow is not None and excess > 0:
+            sizes[place] = int(max(sizes[place] - excess, min(sizes[place], _NARROWEST)))
+    return sizes
+
+
+def _blocks(sizes: Sequence[int], width: int | None) -> list[list[int]]:
+    """Which columns stand side by side; the first begins every block."""
+    blocks: list[list[int]] = [[0]]
+    used = sizes[0]
+    for place, size in enumerate(sizes[1:], 1):
+        if width is not None and len(blocks[-1]) > 1 and used + _GAP + size > width:
+            blocks.append([0])
+            used = sizes[0]
+        blocks[-1].append(place)
+        used += _GAP + size
+    return blocks
+
+
+def _rendered(columns: Sequence[Column], rows: Sequence[Sequence[str]], sizes: Sequence[int]) -> str:
+    """A block of columns as text, without colours."""
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # A rule below the headings and where a section ends, and nothing else.
+    box = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
+    headed = any(column.heading for column in columns)
+    table = Table(box=box, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_header=headed)
+    for column, size in zip(columns, sizes, strict=True):
+        wraps = column.narrow == "wrap"
+        table.add_column(Text(column.heading), justify=column.align, width=size, no_wrap=not wraps)
+    for row in rows:
+        if row:
+            cells = zip(columns, row, sizes, strict=True)
+            table.add_row(*(Text(_fitted(column, text, size)) for column, text, size in cells))
+        else:
+            table.add_section()
+    width = sum(sizes) + _GAP * (len(sizes) - 1)
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+
+
+def _fitted(column: Column, text: str, size: int) -> str:
+    return text if column.narrow in (None, "wrap") else shortened(text, size, column.narrow)
