@@ -7,7 +7,7 @@ from flatness.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from flatness import data, landscape, models, study
-    from flatness.catalogue.measure import LayerView, Measure, NetworkView, Surroundings, Valued
+    from flatness.catalogue.measure import LayerView, Measure, NetworkView, Valued
     from flatness.catalogue.registry import measures, register_measure
     from flatness.curvature.sums.statistics import Statistics
     from flatness.errors import FlatnessError
@@ -47,7 +47,6 @@ __all__ = [
     "Measure",
     "Monitor",
     "NetworkView",
-    "Surroundings",
     "Valued",
     "PacBayesBound",
     "Plan",
@@ -97,7 +96,6 @@ _HOME = {
     "Measure": "catalogue.measure",
     "Monitor": "integrations.monitor",
     "NetworkView": "catalogue.measure",
-    "Surroundings": "catalogue.measure",
     "Valued": "catalogue.measure",
     "PacBayesBound": "generalization.pac_bayes",
     "Plan": "measuring.plan.plan",

@@ -168,7 +168,12 @@ def test_zero_parameters_do_not_move():
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        (NAME, {"rho": -0.5}, "Expected rho to be a positive number but got -0.5. For example 0.5."),
+        (
+            NAME,
+            {"rho": -0.5},
+            "Expected rho to be a positive number, or None for a radius that suits case and norm, but got "
+            "-0.5. For example 0.5.",
+        ),
         ("sam_sharpness", {"rho": 0}, "Expected rho to be a positive number but got 0. For example 0.05."),
         (
             NAME,
@@ -186,8 +191,8 @@ def test_zero_parameters_do_not_move():
             {"logit_normalization": "yes"},
             "Expected logit_normalization to be one of False, True but got 'yes'. The default is False.",
         ),
-        (NAME, {"draws": 1}, "Expected draws to be an integer of at least 2 but got 1."),
-        (NAME, {"steps": 1.5}, "Expected steps to be an integer of at least 1 but got 1.5."),
+        (NAME, {"draws": 1}, "Expected draws to be an integer of at least 2 but got 1. For example 20."),
+        (NAME, {"steps": 1.5}, "Expected steps to be an integer of at least 1 but got 1.5. For example 20."),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(name, options, message):

@@ -202,8 +202,8 @@ def test_where_the_gradient_is_zero_the_ascent_begins_elsewhere():
             "Expected metric to be one of euclidean, layerwise, nodewise, fisher but got 'layer'. Did you "
             "mean 'layerwise'? The default is 'euclidean'.",
         ),
-        ({"steps": 0}, "Expected steps to be an integer of at least 1 but got 0."),
-        ({"restarts": 2.0}, "Expected restarts to be an integer of at least 1 but got 2.0."),
+        ({"steps": 0}, "Expected steps to be an integer of at least 1 but got 0. For example 20."),
+        ({"restarts": 2.0}, "Expected restarts to be an integer of at least 1 but got 2.0. For example 3."),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options, message):

@@ -180,7 +180,7 @@ def test_options_reach_the_iteration():
         ),
         (
             {"layer_flatness": {"max_products": 0}},
-            "Expected max_products to be a positive integer but got 0. For example 300.",
+            "Expected max_products to be an integer of at least 1 but got 0. For example 300.",
         ),
         (
             {"layer_flatness": 3},

@@ -136,7 +136,7 @@ def test_a_loss_without_classes_is_refused():
             {"tolerance": 0},
             "Expected tolerance to be a number between 0 and 1 but got 0. For example 0.01.",
         ),
-        ({"draws": 1}, "Expected draws to be an integer of at least 2 but got 1."),
+        ({"draws": 1}, "Expected draws to be an integer of at least 2 but got 1. For example 5."),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options, message):

@@ -225,22 +225,22 @@ def test_iterations_that_stop_early_say_so():
             "metric",
             "layer",
             "Expected metric to be one of euclidean, layerwise, nodewise, fisher but got 'layer'. Did you "
-            "mean 'layerwise'?",
+            "mean 'layerwise'? The default is 'layerwise'.",
         ),
         (
             "solver",
             "arpack",
-            "Expected solver to be one of lanczos, power but got 'arpack'.",
+            "Expected solver to be one of lanczos, power but got 'arpack'. The default is 'lanczos'.",
         ),
         (
             "max_products",
             0,
-            "Expected max_products to be a positive integer but got 0. For example 300.",
+            "Expected max_products to be an integer of at least 1 but got 0. For example 300.",
         ),
         (
             "max_products",
             True,
-            "Expected max_products to be a positive integer but got True. For example 300.",
+            "Expected max_products to be an integer of at least 1 but got True. For example 300.",
         ),
     ],
 )

@@ -159,12 +159,17 @@ def test_the_result_names_loss_lambda_and_the_share_of_negative_curvature():
 @pytest.mark.parametrize(
     ("measure", "option", "value", "message"),
     [
-        ("matrix_normalized_sharpness", "biases", 1, "Expected biases to be True or False but got 1."),
+        (
+            "matrix_normalized_sharpness",
+            "biases",
+            1,
+            "Expected biases to be one of False, True but got 1. The default is False.",
+        ),
         (
             "normalized_sharpness",
             "diagonal",
             "dense",
-            "Expected diagonal to be 'auto' or 'finite_differences' but got 'dense'.",
+            "Expected diagonal to be one of auto, finite_differences but got 'dense'. The default is 'auto'.",
         ),
         (
             "normalized_sharpness",

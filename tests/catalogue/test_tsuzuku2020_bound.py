@@ -238,12 +238,20 @@ def test_dead_rows_and_pruned_weights_get_finite_noise_that_scales_with_them():
     [
         ({"delta": 1.5}, "Expected delta to be a probability between 0 and 1 but got 1.5. For example 0.05."),
         ({"draws": 1}, "Expected draws to be an integer of at least 2 but got 1. For example 20."),
-        ({"sigma": "rows"}, "Expected sigma to be one of rows_and_columns, matrices but got 'rows'."),
+        (
+            {"sigma": "matrix"},
+            "Expected sigma to be one of rows_and_columns, matrices but got 'matrix'. Did you mean "
+            "'matrices'? The default is 'rows_and_columns'.",
+        ),
         (
             {"hyperprior": "int8"},
-            "Expected hyperprior to be one of float32, float64, float16, bfloat16 but got 'int8'.",
+            "Expected hyperprior to be one of float32, float64, float16, bfloat16 but got 'int8'. The "
+            "default is 'float32'.",
         ),
-        ({"psi": "none"}, "Expected psi to be one of paper, hoeffding but got 'none'."),
+        (
+            {"psi": "none"},
+            "Expected psi to be one of paper, hoeffding but got 'none'. The default is 'paper'.",
+        ),
         (
             {"loss": "mse"},
             "Expected a classification loss, as an accuracy is needed, but got 'mse'. Use 'cross_entropy' or "

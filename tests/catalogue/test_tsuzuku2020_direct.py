@@ -121,9 +121,18 @@ def test_the_value_is_the_objective_under_fresh_noise_and_below_the_start():
             "Expected lambda to be a positive number, or None for the number of samples, but got 0. For "
             "example 1000.0.",
         ),
-        ("draws", 0, "Expected draws to be a positive integer but got 0. For example 2."),
-        ("evaluations", True, "Expected evaluations to be a positive integer but got True. For example 15."),
-        ("loss", "mse", "Expected loss to be 'normalized_cross_entropy' or 'same' but got 'mse'."),
+        ("draws", 0, "Expected draws to be an integer of at least 1 but got 0. For example 2."),
+        (
+            "evaluations",
+            True,
+            "Expected evaluations to be an integer of at least 1 but got True. For example 15.",
+        ),
+        (
+            "loss",
+            "mse",
+            "Expected loss to be one of normalized_cross_entropy, same but got 'mse'. The default is "
+            "'normalized_cross_entropy'.",
+        ),
     ],
 )
 def test_bad_options(option, value, message):

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.catalogue.epsilon_sharpness import ARRIVED, arrival_notes, ascent_starts
+from flatness.catalogue.epsilon_sharpness import largest_rise
 from flatness.catalogue.measure import Measure, Surroundings, Valued
-from flatness.catalogue.option_checks import check_choice, check_count, check_positive
+from flatness.catalogue.options import choice, count, declared, positive
 from flatness.catalogue.registry import register_measure
-from flatness.curvature.operators.ascent import NORMS, ascend
+from flatness.curvature.operators.ascent import NORMS
 from flatness.curvature.operators.network_spectrum import SpectrumRequest, inverse_metric_root
 from flatness.errors import UndefinedMeasureError
 
-CASES = ("worst", "average")
 # Radii in units of the parameters. A ball in ℓ2 shares one length among all parameters; the others give each
 # parameter that much, so that their numbers are smaller.
 DEFAULT_RHO = {
@@ -44,16 +43,7 @@ def _adaptive(around: Surroundings) -> dict[str | None, Valued]:
 
 
 def _worst(around: Surroundings, root: Tensor, rho: float, norm: str) -> Valued:
-    options = around.options
-    risk, _ = around.gradient()
-    starts = ascent_starts(around, _METRIC, root, options["restarts"])
-    best = ascend(around.space, root, rho, starts, norm=norm, steps=options["steps"])
-    notes = (
-        f"a lower bound: the best of {len(starts)} ascents in {best.passes} gradients, from {best.start}; "
-        f"ρ = {rho:g}, {norm}",
-        *arrival_notes(best.alignment),
-    )
-    return Valued(max(best.risk - risk, 0.0), notes, best.alignment >= ARRIVED, method="ascent")
+    return largest_rise(around, _METRIC, root, rho, norm, f"ρ = {rho:g}, {norm}")
 
 
 def _average(around: Surroundings, root: Tensor, rho: float, norm: str) -> Valued:
@@ -83,22 +73,6 @@ def _loss_of(options: Mapping[str, Any]) -> str | None:
     return "normalized_cross_entropy" if options["logit_normalization"] else None
 
 
-def _check_option(name: str, value: Any) -> None:
-    match name:
-        case "case":
-            check_choice(name, value, CASES)
-        case "norm":
-            check_choice(name, value, NORMS)
-        case "logit_normalization":
-            check_choice(name, value, (False, True))
-        case "rho" if value is not None:
-            check_positive(name, value, 0.5)
-        case "draws":
-            check_count(name, value, 2)
-        case "steps" | "restarts":
-            check_count(name, value, 1)
-
-
 adaptive_sharpness = register_measure(
     Measure(
         name="adaptive_sharpness",
@@ -118,16 +92,17 @@ adaptive_sharpness = register_measure(
         invariances=frozenset({"layerwise", "neuronwise"}),
         explore=_adaptive,
         cost="gradients of all the data: restarts × steps at most; average case: 2 × draws forward passes",
-        options={
-            "case": "worst",
-            "norm": "l2",
-            "rho": None,
-            "steps": 20,
-            "restarts": 1,
-            "draws": 20,
-            "logit_normalization": False,
-        },
-        check_option=_check_option,
+        **declared(
+            {
+                "case": choice("worst", "average"),
+                "norm": choice(*NORMS),
+                "rho": positive(None, none="for a radius that suits case and norm", example="0.5"),
+                "steps": count(20),
+                "restarts": count(1),
+                "draws": count(20, 2),
+                "logit_normalization": choice(False, True),
+            }
+        ),
         loss_of=_loss_of,
     )
 )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flatness.catalogue.eigenvalues import (
-    EIGENVALUE_OPTIONS,
-    check_eigenvalue_option,
-    largest_of_network,
-)
+from flatness.catalogue.eigenvalues import largest_of_network
 from flatness.catalogue.measure import Measure
+from flatness.catalogue.options import EIGENVALUE_OPTIONS, declared
 from flatness.catalogue.registry import register_measure
 
 hessian_trace = register_measure(
@@ -56,8 +53,7 @@ hessian_top_eigenvalue = register_measure(
         network=largest_of_network,
         network_needs=frozenset({"spectrum"}),
         cost="eigenvalue iterations: about 20 to 60 Hessian products",
-        options=EIGENVALUE_OPTIONS,
-        check_option=check_eigenvalue_option,
+        **declared(EIGENVALUE_OPTIONS),
     )
 )
 

@@ -1,35 +1,12 @@
-"""What measures that rest on eigenvalues share: their options, and how a network's eigenvalue is reported."""
+"""How the largest eigenvalue of a network's Hessian is reported, for all measures that rest on one."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatness.catalogue.measure import NetworkView, Valued
-from flatness.curvature.operators.network_spectrum import METRICS, PARAMETERS, SOLVERS, NetworkSpectrum
-from flatness.errors import OptionError, listed, nearest
+from flatness.curvature.operators.network_spectrum import NetworkSpectrum
 
-EIGENVALUE_OPTIONS = {"tolerance": None, "max_products": 300}
-_CHOICES = {"metric": METRICS, "parameters": PARAMETERS, "solver": SOLVERS}
 # A Newton step along the gradient that would lower the risk by more than this share says: no minimum here.
 _FAR = 0.1
-
-
-def check_eigenvalue_option(name: str, value: Any) -> None:
-    """Refuse a tolerance that is no relative residual, a limit that allows no product, an unknown choice."""
-    if name == "tolerance" and not (value is None or (isinstance(value, float) and 0 < value < 1)):
-        raise OptionError(
-            f"Expected tolerance to be a relative residual between 0 and 1, or None, but got {value!r}. For "
-            "example 1e-9."
-        )
-    if name == "max_products" and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        raise OptionError(
-            f"Expected max_products to be a positive integer but got {value!r}. For example 300."
-        )
-    if name in _CHOICES and value not in _CHOICES[name]:
-        raise OptionError(
-            f"Expected {name} to be one of {listed(_CHOICES[name])} but got {value!r}."
-            f"{nearest(value, _CHOICES[name])}"
-        )
 
 
 def largest_of_network(view: NetworkView) -> Valued:

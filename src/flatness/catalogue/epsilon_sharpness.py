@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flatness.catalogue.measure import Measure, Surroundings, Valued
-from flatness.catalogue.option_checks import check_choice, check_count, check_positive
+from flatness.catalogue.options import choice, count, declared, positive
 from flatness.catalogue.registry import register_measure
 from flatness.curvature.operators.ascent import ascend
 from flatness.curvature.operators.network_spectrum import METRICS, SpectrumRequest, inverse_metric_root
 from flatness.errors import UndefinedMeasureError
 
-FORMS = ("ascent", "quadratic")
 # An alignment of displacement and gradient above which an ascent counts as having arrived.
-ARRIVED = 0.99
+_ARRIVED = 0.99
 
 
-def ascent_starts(
-    around: Surroundings, request: SpectrumRequest, root: Tensor, count: int
-) -> dict[str, Tensor]:
+def _starts(around: Surroundings, request: SpectrumRequest, root: Tensor, count: int) -> dict[str, Tensor]:
     """Directions to begin an ascent in: the gradient, the sharpest direction both ways, then random ones.
 
     All but the random ones turn with the network when its parameters are rescaled or change places.
@@ -41,6 +38,34 @@ def ascent_starts(
     return dict(list(starts.items())[:count])
 
 
+def largest_rise(
+    around: Surroundings, request: SpectrumRequest, root: Tensor, radius: float, norm: str, ball: str
+) -> Valued:
+    """The largest rise of the risk in a ball that the ascents of a measure's options find.
+
+    Args:
+        around: The network.
+        request: The metric.
+        root: D^½, one number per parameter.
+        radius: The ball's.
+        norm: "l2" or "linf".
+        ball: The ball in words, for the notes.
+    """
+    risk, _ = around.gradient()
+    starts = _starts(around, request, root, around.options["restarts"])
+    best = ascend(around.space, root, radius, starts, norm=norm, steps=around.options["steps"])
+    arrived = best.alignment >= _ARRIVED
+    notes = [
+        f"a lower bound: the best of {len(starts)} ascents in {best.passes} gradients, from {best.start}; "
+        + ball
+    ]
+    if not arrived:
+        notes.append(
+            f"still climbing: displacement and gradient are aligned to {best.alignment:.3f} only; raise steps"
+        )
+    return Valued(max(best.risk - risk, 0.0), tuple(notes), arrived, method="ascent")
+
+
 def _epsilon_sharpness(around: Surroundings) -> dict[str | None, Valued]:
     options = around.options
     request = SpectrumRequest(metric=options["metric"])
@@ -55,23 +80,9 @@ def _epsilon_sharpness(around: Surroundings) -> dict[str | None, Valued]:
 
 
 def _ascent(around: Surroundings, request: SpectrumRequest, root: Tensor, epsilon: float) -> Valued:
-    options = around.options
     risk, _ = around.gradient()
-    starts = ascent_starts(around, request, root, options["restarts"])
-    best = ascend(around.space, root, epsilon, starts, norm="l2", steps=options["steps"])
-    notes = (
-        f"a lower bound: the best of {len(starts)} ascents in {best.passes} gradients, from {best.start}; "
-        f"ε = {epsilon:g}, {request.metric} metric",
-        *arrival_notes(best.alignment),
-    )
-    return Valued(max(best.risk - risk, 0.0) / (1 + risk), notes, best.alignment >= ARRIVED, method="ascent")
-
-
-def arrival_notes(alignment: float) -> tuple[str, ...]:
-    """What to say about an ascent that has not arrived."""
-    if alignment >= ARRIVED:
-        return ()
-    return (f"still climbing: displacement and gradient are aligned to {alignment:.3f} only; raise steps",)
+    found = largest_rise(around, request, root, epsilon, "l2", f"ε = {epsilon:g}, {request.metric} metric")
+    return replace(found, value=found.value / (1 + risk))
 
 
 def _quadratic(around: Surroundings, request: SpectrumRequest, root: Tensor, epsilon: float) -> Valued:
@@ -90,18 +101,6 @@ def _quadratic(around: Surroundings, request: SpectrumRequest, root: Tensor, eps
     value = epsilon**2 * max(spectrum.largest, 0.0) / (2 * (1 + risk))
     scale = epsilon**2 / (2 * (1 + risk))
     return Valued(value, tuple(notes), spectrum.converged, residual=scale * spectrum.residual)
-
-
-def _check_option(name: str, value: Any) -> None:
-    match name:
-        case "form":
-            check_choice(name, value, FORMS)
-        case "metric":
-            check_choice(name, value, METRICS)
-        case "epsilon":
-            check_positive(name, value, 1e-3)
-        case _:
-            check_count(name, value, 1)
 
 
 epsilon_sharpness = register_measure(
@@ -124,7 +123,14 @@ epsilon_sharpness = register_measure(
         levels=("network",),
         explore=_epsilon_sharpness,
         cost="gradients of all the data: restarts × steps at most, and one eigenvalue for several starts",
-        options={"epsilon": 1e-3, "form": "ascent", "metric": "euclidean", "steps": 20, "restarts": 3},
-        check_option=_check_option,
+        **declared(
+            {
+                "epsilon": positive(1e-3),
+                "form": choice("ascent", "quadratic"),
+                "metric": choice(*METRICS),
+                "steps": count(20),
+                "restarts": count(3),
+            }
+        ),
     )
 )

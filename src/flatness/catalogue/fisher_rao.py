@@ -6,19 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness.catalogue.measure import Measure, Surroundings, Valued
-from flatness.catalogue.option_checks import check_choice
+from flatness.catalogue.options import choice, declared
 from flatness.catalogue.registry import register_measure
 from flatness.curvature.parameters.parameter_space import ParameterSpace, explained
 from flatness.curvature.sums.squared_gradients import DRAWS, MOST_POSITIONS
 from flatness.losses import Items
-
-FORMS = ("definition", "published_script")
 
 
 def radial_derivatives(space: ParameterSpace, items: Items) -> tuple[Tensor, Tensor]:
@@ -98,10 +95,6 @@ def _fisher_rao_diagonal(around: Surroundings) -> dict[str | None, Valued]:
     return {None: Valued(value, (note,), stderr=squares.stderr, method="sampled")}
 
 
-def _check_option(name: str, value: Any) -> None:
-    check_choice(name, value, FORMS)
-
-
 fisher_rao = register_measure(
     Measure(
         name="fisher_rao",
@@ -127,8 +120,7 @@ fisher_rao = register_measure(
         invariances=frozenset({"layerwise", "neuronwise"}),
         explore=_fisher_rao,
         cost="one pass with two backward passes",
-        options={"form": "definition"},
-        check_option=_check_option,
+        **declared({"form": choice("definition", "published_script")}),
     )
 )
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness.catalogue.measure import Measure, Surroundings, Valued
-from flatness.catalogue.option_checks import check_count, check_share
+from flatness.catalogue.options import count, declared, share
 from flatness.catalogue.registry import register_measure
 from flatness.errors import UndefinedMeasureError
 
@@ -130,13 +129,6 @@ def _jackknife(curve: Curve, drop: float, draws: int) -> float:
     return math.sqrt((draws - 1) / draws * float((values - values.mean()).square().sum()))
 
 
-def _check_option(name: str, value: Any) -> None:
-    if name == "draws":
-        check_count(name, value, 2)
-    else:
-        check_share(name, value, 0.1 if name == "drop" else 0.01)
-
-
 pac_bayes_flatness = register_measure(
     Measure(
         name="pac_bayes_flatness",
@@ -152,7 +144,6 @@ pac_bayes_flatness = register_measure(
         levels=("network",),
         explore=_pac_bayes_flatness,
         cost="about 12 forward passes per draw of the noise",
-        options={"draws": 5, "drop": 0.1, "tolerance": 0.01},
-        check_option=_check_option,
+        **declared({"draws": count(5, 2), "drop": share(0.1), "tolerance": share(0.01)}),
     )
 )

@@ -6,8 +6,8 @@ layer and ρ^max, ρ^Σ.
 
 from __future__ import annotations
 
-from flatness.catalogue.eigenvalues import EIGENVALUE_OPTIONS, check_eigenvalue_option
 from flatness.catalogue.measure import Measure
+from flatness.catalogue.options import EIGENVALUE_OPTIONS, declared
 from flatness.catalogue.registry import register_measure
 
 layer_flatness = register_measure(
@@ -27,8 +27,7 @@ layer_flatness = register_measure(
         needs=frozenset({"layer_eigenvalue"}),
         layer=lambda view: view.squared_norm * view.spectra["layer_eigenvalue"].values[0],
         reductions=("max", "sum"),
-        options=EIGENVALUE_OPTIONS,
-        check_option=check_eigenvalue_option,
+        **declared(EIGENVALUE_OPTIONS),
     )
 )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flatness.catalogue.eigenvalues import EIGENVALUE_OPTIONS, check_eigenvalue_option
 from flatness.catalogue.measure import LayerView, Measure
+from flatness.catalogue.options import EIGENVALUE_OPTIONS, declared
 from flatness.catalogue.registry import register_measure
 
 
@@ -78,7 +78,6 @@ maximal_relative_flatness = register_measure(
         needs=frozenset({"row_eigenvalues"}),
         layer=_maximal,
         reductions=("sum",),
-        options=EIGENVALUE_OPTIONS,
-        check_option=check_eigenvalue_option,
+        **declared(EIGENVALUE_OPTIONS),
     )
 )

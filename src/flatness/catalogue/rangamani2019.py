@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from flatness.catalogue.eigenvalues import (
-    EIGENVALUE_OPTIONS,
-    check_eigenvalue_option,
-    largest_of_network,
-)
+from flatness.catalogue.eigenvalues import largest_of_network
 from flatness.catalogue.measure import Measure
+from flatness.catalogue.options import EIGENVALUE_OPTIONS, choice, declared
 from flatness.catalogue.registry import register_measure
+from flatness.curvature.operators.network_spectrum import METRICS, PARAMETERS, SOLVERS
 
-_OPTIONS = {**EIGENVALUE_OPTIONS, "parameters": "all", "solver": "lanczos"}
+_OPTIONS = {**EIGENVALUE_OPTIONS, "parameters": choice(*PARAMETERS), "solver": choice(*SOLVERS)}
 _COST = "Hessian products of the whole network: about 20 to 60, in step with other eigenvalues"
 
 riemannian_spectral_norm = register_measure(
@@ -33,8 +31,7 @@ riemannian_spectral_norm = register_measure(
         invariances=frozenset({"layerwise"}),
         network=largest_of_network,
         network_needs=frozenset({"spectrum"}),
-        options={**_OPTIONS, "metric": "layerwise"},
-        check_option=check_eigenvalue_option,
+        **declared({**_OPTIONS, "metric": choice(*METRICS, default="layerwise")}),
         cost=_COST,
     )
 )
@@ -55,8 +52,7 @@ riemannian_spectral_norm_nodewise = register_measure(
         invariances=frozenset({"layerwise", "neuronwise"}),
         network=largest_of_network,
         network_needs=frozenset({"spectrum"}),
-        options={**_OPTIONS, "metric": "nodewise"},
-        check_option=check_eigenvalue_option,
+        **declared({**_OPTIONS, "metric": choice(*METRICS, default="nodewise")}),
         cost=_COST,
     )
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from flatness.catalogue.measure import NETWORK_NEEDS, SPECTRA, Measure
+from flatness.catalogue.measure import NETWORK_NEEDS, SPECTRA, Level, Measure
 from flatness.curvature.sums.statistics import LAYER_STATISTICS
 from flatness.errors import MeasureError, OptionError, listed, nearest
 
@@ -63,23 +63,16 @@ def _check_declaration(measure: Measure) -> None:
             f"Expected {measure.name!r} to need statistics the engine has but got {listed(unknown)}. "
             f"Known: {listed(sorted(LAYER_STATISTICS | SPECTRA), 20)}."
         )
-    odd_needs = sorted(measure.network_needs - NETWORK_NEEDS)
-    if odd_needs:
-        raise MeasureError(
-            f"Expected network_needs out of {listed(sorted(NETWORK_NEEDS))} but {measure.name!r} has "
-            f"{listed(odd_needs)}. Leave it out."
-        )
-    odd = [level for level in measure.levels if level not in ("unit", "layer", "network")]
-    if odd:
-        raise MeasureError(
-            f"Expected levels out of unit, layer, network but {measure.name!r} has {listed(odd)}. "
-            "Say where it has values."
-        )
-    missing = sorted(set(measure.reductions) - set(_REDUCTIONS))
-    if missing:
-        raise MeasureError(
-            f"Expected reductions out of max, sum but {measure.name!r} has {listed(missing)}. Leave it out."
-        )
+    for what, given, known, advice in (
+        ("network_needs", measure.network_needs, sorted(NETWORK_NEEDS), "Leave it out."),
+        ("levels", measure.levels, get_args(Level), "Say where it has values."),
+        ("reductions", measure.reductions, sorted(_REDUCTIONS), "Leave it out."),
+    ):
+        odd = sorted(set(given) - set(known))
+        if odd:
+            raise MeasureError(
+                f"Expected {what} out of {listed(known)} but {measure.name!r} has {listed(odd)}. {advice}"
+            )
     given = (measure.layer, measure.units, measure.explore)
     if "layer" in measure.levels and all(way is None for way in given):
         raise MeasureError(
@@ -107,13 +100,9 @@ def get_measure(name: str | Measure) -> Measure:
 
 def select_measures(measures: str | Measure | Iterable[str | Measure]) -> list[Measure]:
     """Resolve the `measures` argument: a name, a list of names, "default" or "all"."""
-    if isinstance(measures, str):
-        if measures == "all":
-            return list(_REGISTRY.values())
-        if measures == "default":
-            return [measure for measure in _REGISTRY.values() if measure.one_pass]
-        return [get_measure(measures)]
-    if isinstance(measures, Measure):
+    if measures in ("default", "all"):
+        return [measure for measure in _REGISTRY.values() if measures == "all" or measure.one_pass]
+    if isinstance(measures, (str, Measure)):
         return [get_measure(measures)]
     if not isinstance(measures, Iterable):
         raise MeasureError(
@@ -152,22 +141,25 @@ def resolve_options(
                 f"Expected options for measured quantities only but {name!r} is not measured here. Add it to "
                 "measures=."
             )
-        if not isinstance(values, Mapping):
-            raise OptionError(
-                f"Expected the options of {name!r} by name but got {values!r}. "
-                f"For example options={{{name!r}: {{'tolerance': 1e-9}}}}."
-            )
-        for key, value in values.items():
-            if key not in measure.options:
-                known = listed(measure.options) or "none"
-                raise OptionError(
-                    f"Expected an option of {name!r} but got {key!r}.{nearest(key, measure.options)} Known: "
-                    f"{known}."
-                )
-            if measure.check_option is not None:
-                measure.check_option(key, value)
-            resolved[name][key] = value
+        _check_options(measure, values)
+        resolved[name].update(values)
     return resolved
+
+
+def _check_options(measure: Measure, values: Any) -> None:
+    if not isinstance(values, Mapping):
+        raise OptionError(
+            f"Expected the options of {measure.name!r} by name but got {values!r}. "
+            f"For example options={{{measure.name!r}: {{'tolerance': 1e-9}}}}."
+        )
+    for key, value in values.items():
+        if key not in measure.options:
+            raise OptionError(
+                f"Expected an option of {measure.name!r} but got {key!r}."
+                f"{nearest(key, measure.options)} Known: {listed(measure.options) or 'none'}."
+            )
+        if measure.check_option is not None:
+            measure.check_option(key, value)
 
 
 @dataclass(frozen=True)

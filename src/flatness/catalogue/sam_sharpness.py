@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatness.catalogue.measure import Measure, Surroundings, Valued
-from flatness.catalogue.option_checks import check_positive
+from flatness.catalogue.options import declared, positive
 from flatness.catalogue.registry import register_measure
 from flatness.errors import UndefinedMeasureError
 
@@ -24,10 +22,6 @@ def _sam(around: Surroundings) -> dict[str | None, Valued]:
     return {None: Valued(higher - risk, (note,))}
 
 
-def _check_option(name: str, value: Any) -> None:
-    check_positive(name, value, 0.05)
-
-
 sam_sharpness = register_measure(
     Measure(
         name="sam_sharpness",
@@ -43,7 +37,6 @@ sam_sharpness = register_measure(
         levels=("network",),
         explore=_sam,
         cost="one gradient and one forward pass",
-        options={"rho": 0.05},
-        check_option=_check_option,
+        **declared({"rho": positive(0.05)}),
     )
 )

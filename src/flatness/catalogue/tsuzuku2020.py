@@ -14,9 +14,9 @@ from torch import Tensor
 from flatness.catalogue.balancing import balance
 from flatness.catalogue.finite_differences import differenced_diagonals
 from flatness.catalogue.measure import LayerView, Measure, NetworkView, Surroundings, Valued
+from flatness.catalogue.options import NORMALIZED_LOSS, choice, count, declared, positive, share
 from flatness.catalogue.registry import register_measure
 from flatness.curvature.sums.folds import clipped_centre, replicates
-from flatness.errors import OptionError
 
 # A certified relative distance from the minimum above which a value counts as not converged.
 _CERTIFIED = 1e-6
@@ -118,27 +118,6 @@ def _by_finite_differences(around: Surroundings) -> dict[str | None, Valued]:
     return values
 
 
-def _check_option(name: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if name == "lambda" and not (number and 0 < value < math.inf):
-        raise OptionError(f"Expected lambda to be a positive number but got {value!r}. For example 0.5.")
-    if name == "loss" and value not in ("normalized_cross_entropy", "same"):
-        raise OptionError(f"Expected loss to be 'normalized_cross_entropy' or 'same' but got {value!r}.")
-    if name == "biases" and not isinstance(value, bool):
-        raise OptionError(f"Expected biases to be True or False but got {value!r}.")
-    if name == "diagonal" and value not in ("auto", "finite_differences"):
-        raise OptionError(f"Expected diagonal to be 'auto' or 'finite_differences' but got {value!r}.")
-    if name == "draws" and not (isinstance(value, int) and not isinstance(value, bool) and value >= 2):
-        raise OptionError(
-            f"Expected draws to be an integer of at least 2 but got {value!r}. For example 100."
-        )
-    if name == "radius" and not (isinstance(value, (int, float)) and 0 < value < 1):
-        raise OptionError(
-            f"Expected radius to be a share of the weights' norm, between 0 and 1, but got {value!r}. For "
-            "example 0.001."
-        )
-
-
 matrix_normalized_sharpness = register_measure(
     Measure(
         name="matrix_normalized_sharpness",
@@ -156,8 +135,7 @@ matrix_normalized_sharpness = register_measure(
         needs=frozenset({"row_traces"}),
         layer=_matrix_normalized,
         reductions=("sum",),
-        options={"biases": False},
-        check_option=_check_option,
+        **declared({"biases": choice(False, True)}),
         clips="sums",
         adapted=_matrix_adapted,
     )
@@ -185,14 +163,15 @@ normalized_sharpness = register_measure(
         needs=frozenset({"diagonal"}),
         layer=_normalized,
         reductions=("sum",),
-        options={
-            "lambda": 0.5,
-            "loss": "normalized_cross_entropy",
-            "diagonal": "auto",
-            "draws": 100,
-            "radius": 1e-3,
-        },
-        check_option=_check_option,
+        **declared(
+            {
+                "lambda": positive(0.5),
+                **NORMALIZED_LOSS,
+                "diagonal": choice("auto", "finite_differences"),
+                "draws": count(100, 2),
+                "radius": share(1e-3, "a share of the weights' norm, between 0 and 1,"),
+            }
+        ),
         clips="entries",
         adapted=_normalized_adapted,
         loss="normalized_cross_entropy",

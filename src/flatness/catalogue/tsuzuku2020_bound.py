@@ -22,12 +22,11 @@ from torch import Tensor
 
 from flatness.catalogue.measure import Measure, Surroundings, Valued
 from flatness.catalogue.noise_scales import NoiseScales, matrix_scales, row_column_scales
+from flatness.catalogue.options import NORMALIZED_LOSS, choice, count, declared, share
 from flatness.catalogue.registry import register_measure
 from flatness.catalogue.weight_matrices import WeightMatrices
-from flatness.errors import OptionError, listed
 from flatness.problem.progress import ProgressBar
 
-SIGMAS = ("rows_and_columns", "matrices")
 HYPERPRIORS = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -213,23 +212,6 @@ def _notes(around: Surroundings, story: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _check_option(name: str, value: Any) -> None:
-    choices = {
-        "sigma": SIGMAS,
-        "hyperprior": tuple(HYPERPRIORS),
-        "psi": tuple(PSI),
-        "loss": ("normalized_cross_entropy", "same"),
-    }
-    if name in choices and value not in choices[name]:
-        raise OptionError(f"Expected {name} to be one of {listed(choices[name])} but got {value!r}.")
-    if name == "delta" and not (isinstance(value, (int, float)) and 0 < value < 1):
-        raise OptionError(
-            f"Expected delta to be a probability between 0 and 1 but got {value!r}. For example 0.05."
-        )
-    if name == "draws" and not (isinstance(value, int) and value >= 2):
-        raise OptionError(f"Expected draws to be an integer of at least 2 but got {value!r}. For example 20.")
-
-
 pac_bayes_bound = register_measure(
     Measure(
         name="pac_bayes_bound",
@@ -255,15 +237,16 @@ pac_bayes_bound = register_measure(
         explore=_bound,
         cost="a few forward passes for each λ that can be the best, and 20 for the chosen one",
         flatness=False,
-        options={
-            "sigma": "rows_and_columns",
-            "delta": 0.05,
-            "draws": 20,
-            "hyperprior": "float32",
-            "psi": "paper",
-            "loss": "normalized_cross_entropy",
-        },
-        check_option=_check_option,
+        **declared(
+            {
+                "sigma": choice("rows_and_columns", "matrices"),
+                "delta": share(0.05, "a probability between 0 and 1"),
+                "draws": count(20, 2),
+                "hyperprior": choice(*HYPERPRIORS),
+                "psi": choice(*PSI),
+                **NORMALIZED_LOSS,
+            }
+        ),
         loss="normalized_cross_entropy",
     )
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 from flatness.catalogue.balancing import Array
 from flatness.catalogue.measure import LayerView, Measure, Surroundings, Valued
 from flatness.catalogue.noise_scales import NoiseScales, row_column_scales
+from flatness.catalogue.options import NORMALIZED_LOSS, count, declared, positive
 from flatness.catalogue.registry import register_measure
 from flatness.catalogue.weight_matrices import WeightMatrices
 from flatness.curvature.parameters.parameter_space import ParameterSpace
-from flatness.errors import OptionError
 
 
 class DirectObjective:
@@ -156,22 +155,6 @@ def _notes(
     return tuple(notes)
 
 
-def _check_option(name: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if name == "lambda" and not (value is None or (number and 0 < value < math.inf)):
-        raise OptionError(
-            f"Expected lambda to be a positive number, or None for the number of samples, but got {value!r}. "
-            "For example 1000.0."
-        )
-    if name == "loss" and value not in ("normalized_cross_entropy", "same"):
-        raise OptionError(f"Expected loss to be 'normalized_cross_entropy' or 'same' but got {value!r}.")
-    if name in ("draws", "evaluations") and not (number and isinstance(value, int) and value >= 1):
-        example = 2 if name == "draws" else 15
-        raise OptionError(
-            f"Expected {name} to be a positive integer but got {value!r}. For example {example}."
-        )
-
-
 normalized_sharpness_direct = register_measure(
     Measure(
         name="normalized_sharpness_direct",
@@ -194,8 +177,14 @@ normalized_sharpness_direct = register_measure(
         needs=frozenset({"diagonal"}),
         explore=_direct,
         cost="4 gradients for each of at most 15 evaluations, and 32 forward passes",
-        options={"lambda": None, "loss": "normalized_cross_entropy", "draws": 2, "evaluations": 15},
-        check_option=_check_option,
+        **declared(
+            {
+                "lambda": positive(None, none="for the number of samples", example="1000.0"),
+                **NORMALIZED_LOSS,
+                "draws": count(2),
+                "evaluations": count(15),
+            }
+        ),
         loss="normalized_cross_entropy",
     )
 )
