@@ -127,7 +127,7 @@ _HOME = {
 }
 
 # Modules that are public as such: `flatness.study.run.run`, `flatness.landscape.line`.
-_MODULES = ("landscape", "study")
+_MODULES = ("data", "landscape", "models", "study")
 
 
 def __getattr__(name: str) -> Any:

@@ -171,7 +171,7 @@ def test_two_processes_with_other_hash_seeds_give_the_same_report():
     )
     running = []
     for seed in ("1", "2"):
-        paths = [str(Path(__file__).parents[1]), *sys.path]
+        paths = [str(Path(__file__).parent), *sys.path]
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(paths)}
         running.append(
             subprocess.Popen(

@@ -38,7 +38,7 @@ def complete_models(incomplete: str) -> list[str]:
 
 def measure_names() -> list[str]:
     """Names of the measures in the catalogue, read from the source: importing it would take seconds."""
-    calls = (node for tree in _sources("measures") for node in ast.walk(tree) if isinstance(node, ast.Call))
+    calls = (node for tree in _sources("catalogue") for node in ast.walk(tree) if isinstance(node, ast.Call))
     return [
         str(keyword.value.value)
         for call in calls
@@ -50,7 +50,7 @@ def measure_names() -> list[str]:
 
 def model_names() -> list[str]:
     """Names of the networks in `flatness.models`, read from the source."""
-    for tree in _sources("models"):
+    for tree in _sources("zoo/models"):
         for node in ast.walk(tree):
             if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_FACTORIES":
                 return [name.id for name in ast.walk(node.value or node) if isinstance(name, ast.Name)]
