@@ -174,6 +174,16 @@ def test_values_that_are_no_numbers_survive(tmp_path):
     values = [result.value for result in Report.load(path).results]
     assert values[0] == math.inf
     assert math.isnan(values[1])
+    json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN and Infinity without quotes are no JSON
+
+
+def test_reports_of_earlier_versions_hold_nan_without_quotes(tmp_path):
+    path = tmp_path / "report.json"
+    Report((row(math.inf), row(math.nan))).save(path)
+    text = path.read_text().replace('"Infinity"', "Infinity").replace('"NaN"', "NaN")
+    path.write_text(text)
+    assert "NaN" in text
+    assert [str(result.value) for result in Report.load(path).results] == ["inf", "nan"]
 
 
 def test_saved_reports_say_their_version_and_what_they_are_about(tmp_path):

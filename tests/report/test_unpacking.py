@@ -16,7 +16,7 @@ import torch
 import flatness
 from flatness.errors import CheckpointError, DataError, OptionError, ReportError, StudyError
 from flatness.landscape.line_result import Line
-from flatness.report import npz
+from flatness.report import unpacking
 from flatness.report.unpacking import VARIABLE, unpacked_limit
 from flatness.study.folder import archive
 from flatness.zoo.checkpoints import read_checkpoint
@@ -138,15 +138,15 @@ def test_rows_of_an_array_are_those_of_numpy(tmp_path, order):
     path = tmp_path / "arrays.npz"
     values = np.asarray(np.random.default_rng(0).normal(size=(30, 4, 5)), order=order)
     np.savez(path, a=values, b=np.float32(3.5), c=np.array("text"), d=np.zeros((0, 3)))
-    assert npz.array_names(path) == ["a", "b", "c", "d"]
-    assert np.array_equal(npz.read_array(path, "a"), values)
-    assert np.array_equal(npz.read_array(path, "a", 7), values[:7])
-    assert np.array_equal(npz.read_array(path, "a", 99), values)
-    assert np.array_equal(np.concatenate(list(npz.row_blocks(path, "a"))), values)
-    assert npz.read_array(path, "b") == np.float32(3.5)
-    assert str(npz.read_array(path, "c")) == "text"
-    assert npz.read_array(path, "d").shape == (0, 3)
-    assert [npz.array_length(path, name) for name in "abcd"] == [30, 1, 1, 0]
+    assert unpacking.array_names(path) == ["a", "b", "c", "d"]
+    assert np.array_equal(unpacking.read_array(path, "a"), values)
+    assert np.array_equal(unpacking.read_array(path, "a", 7), values[:7])
+    assert np.array_equal(unpacking.read_array(path, "a", 99), values)
+    assert np.array_equal(np.concatenate(list(unpacking.row_blocks(path, "a"))), values)
+    assert unpacking.read_array(path, "b") == np.float32(3.5)
+    assert str(unpacking.read_array(path, "c")) == "text"
+    assert unpacking.read_array(path, "d").shape == (0, 3)
+    assert [unpacking.array_length(path, name) for name in "abcd"] == [30, 1, 1, 0]
 
 
 def crafted(path, shape, kind="<f8", content=b"", compression=zipfile.ZIP_DEFLATED):

@@ -32,8 +32,8 @@ def test_names_may_lead_into_objects():
         (
             "./own_thing.py:Net",
             SpecError,
-            "Expected name in [model] to be package.module:name but got './own_thing.py:Net'. Write it without "
-            ".py and with dots for slashes.",
+            "Expected name in [model] to be package.module:name but got './own_thing.py:Net'. Write it "
+            "without .py and with dots for slashes.",
         ),
         ("own_thing:", SpecError, "Expected name in [model] to be package.module:name but got 'own_thing:'."),
         (

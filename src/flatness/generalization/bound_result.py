@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from flatness.errors import OptionError
-from flatness.files import write_text
+from flatness.files import json_text, write_text
 from flatness.generalization.assumptions import Assumption
 from flatness.generalization.locally_constant import LabelConstancy
 from flatness.generalization.rate_constants import RateConstants
@@ -99,20 +97,10 @@ class GeneralizationBound:
     __repr__ = __str__
 
     def to_json(self) -> str:
-        """Everything, as JSON; infinite numbers as null."""
+        """Everything, as JSON."""
         content = {"format": "flatness bound", "version": 1, **asdict(self)}
-        return json.dumps(_finite(content), indent=1, ensure_ascii=False)
+        return json_text(content)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file, at once or not at all."""
         write_text(path, self.to_json())
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    if isinstance(value, float) and value - value != 0:
-        return None
-    return value

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from flatness.errors import ReportError
-from flatness.files import write_text
+from flatness.files import NUMBER, TEXT, json_text, read_saved, write_text
 from flatness.measuring.measure import measure
 from flatness.problem.forward import Forward
-from flatness.report.json_shape import NUMBER, TEXT, ShapeError, check_shape, parse_json
 from flatness.report.notebook import terms_html
 from flatness.report.tables import format_value
 
@@ -112,9 +108,7 @@ class PacBayesBound:
 
     def to_json(self) -> str:
         """The bound as versioned JSON."""
-        return json.dumps(
-            {"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1, ensure_ascii=False
-        )
+        return json_text({"format": _FORMAT, "version": _VERSION, **asdict(self)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file, at once or not at all."""
@@ -123,22 +117,7 @@ class PacBayesBound:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PacBayesBound:
         """Read a bound that `save` wrote."""
-        try:
-            content = parse_json(Path(path).read_bytes())
-        except ShapeError:
-            content = None
-        told = content if isinstance(content, dict) else {}
-        if (told.pop("format", None), told.pop("version", None)) != (_FORMAT, _VERSION):
-            raise ReportError(
-                f"Expected a bound saved by this version of flatness but {path} holds something else. Pass a "
-                "file that PacBayesBound.save wrote."
-            )
-        try:
-            check_shape(told, _SHAPE)
-        except ShapeError as error:
-            raise ReportError(
-                f"Expected a whole bound but {path} is damaged: {error}. Compute it again."
-            ) from error
+        told = read_saved(path, "a PAC-Bayes bound", (_FORMAT, _VERSION), _SHAPE, writer="PacBayesBound.save")
         known: dict[str, Any] = {item.name: told[item.name] for item in fields(cls)}
         known |= {name: tuple(known[name]) for name in ("terms", "grid", "notes")}
         return cls(**known)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from dataclasses import MISSING, Field, asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from flatness.errors import ReportError
-from flatness.files import write_text
-from flatness.report.json_shape import (
-    ANY,
-    NUMBER,
-    TEXT,
-    WHOLE,
-    YES_NO,
-    Optional,
-    ShapeError,
-    check_shape,
-    parse_json,
-)
+from flatness.files import ANY, NUMBER, TEXT, WHOLE, YES_NO, Optional, json_text, read_saved, write_text
 from flatness.report.report import Result
 from flatness.report.tables import format_value
 
@@ -126,7 +112,7 @@ class Robustness(Result):
     def to_json(self) -> str:
         """Everything, as versioned JSON."""
         head = {"format": _FORMAT, "version": _VERSION}
-        return json.dumps({**head, **asdict(self)}, indent=1, ensure_ascii=False)
+        return json_text({**head, **asdict(self)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file, at once or not at all."""
@@ -135,24 +121,8 @@ class Robustness(Result):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Robustness:
         """Read what `save` wrote."""
-        try:
-            content = parse_json(Path(path).read_bytes())
-        except ShapeError as error:
-            raise ReportError(
-                f"Expected feature robustness saved by flatness but {path} is {error}. Pass a file "
-                "that save wrote."
-            ) from error
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ReportError(
-                f"Expected feature robustness saved by flatness but {path} holds something else. Pass a file "
-                "that save wrote."
-            )
-        try:
-            check_shape(content, {item.name: _shape(item) for item in fields(cls)})
-        except ShapeError as error:
-            raise ReportError(
-                f"Expected whole feature robustness but {path} is damaged: {error}. Compute it again."
-            ) from error
+        shape = {item.name: _shape(item) for item in fields(cls)}
+        content = read_saved(path, "feature robustness", (_FORMAT, _VERSION), shape)
         return cls(**_known(content, {item.name for item in fields(cls)}))
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatness.files import TEXT
 from flatness.landscape.captions import data_words, number_of
 from flatness.landscape.storage import Array, read_arrays, write_arrays
-from flatness.report.json_shape import TEXT
 from flatness.report.tables import format_value
 
 if TYPE_CHECKING:

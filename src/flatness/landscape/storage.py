@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -12,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatness.errors import ReportError
-from flatness.files import replacing
-from flatness.report.json_shape import ANY, ShapeError, check_shape, parse_json
-from flatness.report.npz import UNREADABLE, array_names, read_array
-from flatness.report.unpacking import TooLargeError, check_unpacked
+from flatness.files import ANY, ShapeError, check_shape, json_text, parse_json, replacing
+from flatness.report.unpacking import UNREADABLE, TooLargeError, array_names, check_unpacked, read_array
 
 Array = NDArray[Any]
 _VERSION = 1
@@ -26,7 +23,7 @@ def write_arrays(
     path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], meta: Mapping[str, Any]
 ) -> None:
     """Write arrays by name, and what is known about them, to an .npz file."""
-    text = json.dumps({"format": f"flatness {kind}", "version": _VERSION, **meta}, ensure_ascii=False)
+    text = json_text({"format": f"flatness {kind}", "version": _VERSION, **meta}, indent=None)
     with replacing(path) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **{_META: np.array(text)}, **arrays)  # type: ignore[arg-type]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatness.files import TEXT
 from flatness.landscape.captions import AXES, batch_norm_words, data_words
 from flatness.landscape.storage import Array, read_arrays, write_arrays
-from flatness.report.json_shape import TEXT
 
 if TYPE_CHECKING:
     import pandas

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.catalogue.registry import get_measure
 from flatness.errors import MeasureError
-from flatness.files import write_text
+from flatness.files import json_text, write_text
 from flatness.report.report import Result
 from flatness.report.sheets import csv_text
 from flatness.report.tables import Column, format_table, format_value, larger, place_of, total_error
@@ -251,14 +250,10 @@ class Comparison:
         write_text(path, csv_text(self.to_frame()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the verdict, the notes and every row as JSON, at once or not at all.
-
-        JSON has no infinite numbers: such a z, of exact values that differ, is null.
-        """
+        """Write the verdict, the notes and every row as JSON, at once or not at all."""
         content = {"format": "flatness comparison", "version": 1, "names": list(self.names)}
-        rows = [{name: _written(value) for name, value in row.items()} for row in self._records()]
-        content |= {"verdict": self.verdict, "notes": list(self.notes), "rows": rows}
-        write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+        content |= {"verdict": self.verdict, "notes": list(self.notes), "rows": self._records()}
+        write_text(path, json_text(content))
 
     def __str__(self) -> str:
         """A table, what there is to note, and the verdict."""
@@ -274,10 +269,6 @@ class Comparison:
         return [row.measure, where, *values, pair.verdict(self.names)]
 
     __repr__ = __str__
-
-
-def _written(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _ADDRESS = ("measure", "level", "layer", "reduction")

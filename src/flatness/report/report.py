@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatness.errors import ReportError, listed, nearest
-from flatness.files import write_text
-from flatness.report.json_shape import (
-    NUMBER,
-    TEXT,
-    WHOLE,
-    YES_NO,
-    Optional,
-    ShapeError,
-    check_shape,
-    parse_json,
-)
+from flatness.files import EVERY, NUMBER, TEXT, WHOLE, YES_NO, Optional, json_text, read_saved, write_text
 from flatness.report.latex import latex_report
 from flatness.report.notebook import report_html, result_html
 from flatness.report.sheets import csv_text
@@ -46,7 +34,7 @@ _SHAPE = {
     ],
     "meta": {
         "risk": Optional(NUMBER),
-        "options": Optional({}),
+        "options": Optional({EVERY: {}}),
         **{name: Optional(TEXT) for name in ("loss", "curvature", "alignment", "model_fingerprint")},
     },
     "notes": [TEXT],
@@ -219,7 +207,7 @@ class Report:
             {key: value for key, value in asdict(row).items() if value is not None} for row in self.results
         ]
         head = {"format": _FORMAT, "version": _VERSION, "meta": self.meta, "notes": list(self.notes)}
-        return json.dumps({**head, "results": rows}, indent=1, ensure_ascii=False)
+        return json_text({**head, "results": rows})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file, at once or not at all."""
@@ -228,31 +216,8 @@ class Report:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Read a report that `save` wrote."""
-        try:
-            content = parse_json(Path(path).read_bytes())
-        except ShapeError as error:
-            raise ReportError(
-                f"Expected a report saved by flatness but {path} is {error}. Pass a file that report.save "
-                "wrote."
-            ) from error
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ReportError(
-                f"Expected a report saved by flatness but {path} holds something else. Pass a file that "
-                "report.save wrote."
-            )
-        if content.get("version") != _VERSION:
-            raise ReportError(
-                f"Expected a report of version {_VERSION} but {path} has version {content.get('version')}. "
-                "Measure again."
-            )
-        try:
-            check_shape(content, _SHAPE)
-            for name, own in (content["meta"].get("options") or {}).items():
-                check_shape(own, {}, f"meta.options.{name}")
-        except ShapeError as error:
-            raise ReportError(
-                f"Expected a whole report but {path} is damaged: {error}. Measure again."
-            ) from error
+        head = (_FORMAT, _VERSION)
+        content = read_saved(path, "a report", head, _SHAPE, writer="report.save", again="Measure again.")
         return cls(tuple(map(_row, content["results"])), content["meta"], tuple(content["notes"]))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:

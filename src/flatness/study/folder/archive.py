@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import lzma
 import os
 import re
@@ -10,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flatness.errors import StudyError
-from flatness.files import replacing
-from flatness.report.json_shape import ShapeError, check_shape, parse_json
+from flatness.files import ShapeError, check_shape, json_text, parse_json, replacing
 from flatness.report.unpacking import TooLargeError, unpack_xz
 from flatness.study.folder.record_content import RECORD, STUDY
 from flatness.study.folder.records import Folder
@@ -49,7 +47,7 @@ def pack(out: str | os.PathLike[str], file: str | os.PathLike[str] | None = None
         "study": {name: value for name, value in folder.read_study().items() if name != ORIGIN},
         "records": list(folder.all_records()),
     }
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    text = json_text(content, indent=None, separators=(",", ":"))
     with replacing(path) as temporary:
         temporary.write_bytes(lzma.compress(text.encode(), preset=9))
     return path

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flatness.errors import StudyError
-from flatness.files import write_text
-from flatness.report.json_shape import TEXT, WHOLE, ShapeError, check_shape, parse_json
+from flatness.files import TEXT, WHOLE, ShapeError, check_shape, parse_json, write_text
 from flatness.study.folder.records import Folder, readable_disk_errors
 
 T = TypeVar("T")

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flatness.errors import StudyError
-from flatness.files import DamagedFileError
-from flatness.report.json_shape import ANY, NUMBER, TEXT, Optional, ShapeError, check_shape, parse_json
+from flatness.files import (
+    ANY,
+    NUMBER,
+    TEXT,
+    DamagedFileError,
+    Optional,
+    ShapeError,
+    check_shape,
+    json_text,
+    parse_json,
+)
 from flatness.study.grid import digest
 
 FORMAT = "flatness study record"
@@ -51,9 +59,9 @@ STUDY: dict[str, Any] = {
 def record_text(key: str, record: Mapping[str, Any]) -> str:
     """A record as JSON, with a digest of every entry, and one of the whole text at its end."""
     content = {"format": FORMAT, "version": VERSION, "key": key, **record}
-    read_again: dict[str, Any] = json.loads(json.dumps(content, ensure_ascii=False))
+    read_again: dict[str, Any] = parse_json(json_text(content).encode())
     content[_CHECKSUMS] = {name: digest(value) for name, value in read_again.items()}
-    text = json.dumps(content, ensure_ascii=False)
+    text = json_text(content, indent=None)
     return f'{text[:-1]}{_SEAL.decode()}{_seal_of(text.encode())}"}}'
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +13,16 @@ from typing import Any
 from torch import Tensor
 
 from flatness.errors import StudyError
-from flatness.files import DamagedFileError, replacing, set_aside, write_text
-from flatness.report.json_shape import ShapeError, check_shape, parse_json
+from flatness.files import (
+    DamagedFileError,
+    ShapeError,
+    check_shape,
+    json_text,
+    parse_json,
+    replacing,
+    set_aside,
+    write_text,
+)
 from flatness.study.folder.plain_files import FOLDERS, opened, refuse_links, remove_parts
 from flatness.study.folder.record_content import STUDY, read_record, record_text
 from flatness.study.grid import digest
@@ -152,7 +159,7 @@ class Folder:
     def write_study(self, content: Mapping[str, Any]) -> None:
         """Write what the study is."""
         with readable_disk_errors(self.path):
-            text = json.dumps({**content, _CHECKSUM: digest(content)}, indent=1, ensure_ascii=False)
+            text = json_text({**content, _CHECKSUM: digest(content)})
             write_text(self.path / "study.json", text)
 
     def read_study(self) -> dict[str, Any]:

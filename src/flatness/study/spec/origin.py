@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flatness.errors import StudyError, listed
-from flatness.report.json_shape import ShapeError, parse_json
+from flatness.files import ShapeError, parse_json
 from flatness.zoo.data.places import cache
 from flatness.zoo.objects import names_code
 

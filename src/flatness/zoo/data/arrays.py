@@ -9,8 +9,14 @@ from contextlib import contextmanager
 import numpy as np
 
 from flatness.errors import DataError, listed
-from flatness.report.npz import UNREADABLE, array_length, array_names, read_array, row_blocks
-from flatness.report.unpacking import TooLargeError
+from flatness.report.unpacking import (
+    UNREADABLE,
+    TooLargeError,
+    array_length,
+    array_names,
+    read_array,
+    row_blocks,
+)
 
 _INPUTS = ("x", "inputs", "images")
 _TARGETS = ("y", "targets", "labels")
