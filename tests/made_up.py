@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flatness.study.analysis.results import Study
+from flatness.study.spec.grid import label
 from flatness.study.spec.spec import make_spec
 
 REDUCTIONS: dict[str, tuple[str | None, ...]] = {"hessian_trace": (None,), "neuron_flatness": ("max", "sum")}
@@ -41,7 +42,7 @@ def made_up_study(
     places = [*(f"fc{number + 1}" for number in range(layers)), None]
     networks, records = [], {}
     for number, one in enumerate(spec.configurations):
-        networks.append({"key": one.key, "part": one.part, "axes": dict(one.axes), "label": one.label()})
+        networks.append({"key": one.key, "part": one.part, "axes": dict(one.axes), "label": label(one)})
         status = "diverged" if number % 10 == 9 else "not_converged" if number % 11 == 10 else "converged"
         record: dict[str, Any] = {"key": one.key, "part": one.part, "status": status, "reason": ""}
         record["configuration"] = {"axes": dict(one.axes), "model": dict(one.model), "stop": dict(one.stop)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatness.study.grid import expanded
+from flatness.study.spec.grid import expanded
 
 SMALL = {
     "title": "digits",

@@ -8,7 +8,7 @@ import pandas
 import pytest
 
 from flatness.show.plots.study import write_figures
-from flatness.study.analysis import analysis, results
+from flatness.study.analysis import results
 from made_up import made_up_study
 
 GRID = {"optimizer": ["sgd", "adam"], "batch_size": [16, 64], "seed": 5}
@@ -92,15 +92,15 @@ def test_other_settings_and_other_code_are_analysed_anew(tmp_path, computed, mon
     tables(study(tmp_path, resamples=31))
     assert computed == ["correlation_table", "correlation_table", "baseline_table"]
     computed.clear()
-    monkeypatch.setattr(analysis, "_code", lambda: "another version")
+    monkeypatch.setattr(results, "code_digest", lambda: "another version")
     tables(study(tmp_path))
     assert computed == ["correlation_table", "baseline_table"]
 
 
 def flipped(path):
     content = json.loads(path.read_text())
-    key = next(iter(content["tables"]))
-    column = next(column for column in content["tables"][key] if column[0] == "kendall")
+    columns = next(iter(content["kept"]["tables"].values()))
+    column = next(column for column in columns if column[0] == "kendall")
     column[2][0] += 1e-6
     path.write_text(json.dumps(content))
 
@@ -121,7 +121,7 @@ DAMAGE = {
 def test_what_is_damaged_is_computed_again(tmp_path, computed, damage):
     first = tables(study(tmp_path))
     computed.clear()
-    damage(tmp_path / analysis.NAME)
+    damage(tmp_path / results.MEMORY)
     same(first, tables(study(tmp_path)))
     assert computed == ["correlation_table", "baseline_table"]
 
@@ -129,17 +129,17 @@ def test_what_is_damaged_is_computed_again(tmp_path, computed, damage):
 def test_a_linked_memory_is_replaced_and_what_it_points_at_left_alone(tmp_path):
     target = tmp_path / "mine.txt"
     target.write_text("mine")
-    (tmp_path / analysis.NAME).symlink_to(target)
+    (tmp_path / results.MEMORY).symlink_to(target)
     tables(study(tmp_path))
     assert target.read_text() == "mine"
-    assert not (tmp_path / analysis.NAME).is_symlink()
+    assert not (tmp_path / results.MEMORY).is_symlink()
 
 
 def test_a_folder_that_takes_no_file_does_not_matter(tmp_path, monkeypatch):
     def full(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(analysis, "write_text", full)
+    monkeypatch.setattr(results, "write_text", full)
     assert len(study(tmp_path).correlations("")) == 6
     assert len(study(tmp_path / "not" / "there").correlations("")) == 6
     assert list(tmp_path.iterdir()) == []
@@ -156,10 +156,11 @@ def test_a_folder_that_comes_later_is_written_to_with_the_tables(tmp_path, compu
 
 
 def test_old_tables_are_forgotten(tmp_path):
-    memory = analysis.Remembered(tmp_path)
+    memory = results.Memory(tmp_path)
     for number in range(40):
-        memory.put(str(number), pandas.DataFrame({"n": [number], "layer": [None], "tau": [float("nan")]}))
-    kept = json.loads((tmp_path / analysis.NAME).read_text())["tables"]
+        memory.put("tables", str(number), [["n", "int64", [number]], ["tau", "float64", [float("nan")]]])
+        memory.save()
+    kept = json.loads((tmp_path / results.MEMORY).read_text())["kept"]["tables"]
     assert list(kept) == [str(number) for number in range(8, 40)]
 
 
@@ -182,7 +183,7 @@ def test_a_picture_is_drawn_again_only_where_it_would_differ(tmp_path):
     times[others[0]] = 0
     assert drawn(study(tmp_path)) == {first, others[0]}
     assert (tmp_path / first).read_bytes() != b"damaged"
-    (tmp_path / "figures" / ".drawn.json").write_text("[1]")
+    (tmp_path / results.MEMORY).write_text("[1]")
     assert drawn(study(tmp_path)) == set(names)
     other = made_up_study(GRID, 2, analysis={"resamples": 30, "permutations": 30})
     assert drawn(type(other)(other.spec, other.networks, other.records, tmp_path)) == set(names)

@@ -14,7 +14,7 @@ import flatness
 from flatness.errors import CheckpointError, SpecError, StudyError
 from flatness.report.report import Report, Result
 from flatness.report.sheets import csv_text
-from flatness.study.spec.found import found_checkpoints
+from flatness.study.spec.sources import found_checkpoints
 from flatness.study.spec.spec import read_spec
 from studies import SMALL, study
 

@@ -19,8 +19,8 @@ from flatness.problem import journal
 from flatness.problem.problem import Problem
 from flatness.show.pages.study_data import study_data
 from flatness.study.folder import records
-from flatness.study.gaps import GAPS
 from flatness.study.run import work
+from flatness.study.table import GAPS
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 from flatness.zoo.data import load
 from flatness.zoo.models import mlp

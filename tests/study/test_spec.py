@@ -6,7 +6,7 @@ import pytest
 
 from flatness.errors import MeasureError, SpecError
 from flatness.study import names, read_spec
-from flatness.study.grid import digest
+from flatness.study.configuration import digest
 from flatness.study.run.experimenting import unit_key
 from flatness.study.spec.spec import Spec
 from studies import SMALL, configurations, study
@@ -181,15 +181,16 @@ def test_a_grid_of_size_zero_is_refused():
 
 def test_values_that_make_no_sense_are_refused():
     assert message(study(grid={"learning_rate": [0.1, -1]})) == (
-        "Expected learning_rate to be positive numbers but the study has -1."
+        "Expected learning_rate in [grid] to be positive numbers but the study has -1."
     )
     assert message(study(grid={"optimizer": "adan"})) == (
         "Expected optimizer in [grid] to be one of sgd, adam, rmsprop but the study has 'adan'. "
         "Did you mean 'adam'?"
     )
     assert message(study(grid={"initialization": "xavier"})) == (
-        "Expected initialization to be one of default, xavier_normal, xavier_uniform, kaiming_uniform, "
-        "uniform, normal, narrow_normal but the study has 'xavier'. Did you mean 'xavier_normal'?"
+        "Expected initialization in [grid] to be one of default, xavier_normal, xavier_uniform, "
+        "kaiming_uniform, uniform, normal, narrow_normal but the study has 'xavier'. "
+        "Did you mean 'xavier_normal'?"
     )
     assert message(study(stop={"epochs": "3"})) == (
         "Expected epochs in [stop] to be a whole number but the study has '3'."
@@ -223,7 +224,7 @@ def test_values_that_make_no_sense_are_refused():
     ],
 )
 def test_hyperparameters_out_of_range_are_refused(axis, value, wanted):
-    refusal = f"Expected {axis} to be {wanted} but the study has {value!r}."
+    refusal = f"Expected {axis} in [grid] to be {wanted} but the study has {value!r}."
     assert message(study(grid={axis: value})) == refusal
     alone = {name: given for name, given in SMALL["grid"].items() if name != axis}
     assert message({**SMALL, "grid": {**alone, "together": [{axis: [value]}]}}) == refusal

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatness.errors import DataError, ModelError, SpecError, StudyError, nearest
 from flatness.problem.journal_state import digest_of
-from flatness.study.grid import Configuration
+from flatness.study.configuration import Configuration
 from flatness.zoo.data import load
 from flatness.zoo.models import MODELS, build, initialize
 from flatness.zoo.models.initial import seeded

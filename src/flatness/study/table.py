@@ -1,11 +1,14 @@
-"""From records to tables: a row per network, and a row per measured quantity."""
+"""The table of a study's networks: its columns, the generalisation gap, and conditions on who counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flatness.study.gaps import GAPS
+from flatness.errors import SpecError, listed, nearest
 
 if TYPE_CHECKING:
     import pandas
@@ -15,6 +18,42 @@ _EVALUATED = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
 _ERRORS = ("train_error", "test_error", "gap")
 OUTCOMES = ("status", "reason", "epochs", "training_seconds", "measuring_seconds", *_EVALUATED, *_ERRORS)
 """Columns of the table of networks beside their hyperparameters and measures."""
+
+Evaluation = Mapping[str, float]
+"""``train_`` and ``test_``, each with ``loss``, ``accuracy`` and ``samples``."""
+
+
+def _loss(found: Evaluation) -> float:
+    return found["test_loss"] - found["train_loss"]
+
+
+def _summed_loss(found: Evaluation) -> float:
+    test = found["test_loss"] * found["test_samples"]
+    train = found["train_loss"] * found["train_samples"]
+    return test * found["train_samples"] / found["test_samples"] - train
+
+
+def _accuracy(found: Evaluation) -> float:
+    return found["train_accuracy"] - found["test_accuracy"]
+
+
+GAPS: dict[str, Callable[[Evaluation], float]] = {
+    "loss": _loss,
+    "summed_loss": _summed_loss,
+    "accuracy": _accuracy,
+}
+"""The generalisation gap, as each paper defines it (MATH.md §11).
+
+``loss``: mean test loss − mean training loss (petzka2021; petzka2019 for MNIST). ``summed_loss``: summed test
+loss, times the ratio of the set sizes, − summed training loss (petzka2019 for CIFAR-10, factor 5; it is
+``loss`` times the number of training samples). ``accuracy``: training accuracy − test accuracy (tsuzuku2020).
+"""
+
+AXIS_LABELS = {
+    "loss": "test loss − training loss",
+    "summed_loss": "summed test loss (scaled) − summed training loss",
+    "accuracy": "training accuracy − test accuracy",
+}
 
 
 def column_name(row: Mapping[str, Any]) -> str:
@@ -46,14 +85,12 @@ def networks_frame(
     rows = []
     for network in networks:
         record = records.get(network["key"], {})
+        measuring = record.get("measuring", {})
         row: dict[str, Any] = {"key": network["key"], "part": network["part"], **network["axes"]}
         row |= {"status": _status(record), "reason": record.get("reason", "")}
         row |= _outcome(record, gaps[network["part"]])
-        row |= {column_name(one): one["value"] for one in record.get("measuring", {}).get("results", ())}
-        row |= {
-            f"{column_name(one)}:rescaled": one["value"]
-            for one in record.get("measuring", {}).get("rescaled", ())
-        }
+        row |= {column_name(one): one["value"] for one in measuring.get("results", ())}
+        row |= {f"{column_name(one)}:rescaled": one["value"] for one in measuring.get("rescaled", ())}
         rows.append(row)
     frame = pd.DataFrame(rows)
     return frame.drop(columns="part") if (frame.get("part") == "").all() else frame
@@ -75,15 +112,61 @@ def _outcome(record: Mapping[str, Any], gap: str) -> dict[str, Any]:
     row: dict[str, Any] = {"epochs": training.get("epochs"), "training_seconds": training.get("seconds")}
     row["measuring_seconds"] = record.get("measuring", {}).get("seconds")
     row |= {name: evaluated.get(name) for name in _EVALUATED}
-    if evaluated:
-        row["train_error"] = 1 - evaluated["train_accuracy"]
-        row["test_error"] = 1 - evaluated["test_accuracy"]
-        row["gap"] = GAPS[gap](evaluated)
-    else:
-        row |= dict.fromkeys(_ERRORS)
-    return row
+    if not evaluated:
+        return row | dict.fromkeys(_ERRORS)
+    errors = {f"{split}_error": 1 - evaluated[f"{split}_accuracy"] for split in ("train", "test")}
+    return row | errors | {"gap": GAPS[gap](evaluated)}
 
 
 def measure_columns(frame: pandas.DataFrame) -> list[str]:
     """Columns that hold measures, without those of rescaled copies."""
     return [name for name in frame.columns if ":" in name and not name.endswith(":rescaled")]
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_FORM = re.compile(r"\s*(\S+?)\s*(<=|>=|==|!=|<|>)\s*(\S.*?)\s*")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Which networks count: a column, a comparison and a value."""
+
+    text: str
+    column: str
+    comparison: str
+    value: float | str
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Condition:
+        """Read a condition.
+
+        >>> Condition.parse("train_error <= 0.07", "here").value
+        0.07
+        """
+        found = _FORM.fullmatch(str(text))
+        if found is None:
+            raise SpecError(
+                f"Expected conditions such as 'train_error <= 0.07' in keep but {where} has {text!r}."
+            )
+        column, comparison, value = found.groups()
+        try:
+            return cls(text, column, comparison, float(value))
+        except ValueError:
+            return cls(text, column, comparison, value.strip("'\""))
+
+    def holds(self, frame: pandas.DataFrame) -> pandas.Series:
+        """For each row, whether it holds; an empty cell fulfils nothing."""
+        if self.column not in frame:
+            raise SpecError(
+                f"Expected a column of the study in keep = [{self.text!r}] but got {self.column!r}."
+                f"{nearest(self.column, frame.columns)} It has: {listed(frame.columns, 40)}."
+            )
+        cells = frame[self.column]
+        return _OPERATORS[self.comparison](cells, self.value) & cells.notna()

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.report.tables import WHOLE_MODEL
 from flatness.study.analysis.results import Study
-from flatness.study.gaps import AXIS_LABELS, GAPS
-from flatness.study.table import column_name, measure_columns
+from flatness.study.table import AXIS_LABELS, GAPS, column_name, measure_columns
 
 if TYPE_CHECKING:
     import pandas

@@ -17,7 +17,7 @@ from flatness.study.analysis.correlations import FEWEST
 from flatness.study.analysis.results import Study
 from flatness.study.analysis.summary import without_measures
 from flatness.study.correlate import COEFFICIENTS
-from flatness.study.gaps import AXIS_LABELS
+from flatness.study.table import AXIS_LABELS
 
 _SCRIPTS = ("tables", "plot", "statistics", "study", "networks", "study_controls")
 _HEADLINES = 5

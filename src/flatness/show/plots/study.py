@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 import math
 import pickle
 import re
@@ -13,15 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatness.errors import OptionError
-from flatness.files import write_text
 from flatness.show.plots.experiments import write_experiment_figures
 from flatness.show.plots.landscape import save_line
 from flatness.show.plots.plots import save_intervals, save_scatter
 from flatness.show.plots.points import Point
 from flatness.study.analysis.results import Study
-from flatness.study.gaps import AXIS_LABELS
+from flatness.study.folder.environment import code_digest
 from flatness.study.run.experimenting import ExperimentStudy
+from flatness.study.table import AXIS_LABELS
 
 if TYPE_CHECKING:
     import pandas
@@ -41,7 +38,7 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
         return write_experiment_figures(study)
     folder = study.path / "figures"
     folder.mkdir(parents=True, exist_ok=True)
-    drawings = _Drawings(folder)
+    drawings = _Drawings(study, folder)
     written: list[str] = []
     for part, settings in study.spec.parts.items():
         kept = study.kept(part)
@@ -55,55 +52,35 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
                 if column in kept:
                     written += _scatter(drawings, study, part, kept, column, gap, colour)
         written += _bars(drawings, study, part)
-    drawings.save()
+    study.memory.save()
     return written
 
 
 class _Drawings:
-    """The pictures in a folder, and what each of them shows: it is drawn again only when that has changed.
+    """The pictures of a study, and what each of them shows: it is drawn again only when that has changed.
 
-    What a picture shows is known by a digest of everything that goes into it, the code included. The file of
-    digests is a memory and no more: a picture that is missing, damaged or unknown is drawn.
+    What a picture shows is known by a digest of everything that goes into it, the code included; the study
+    remembers it. A picture that is missing, damaged or unknown is drawn.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._file = folder, folder / ".drawn.json"
-        try:
-            found = {} if self._file.is_symlink() else json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            found = {}
-        self._known: dict[str, Any] = found if isinstance(found, dict) else {}
-        self._shown: dict[str, list[str]] = {}
+    def __init__(self, study: Study, folder: Path) -> None:
+        self._memory, self._folder = study.memory, folder
 
     def draw(self, stem: str, save: Callable[..., None], *arguments: Any) -> list[str]:
         """Draw a picture in all formats where it is not there yet; return the names of its files."""
-        shown = hashlib.sha256(_code() + pickle.dumps((save.__qualname__, arguments))).hexdigest()
+        code = f"{code_digest()} {version('matplotlib')} {save.__qualname__}".encode()
+        shown = hashlib.sha256(code + pickle.dumps(arguments)).hexdigest()
         names = [f"{stem}{form}" for form in _FORMS]
         for name in names:
             path = self._folder / name
-            if self._known.get(name) != [shown, _digest(path)]:
+            if self._memory.get("figures", name) != [shown, _digest(path)]:
                 save(path, *arguments)
-            self._shown[name] = [shown, _digest(path)]
+                self._memory.put("figures", name, [shown, _digest(path)])
         return [f"figures/{name}" for name in names]
-
-    def save(self) -> None:
-        """Write what the pictures show; a folder that takes no file only costs time the next time."""
-        if self._shown != self._known:
-            try:
-                write_text(self._file, json.dumps(self._shown))
-            except (OSError, OptionError):
-                return
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-
-@functools.cache
-def _code() -> bytes:
-    """The digest of the code that draws."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    return hashlib.sha256(b"\0".join([version("matplotlib").encode(), *sources])).digest()
 
 
 def _lines(drawings: _Drawings, study: Study, part: str) -> list[str]:

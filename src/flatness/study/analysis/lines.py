@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatness.landscape.line_result import Line
 from flatness.landscape.lines import line
-from flatness.study.grid import digest
+from flatness.study.configuration import digest
 
 _PASSED_ON = ("directions", "count", "points", "span")
 

@@ -3,27 +3,90 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatness.errors import StudyError, nearest
+import numpy as np
+
+from flatness.errors import OptionError, StudyError, nearest
 from flatness.files import write_text
 from flatness.landscape.line_result import Line
 from flatness.report.sheets import csv_text
-from flatness.study.analysis.analysis import Remembered, table_key
 from flatness.study.analysis.correlations import baseline_table, correlation_table
 from flatness.study.analysis.granulated import SEED
 from flatness.study.analysis.lines import lines_together
 from flatness.study.analysis.summary import summary_text
+from flatness.study.folder.environment import code_digest
 from flatness.study.folder.records import readable_disk_errors
-from flatness.study.spec.conditions import parse_condition
 from flatness.study.spec.spec import Spec
-from flatness.study.table import PENDING, measure_columns, networks_frame
+from flatness.study.table import PENDING, Condition, measure_columns, networks_frame
 
 if TYPE_CHECKING:
     import pandas
+
+MEMORY = ".analysis.json"
+_FORMAT = "flatness study analysis 2"
+_MOST_TABLES = 32  # two of every part, and what a study had before it grew
+_LARGEST = 1 << 26
+
+
+class Memory:
+    """What was worked out from the records of a study, in a file of its folder: not worked out again.
+
+    The file is written whole or not at all, carries a checksum, and is no more than a memory: damaged,
+    foreign or of another version, it is as if it were not there; a folder that takes no file only costs time
+    the next time.
+
+    Args:
+        folder: The study's folder; nothing is written while it is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._saved = folder / MEMORY, ""
+
+    @functools.cached_property
+    def _kept(self) -> dict[str, dict[str, Any]]:
+        try:
+            if not self._path.is_symlink() and self._path.stat().st_size <= _LARGEST:
+                content = json.loads(self._path.read_text(encoding="utf-8"))
+                kept = content["kept"]
+                if content["format"] == _FORMAT and content["checksum"] == _checksum(kept):
+                    self._saved = content["checksum"]
+                    return {kind: dict(entries) for kind, entries in kept.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+        return {}
+
+    def get(self, kind: str, key: str) -> Any:
+        """What is kept under a key among the things of one kind, or None."""
+        return self._kept.get(kind, {}).get(key)
+
+    def put(self, kind: str, key: str, value: Any) -> None:
+        """Keep plain content under a key until `save` writes it."""
+        self._kept.setdefault(kind, {})[key] = value
+
+    def save(self) -> None:
+        """Write what has not been written yet, the latest tables only."""
+        tables = self._kept.get("tables", {})
+        for old in list(tables)[:-_MOST_TABLES]:
+            del tables[old]
+        checksum = _checksum(self._kept)
+        if checksum == self._saved or not self._path.parent.is_dir():
+            return
+        content = {"format": _FORMAT, "checksum": checksum, "kept": self._kept}
+        try:
+            write_text(self._path, json.dumps(content))
+        except (OSError, OptionError):
+            return
+        self._saved = checksum
+
+
+def _checksum(kept: Any) -> str:
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
 
 
 class Study:
@@ -37,6 +100,7 @@ class Study:
 
     Attributes:
         notes: What the run has to say that returned it, such as that its time was over.
+        memory: Tables that were computed before, and what its figures show.
     """
 
     def __init__(
@@ -51,9 +115,7 @@ class Study:
         self.records = {key: record for key, record in records.items() if key in wanted}
         self.others = len(records) - len(self.records)
         self.notes: list[str] = []
-        self._correlated: dict[str | None, pandas.DataFrame] = {}
-        self._known: dict[str | None, pandas.DataFrame] = {}
-        self._remembered = Remembered(path)
+        self.memory = Memory(path)
 
     @functools.cached_property
     def _frame(self) -> pandas.DataFrame:
@@ -108,7 +170,7 @@ class Study:
         texts = dict.fromkeys(
             text for part in self.spec.parts.values() for text in part.get("analysis", {}).get("keep", ())
         )
-        return found + [(f"not {text}", parse_condition(text, "the study").holds(frame)) for text in texts]
+        return found + [(f"not {text}", Condition.parse(text, "the study").holds(frame)) for text in texts]
 
     def axes(self) -> dict[str, list[str]]:
         """The hyperparameters that vary, and the columns of each: several where they only vary together."""
@@ -122,29 +184,36 @@ class Study:
 
     def correlations(self, part: str | None = None) -> pandas.DataFrame:
         """A row per measured quantity: how it goes with the gap; see `correlations.correlation_table`."""
-        if part not in self._correlated:
-            analysis = self._analysis(part)
-            settings = {name: analysis.get(name, 2000) for name in ("resamples", "permutations")}
-            self._correlated[part] = self._table("correlations", correlation_table, part, settings)
-        return self._correlated[part].copy()
+        analysis = self._analysis(part)
+        settings = {name: analysis.get(name, 2000) for name in ("resamples", "permutations")}
+        return self._table(correlation_table, part, settings)
 
     def baselines(self, part: str | None = None) -> pandas.DataFrame:
         """A row per hyperparameter and for the training loss: how they go with the gap, without a measure."""
-        if part not in self._known:
-            settings = {"resamples": self._analysis(part).get("resamples", 2000)}
-            self._known[part] = self._table("baselines", baseline_table, part, settings)
-        return self._known[part].copy()
+        return self._table(baseline_table, part, {"resamples": self._analysis(part).get("resamples", 2000)})
 
     def _table(
-        self, what: str, compute: Callable[..., pandas.DataFrame], part: str | None, settings: dict[str, Any]
+        self, compute: Callable[..., pandas.DataFrame], part: str | None, settings: dict[str, Any]
     ) -> pandas.DataFrame:
-        """A table of the analysis, as it was computed when networks and settings were the same, or anew."""
+        """A table of the analysis, as it was computed when all that goes into it was the same, or anew.
+
+        That is: the networks that are kept, value by value, the settings, and the code.
+        """
+        import pandas as pd
+
         kept, axes = self.kept(part), self.axes()
-        key = table_key(what, kept, {"axes": axes, **settings})
-        found = self._remembered.get(key)
-        if found is None:
-            found = compute(kept, axes, **settings)
-            self._remembered.put(key, found)
+        digest = hashlib.sha256(f"{code_digest()} {np.__version__} {compute.__name__}".encode())
+        digest.update(json.dumps({"axes": axes, **settings}).encode())
+        for name in kept.columns:
+            column: Any = kept[name]
+            digest.update(repr((name, str(column.dtype), column.tolist())).encode())
+        columns = self.memory.get("tables", digest.hexdigest())
+        if columns is not None:
+            return pd.DataFrame({name: pd.Series(values, dtype=dtype) for name, dtype, values in columns})
+        found = compute(kept, axes, **settings)
+        columns = [[name, str(found[name].dtype), found[name].tolist()] for name in found.columns]
+        self.memory.put("tables", digest.hexdigest(), columns)
+        self.memory.save()
         return found
 
     def _analysis(self, part: str | None) -> Mapping[str, Any]:
@@ -213,7 +282,7 @@ class Study:
         with readable_disk_errors(self.path):
             for name, text in written.items():
                 write_text(self.path / name, text)
-            self._remembered.save()  # a packed study has a folder only now
+            self.memory.save()  # a packed study has a folder only now
         return list(written)
 
     def text(self, width: int | None = None) -> str:

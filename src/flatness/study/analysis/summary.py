@@ -9,7 +9,7 @@ from typing import Any
 
 from flatness.study.analysis.experiment_text import wrapped
 from flatness.study.analysis.lines import compared
-from flatness.study.gaps import AXIS_LABELS
+from flatness.study.table import AXIS_LABELS
 
 _SHOWN = 16
 _INTERVAL = 21  # characters of a coefficient with its interval

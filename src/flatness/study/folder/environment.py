@@ -7,15 +7,19 @@ import hashlib
 import os
 import platform
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 import flatness
 from flatness.version import __version__
 
+if TYPE_CHECKING:
+    import torch
+
 
 def environment(device: torch.device) -> dict[str, str | int]:
     """Versions, a digest of this package's source, and the device."""
+    import torch
+
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
     return {
         "flatness": __version__,

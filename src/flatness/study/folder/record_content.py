@@ -19,7 +19,7 @@ from flatness.files import (
     json_text,
     parse_json,
 )
-from flatness.study.grid import digest
+from flatness.study.configuration import digest
 
 FORMAT = "flatness study record"
 VERSION = 1

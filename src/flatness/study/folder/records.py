@@ -23,9 +23,9 @@ from flatness.files import (
     set_aside,
     write_text,
 )
+from flatness.study.configuration import digest
 from flatness.study.folder.plain_files import FOLDERS, opened, refuse_links, remove_parts
 from flatness.study.folder.record_content import STUDY, read_record, record_text
-from flatness.study.grid import digest
 
 FAILED = "failed"
 _CHECKSUM = "checksum"

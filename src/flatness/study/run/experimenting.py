@@ -16,10 +16,10 @@ from flatness.errors import StudyError
 from flatness.files import write_text
 from flatness.report.sheets import csv_text
 from flatness.study.analysis.experiment_text import table_lines, wrapped
+from flatness.study.configuration import digest
 from flatness.study.experiments.catalogue import experiment
 from flatness.study.folder.in_hand import in_hand
 from flatness.study.folder.records import FAILED, Folder, readable_disk_errors
-from flatness.study.grid import digest
 from flatness.study.run.work import Orders, end_with, journal_of, reason_of, stamp
 from flatness.study.spec.spec import Spec
 from flatness.study.table import PENDING

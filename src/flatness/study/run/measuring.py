@@ -15,7 +15,7 @@ from flatness.errors import UndefinedMeasureError
 from flatness.measuring.measure import measure
 from flatness.problem.journal import about
 from flatness.report.report import Report
-from flatness.study.grid import digest
+from flatness.study.configuration import digest
 from flatness.study.objects import stream_seed
 from flatness.symmetry.rewriting.rescaling import rescale
 

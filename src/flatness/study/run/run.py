@@ -17,19 +17,19 @@ import torch
 from flatness.errors import OptionError, StudyError
 from flatness.problem.progress import ProgressBar
 from flatness.study.analysis.results import Study
+from flatness.study.configuration import Configuration, digest
 from flatness.study.folder.archive import SUFFIX, read_archive
 from flatness.study.folder.in_hand import done_alone, forget_notes
 from flatness.study.folder.plain_files import refuse_links
 from flatness.study.folder.records import FAILED, SO_FAR, Folder
-from flatness.study.grid import Configuration, digest
 from flatness.study.objects import check_same_data
 from flatness.study.run.executors import check_executor, execute, execute_alone
 from flatness.study.run.experimenting import ExperimentStudy, do_experiment, give_up_unit, unit_key
 from flatness.study.run.watch import Watch
 from flatness.study.run.work import Orders, do_unit, give_up
-from flatness.study.spec.found import found_checkpoints
+from flatness.study.spec.grid import label
 from flatness.study.spec.origin import ORIGIN, check_trust, holds_study, is_own, mark_of
-from flatness.study.spec.sources import check_sources
+from flatness.study.spec.sources import check_sources, found_checkpoints
 from flatness.study.spec.spec import Spec, make_spec, read_spec
 from flatness.study.training.cohorts import Unit, helping, units, usual_at_once, usual_device, usual_jobs
 
@@ -145,7 +145,7 @@ class _Manner:
 def _run_networks(spec: Spec, folder: Folder, orders: Orders, how: _Manner) -> bool:
     """Whether all of it is done; False when time ran out."""
     work = plan_units(spec, torch.device(orders.device))
-    orders = replace(orders, data=check_sources(spec, work))
+    orders = replace(orders, data=check_sources(spec, [unit.configurations[0] for unit in work]))
     with _opened(folder, how.retry):
         networks = [one for unit in work for one in unit.configurations]
         _check_data(folder, networks, orders)
@@ -269,7 +269,7 @@ def plan_units(spec: Spec, device: torch.device) -> list[Unit]:
 def _saved(spec: Spec, networks: list[Configuration], folder: Folder, own: bool) -> dict[str, Any]:
     """What `load` needs: the content at its scale, so that it means the same when the file has changed."""
     listed = [
-        {"key": one.key, "part": one.part, "axes": dict(one.axes), "label": one.label()} for one in networks
+        {"key": one.key, "part": one.part, "axes": dict(one.axes), "label": label(one)} for one in networks
     ]
     saved = {"name": spec.name, "scale": spec.scale, "content": dict(spec.content), "networks": listed}
     mark = mark_of(folder.path) if own else None

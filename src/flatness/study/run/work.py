@@ -23,10 +23,10 @@ from flatness.errors import CheckpointError, StudyError
 from flatness.files import set_aside
 from flatness.problem.journal import Journal, about
 from flatness.study.analysis.lines import lines_key, walked
+from flatness.study.configuration import Configuration, digest
 from flatness.study.folder.environment import environment
 from flatness.study.folder.in_hand import in_hand
 from flatness.study.folder.records import FAILED, SO_FAR, Folder, readable_disk_errors
-from flatness.study.grid import Configuration, digest
 from flatness.study.objects import (
     Split,
     check_same_data,

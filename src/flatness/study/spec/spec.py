@@ -11,17 +11,38 @@ from pathlib import Path
 from typing import Any
 
 from flatness.errors import SpecError, nearest
+from flatness.study.configuration import Configuration
 from flatness.study.experiments.catalogue import experiment
 from flatness.study.experiments.experiment import Experiment
-from flatness.study.grid import Configuration, expanded, thinned
-from flatness.study.layout import AXES, EXPERIMENT, SCALES, TABLES, check_layout, merged
+from flatness.study.spec.grid import expanded, thinned
+from flatness.study.spec.layout import (
+    AXES,
+    EXPERIMENT,
+    SCALES,
+    TABLES,
+    check_layout,
+    check_settings,
+    merged,
+)
 from flatness.study.spec.origin import received_with
-from flatness.study.spec.settings import check_settings
 
-_SMOKE_NETWORKS, _SMALL_NETWORKS = 8, 40
 # What a scale changes where the file has no section for it: at most to these values, never upwards.
-_SMOKE: dict[str, Any] = {"data": {"limit": 512, "test_limit": 512}, "stop": {"epochs": 2}}
-_SMALL: dict[str, Any] = {"data": {"limit": 5000, "test_limit": 2000}, "stop": {"epochs": 20}}
+_USUAL: dict[str, dict[str, Any]] = {
+    "smoke": {
+        "data": {"limit": 512, "test_limit": 512},
+        "stop": {"epochs": 2},
+        "measure": {"which": "all"},
+        "grid": {"at_most": 8},
+    },
+    "small": {
+        "data": {"limit": 5000, "test_limit": 2000},
+        "stop": {"epochs": 20},
+        "measure": {"which": "all"},
+        "grid": {"at_most": 40},
+    },
+}
+# What it changes also where the file has one.
+_ALWAYS: dict[str, dict[str, Any]] = {"smoke": {"measure": {"which": "all"}}}
 
 
 @dataclass(frozen=True)
@@ -111,27 +132,28 @@ def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "
             f"Expected scale to be one of {', '.join(SCALES)} but got {scale!r}.{nearest(scale, SCALES)}"
         )
     name, where, content = _content(source)
-    check_layout(content, where)
     spec = make_spec(name, scale, content, where)
     own = isinstance(source, Mapping) or not os.path.exists(where)  # content, or a study of this package
     return spec if own else replace(spec, received=received_with(where))
 
 
 def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> Spec:
-    """The study that checked content describes."""
+    """The study that the content of a file describes, checked."""
+    check_layout(content, where)
     if EXPERIMENT in content:
         return _experiment_spec(name, scale, content, where)
-    at_scale = _scaled(content, scale)
+    usual = _USUAL.get(scale, {})
+    if "checkpoints" in content:
+        usual = {table: changes for table, changes in usual.items() if table == "grid"}
+    at_scale = _scaled(content, scale, usual, _ALWAYS.get(scale, {}))
     parts = {
-        part: {key: value for key, value in merged(at_scale, over).items() if key not in ("parts", "scale")}
+        part: {key: value for key, value in merged(at_scale, over).items() if key != "parts"}
         for part, over in (at_scale.get("parts") or {"": {}}).items()
     }
     configurations: list[Configuration] = []
     for part, settings in parts.items():
         check_settings(settings, where)
-        found = expanded(part, settings, where)
-        limit = settings.get("grid", {}).get("at_most")
-        configurations += thinned(found, limit) if limit else found
+        configurations += thinned(expanded(part, settings, where), settings)
     return Spec(name, scale, at_scale, parts, tuple(configurations))
 
 
@@ -143,9 +165,7 @@ def _experiment_spec(name: str, scale: str, content: Mapping[str, Any], where: s
             "Leave one of them out."
         )
     found = experiment(content[EXPERIMENT].get("name"), where)
-    usual = {EXPERIMENT: found.scales.get(scale, {})}
-    over = content.get("scale", {}).get(scale, _no_more(usual, content))
-    at_scale = merged({key: value for key, value in content.items() if key != "scale"}, over)
+    at_scale = _scaled(content, scale, {EXPERIMENT: found.scales.get(scale, {})}, {})
     given = {key: value for key, value in at_scale[EXPERIMENT].items() if key != "name"}
     options = found.chosen(given, where)
     at_scale[EXPERIMENT] = {"name": found.name, **options}
@@ -153,55 +173,44 @@ def _experiment_spec(name: str, scale: str, content: Mapping[str, Any], where: s
 
 
 def _content(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """The name of a study, what messages call its file, and what is in it."""
     if isinstance(source, Mapping):
         return str(source.get("title", "study")), "the study", dict(source)
     text = os.fspath(source)
-    if not text.endswith(".toml") and os.path.sep not in text:
-        if text not in names():
-            raise SpecError(
-                f"Expected the name of a study, one of {', '.join(names())}, or the path of a .toml file but "
-                f"got {text!r}.{nearest(text, names())}"
-            )
-        raw, where = (
-            (resources.files("flatness.study") / "specs" / f"{text}.toml").read_bytes(),
-            f"{text}.toml",
+    own = not text.endswith(".toml") and os.path.sep not in text
+    if own and text not in names():
+        raise SpecError(
+            f"Expected the name of a study, one of {', '.join(names())}, or the path of a .toml file but "
+            f"got {text!r}.{nearest(text, names())}"
         )
-    else:
-        try:
-            raw, where = Path(text).read_bytes(), text
-        except OSError as error:
-            raise SpecError(
-                f"Expected a study file that can be read but got {text}: {error.strerror or error}."
-            ) from error
+    where = f"{text}.toml" if own else text
+    file = resources.files("flatness.study") / "specs" / where if own else Path(text)
     try:
-        return Path(text).stem if text.endswith(".toml") else text, where, tomllib.loads(raw.decode())
+        return Path(where).stem, where, tomllib.loads(file.read_bytes().decode())
+    except OSError as error:
+        raise SpecError(
+            f"Expected a study file that can be read but got {text}: {error.strerror or error}."
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"Expected TOML but {where} is not: {error}.") from error
 
 
-def _scaled(content: Mapping[str, Any], scale: str) -> dict[str, Any]:
-    """The content with the changes of a scale.
-
-    A file without a section for "smoke" or "small" gets the package's; without one for "gallery", none.
-    """
-    given = content.get("scale", {}).get(scale)
-    if scale == "paper" or (scale == "gallery" and given is None):
-        return {key: value for key, value in content.items() if key != "scale"}
-    smoke = scale == "smoke"
-    networks = _SMOKE_NETWORKS if smoke else _SMALL_NETWORKS
-    usual = {**(_SMOKE if smoke else _SMALL), "measure": {"which": "all"}, "grid": {"at_most": networks}}
-    if "checkpoints" in content:
-        usual = {"grid": {"at_most": networks}}
+def _scaled(
+    content: Mapping[str, Any], scale: str, usual: Mapping[str, Any], always: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content with the changes of a scale: those of its section, or the package's where it has none."""
     base = {key: value for key, value in content.items() if key != "scale"}
-    over = usual if given is None else merged({"measure": {"which": "all"}} if smoke else {}, given)
+    given = content.get("scale", {}).get(scale)
+    over = usual if given is None else merged(always, given)
     general = {key: value for key, value in over.items() if key != "parts"}
-    result = merged(base, _no_more(general, base) if given is None else general)
+
+    def changed(own: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+        return merged(own, _no_more(general, whole) if given is None else general)
+
+    result = changed(base, base)
     if "parts" in base:  # the scale's word counts, also over what a part says
-        result["parts"] = {
-            part: merged(own, _no_more(general, merged(base, own)) if given is None else general)
-            for part, own in base["parts"].items()
-        }
-        result = merged(result, {"parts": over.get("parts", {})})
+        parts = {part: changed(own, merged(base, own)) for part, own in base["parts"].items()}
+        result["parts"] = merged(parts, over.get("parts", {}))
     return result
 
 

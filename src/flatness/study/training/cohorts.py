@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flatness.study.grid import Configuration, digest
+from flatness.study.configuration import Configuration, digest
 
 _AT_ONCE = {"cuda": 128, "cpu": 16}
 

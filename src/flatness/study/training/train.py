@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatness.files import DamagedFileError, read_tensors, set_aside, write_tensors
 from flatness.problem.journal_state import intact, sealed
-from flatness.study.grid import Configuration
+from flatness.study.configuration import Configuration
 from flatness.study.objects import Split, check_same_data, make_model, stream_seed, training_targets
 from flatness.study.training.optimizers import OPTIMIZERS, Optimizer
 from flatness.study.training.program import Program

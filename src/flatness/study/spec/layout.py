@@ -1,0 +1,345 @@
+"""What a study file may say: its tables, their keys, and what each key takes.
+
+One description, from which come the checks, the messages and the defaults of a grid. Everything is checked
+before anything runs: a mistake costs a second, not an hour.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatness.catalogue.registry import resolve_options, select_measures
+from flatness.errors import SpecError, nearest
+from flatness.landscape.directions import KINDS as DIRECTIONS
+from flatness.study.table import GAPS, OUTCOMES, Condition
+from flatness.study.training.losses import LOSSES
+from flatness.study.training.optimizers import OPTIMIZERS
+from flatness.symmetry.rewriting.rescaling import KINDS as RESCALINGS
+from flatness.zoo.models.initial import SCHEMES
+
+SCALES = ("smoke", "small", "gallery", "paper")
+"""How much of a study runs: the whole pipeline on a few networks, an afternoon on a laptop, all of it."""
+_WRITTEN_SCALES = SCALES[:-1]  # a file has sections for these; it is itself the last
+
+EXPERIMENT = "experiment"
+"""The table that stands in the place of data, model and grid."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "a number": (int, float),
+    "a whole number": (int,),
+    "text": (str,),
+    "true or false": (bool,),
+    "a list": (list,),
+    "a table": (dict,),
+    "anything": (object,),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key of a study file takes.
+
+    Attributes:
+        kind: One of `_TYPES`, as messages say it.
+        least: The smallest number.
+        known: The names that there are.
+        right: What a value must fulfil beside, and `wanted`, how messages say it.
+        example: What messages end with.
+        default: What holds where an axis of a grid is not mentioned.
+        inner: The keys of a table, or of every table in a list.
+    """
+
+    kind: str = "anything"
+    least: float | None = None
+    known: Collection[str] | None = None
+    right: Callable[[Any], bool] | None = None
+    wanted: str = ""
+    example: str = ""
+    default: Any = None
+    inner: Mapping[str, Key] | None = None
+
+    def check(self, value: Any, what: str, where: str) -> None:
+        """Refuse a value that the key cannot have.
+
+        Args:
+            value: The value.
+            what: How messages name the key: ``epochs in [stop]``.
+            where: How messages name the file, or the part of it.
+        """
+        number = not isinstance(value, bool) or self.kind not in ("a number", "a whole number")
+        if not (isinstance(value, _TYPES[self.kind]) and number):
+            raise SpecError(f"Expected {what} to be {self.kind} but {where} has {value!r}.")
+        if self.known is not None and value not in list(self.known):
+            raise SpecError(
+                f"Expected {what} to be one of {', '.join(self.known)} but {where} has {value!r}."
+                f"{nearest(value, self.known)}"
+            )
+        if self.least is not None and value < self.least:
+            raise SpecError(f"Expected {what} to be at least {self.least} but {where} has {value!r}.")
+        if self.right is not None and not self.right(value):
+            raise SpecError(f"Expected {what} to be {self.wanted} but {where} has {value!r}.{self.example}")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count(least: int) -> Key:
+    return Key("a whole number", least)
+
+
+_NUMBER, _WHOLE, _TEXT, _YES_NO = (Key(kind) for kind in list(_TYPES)[:4])
+_TABLE, _ANY = Key("a table"), Key()
+
+AXES: dict[str, Key] = {
+    "initialization": Key(default="default", known=("default", *SCHEMES)),
+    "batch_size": Key(default=64, wanted="whole numbers", right=lambda n: type(n) is int and n >= 1),
+    "learning_rate": Key(default=0.01, wanted="positive numbers", right=lambda x: _number(x) and x > 0),
+    "optimizer": Key(default="sgd", known=OPTIMIZERS),
+    "momentum": Key(
+        default=0.0, wanted="numbers from 0 to below 1", right=lambda x: _number(x) and 0 <= x < 1
+    ),
+    "weight_decay": Key(default=0.0, wanted="numbers of at least 0", right=lambda x: _number(x) and x >= 0),
+    "random_labels": Key(
+        default=0.0, wanted="shares from 0 to 1", right=lambda x: _number(x) and 0 <= x <= 1
+    ),
+    "seed": Key(default=0, wanted="whole numbers", right=lambda n: type(n) is int and n >= 0),
+}
+"""The axes of a grid: what a value must be, and the value of one that the file does not mention."""
+
+TABLES: dict[str, dict[str, Key]] = {
+    "": {"title": _TEXT, "paper": _TEXT, "claim": _TEXT, "parts": _TABLE, "scale": _TABLE},
+    "data": {
+        "name": _TEXT,
+        "options": _TABLE,
+        "standardize": _YES_NO,
+        "limit": _WHOLE,
+        "test_limit": _WHOLE,
+        "data_dir": _TEXT,
+    },
+    "model": {"name": _TEXT, "options": _TABLE},
+    "grid": {
+        **dict.fromkeys(AXES, _ANY),
+        "together": Key("a list", inner=dict.fromkeys(AXES, Key("a list"))),
+        "without": Key("a list", inner=dict.fromkeys(AXES, _ANY)),
+        "at_most": _count(1),
+    },
+    "stop": {
+        "loss": _NUMBER,
+        "accuracy": Key("a number", wanted="a share from 0 to 1", right=lambda x: 0 <= x <= 1),
+        "epochs": _count(1),
+        "stalled": _count(1),
+    },
+    "train": {
+        "loss": Key("text", known=LOSSES),
+        "at_once": _count(1),
+        "tf32": _YES_NO,
+        **dict.fromkeys(("beta1", "beta2", "alpha", "eps"), _NUMBER),
+    },
+    "measure": {
+        "measures": _ANY,
+        "layers": _ANY,
+        "which": Key("text", known=("converged", "all")),
+        "samples": _count(1),
+        "precision": Key(
+            "a number",
+            wanted="a relative standard error between 0 and 1",
+            right=lambda x: 0 < x < 1,
+            example=" For example precision = 0.01.",
+        ),
+        "method": Key("text", known=("auto", "exact", "sampled")),
+        "curvature": Key("text", known=("hessian", "gauss_newton", "finite_differences")),
+        "options": _TABLE,
+        "batch_size": _count(1),
+        # Measures that are too expensive for all samples, and how many they get.
+        "subset": Key(
+            "a table", inner={"measures": _ANY, "samples": _count(1), "layers": _ANY, "options": _TABLE}
+        ),
+    },
+    "gap": {"kind": Key("text", known=GAPS)},
+    "rescale": {
+        "kind": Key("text", known=RESCALINGS),
+        "low": _NUMBER,
+        "high": _NUMBER,
+        "seed": _WHOLE,
+        "measures": _ANY,
+    },
+    "analysis": {
+        "keep": Key("a list"),
+        "headline": Key("a list"),
+        "colour": _TEXT,
+        "resamples": _count(1),
+        "permutations": _count(0),
+    },
+    "checkpoints": {"paths": _ANY, "pattern": _TEXT, "table": _TEXT},
+    "lines": {
+        "directions": Key("text", known=DIRECTIONS),
+        "count": _count(1),
+        "points": _count(2),
+        "span": Key("a number", wanted="positive", right=lambda x: x > 0),
+        "samples": _count(1),
+        "seed": _WHOLE,
+    },
+    EXPERIMENT: {},  # its name, and options that are checked once the experiment is known
+}
+"""Every table of a study file and what its keys take; the nameless one is the top of the file."""
+
+
+def check_layout(content: Mapping[str, Any], where: str, groups: Sequence[str] = ("scale", "parts")) -> None:
+    """Refuse unknown tables and keys, naming the nearest, and values that their keys cannot have.
+
+    Args:
+        content: A file, or one of its scales or parts.
+        where: What messages call it.
+        groups: Which groups of tables it may have: a scale has parts, a part has neither.
+    """
+    top = TABLES[""] | {name: _TABLE for name in TABLES if name}
+    for name, value in content.items():
+        if name not in top:
+            raise SpecError(
+                f"Expected a key of a study file but {where} has {name!r}.{nearest(name, top)} "
+                f"Known: {', '.join(top)}."
+            )
+        top[name].check(value, name if name in TABLES[""] else f"[{name}]", where)
+        if isinstance(value, str):
+            _check_text(value, name, where)
+        elif name in TABLES and name != EXPERIMENT:
+            _check_table(value, TABLES[name], name, f"[{name}]", where)
+    for group in ("scale", "parts"):
+        if group in content and group not in groups:
+            raise SpecError(
+                f"Expected [{group}.NAME] at the top of the file but {where} has it inside. What a scale "
+                "changes in a part is [scale.NAME.parts.PART]."
+            )
+        for name, part in content.get(group, {}).items():
+            _check_member(group, name, where)
+            _TABLE.check(part, f"[{group}.{name}]", where)
+            check_layout(part, f"[{group}.{name}] of {where}", ("parts",) if group == "scale" else ())
+
+
+def _check_table(
+    table: Mapping[str, Any], keys: Mapping[str, Key], name: str, shown: str, where: str
+) -> None:
+    for key, value in table.items():
+        if key not in keys:
+            raise SpecError(
+                f"Expected a key of {shown} but {where} has {key!r}.{nearest(key, keys)} "
+                f"Known: {', '.join(keys)}."
+            )
+        keys[key].check(value, f"{key} in {shown}", where)
+        inner = keys[key].inner
+        if inner is not None and isinstance(value, list):
+            for row in value:
+                _TABLE.check(row, f"[[{name}.{key}]]", where)
+                _check_table(row, inner, f"{name}.{key}", f"[[{name}.{key}]]", where)
+        elif inner is not None:
+            _check_table(value, inner, f"{name}.{key}", f"[{name}.{key}]", where)
+
+
+def _check_member(group: str, name: str, where: str) -> None:
+    """Refuse a scale that there is not, and the name of a part that no file can have."""
+    if group == "scale" and name not in _WRITTEN_SCALES:
+        raise SpecError(
+            f"Expected [scale.smoke], [scale.small] or [scale.gallery] but {where} has "
+            f"[scale.{name}].{nearest(name, _WRITTEN_SCALES)} The file itself is the scale 'paper'."
+        )
+    if group == "parts" and not re.fullmatch(r"[^\W_][\w.+-]{0,63}", name):
+        raise SpecError(
+            "Expected the name of a part to be at most 64 letters, digits and _ . + -, a letter or digit "
+            f"first, since files are named after it, but {where} has {name!r}."
+        )
+
+
+def _check_text(value: str, what: str, where: str) -> None:
+    """Refuse text that a terminal would obey instead of showing."""
+    wrong = next((letter for letter in value if not letter.isprintable() and letter not in "\n\t"), None)
+    if wrong is not None:
+        raise SpecError(
+            f"Expected {what} to be text that can be shown but {where} has the character {wrong!r} in it."
+        )
+
+
+def check_settings(settings: Mapping[str, Any], where: str) -> None:
+    """Check what the tables of one part of a study say together.
+
+    Raises:
+        SpecError: Something is missing, or does not go with something else.
+        MeasureError: A measure or an option of one does not exist.
+    """
+    if "checkpoints" not in settings and "epochs" not in settings.get("stop", {}):
+        raise SpecError(f"Expected epochs in [stop] but {where} has none. Say when to give up: epochs = 100.")
+    for table in ("data", "model"):
+        if "name" not in settings.get(table, {}):
+            raise SpecError(f'Expected name in [{table}] but {where} has none. For example name = "digits".')
+    rescale = settings.get("rescale", {})
+    low, high = rescale.get("low", 0.2), rescale.get("high", 5.0)
+    if not 0 < low <= high:
+        raise SpecError(f"Expected 0 < low ≤ high in [rescale] but {where} has low = {low}, high = {high}.")
+    _check_measures(settings.get("measure", {}), rescale, where)
+    asked = asked_columns(settings, where)
+    if "checkpoints" in settings:  # whose table may add columns
+        return
+    columns = Key(known=("part", *AXES, *OUTCOMES))
+    for key, column in asked:
+        if ":" not in column:
+            columns.check(column, f"the column of {key} in [analysis]", where)
+
+
+def _check_measures(measure: Mapping[str, Any], rescale: Mapping[str, Any], where: str) -> None:
+    """Every measure exists, is asked for once, and something that is measured is rescaled."""
+    main, again = _measures(measure), _measures(rescale)
+    subset: list[str] = []
+    if "subset" in measure:
+        if "measures" not in measure["subset"]:
+            raise SpecError(
+                f"Expected measures in [measure.subset] but {where} has none. Name those that get fewer "
+                "samples."
+            )
+        subset = _measures(measure["subset"])
+    twice = [name for name in subset if name in main]
+    if twice:
+        raise SpecError(
+            f"Expected a measure either in [measure] or in [measure.subset] but {where} has {twice[0]!r} in "
+            "both. Name the measures of [measure] one by one and leave it out there."
+        )
+    if "measures" in rescale and not set(again) & {*main, *subset}:
+        raise SpecError(
+            f"Expected a measure in [rescale] that is measured but {where} has only {', '.join(again)}. "
+            "Put it in [measure] too."
+        )
+
+
+def _measures(table: Mapping[str, Any]) -> list[str]:
+    chosen = select_measures(table.get("measures", "default"))
+    resolve_options(chosen, table.get("options"))
+    return [one.name for one in chosen]
+
+
+def asked_columns(settings: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+    """The columns that [analysis] filters and colours by, each with the key that names it."""
+    analysis = settings.get("analysis", {})
+    colour = [("colour", analysis["colour"])] if "colour" in analysis else []
+    return [("keep", Condition.parse(text, where).column) for text in analysis.get("keep", ())] + colour
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the entries of `over` in their place; tables are merged, lists replaced.
+
+    >>> merged({"grid": {"seed": 3, "batch_size": [8]}}, {"grid": {"seed": 1}})
+    {'grid': {'seed': 1, 'batch_size': [8]}}
+    """
+    result = dict(base)
+    for key, value in over.items():
+        inner = result.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping) and key != "options"
+        result[key] = merged(inner, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list as it is, anything else as a list of one."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
