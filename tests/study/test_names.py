@@ -230,7 +230,7 @@ def test_saved_bounds_and_robustness_name_the_place(tmp_path):
     with pytest.raises(flatness.errors.ReportError) as caught:
         flatness.PacBayesBound.load(path)
     assert str(caught.value) == (
-        f"Expected a whole bound but {path} is damaged: terms[1] has no 'term'. Compute it again."
+        f"Expected a whole PAC-Bayes bound but {path} is damaged: terms[1] has no 'term'. Compute it again."
     )
     flatness.feature_robustness(model, data, matrices=3).save(path)
     content = json.loads(path.read_text())
