@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_operator_table import CASES, ELSEWHERE
 from torch import nn
 
 import flatness
-from flatness.catalogue.path_sums import _MAXIMA, _MOVES, _PRODUCTS, _VALUES
+from flatness.catalogue.path_sums import _RULES
 from flatness.errors import UndefinedMeasureError
-from flatness.network.operators import OPERATORS
+from flatness.network.operators import OPERATORS, row_name
+from network.test_operator_table import CASES, ELSEWHERE
 from networks import CASES as NETWORKS
 from untouched import refusal, untouched
 
@@ -394,13 +394,25 @@ def test_what_is_no_sum_over_paths_is_refused_by_name(name):
     )
 
 
+def by_rule(word):
+    return {name: row for name, row in OPERATORS.items() if row.paths == word}
+
+
 def case_of(name):
-    """The case of a dispatcher's name in the table of operators: one function for both."""
-    return {key.lower(): cases[0] for key, cases in CASES.items()}[name.replace("_", "")]
+    """The case of an operator in the table of its pieces: one function for both."""
+    return {row_name(key): cases[0] for key, cases in {**CASES, **ELSEWHERE}.items()}[name]
+
+
+def test_every_rule_is_known():
+    assert {row.paths for row in OPERATORS.values()} == {*_RULES, "creation", None}
 
 
 @pytest.mark.parametrize(
-    "name", sorted((_MOVES - set(_VALUES) - {"detach"}) | {"index_put", "where", "copy"})
+    "name",
+    sorted(
+        {name for name, row in by_rule("move").items() if row.values is None and name != "detach"}
+        | {"index_put", "where", "copy"}
+    ),
 )
 def test_what_moves_along_paths_adds_up_without_signs(name):
     f, shapes = case_of(name)
@@ -411,17 +423,21 @@ def test_what_moves_along_paths_adds_up_without_signs(name):
     assert bool((both >= 0).all())
 
 
-@pytest.mark.parametrize("name", sorted(_MAXIMA))
+@pytest.mark.parametrize("name", sorted(by_rule("maximum")))
 def test_maxima_scale_with_what_comes_along(name):
     f, shapes = case_of(name)
     x = [torch.rand(shape, generator=torch.Generator().manual_seed(3)).double() for shape in shapes]
     torch.testing.assert_close(f(*(3 * a for a in x)), 3 * f(*x), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", sorted(_PRODUCTS))
-def test_products_have_their_factors_where_the_rule_says(name):
-    summands, factors = _PRODUCTS[name]
-    words = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    assert OPERATORS[words].factors == factors
-    _, shapes = {**CASES, **ELSEWHERE}[words][0]
-    assert {*summands, *factors} == set(range(len(shapes)))
+@pytest.mark.parametrize("name", sorted(by_rule("product")))
+def test_products_have_their_factors_where_the_row_says(name):
+    f, shapes = case_of(name)
+    x = [torch.rand(shape, generator=torch.Generator().manual_seed(3)).double() for shape in shapes]
+    factors = OPERATORS[name].pieces.factors
+    assert len(factors) == 2
+    for place in factors:
+        without, once, thrice = (
+            f(*(scale * a if i == place else a for i, a in enumerate(x))) for scale in (0, 1, 3)
+        )
+        torch.testing.assert_close(thrice - without, 3 * (once - without), rtol=1e-12, atol=1e-12)

@@ -8,7 +8,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from flatness.network.graph import (
     InPlaceOperators,
-    curved_operators,
     only_layout_between,
     read_graph,
     trailing_log_softmax,
@@ -187,8 +186,8 @@ def test_names_are_without_decoration():
         "Relu",
         "Permute",
     ]
-    assert curved_operators(x.exp().relu()) == {"Exp"}
-    assert curved_operators(x.detach()) == frozenset()
+    assert read_graph(x.exp().relu(), {}).operators == {"Exp"}
+    assert read_graph(x.detach(), {}).operators == frozenset()
 
 
 def test_deep_graphs_need_no_deep_stack():

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-from flatness.network.graph import read_graph
-from flatness.network.operators import LINEAR_IN_PLACE, OPERATORS, SCALING_IN_PLACE, operator_name
+from flatness.network.graph import InPlaceOperators, read_graph
+from flatness.network.operators import OPERATORS, linear_in_place, operator_name, row_name
 
 A = (3, 4)
 IMAGE = (2, 4, 6, 6)
@@ -24,6 +24,13 @@ def plus_zero(f):
 def case(f, *shapes):
     """A function of the operands, in autograd's order, and their shapes."""
     return f, shapes
+
+
+ROWS_OF_PIECES = {name: row.pieces for name, row in OPERATORS.items() if row.pieces is not None}
+
+
+def pieces(node_name):
+    return OPERATORS[row_name(node_name)].pieces
 
 
 # One case at least for every row: overloads of an operator that leave the same name behind have one each.
@@ -201,6 +208,7 @@ ELSEWHERE = {
     "MkldnnAdaptiveAvgPool2D": CASES["AdaptiveAvgPool2D"],
     "Linear": [case(F.linear, A, (5, 4), (5,))],
     "Matmul": [case(torch.matmul, (2, 3, 4), (4, 2))],
+    "Detach": [case(torch.detach, A)],
     "CudnnBatchNorm": CASES["NativeBatchNorm"],
     "MiopenBatchNorm": CASES["NativeBatchNorm"],
 }
@@ -238,14 +246,14 @@ def every_case():
         for name, cases in table.items():
             for number, (f, shapes) in enumerate(cases):
                 dtypes = [torch.float64]
-                dtypes += [torch.complex128] if OPERATORS[name].complex and table is not REAL_CASES else []
+                dtypes += [torch.complex128] if pieces(name).complex and table is not REAL_CASES else []
                 for dtype in dtypes:
                     label = f"{name}-{number}-{'complex' if dtype.is_complex else 'real'}"
                     yield pytest.param(name, f, shapes, dtype, table is not ELSEWHERE, id=label)
 
 
 def test_every_row_has_a_case_and_every_case_a_row():
-    assert {*CASES, *ELSEWHERE} == set(OPERATORS)
+    assert sorted(map(row_name, [*CASES, *ELSEWHERE])) == sorted(ROWS_OF_PIECES)
     assert not set(CASES) & set(ELSEWHERE)
 
 
@@ -265,16 +273,18 @@ def test_a_row_claims_what_the_operator_does(name, f, shapes, dtype, here):
     frozen = [point.detach() for point in points]
     # Values are of order 10 at most, so that rounding stays below 10·eps·10⁸ ≈ 2e-7; a curved operator is of
     # order 1.
-    for moving in allowed(OPERATORS[name], len(points)):
+    for moving in allowed(pieces(name), len(points)):
         for seed in range(3):
             assert second_difference(f, frozen, moving, dtype, seed) < 1e-5
     edges = [get_gradient_edge(point) for point in points]
-    if here and not OPERATORS[name].factors and not OPERATORS[name].fixed:
+    if here and not pieces(name).factors and not pieces(name).fixed:
         graph = read_graph(result, {str(place): edge for place, edge in enumerate(edges)})
         assert graph.curved == {str(place): [] for place in range(len(points))}
 
 
-@pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.factors or row.fixed])
+@pytest.mark.parametrize(
+    "name", [name for name in {**CASES, **ELSEWHERE} if pieces(name).factors or pieces(name).fixed]
+)
 def test_a_row_that_names_operands_is_curved_in_them(name):
     f, shapes = {**CASES, **ELSEWHERE}[name][0]
     frozen = draw(shapes, torch.float64, 5)
@@ -316,22 +326,69 @@ IN_PLACE = {
     "abs_": case(lambda z: z.abs_(), A),
     "mul_": case(lambda z: z.mul_(-3.0), A),
     "div_": case(lambda z: z.div_(-3.0), A),
+    "lerp_": case(lambda z, end: z.lerp_(end, 0.3), A, A),
+    "cumsum_": case(lambda z: z.cumsum_(1), A),
+    "tril_": case(lambda z: z.tril_(), A),
+    "triu_": case(lambda z: z.triu_(), A),
+    "hardsigmoid_": case(lambda z: F.hardsigmoid(z, inplace=True), A),
+    "rrelu_with_noise_": case(lambda z: F.rrelu_(z), A),
+    "index_add_": case(lambda z, source: z.index_add_(0, ROWS, source, alpha=2), A, (2, 4)),
+    "index_put_": case(lambda z, values: z.index_put_((ROWS,), values), A, (2, 4)),
+    "masked_scatter_": case(lambda z, source: z.masked_scatter_(MASK, source), A, A),
+    "scatter_": case(lambda z, source: z.scatter_(1, PLACES[:, :1], source), A, (3, 1)),
+    "scatter_add_": case(lambda z, source: z.scatter_add_(1, PLACES, source), A, A),
+}
+# What multiplies tensors that may all depend on a layer.
+CURVED_IN_PLACE = {
+    "mul_": case(lambda z, other: z.mul_(other), A, A),
+    "div_": case(lambda z, other: z.div_(other), A, A),
+    "lerp_": case(lambda z, end, weight: z.lerp_(end, weight), A, A, A),
+    "addbmm_": case(lambda z, p, q: z.addbmm_(p, q), A, (2, 3, 5), (2, 5, 4)),
+    "addcmul_": case(lambda z, p, q: z.addcmul_(p, q), A, A, A),
+    "addmm_": case(lambda z, p, q: z.addmm_(p, q), A, (3, 5), (5, 4)),
+    "addmv_": case(lambda z, p, q: z.addmv_(p, q), (3,), A, (4,)),
+    "addr_": case(lambda z, p, q: z.addr_(p, q), A, (3,), (4,)),
+    "baddbmm_": case(lambda z, p, q: z.baddbmm_(p, q), (2, 3, 4), (2, 3, 5), (2, 5, 4)),
 }
 
 
 def test_every_operator_that_may_write_has_a_case():
-    assert set(IN_PLACE) == LINEAR_IN_PLACE | SCALING_IN_PLACE
+    writers = {f"{name}_" for name in ROWS_OF_PIECES if hasattr(torch.Tensor, f"{name}_")}
+    # These change the shape of a tensor, not what is in it.
+    shapes = {"as_strided_", "squeeze_", "t_", "transpose_", "unsqueeze_"}
+    functions = {"hardsigmoid_", "hardtanh_", "leaky_relu_", "rrelu_with_noise_", "threshold_"}
+    assert set(IN_PLACE) | set(CURVED_IN_PLACE) == writers - shapes | functions
 
 
-@pytest.mark.parametrize("name", list(IN_PLACE))
-def test_an_operator_that_may_write_is_piecewise_linear(name):
-    f, shapes = IN_PLACE[name]
+def watched(case):
+    """The case as a function of its operands, and the curved writes that are seen while it runs."""
+    f, shapes = case
 
     def written(z, *others):
         z = z + 0
         f(z, *others)
         return z
 
-    frozen = draw(shapes, torch.float64, 5)
+    with InPlaceOperators() as seen:
+        written(*draw(shapes, torch.float64, 5))
+    return written, draw(shapes, torch.float64, 5), seen.curved
+
+
+@pytest.mark.parametrize("name", list(IN_PLACE))
+def test_an_operator_that_may_write_is_piecewise_linear(name):
+    written, frozen, curved = watched(IN_PLACE[name])
+    assert curved == []
     for seed in range(3):
-        assert second_difference(written, frozen, set(range(len(shapes))), torch.float64, seed) < 1e-5
+        assert second_difference(written, frozen, set(range(len(frozen))), torch.float64, seed) < 1e-5
+
+
+@pytest.mark.parametrize("name", list(CURVED_IN_PLACE))
+def test_an_operator_that_multiplies_in_place_is_curved(name):
+    written, frozen, curved = watched(CURVED_IN_PLACE[name])
+    assert curved == [name]
+    assert second_difference(written, frozen, set(range(len(frozen))), torch.float64, 0) > 1e-2
+
+
+def test_an_operator_without_a_row_may_not_write():
+    assert not linear_in_place("exp_", (torch.ones(2),))
+    assert not linear_in_place("tanh_", (torch.ones(2),))

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_transformer_layers import MODELS, built, inputs
 from torch import nn
 
 import flatness
@@ -15,6 +14,7 @@ from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.flow.labels import Classes
 from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
 from flatness.symmetry.trace.tracing import default_forward
+from measuring.test_transformer_layers import MODELS, built, inputs
 
 SEQUENCE = (5, 4)
 

@@ -8,8 +8,7 @@ from torch import nn
 import flatness
 from architectures import sequential
 from flatness.errors import ModelError
-from flatness.symmetry.flow import elementwise
-from flatness.symmetry.flow.operators import OPERATORS
+from flatness.network.operators import OPERATORS, Operator
 from flatness.symmetry.rewriting.equality import inputs_like
 from flatness.symmetry.rewriting.rescaling import rescale
 from transformer_models import Compute
@@ -34,7 +33,7 @@ def silent_on(example):
 
 @pytest.mark.parametrize("kind", ["layerwise", "neuronwise"])
 def test_a_network_that_is_equal_on_the_example_alone_is_refused(kind, monkeypatch):
-    monkeypatch.setitem(OPERATORS, "square", elementwise.homogeneous)  # a row of the table that is wrong
+    monkeypatch.setitem(OPERATORS, "square", Operator(flow="homogeneous"))  # a row of the table that is wrong
     example = torch.tensor([[-1.0, 0.5, 0.7, 1.0]], dtype=torch.float64)
     with pytest.raises(ModelError) as raised:
         rescale(silent_on(example), example, kind)
@@ -50,19 +49,19 @@ def test_a_network_that_is_equal_on_the_example_alone_is_refused(kind, monkeypat
 
 def test_a_permutation_and_scaled_logits_are_compared_on_new_inputs_too(monkeypatch):
     example = torch.tensor([[-1.0, 0.5, 0.7, 1.0]], dtype=torch.float64)
-    monkeypatch.setitem(OPERATORS, "cumsum", elementwise.homogeneous)
+    monkeypatch.setitem(OPERATORS, "cumsum", Operator(flow="homogeneous"))
     model = silent_on(example)
     model.compute = [lambda m, x: m.fc2(m.fc1(x).relu().cumsum(1))]
     with pytest.raises(ModelError, match=r"permutation copy .* on new random inputs like the example"):
         rescale(model, example, "permutation")
-    monkeypatch.setitem(OPERATORS, "relu6", elementwise.homogeneous)
+    monkeypatch.setitem(OPERATORS, "relu6", Operator(flow="homogeneous"))
     model.compute = [lambda m, x: F.relu6(m.fc2(100 * m.fc1(x).relu()))]
     with pytest.raises(ModelError, match=r"output copy .* on new random inputs like the example"):
         rescale(model, example, "output", factors={"scale": 3.0})
 
 
 def test_measured_data_are_compared_before_anything_is_measured(monkeypatch):
-    monkeypatch.setitem(OPERATORS, "hardtanh", elementwise.homogeneous)
+    monkeypatch.setitem(OPERATORS, "hardtanh", Operator(flow="homogeneous"))
     torch.manual_seed(0)
     model = sequential(fc1=nn.Linear(4, 6), act=nn.ReLU6(), fc2=nn.Linear(6, 3)).double()
     x, y = 0.01 * torch.rand(40, 4, dtype=torch.float64), torch.randint(3, (40,))

@@ -17,7 +17,7 @@ from torch import nn
 
 from flatness.errors import ModelError, OptionError
 from flatness.symmetry.flow.groups import symmetries
-from flatness.symmetry.flow.operators import OPERATORS
+from flatness.symmetry.flow.rules import RULES
 from flatness.symmetry.rewriting.rescaling import KINDS, make_rescaling, rescale
 from transformer_models import Compute
 
@@ -421,7 +421,7 @@ def test_errors_in_what_follows_an_operator_are_errors(monkeypatch):
     def broken(flow, call):
         raise AttributeError("no such thing")
 
-    monkeypatch.setitem(OPERATORS, "relu", broken)
+    monkeypatch.setitem(RULES, "homogeneous", broken)
     with pytest.raises(AttributeError, match="no such thing"):
         symmetries(prepared(lambda: built(after(lambda m, h: h))), inputs(2))
 

@@ -3,12 +3,14 @@
 Where all parameters and inputs are squares, a sum over paths of products is what the network computes,
 provided that each operator adds, moves, scales or rectifies what comes along the paths and nothing else. A
 minus sign belongs to an edge and is squared away: differences are sums here, and constant factors count by
-their size. Constants that are added start no path. An operator without a rule below is refused.
+their size. Constants that are added start no path. Which operator goes by which rule stands in
+`flatness.network.operators`; one without a rule is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,84 +18,54 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operators by the names that torch's dispatcher has for them, without the underscore of those that write.
+from flatness.network.operators import OPERATORS, Operator
+
 _aten = torch.ops.aten
 
-# What comes along is moved, left out, repeated, averaged or added up with weights ≥ 0.
-_MOVES = frozenset(
-    {"alias", "as_strided", "clone", "detach", "diagonal", "expand", "permute", "select", "slice", "split"}
-    | {"split_with_sizes", "squeeze", "stack", "t", "transpose", "unbind", "unsafe_split", "_unsafe_view"}
-    | {"unsqueeze", "view", "_reshape_alias", "_to_copy", "copy", "cat", "unfold", "im2col", "col2im"}
-    | {
-        "index",
-        "index_select",
-        "gather",
-        "masked_select",
-        "masked_scatter",
-        "flip",
-        "roll",
-        "rot90",
-        "repeat",
-    }
-    | {"pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "where", "sum", "mean", "cumsum", "trace"}
-    | {"tril", "triu", "constant_pad_nd", "masked_fill", "index_fill", "scatter", "scatter_add", "index_put"}
-    | {"fill", "zero"}
-    | {f"{kind}_pad{d}d" for kind in ("reflection", "replication") for d in (1, 2, 3)}
-    | {"avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"}
-    | {"upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"}
-    | {f"upsample_nearest{d}d" for d in (1, 2, 3)}
-)
-# Maxima stay as they are, like means.
-_MAXIMA = frozenset(
-    {"max", "amax", "maximum", "max_pool2d_with_indices", "max_pool3d_with_indices"}
-    | {"adaptive_max_pool2d", "adaptive_max_pool3d"}
-)
-# What these move or put in the place of entries, by its positions: numbers, too.
-_VALUES = {
-    "constant_pad_nd": (0, 2),
-    "masked_fill": (0, 2),
-    "index_fill": (0, 3),
-    "scatter": (0, 3),
-    "scatter_add": (0, 3),
-    "index_put": (0, 2),
-    "index_add": (0, 3),
-    "where": (1, 2),
-    "copy": (1,),
-    "fill": (1,),
-    "zero": (),
-    **dict.fromkeys(("add", "sub", "rsub", "maximum"), (0, 1)),
-}
-_SUMS = frozenset({"add", "sub", "rsub", "index_add"})
-# Summands and factors, by their positions.
-_PRODUCTS: dict[str, tuple[tuple[int, ...], tuple[int, int]]] = {
-    **dict.fromkeys(("mul", "mm", "bmm", "mv", "dot", "matmul"), ((), (0, 1))),
-    **dict.fromkeys(("linear", "convolution"), ((2,), (0, 1))),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"), ((0,), (1, 2))),
-}
-_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-# Constants in the shape of something.
-_LIKE = frozenset(
-    {f"{what}_like" for what in ("zeros", "ones", "empty", "full")}
-    | {f"new_{what}" for what in ("zeros", "ones", "empty", "full")}
-)
-_COMPARISONS = frozenset({"gt", "ge", "lt", "le", "eq", "ne"})
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of an operator.
 
-def _rectifies(name: str, numbers: list[Any], weights: list[Tensor]) -> bool | None:
-    """Whether an operator lets what is ≥ 0 pass, and the rest with a slope of at most 1; None for others."""
-    if name in ("relu", "abs"):
+    Attributes:
+        name: What torch's dispatcher calls the operator, without underscores at its ends.
+        row: What is known of it.
+        function: What was called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        writes: Whether it writes into its first argument.
+    """
+
+    name: str
+    row: Operator
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    writes: bool
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The operator on these arguments, or on its own."""
+        return self.function(*(args or self.args), **(kwargs or self.kwargs))
+
+    def values(self) -> list[Any]:
+        """What it moves or adds up: of most operators all that is real; the rest says where."""
+        if self.row.values is not None:
+            return [self.args[place] for place in self.row.values if place < len(self.args)]
+        return [value for value in tree_leaves(self.args) if _is_real(value)]
+
+    def rectifies(self) -> bool:
+        """Whether a rectifier lets what is ≥ 0 pass, and the rest with a slope of at most 1."""
+        numbers = [value for value in self.args if not isinstance(value, Tensor)]
+        match self.name:
+            case "clamp" | "clamp_min":
+                return numbers in ([0], [0, None])
+            case "threshold":
+                return numbers == [0, 0]
+            case "leaky_relu" | "rrelu_with_noise":
+                return all(abs(slope) <= 1 for slope in numbers[:2])
+            case "prelu_kernel":
+                return bool((self.args[1].abs() <= 1).all())
         return True
-    if name in ("clamp", "clamp_min"):
-        return numbers in ([0], [0, None])
-    if name == "threshold":
-        return numbers == [0, 0]
-    if name == "leaky_relu":
-        return all(abs(slope) <= 1 for slope in numbers)
-    if name == "rrelu_with_noise":
-        return all(abs(slope) <= 1 for slope in numbers[:2])
-    if name == "_prelu_kernel":
-        return all(bool((slope.abs() <= 1).all()) for slope in weights)
-    return None
 
 
 class PathSums(TorchDispatchMode):
@@ -130,25 +102,18 @@ class PathSums(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator by the rule of paths."""
-        kwargs = kwargs or {}
-        writes = func._schema.is_mutable and func.overloadpacket.__name__.endswith("_")
         name = func.overloadpacket.__name__
-        name = name[:-1] if writes else name
-        given = [value for value in tree_leaves((args, kwargs)) if _is_real(value)]
-        if not any(self._on_path(value) for value in given):
-            return _constant(name, func(*args, **kwargs))
+        writes = func._schema.is_mutable and name.endswith("_")
+        name = name.strip("_")
+        call = _Call(name, OPERATORS.get(name, Operator()), func, args, kwargs or {}, writes)
+        leaves = tree_leaves((args, kwargs))
+        on_path = [value for value in leaves if _is_real(value) and self._on_path(value)]
+        if not on_path or call.row.paths == "creation":
+            return _constant(name, call.run())
         if writes:
             self._check_canvas(args[0])
-        if any(_is_complex(value) for value in tree_leaves((args, kwargs))):
-            self._refuse_if(name, "of complex numbers", True)
-            result = func(*args, **kwargs)
-        else:
-            result = self._by_rule(name, func, args, kwargs, writes)
-        if name in _LIKE:
-            return _constant(name, result)
-        if name in _MOVES:
-            self._refuse_if(name, "to integers", any(_is_whole(value) for value in tree_leaves(result)))
-        known = self._of_input if any(self._from_input(value) for value in given) else self._of_weights
+        result = self._by_rule(call, any(_is_complex(value) for value in leaves))
+        known = self._of_input if any(self._from_input(value) for value in on_path) else self._of_weights
         for value in tree_leaves(result):
             if _is_real(value):
                 self._mark(value, known)
@@ -159,69 +124,86 @@ class PathSums(TorchDispatchMode):
         if not self.refused and not self._from_input(output):
             self.refused.add("an output that no path from the input leads to")
 
-    def _by_rule(self, name: str, func: Any, args: Any, kwargs: Any, writes: bool) -> Any:
-        if name in _PRODUCTS:
-            return self._product(name, func, list(args), kwargs)
-        if name == "div":
-            return self._quotient(func, list(args), kwargs)
-        if name in _SUMS:
-            return self._sum(name, func, args, kwargs, writes)
-        if name == "neg":
-            self.signed = True
-            return args[0] if writes else _aten.clone(args[0])
-        if name in _MOVES or name in _MAXIMA:
-            self._add_up(name, _values(name, args))
-            if name == "where" and _memory(args[0]) in self._signs:
-                two = all(self._on_path(value) and not _is_zero(value) for value in args[1:3])
-                self._refuse_if(name, "of two values by a sign", two)
-        elif name in _NORMS:
-            # Squared norm layers have the mean 0, the variance 1 and parameters.
-            self._add_up(name, [value for value in args[:4] if value is not None])
-            self._refuse_if(name, "in training mode", bool(args[5]))
-        elif name in _COMPARISONS:
-            self._refuse_if(name, "with what is not 0", not _is_zero(args[1]))
-            self._refuse_if(name, "of weights", name not in ("eq", "ne") and not self._from_input(args[0]))
-            signs = func(*args, **kwargs)
-            self._mark(signs, self._signs)
-            return signs
-        elif name not in _LIKE:
-            numbers = [value for value in args if not isinstance(value, Tensor)]
-            weights = [value for value in args[1:] if _is_real(value)]
-            passes = _rectifies(name, numbers, weights)
-            self._refuse_if(name, "", not passes)
-            of_weights = passes and name != "abs" and not self._from_input(args[0])
-            self._refuse_if(name, "of weights", bool(of_weights))
-        if name in _MAXIMA:
-            self._refuse_if(name, "of weights", not any(self._from_input(value) for value in args))
-        return func(*args, **kwargs)
+    def _by_rule(self, call: _Call, in_complex: bool) -> Any:
+        rule = _RULES.get(call.row.paths or "")
+        if rule is None or in_complex:
+            self._refuse_if(call.name, "of complex numbers" if in_complex else "", True)
+            return call.run()
+        return rule(self, call)
 
-    def _sum(self, name: str, func: Any, args: Any, kwargs: Any, writes: bool) -> Any:
+    def _move(self, call: _Call) -> Any:
+        """What comes along is moved, left out, repeated, averaged or added up with weights ≥ 0."""
+        self._add_up(call.name, call.values())
+        if call.name == "where" and _memory(call.args[0]) in self._signs:
+            two = all(self._on_path(value) and not _is_zero(value) for value in call.args[1:3])
+            self._refuse_if(call.name, "of two values by a sign", two)
+        result = call.run()
+        self._refuse_if(call.name, "to integers", any(_is_whole(value) for value in tree_leaves(result)))
+        return result
+
+    def _maximum(self, call: _Call) -> Any:
+        """Maxima stay as they are, like means."""
+        self._add_up(call.name, call.values())
+        self._refuse_if(call.name, "of weights", not any(self._from_input(value) for value in call.args))
+        return call.run()
+
+    def _norm(self, call: _Call) -> Any:
+        """Squared norm layers have the mean 0, the variance 1 and parameters."""
+        self._add_up(call.name, [value for value in call.args[:4] if value is not None])
+        self._refuse_if(call.name, "in training mode", bool(call.args[5]))
+        return call.run()
+
+    def _comparison(self, call: _Call) -> Any:
+        """The sign of what comes along is known; it may choose between that and 0."""
+        self._refuse_if(call.name, "with what is not 0", not _is_zero(call.args[1]))
+        ordered = call.name not in ("eq", "ne")
+        self._refuse_if(call.name, "of weights", ordered and not self._from_input(call.args[0]))
+        signs = call.run()
+        self._mark(signs, self._signs)
+        return signs
+
+    def _rectifier(self, call: _Call) -> Any:
+        passes = call.rectifies()
+        self._refuse_if(call.name, "", not passes)
+        of_weights = call.name != "abs" and not self._from_input(call.args[0])
+        self._refuse_if(call.name, "of weights", passes and of_weights)
+        return call.run()
+
+    def _negation(self, call: _Call) -> Any:
+        self.signed = True
+        return call.args[0] if call.writes else _aten.clone(call.args[0])
+
+    def _sum(self, call: _Call) -> Any:
         """Differences are sums, and weights of a summand count by their size."""
-        self._add_up(name, _values(name, args))
-        if name == "index_add":
-            return func(*args, alpha=self._sized(kwargs.get("alpha", 1)))
-        self.signed = self.signed or name in ("sub", "rsub")
-        alpha = self._sized(args[2] if len(args) > 2 else kwargs.get("alpha", 1))
-        if name == "rsub":
+        self._add_up(call.name, call.values())
+        args = call.args
+        if call.name == "index_add":
+            return call.run(*args, alpha=self._sized(call.kwargs.get("alpha", 1)))
+        self.signed = self.signed or call.name in ("sub", "rsub")
+        alpha = self._sized(args[2] if len(args) > 2 else call.kwargs.get("alpha", 1))
+        if call.name == "rsub":
             return _aten.add(_aten.mul(args[0], alpha), args[1])
-        return (_aten.add_ if writes else _aten.add)(args[0], args[1], alpha=alpha)
+        return (_aten.add_ if call.writes else _aten.add)(args[0], args[1], alpha=alpha)
 
-    def _product(self, name: str, func: Any, args: list[Any], kwargs: Any) -> Any:
-        summands, factors = _PRODUCTS[name]
-        self._add_up(name, [args[place] for place in summands if len(args) > place and _is_real(args[place])])
+    def _product(self, call: _Call) -> Any:
+        assert call.row.pieces is not None
+        args, factors = list(call.args), call.row.pieces.factors
+        summands = [value for place, value in enumerate(args) if place not in factors and _is_real(value)]
+        self._add_up(call.name, summands)
         both = all(self._from_input(args[place]) for place in factors)
-        self._refuse_if(name, "of two values that depend on the input", both)
+        self._refuse_if(call.name, "of two values that depend on the input", both)
         for place in factors:
             args[place] = self._sized(args[place])
-        scales = {key: self._sized(kwargs[key]) for key in ("alpha", "beta", "value") if key in kwargs}
-        return func(*args, **{**kwargs, **scales})
+        scales = {
+            key: self._sized(call.kwargs[key]) for key in ("alpha", "beta", "value") if key in call.kwargs
+        }
+        return call.run(*args, **{**call.kwargs, **scales})
 
-    def _quotient(self, func: Any, args: list[Any], kwargs: Any) -> Any:
-        divisor = args[1]
+    def _quotient(self, call: _Call) -> Any:
+        numerator, divisor = call.args
         self._refuse_if("div", "by what is no constant", self._on_path(divisor))
-        self._refuse_if("div", "with rounding", kwargs.get("rounding_mode") is not None)
-        args[1] = self._sized(divisor)
-        return func(*args, **kwargs)
+        self._refuse_if("div", "with rounding", call.kwargs.get("rounding_mode") is not None)
+        return call.run(numerator, self._sized(divisor))
 
     def _sized(self, value: Any) -> Any:
         """A constant without its sign; what lies on paths has none."""
@@ -260,6 +242,19 @@ class PathSums(TorchDispatchMode):
         return self._from_input(value) or (isinstance(value, Tensor) and _memory(value) in self._of_weights)
 
 
+_RULES = {
+    "move": PathSums._move,
+    "maximum": PathSums._maximum,
+    "norm": PathSums._norm,
+    "comparison": PathSums._comparison,
+    "rectifier": PathSums._rectifier,
+    "negation": PathSums._negation,
+    "sum": PathSums._sum,
+    "product": PathSums._product,
+    "quotient": PathSums._quotient,
+}
+
+
 def _is_real(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -270,15 +265,6 @@ def _is_whole(value: Any) -> bool:
 
 def _is_complex(value: Any) -> bool:
     return isinstance(value, complex) or (isinstance(value, Tensor) and value.is_complex())
-
-
-def _values(name: str, args: Any) -> list[Any]:
-    """What an operator moves or adds up: of most, all that is real; the rest says where."""
-    if name in ("cat", "stack"):
-        return list(args[0])
-    if name in _VALUES:
-        return [args[place] for place in _VALUES[name] if place < len(args)]
-    return [value for value in tree_leaves(args) if _is_real(value)]
 
 
 def _is_zero(value: Any) -> bool:

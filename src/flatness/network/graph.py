@@ -3,13 +3,14 @@
 The question answered here is whether the output is a piecewise linear function of a layer's preactivation z:
 then the loss's Hessian with respect to that layer's weight is its Gauss-Newton part, and exact curvature is
 cheap. The autograd graph records every operator that ran and which of its operands depend on which layer,
-whatever the model's code looks like. What each operator does is said in `flatness.operators`; those without a
-row there count as curved: when in doubt, not exact.
+whatever the model's code looks like. What each operator does is said in `flatness.network.operators`; those
+without a row there count as curved: when in doubt, not exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from flatness.network.operators import (
     is_layout,
     linear_in_place,
     operator_name,
-    operator_of,
+    pieces_of,
     undecorated,
 )
 
@@ -119,6 +120,7 @@ def read_graph(
         curved_in_place: In-place operators that ran and are not piecewise linear. Autograd does not name
             those that wrote into a view: with any, all of them count as curved (see `InPlaceOperators`).
     """
+    nodes = _operands_first(output.grad_fn)
     produced: dict[Any, int] = {}
     for bit, name in enumerate(layers):
         produced[layers[name].node] = produced.get(layers[name].node, 0) | (1 << bit)
@@ -126,48 +128,37 @@ def read_graph(
     # reach[node]: the layers that the node's value depends on, one bit each
     reach: dict[Any, int] = {}
     curved: dict[str, list[str]] = {name: [] for name in layers}
-    uses: dict[int, int] = {}
     operators: set[str] = set()
-    for node, inputs in _operands_first(output.grad_fn):
-        row = operator_of(node)
-        if row is None and not _is_leaf(node):
+    for node, inputs in nodes:
+        pieces = pieces_of(node)
+        if pieces is None and not _is_leaf(node):
             operators.add(operator_name(node))
-        _count_reads(inputs, uses)
         operands = [reach.get(operand, 0) for operand, _ in inputs]
-        written = _is_written(node)
-        if node is exempt or (written and not curved_in_place):
-            blocked = 0
-        else:
-            blocked = _union(operands) if row is None else row.curved_in(operands)
-        for bit, name in enumerate(layers) if blocked else ():
-            if blocked >> bit & 1:
-                writes = [f"{write} on a view" for write in curved_in_place]
-                found = writes if written else [operator_name(node)]
-                curved[name] += [one for one in found if one not in curved[name]]
         reach[node] = _union(operands) | produced.get(node, 0)
-    at_output = reach.get(output.grad_fn, 0)
-    reached = frozenset(name for bit, name in enumerate(layers) if at_output >> bit & 1)
-    return NetworkGraph(curved, reached, uses, frozenset(operators))
+        blocked = _union(operands) if pieces is None else pieces.curved_in(operands)
+        if not blocked or node is exempt:
+            continue
+        # Of what wrote into a view it is known which operators it may have been, not which it was.
+        writes = [f"{write} on a view" for write in curved_in_place]
+        found = writes if _is_written(node) else [operator_name(node)]
+        for name in _named(blocked, layers):
+            curved[name] += [one for one in found if one not in curved[name]]
+    reached = frozenset(_named(reach.get(output.grad_fn, 0), layers))
+    return NetworkGraph(curved, reached, _reads(nodes), frozenset(operators))
 
 
 def reads(value: Tensor) -> dict[int, int]:
     """How many operators read each parameter that a value is computed from, by the parameter's `id`."""
-    uses: dict[int, int] = {}
-    for _, inputs in _operands_first(value.grad_fn):
-        _count_reads(inputs, uses)
-    return uses
+    return _reads(_operands_first(value.grad_fn))
 
 
-def _count_reads(inputs: Any, uses: dict[int, int]) -> None:
-    for operand, _ in inputs:
-        if operand is not None and _is_leaf(operand):
-            uses[id(operand.variable)] = uses.get(id(operand.variable), 0) + 1
+def _reads(nodes: list[tuple[Any, Any]]) -> dict[int, int]:
+    operands = [operand for _, inputs in nodes for operand, _ in inputs if operand is not None]
+    return dict(Counter(id(operand.variable) for operand in operands if _is_leaf(operand)))
 
 
-def curved_operators(output: Tensor) -> frozenset[str]:
-    """Names of the operators on the way to an output that are not known to be piecewise linear."""
-    nodes = [node for node, _ in _operands_first(output.grad_fn) if not _is_leaf(node)]
-    return frozenset(operator_name(node) for node in nodes if operator_of(node) is None)
+def _named(bits: int, layers: Iterable[str]) -> list[str]:
+    return [name for bit, name in enumerate(layers) if bits >> bit & 1]
 
 
 def _is_leaf(node: Any) -> bool:

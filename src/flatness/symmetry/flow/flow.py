@@ -9,30 +9,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatness.network.operators import OPERATORS, Operator
 from flatness.symmetry.flow.labels import ANY, Classes, compact, distinct
-from flatness.symmetry.flow.uses import NormCorrection, ParameterView, Use, covered, overlap
+from flatness.symmetry.flow.uses import NormCorrection, ParameterView, Use, entries_used
 from flatness.symmetry.trace.calls import Call, Ref, UnknownFormError, Value
 from flatness.symmetry.trace.dependence import way_through
 from flatness.symmetry.trace.tracing import Trace
 
-Handler = Callable[["Flow", Call], Any]
+Rule = Callable[["Flow", Call], Any]
 """Follows one call: gives the labels of what it returned (or moved parameters), or None to end the chain."""
 
-COMPARISONS = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "logical_and", "logical_or", "logical_not"})
-# Operators whose whole numbers, or truth values, stay as they are when all their operands share one factor.
-_UNMOVED = COMPARISONS | {"isnan", "isinf", "isfinite"}
-# Operators that take from a tensor only what it looks like.
-CREATION = frozenset(
-    """
-    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full
-    """.split()  # noqa: SIM905
-)
+# Rules of operators whose whole numbers, or truth values, stay as they are when all their operands share one
+# factor, and of those that take from a tensor only what it looks like.
+_UNMOVED, _CREATION = ("compare", "sign"), "creation"
 
 
 class Flow:
@@ -40,7 +35,7 @@ class Flow:
 
     Args:
         trace: The recorded forward pass.
-        operators: What each operator does to labels, by name.
+        rules: What operators do to labels, by the words of their rows.
         permuting: Whether entries are to change places instead of being scaled.
         free_output: Whether the output may scale, all of it by one factor.
     """
@@ -48,7 +43,7 @@ class Flow:
     def __init__(
         self,
         trace: Trace,
-        operators: dict[str, Handler],
+        rules: Mapping[str, Rule],
         *,
         permuting: bool = False,
         free_output: bool = False,
@@ -64,7 +59,7 @@ class Flow:
         self._deciders: dict[int, frozenset[int]] = {}
         self._used = {ref.index for call in trace.calls for ref in call.refs()}
         for call in trace.calls:
-            self._follow(call, operators.get(call.name))
+            self._follow(call, rules)
         output = self.labels(trace.output)
         if free_output:
             self.classes.unite_along(output, range(output.dim()))
@@ -199,52 +194,57 @@ class Flow:
     def _fixed_constant(self, shape: Sequence[int]) -> Tensor:
         return self.classes.fixed(shape, "a constant joins it")
 
-    def _follow(self, call: Call, handler: Handler | None) -> None:
+    def _follow(self, call: Call, rules: Mapping[str, Rule]) -> None:
         outputs = call.outputs()
         self._note_deciders(call, outputs)
-        reason = self._ending(call, outputs, handler)
-        results: Any = None
+        word = OPERATORS.get(call.name, Operator()).flow
+        reason = self._ending(call, outputs, word)
+        results = None
         if reason is None:
             followed = any(self._labelled(ref) for ref in call.refs())
             if not followed and not any(self.value(ref).floating for ref in outputs):
                 return  # whole numbers out of whole numbers
-            try:
-                results = handler(self, call) if handler is not None else None
-            except UnknownFormError:
-                results = None
-        if results is not None:
-            results = list(results) if isinstance(results, (list, tuple)) else [results]
+            results = self._ruled(call, rules[word]) if word is not None else None
         if results is None or len(results) != len(outputs):
             results = self.stop(call, reason or _unknown(call))
         for ref, result in zip(outputs, results, strict=True):
             if self.value(ref).floating or self.permuting:
                 self._store(call, ref, result)
 
+    def _ruled(self, call: Call, rule: Rule) -> list[Any] | None:
+        """What a rule says of each result; None where it does not know this form of the call."""
+        try:
+            results = rule(self, call)
+        except UnknownFormError:
+            return None
+        if results is None:
+            return None
+        return list(results) if isinstance(results, (list, tuple)) else [results]
+
     def _labelled(self, ref: Ref) -> bool:
         """Whether an operand can scale or move: values, parameters, and what was decided by values."""
         moved = self.permuting and ref.index in self._entries
         return not self.is_constant(ref) and (self.value(ref).floating or moved)
 
-    def _ending(self, call: Call, outputs: list[Ref], handler: Handler | None) -> str | None:
-        """Why a call ends all chains whatever its handler says; None where it does not."""
+    def _ending(self, call: Call, outputs: list[Ref], word: str | None) -> str | None:
+        """Why a call ends all chains whatever its rule says; None where it does not."""
         if not outputs:
             return f"Python code reads its values ({call})"
-        operands = [
-            self.value(ref) for ref in call.refs() if self._labelled(ref) and self.value(ref).floating
-        ]
-        if any(0 in value.shape for value in operands):
+        operands = [ref for ref in call.refs() if self._labelled(ref) and self.value(ref).floating]
+        if any(0 in self.value(ref).shape for ref in operands):
             return f"the example has no entries for {call}"
-        if not operands or handler is None or call.name in CREATION:
+        if not operands or word is None or word == _CREATION:
             return None
-        counted = [ref for ref in outputs if not self.value(ref).floating]
-        if call.name not in _UNMOVED and any(ref.index in self._used for ref in counted):
+        counted = any(not self.value(ref).floating and ref.index in self._used for ref in outputs)
+        if counted and word not in _UNMOVED:
             return f"{call} turns it into whole numbers"
-        digits = min(
-            (torch.finfo(self.value(ref).dtype).bits for ref in outputs if ref not in counted), default=64
-        )
-        if not self.permuting and digits < max(torch.finfo(value.dtype).bits for value in operands):
+        if not self.permuting and min(self._bits(outputs), default=64) < max(self._bits(operands)):
             return f"{call} rounds it to fewer digits"
         return None
+
+    def _bits(self, refs: list[Ref]) -> list[int]:
+        dtypes = [self.value(ref).dtype for ref in refs]
+        return [torch.finfo(dtype).bits for dtype in dtypes if dtype.is_floating_point]
 
     def _note_deciders(self, call: Call, outputs: list[Ref]) -> None:
         if all(self.value(ref).floating for ref in outputs):
@@ -283,17 +283,21 @@ class Flow:
             self.value(ref).name for call in self.trace.calls for ref in call.refs() if self.is_constant(ref)
         )
         for name, uses in by_name.items():
-            total = math.prod(self.trace.shapes[name])
-            reason = next((use.held for use in uses if use.held is not None), None)
-            if read[name] > len(uses):  # a running statistic that not only its norm reads
-                reason = f"{name} is used elsewhere too"
-            elif len(uses) > 1 and overlap(uses):
-                reason = f"{name} is used {len(uses)} times"
-            elif reason is None and covered(uses, total) < total:
-                reason = f"the example uses only a part of {name}"
-            if reason is not None:
-                for labels in [labels for use in uses for labels in (use.up, use.down) if labels is not None]:
+            reason = self._held(name, uses, read[name])
+            for labels in [labels for use in uses for labels in (use.up, use.down) if labels is not None]:
+                if reason is not None:
                     self.classes.pin(labels, reason)
+
+    def _held(self, name: str, uses: list[Use], read: int) -> str | None:
+        """Why a parameter, or a running statistic that so many calls read, may not change; None: it may."""
+        if read > len(uses):  # a running statistic that not only its norm reads
+            return f"{name} is used elsewhere too"
+        total = math.prod(self.trace.shapes[name])
+        different, taken = entries_used(uses, total)
+        if taken > different:
+            return f"{name} is used {len(uses)} times"
+        held = next((use.held for use in uses if use.held is not None), None)
+        return f"the example uses only a part of {name}" if held is None and different < total else held
 
     def _check_way(self, reason: str | None) -> None:
         """Where other data may take another way through the network, nothing is known to be free."""

@@ -13,7 +13,7 @@ from flatness.problem import batches
 from flatness.problem.guard import check_model, measuring, unwrap
 from flatness.symmetry.flow.channels import Action, Group, Slot, counted, layer_of
 from flatness.symmetry.flow.flow import Flow
-from flatness.symmetry.flow.operators import OPERATORS
+from flatness.symmetry.flow.rules import RULES
 from flatness.symmetry.flow.uses import NormCorrection
 from flatness.symmetry.trace.tracing import Forward, Trace, default_forward, trace
 
@@ -70,7 +70,7 @@ class Symmetries:
     @cached_property
     def permutations(self) -> Symmetries:
         """The same network under the other question: which channels may change places."""
-        return find_groups(Flow(self.trace, OPERATORS, permuting=True))
+        return find_groups(Flow(self.trace, RULES, permuting=True))
 
     def features_of(self, layer: str) -> set[int]:
         """Classes of the channels that a layer takes in, its own feature layer; empty where all are fixed."""
@@ -132,7 +132,7 @@ def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None
     model = checked(model)
     with measuring(model, 0):
         recorded = trace(model, placed(model, example), forward or default_forward)
-    return find_groups(Flow(recorded, OPERATORS))
+    return find_groups(Flow(recorded, RULES))
 
 
 def _classes_of(units: list[Tensor | None]) -> set[int]:

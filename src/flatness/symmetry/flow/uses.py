@@ -84,18 +84,9 @@ class NormCorrection:
     labels: Tensor
 
 
-def overlap(uses: list[Use]) -> bool:
-    """Whether an entry is used more than once."""
+def entries_used(uses: list[Use], total: int) -> tuple[int, int]:
+    """How many different entries of a parameter are used, and how many over all uses of it."""
     if any(use.index is None for use in uses):
-        return True
-    single = [torch.unique(compact(use.index)[0]) for use in uses if use.index is not None]
-    return len(torch.unique(torch.cat(single))) < sum(len(index) for index in single)
-
-
-def covered(uses: list[Use], total: int) -> int:
-    """How many of all entries are used."""
-    if any(use.index is None for use in uses):
-        return total
-    return len(
-        torch.unique(torch.cat([compact(use.index)[0].flatten() for use in uses if use.index is not None]))
-    )
+        return total, total * len(uses)
+    each = [torch.unique(compact(use.index)[0]) for use in uses if use.index is not None]
+    return len(torch.unique(torch.cat(each))), sum(len(index) for index in each)

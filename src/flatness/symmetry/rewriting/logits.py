@@ -13,7 +13,7 @@ from torch import nn
 from flatness.errors import ModelError, OptionError, listed, nearest
 from flatness.symmetry.flow.flow import Flow
 from flatness.symmetry.flow.groups import Symmetries, find_groups
-from flatness.symmetry.flow.operators import OPERATORS
+from flatness.symmetry.flow.rules import RULES
 from flatness.symmetry.trace.calls import Call, Ref, UnknownFormError
 from flatness.symmetry.trace.tracing import Trace
 
@@ -37,7 +37,7 @@ _BIASED = {
 
 def output_symmetry(found: Symmetries) -> tuple[Symmetries, list[str]]:
     """The symmetries with one free factor for all outputs, and the biases that shift all of them, if any."""
-    freed = find_groups(Flow(found.trace, OPERATORS, free_output=True))
+    freed = find_groups(Flow(found.trace, RULES, free_output=True))
     if freed.output < 0:
         reasons = dict.fromkeys(
             reason for group in freed.fixed if group.producers for reason in group.reasons

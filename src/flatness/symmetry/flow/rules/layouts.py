@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from flatness.symmetry.flow.elementwise import add
 from flatness.symmetry.flow.flow import Flow
 from flatness.symmetry.flow.labels import ANY, places_in_class
+from flatness.symmetry.flow.rules.elementwise import add
 from flatness.symmetry.flow.uses import ParameterView
 from flatness.symmetry.trace.calls import Call, Ref
 
