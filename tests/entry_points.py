@@ -19,7 +19,6 @@ def calls(x, y):
         "plan": lambda model: flatness.plan(model, given, **quiet),
         "network_spectrum": lambda model: flatness.network_spectrum(model, given, **quiet),
         "pac_bayes_bound": lambda model: flatness.pac_bayes_bound(model, given, draws=2, **quiet),
-        "kink_share": lambda model: flatness.kink_share(model, given, trials=2, **quiet),
         "feature_robustness": lambda model: flatness.feature_robustness(model, given, matrices=4, **quiet),
         "representativeness": lambda model: flatness.representativeness(model, given, draws=3, **quiet),
         "generalization_bound": lambda model: flatness.generalization_bound(model, given, draws=3, **quiet),

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from flatness.errors import FlatnessError
     from flatness.generalization.bound import generalization_bound
     from flatness.generalization.bound_result import GeneralizationBound
-    from flatness.generalization.kinks import kink_share
     from flatness.generalization.locally_constant import LabelConstancy, locally_constant_labels
     from flatness.generalization.pac_bayes import PacBayesBound, pac_bayes_bound
     from flatness.generalization.representativeness import Representativeness, representativeness
@@ -63,7 +62,6 @@ __all__ = [
     "feature_robustness",
     "generalization_bound",
     "locally_constant_labels",
-    "kink_share",
     "landscape",
     "measure",
     "measures",
@@ -111,7 +109,6 @@ _HOME = {
     "feature_robustness": "generalization.robustness",
     "generalization_bound": "generalization.bound",
     "locally_constant_labels": "generalization.locally_constant",
-    "kink_share": "generalization.kinks",
     "measure": "measuring.measure",
     "measures": "catalogue.registry",
     "network_spectrum": "measuring.spectra",

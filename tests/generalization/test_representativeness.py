@@ -8,12 +8,12 @@ import torch
 import flatness
 import small
 from flatness.errors import DataError, LayerError, OptionError
-from flatness.generalization.decomposition import direct_representativeness
 from flatness.generalization.fitting import LinearPredictor, Ridge
 from flatness.generalization.kernels import kernel_of
 from flatness.generalization.representativeness import cross_validated
 from flatness.losses import resolve_loss
 from flatness.study.experiments.four_gaussians import FourGaussians
+from flatness.study.experiments.petzka2021_bound import direct_representativeness
 from networks import CASES
 from untouched import untouched
 
@@ -97,7 +97,7 @@ def test_it_is_unbiased_for_the_representativeness_of_two_thirds_of_the_sample()
                 fresh=5000,
                 draws=50,
                 seed=9000 + number,
-            ).value
+            )
         )
     ours, truth = torch.tensor(ours), torch.tensor(truth)
     error = math.sqrt(float(ours.var() + truth.var()) / 80)

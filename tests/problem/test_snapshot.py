@@ -96,7 +96,7 @@ class Collecting(nn.Module):
 @pytest.mark.parametrize("name", list(calls(*data())))
 def test_every_function_leaves_all_that_a_model_holds_as_it_was(name):
     model, (x, y) = Collecting().train(), data(12)
-    if name in ("pac_bayes_bound", "kink_share"):  # these are about weights that are parameters
+    if name == "pac_bayes_bound":  # it is about weights that are parameters
         nn.utils.parametrize.remove_parametrizations(model.spectral, "weight")
     with untouched(model, x, y):
         calls(x, y)[name](model)

@@ -41,7 +41,6 @@ ENTRY_POINTS = {
     "locally_constant_labels": lambda m, d, loss, x: flatness.locally_constant_labels(
         m, d, loss, draws=2, **QUIET
     ),
-    "kink_share": lambda m, d, loss, x: flatness.kink_share(m, d, loss, trials=2, **QUIET),
     "network_spectrum": lambda m, d, loss, x: flatness.network_spectrum(m, d, loss, max_products=8, **QUIET),
     "pac_bayes_bound": lambda m, d, loss, x: flatness.pac_bayes_bound(m, d, draws=2, **QUIET),
     "line": lambda m, d, loss, x: flatness.landscape.line(m, d, loss, count=1, points=3, **QUIET),

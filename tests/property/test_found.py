@@ -60,7 +60,6 @@ IGNORING = {
     "representativeness": lambda model, data: flatness.representativeness(
         model, data, fitter="head", folds=2, draws=2, progress=False
     ),
-    "kinks": lambda model, data: flatness.kink_share(model, data, trials=2, progress=False),
 }
 
 
@@ -127,31 +126,6 @@ def test_outputs_do_not_change_along_vertical_directions(name, kind):
         assert abs(sum(terms)) < 1e-12
 
 
-class Shaped(nn.Module):
-    """Attention and a transposed convolution, with nothing that has a kink."""
-
-    def __init__(self):
-        super().__init__()
-        self.spread = nn.ConvTranspose1d(2, 4, 2, groups=2)
-        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
-
-    def forward(self, x):
-        h = self.spread(x).mT
-        return self.normed(self.attend(h, h, h, need_weights=False)[0].mean(1))
-
-
-def test_smooth_layers_have_no_kinks_wherever_their_weight_lies():
-    torch.manual_seed(0)
-    model, x = Shaped().double().eval(), torch.randn(9, 2, 3, dtype=torch.float64)
-    report = flatness.kink_share(model, (x, torch.arange(9) % 3), alpha=0.01, trials=40, progress=False)
-    assert report.layers() == ["spread", "attend.q", "attend.k", "attend.v", "attend.out_proj"]
-    assert report.notes[-1] == "left out, as their weights are computed from other parameters: normed"
-    for row in report.results:
-        # What the expansion leaves out is of order α² too.
-        assert abs(row.value) < 4 * row.stderr + 1e-3, row
-
-
 def straight(output, target):
     """A loss that is linear in the outputs."""
     return (output * target).sum(1)
@@ -172,13 +146,6 @@ def test_a_loss_without_curvature_has_none():
             progress=False,
         )
         assert {row.value for row in report.results} == {0.0}
-    share = flatness.kink_share(model, (x, y), straight, progress=False).result("kink_share", layer="0")
-    assert abs(share.value) > 0  # the shared weight is applied to its own output
-    share = flatness.kink_share(model[:1], (x, y), straight, progress=False).result("kink_share", layer="0")
-    assert share.value != share.value
-    assert share.notes == (
-        "changes of size 0.01 raise the risk by no more than rounding: there is nothing to share",
-    )
 
 
 class Squeezing(nn.Module):

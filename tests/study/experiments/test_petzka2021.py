@@ -118,3 +118,20 @@ def test_the_published_script_computes_the_error_rate():
         wrong += float((Ridge()(z[rest], y[rest])(z[part]).sign() != y[part]).double().mean()) / 10
     assert found == pytest.approx(wrong + 0.01 * 6.4 / 64, abs=2e-3)
     assert found < wrong + 0.01 * 6.4 / 64
+
+
+def test_the_label_function_is_bayes_rule():
+    distribution = FourGaussians.draw(3.0, 2)
+    z, y = distribution.sample(4000, 3)
+    agreement = float((distribution.label(z) == y).double().mean())
+    assert agreement > 0.99
+    # A scaled copy of the rule for one point, by densities.
+    logs = torch.stack(
+        [
+            torch.distributions.MultivariateNormal(mean, factor.T @ factor).log_prob(z[:50, :6])
+            for mean, factor in zip(distribution.means, distribution.factors, strict=True)
+        ],
+        dim=1,
+    ).exp()
+    expected = torch.where(logs[:, 1::2].sum(1) > logs[:, ::2].sum(1), 1.0, -1.0)
+    assert torch.equal(distribution.label(z[:50])[:, 0], expected.double())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,11 @@ from scipy import stats
 from torch import Tensor
 
 from flatness.errors import SpecError
-from flatness.generalization.decomposition import direct_representativeness
-from flatness.generalization.fitting import LinearPredictor, Ridge
-from flatness.generalization.kernels import kernel_of
+from flatness.generalization.fitting import LinearPredictor, Predictor, Ridge, sample_losses
+from flatness.generalization.kernels import Kernel, kernel_of
+from flatness.generalization.local_losses import local_losses
 from flatness.generalization.representativeness import cross_validated
-from flatness.losses import resolve_loss
+from flatness.losses import Loss, resolve_loss
 from flatness.measuring.measure import measure
 from flatness.study.experiments.data_sets import all_rows, rows_of, units_of
 from flatness.study.experiments.experiment import Experiment, Row, positive, trend
@@ -153,7 +153,7 @@ def _one(
         "cross_validated_gap": found.gap,
         "representativeness": found.value,
         "representativeness_stderr": found.stderr,
-        "direct_representativeness": direct.value,
+        "direct_representativeness": direct,
         "relative_flatness": flat,
         "flatness_term": term,
         "bound": found.value + term,
@@ -161,6 +161,31 @@ def _one(
     if published_script:
         row["published_script"] = published_script_bound(z, y, flat, delta, penalty, seed=place)
     return row
+
+
+def direct_representativeness(
+    predict: Predictor,
+    z: Tensor,
+    y: Tensor,
+    population: Callable[[int, int], tuple[Tensor, Tensor]],
+    loss: Loss,
+    *,
+    kernel: Kernel,
+    delta: float,
+    fresh: int,
+    draws: int,
+    seed: int,
+) -> float:
+    """E_Rep (eq. 3) by Monte Carlo where the true distribution can be sampled.
+
+    The risk of ψ on fresh samples, ``population(number, seed)``, minus its loss around the points of the
+    sample z (n, m) with targets y, labels held.
+    """
+    fresh_z, fresh_y = population(fresh, seed)
+    risk = sample_losses(loss, predict(fresh_z), fresh_y).mean()
+    generator = torch.Generator().manual_seed(seed + 1)
+    around, _ = local_losses(predict, z, y, loss, kernel, delta, draws, generator)
+    return float(risk) - float(around.mean())
 
 
 def _relative_flatness(z: Tensor, y: Tensor, predictor: LinearPredictor, seed: int) -> float:
