@@ -20,7 +20,7 @@ from flatness.report import unpacking
 from flatness.report.unpacking import VARIABLE, unpacked_limit
 from flatness.study.folder import archive
 from flatness.zoo.checkpoints import read_checkpoint
-from flatness.zoo.data import cifar, load
+from flatness.zoo.data import cifar10, load
 from flatness.zoo.data.idx import read_idx
 
 MIB = 2**20
@@ -103,10 +103,10 @@ def test_an_archive_with_a_header_that_swells(tmp_path, monkeypatch):
     head.type, head.size = tarfile.XHDTYPE, 32 * MIB
     path = tmp_path / "cifar-10-binary.tar.gz"
     path.write_bytes(gzip.compress(head.tobuf() + bytes(32 * MIB)))
-    monkeypatch.setattr(cifar, "_ROUGHLY_AN_ARCHIVE", 2 * MIB)
+    monkeypatch.setattr(cifar10, "_ROUGHLY_AN_ARCHIVE", 2 * MIB)
     tracemalloc.start()
     with pytest.raises(DataError) as caught:
-        cifar.read_batches("binary archive", [path], "test")
+        cifar10.read_archive(path, ["test_batch.bin"])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert str(caught.value) == (

@@ -12,7 +12,7 @@ import flatness
 from flatness.cli import main
 from flatness.errors import StudyError
 from flatness.study.folder.archive import read_archive
-from flatness.zoo.data.places import cache
+from flatness.zoo.data.source import cache
 from studies import study
 
 CODE = """

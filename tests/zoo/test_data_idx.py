@@ -12,7 +12,7 @@ import torch
 
 from flatness.errors import DataError
 from flatness.zoo import data
-from flatness.zoo.data.published import PUBLISHED
+from flatness.zoo.data.source import SOURCES, Published
 from idx_files import digits_like, idx_bytes, write_idx
 
 REAL = os.environ.get("FLATNESS_DATA")
@@ -56,9 +56,11 @@ def test_idx_layouts(tmp_path: Path, name: str, folder: str, dot: str, compress:
     )
     np.testing.assert_array_equal(loaded.targets.numpy(), labels)
     assert (loaded.name, loaded.split, len(loaded)) == (name, "train", 6)
-    assert loaded.classes == PUBLISHED[name].classes
+    known = SOURCES[name]
+    assert isinstance(known, Published)
+    assert loaded.classes == known.classes
     assert loaded.source == str(tmp_path / folder)
-    assert loaded.notes == (f"6 samples, where the published {PUBLISHED[name].title} has 60,000",)
+    assert loaded.notes == (f"6 samples, where the published {known.title} has 60,000",)
     assert loaded.pair == (loaded.inputs, loaded.targets)
 
 

@@ -41,8 +41,8 @@ DataSpec = Annotated[
         "--data",
         "-d",
         metavar="SPEC",
-        help="mnist, fashion-mnist, cifar10, digits, FILE.npz or package.module:factory.",
-        autocompletion=complete_from(*words.DATASETS),
+        help=f"{', '.join(words.data_set_names())}, FILE.npz or package.module:factory.",
+        autocompletion=words.complete_data_sets,
     ),
 ]
 Split = Annotated[

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 from importlib import resources
 
-DATASETS = ("mnist", "fashion-mnist", "cifar10", "digits")
 LOSSES = ("cross_entropy", "nll", "mse", "squared_error", "bce", "normalized_cross_entropy")
 METHODS = ("auto", "exact", "sampled")
 CURVATURES = ("hessian", "gauss_newton", "finite_differences")
@@ -31,6 +30,11 @@ def complete_measures(incomplete: str) -> list[str]:
     return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
 
 
+def complete_data_sets(incomplete: str) -> list[str]:
+    """Names of the data sets."""
+    return [name for name in data_set_names() if name.startswith(incomplete)]
+
+
 def complete_models(incomplete: str) -> list[str]:
     """Names of this package's networks."""
     return [name for name in model_names() if name.startswith(incomplete)]
@@ -38,14 +42,12 @@ def complete_models(incomplete: str) -> list[str]:
 
 def measure_names() -> list[str]:
     """Names of the measures in the catalogue, read from the source: importing it would take seconds."""
-    calls = (node for tree in _sources("catalogue") for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return [
-        str(keyword.value.value)
-        for call in calls
-        if isinstance(call.func, ast.Name) and call.func.id == "Measure"
-        for keyword in call.keywords
-        if keyword.arg == "name" and isinstance(keyword.value, ast.Constant)
-    ]
+    return [name for call in _calls("catalogue", "Measure") for name in _names(call)]
+
+
+def data_set_names() -> list[str]:
+    """Names of the data sets of `flatness.data`, read from the source."""
+    return [name for call in _calls("zoo/data", "register") for name in _names(call.args[0])]
 
 
 def model_names() -> list[str]:
@@ -55,6 +57,24 @@ def model_names() -> list[str]:
             if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_FACTORIES":
                 return [name.id for name in ast.walk(node.value or node) if isinstance(name, ast.Name)]
     return []
+
+
+def _calls(package: str, function: str) -> Iterator[ast.Call]:
+    """Every call of a function in the modules of a package."""
+    for tree in _sources(package):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == function:
+                yield node
+
+
+def _names(call: ast.AST) -> list[str]:
+    """What a call has as its argument ``name``, where that is a text."""
+    given = [
+        word.value
+        for word in ast.iter_child_nodes(call)
+        if isinstance(word, ast.keyword) and word.arg == "name"
+    ]
+    return [str(value.value) for value in given if isinstance(value, ast.Constant)]
 
 
 def _sources(package: str) -> Iterator[ast.Module]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from flatness.errors import StudyError, listed
 from flatness.files import ShapeError, parse_json
-from flatness.zoo.data.places import cache
+from flatness.zoo.data.source import cache
 from flatness.zoo.objects import names_code
 
 ORIGIN = "origin"

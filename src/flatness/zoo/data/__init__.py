@@ -15,8 +15,9 @@ and for ``.npz`` files both numbers come from the training split at hand.
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable
+import pkgutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,17 +25,15 @@ import torch
 
 from flatness.errors import DataError, nearest
 from flatness.problem.journal_state import digest_of
-from flatness.zoo.data.arrays import ArrayFile, digits
-from flatness.zoo.data.cifar import read_batches
-from flatness.zoo.data.idx import read_pair
-from flatness.zoo.data.places import find
-from flatness.zoo.data.published import PUBLISHED, departures
+from flatness.zoo.data.array_file import ArrayFile
+from flatness.zoo.data.source import SOURCES, Source
 
-DATASETS = (*PUBLISHED, "digits")
+# Every module of this package that defines a data set registers it.
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+DATASETS = tuple(SOURCES)
 """The names that `load` knows, besides paths of ``.npz`` files."""
-
-Moments = tuple[np.ndarray, np.ndarray]
-"""Mean and standard deviation, of shapes that broadcast against the inputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,24 +68,6 @@ class Dataset:
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, as `flatness.measure` takes them."""
         return self.inputs, self.targets
-
-
-@dataclass(frozen=True)
-class _Raw:
-    """A split as read, before scaling.
-
-    `moments` gives mean and spread of the training split once its inputs are divided by `scale`; `total` is
-    the number of samples where only the first ones were read.
-    """
-
-    inputs: np.ndarray
-    targets: np.ndarray
-    classes: tuple[str, ...]
-    scale: float
-    moments: Callable[[], Moments]
-    source: str
-    notes: tuple[str, ...] = ()
-    total: int | None = None
 
 
 def load(
@@ -129,7 +110,7 @@ def load(
     """
     _check_arguments(split, limit)
     # How a sample is scaled, where that is not known beforehand, depends on all of them.
-    raw = _read(os.fspath(name), split, data_dir, None if standardize else limit)
+    raw = _source(os.fspath(name)).read(split, data_dir, None if standardize else limit)
     total = len(raw.targets) if raw.total is None else raw.total
     if total == 0:
         raise DataError(f"Expected at least one sample in {raw.source}, but found none.")
@@ -154,51 +135,18 @@ def _check_arguments(split: str, limit: int | None) -> None:
         raise DataError(f"Expected limit to be a positive whole number or None, but got {limit!r}.")
 
 
-def _read(name: str, split: str, data_dir: str | os.PathLike[str] | None, rows: int | None) -> _Raw:
-    if name.lower().endswith(".npz"):
-        return _read_file(name, split, rows)
-    if name == "digits":
-        inputs, targets = digits(split)
-        classes = tuple("0123456789")
-        return _Raw(inputs, targets, classes, 16, lambda: _moments(digits("train")[0] / 16), "scikit-learn")
-    if name in PUBLISHED:
-        return _read_published(name, split, data_dir)
-    raise DataError(
-        f"Expected the name of a data set, one of {', '.join(DATASETS)}, or the path of a .npz file,"
-        f" but got {name!r}.{nearest(name.lower(), DATASETS)}"
-    )
+def is_known(name: str) -> bool:
+    """Whether `load` takes a name; of a path of an ``.npz`` file, whether or not there is such a file."""
+    return name in SOURCES or name.lower().endswith(".npz")
 
 
-def _read_published(name: str, split: str, data_dir: str | os.PathLike[str] | None) -> _Raw:
-    known = PUBLISHED[name]
-    form, paths = find(known, split, data_dir)
-    source = str(paths[0] if form.endswith("archive") else paths[0].parent)
-    images, labels = read_pair(paths[0], paths[1]) if form == "idx" else read_batches(form, paths, split)
-    wrong = np.flatnonzero((labels < 0) | (labels >= len(known.classes)))
-    if wrong.size:
+def _source(name: str) -> Source:
+    if not is_known(name):
         raise DataError(
-            f"Expected labels 0 to {len(known.classes) - 1} in {source}, but sample {wrong[0]} has"
-            f" {labels[wrong[0]]}."
+            f"Expected the name of a data set, one of {', '.join(DATASETS)}, or the path of a .npz file,"
+            f" but got {name!r}.{nearest(name.lower(), DATASETS)}"
         )
-    notes = departures(name, split, images, source)
-    mean, std = (np.array(each).reshape(1, -1, 1, 1) for each in (known.means["train"], known.std))
-    return _Raw(images, labels.astype(np.int64), known.classes, 255, lambda: (mean, std), source, notes)
+    return SOURCES.get(name) or ArrayFile(name)
 
 
-def _read_file(name: str, split: str, rows: int | None) -> _Raw:
-    file = ArrayFile(name)
-    inputs, targets = file.split(split, rows)
-    scale = 255 if inputs.dtype == np.uint8 else 1
-    classes = tuple(str(label) for label in range(file.class_count()))
-    moments = lambda: _moments(file.inputs("train") / scale)  # noqa: E731
-    return _Raw(inputs, targets, classes, scale, moments, file.path, total=file.length(split))
-
-
-def _moments(inputs: np.ndarray) -> Moments:
-    """Mean and spread, of each channel, (N, C, H, W), of each feature, (N, F), or else of everything."""
-    axes = {2: (0,), 4: (0, 2, 3)}.get(inputs.ndim)
-    mean, std = (np.asarray(f(inputs, axis=axes, keepdims=True, dtype=np.float64)) for f in (np.mean, np.std))
-    return mean, np.where(std > 0, std, 1.0)  # a constant feature has no spread to divide by
-
-
-__all__ = ["DATASETS", "Dataset", "load"]
+__all__ = ["DATASETS", "Dataset", "is_known", "load"]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import gzip
 import io
 import math
-import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
 
 from flatness.errors import DataError
-from flatness.report.unpacking import TooLargeError, check_unpacked
+from flatness.report.unpacking import check_unpacked
+from flatness.zoo.data.source import Slot, Variant, explained
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -30,20 +31,11 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     Returns:
         A writable uint8 array with as many dimensions.
     """
-    try:
-        with open(path, "rb") as plain:
-            compressed = plain.read(2) == _GZIP_MAGIC
-            plain.seek(0)
-            stream = cast(BinaryIO, gzip.GzipFile(fileobj=plain)) if compressed else plain
-            return _parse(stream, path, dimensions)
-    except TooLargeError as error:
-        raise DataError(f"Expected {path} to be of a usual size, but it {error}.") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(
-            f"Expected {path} to be a whole gzip file, but it is truncated or corrupted. Download it again."
-        ) from error
-    except OSError as error:
-        raise DataError(f"Expected to read {path}, but got: {error.strerror or error}.") from error
+    with explained(path, "gzip file"), open(path, "rb") as plain:
+        compressed = plain.read(2) == _GZIP_MAGIC
+        plain.seek(0)
+        stream = cast(BinaryIO, gzip.GzipFile(fileobj=plain)) if compressed else plain
+        return _parse(stream, path, dimensions)
 
 
 def _parse(stream: BinaryIO | io.BufferedIOBase, path: Path, dimensions: int) -> np.ndarray:
@@ -75,8 +67,9 @@ def _parse(stream: BinaryIO | io.BufferedIOBase, path: Path, dimensions: int) ->
     return np.frombuffer(payload, np.uint8).reshape(shape)
 
 
-def read_pair(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read images, (samples, 1, 28, 28), and their labels, (samples,), both uint8."""
+def _read_pair(paths: Sequence[Path], _: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images, (samples, 1, 28, 28), and their labels, (samples,), both uint8."""
+    images_path, labels_path = paths
     images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
     if images.shape[1:] != (28, 28):
         raise DataError(
@@ -88,3 +81,19 @@ def read_pair(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.ndar
             f" {labels_path} {len(labels):,} labels."
         )
     return images[:, None], labels
+
+
+def _spellings(stem: str, kind: str) -> Slot:
+    """Both published spellings of an IDX file, each plain and compressed."""
+    return tuple(f"{stem}{dot}{kind}{gz}" for dot in "-." for gz in ("", ".gz"))
+
+
+IDX = Variant(
+    {
+        split: (_spellings(f"{stem}-images", "idx3-ubyte"), _spellings(f"{stem}-labels", "idx1-ubyte"))
+        for split, stem in (("train", "train"), ("test", "t10k"))
+    },
+    _read_pair,
+    spellings=" (also with .gz, or spelled with a dot before idx)",
+)
+"""Images and labels of 28×28 pixels as two IDX files a split."""

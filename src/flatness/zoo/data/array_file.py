@@ -1,4 +1,4 @@
-"""Data sets that are arrays already: scikit-learn's digits, and the user's own ``.npz`` files."""
+"""The user's own data: ``FILE.npz`` with arrays of inputs and targets."""
 
 from __future__ import annotations
 
@@ -17,30 +17,12 @@ from flatness.report.unpacking import (
     read_array,
     row_blocks,
 )
+from flatness.zoo.data.source import Folder, Stored, moments_of
 
 _INPUTS = ("x", "inputs", "images")
 _TARGETS = ("y", "targets", "labels")
 _SINGLE = b"\x93NUMPY"  # what a file of one array begins with
 _MOST_CLASSES = 1_000_000  # larger numbers are identifiers or years, not classes
-
-
-def digits(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The 8×8 digits of scikit-learn: (samples, 1, 8, 8) with pixels 0 to 16, and labels.
-
-    The set has no published split. Here a fifth of each class is for testing, rounded: 1,438 samples to
-    train, 359 to test, in an order drawn once and for all (numpy's `RandomState` keeps its stream from
-    version to version).
-    """
-    from sklearn.datasets import load_digits  # scikit-learn takes a second to import, and only this needs it
-
-    images, labels = map(np.asarray, load_digits(return_X_y=True))
-    order = np.random.RandomState(0).permutation(len(labels))
-    is_test = np.zeros(len(labels), bool)
-    for label in range(10):
-        members = order[labels[order] == label]
-        is_test[members[: round(len(members) / 5)]] = True
-    chosen = order[is_test[order] == (split == "test")]
-    return images[chosen].reshape(-1, 1, 8, 8), labels[chosen]
 
 
 class ArrayFile:
@@ -52,6 +34,7 @@ class ArrayFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.expanduser(os.fspath(path))
+        self.name = os.path.basename(self.path)
         try:
             with open(self.path, "rb") as stream:
                 single = stream.read(len(_SINGLE)) == _SINGLE
@@ -64,6 +47,14 @@ class ArrayFile:
             ) from error
         if single:
             raise DataError(f"Expected {self.path} to be an .npz archive, but it is a single array.")
+
+    def read(self, split: str, data_dir: Folder | None = None, rows: int | None = None) -> Stored:
+        """One split, or its first samples; uint8 inputs are scaled to [0, 1], others are as stored."""
+        inputs, targets = self.split(split, rows)
+        scale = 255 if inputs.dtype == np.uint8 else 1
+        classes = tuple(str(label) for label in range(self.class_count()))
+        moments = lambda: moments_of(self.inputs("train") / scale)  # noqa: E731
+        return Stored(inputs, targets, classes, scale, moments, self.path, total=self.length(split))
 
     def split(self, split: str, rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets of a split, or the first ones of it, checked to fit each other."""
