@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatness.errors import StudyError
-from flatness.files import write_tensors
+from flatness.files import digest, intact, sealed, write_tensors
 from flatness.study.folder.records import Folder
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
@@ -49,3 +49,17 @@ def test_weights_on_a_full_disk_do_not_make_a_network_fail(tmp_path, full):
         f"Expected room on the disk for {tmp_path} but it is full. Make room and run the same command "
         "again: finished networks are kept."
     )
+
+
+def test_digests_tell_every_number_apart():
+    x = torch.tensor([1.0, 2.0])
+    lists = [[x], [1, 2], ["1", 2], [[1], 2], [1.0, 2]]
+    different = [x, x.double(), x[None], {"x": x}, None, "None", x + 1e-7, *lists]
+    assert len({digest(one) for one in different}) == len(different)
+
+
+def test_sealed_content_is_known_to_be_as_it_was():
+    content = sealed({"sums": torch.arange(4.0), "count": 4})
+    assert intact(content)
+    assert not intact({**content, "count": 5})
+    assert not intact({**content, "sums": torch.arange(1.0, 5.0)})

@@ -1,8 +1,9 @@
-"""Files that are written at once or not at all: texts, tensors, and JSON of a known shape."""
+"""Files that are written at once or not at all, known by digests: texts, tensors, JSON of a known shape."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -300,12 +301,8 @@ class DamagedFileError(ValueError):
     """A file is not what was written to it: cut short, changed, or something else."""
 
 
-def read_tensors(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
+def read_tensors(path: str | os.PathLike[str]) -> Any:
     """What `write_tensors` wrote, on the host; nothing in the file is executed.
-
-    Args:
-        path: The file.
-        mapped: Whether to leave tensors on the disk until they are needed.
 
     Raises:
         OSError: The disk cannot read it, or it is not there: nothing is known about its content.
@@ -314,7 +311,7 @@ def read_tensors(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
     import torch
 
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOVERFLOW, None):  # places in the file that make no sense
             raise DamagedFileError(str(error)) from error
@@ -327,3 +324,54 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file in UTF-8, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def digest(value: Any) -> str:
+    """Hexadecimal digits that depend on every number in nested lists and dictionaries, tensors included."""
+    found = hashlib.blake2b(digest_size=16)
+    for piece in _pieces(value):
+        found.update(piece)
+    return found.hexdigest()
+
+
+def _pieces(value: Any) -> Iterator[bytes | memoryview]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{list(value.shape)}".encode()
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = flat if flat.stride(0) == 1 else flat.clone()  # a single number may have any stride
+        # As bytes: not all of torch's types are numpy's.
+        yield flat.view(torch.uint8).numpy().data
+    elif isinstance(value, Mapping):
+        yield f"mapping of {len(value)}".encode()
+        for key, part in value.items():
+            yield from _pieces(key)
+            yield from _pieces(part)
+    elif isinstance(value, (list, tuple)):
+        yield f"list of {len(value)}".encode()
+        for part in value:
+            yield from _pieces(part)
+    else:
+        yield f"{type(value).__name__} {value!r};".encode()
+
+
+_CHECKSUM = "checksum"
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Content with a digest of itself, by which `intact` knows a flipped bit."""
+    return {**content, _CHECKSUM: digest(content)}
+
+
+def intact(content: Any) -> bool:
+    """Whether sealed content is as it was; what has no digest is believed, as earlier versions wrote none."""
+    if not isinstance(content, Mapping):
+        return False
+    if _CHECKSUM not in content:
+        return True
+    rest = {name: value for name, value in content.items() if name != _CHECKSUM}
+    try:
+        return content[_CHECKSUM] == digest(rest)
+    except Exception:  # damage can make tensors that no operation takes
+        return False

@@ -5,16 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import shutil
 
 import pytest
 import torch
 
 import flatness
-from flatness import files
 from flatness.errors import StudyError
-from flatness.problem import journal
 from flatness.study.folder import records
 from flatness.study.folder.records import Folder
 from flatness.study.objects import load_split
@@ -267,48 +264,6 @@ def test_bit_rot_in_what_says_which_study_it_is_is_named_and_mended(whole, out):
     assert values(run(study(), out)) == values(flatness.study.load(out)) == values(whole)
 
 
-def test_bit_rot_in_a_journal_changes_no_value(tmp_path, monkeypatch):
-    """Bits of what was written of half a measurement: none of them gets into a value."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
-    data = (torch.randn(40, 6), torch.randint(3, (40,)))
-    asked = {
-        "measures": ["relative_flatness", "riemannian_spectral_norm"],
-        "batch_size": 8,
-        "progress": False,
-    }
-    expected = [row.value for row in flatness.measure(model, data, **asked).results]
-    monkeypatch.setattr(journal, "_APART", 0.0)
-    monkeypatch.setattr(files, "_flush", lambda path: None)
-    saves = []
-
-    def save_and_die(kept, save=journal.Journal._save):
-        save(kept)
-        saves.append(kept)
-        if len(saves) == 25:
-            raise KeyboardInterrupt
-
-    folder = tmp_path / "journal"
-    with monkeypatch.context() as patch:
-        patch.setattr(journal.Journal, "_save", save_and_die)
-        with pytest.raises(KeyboardInterrupt), journal.Journal(folder, 0.0).kept():
-            flatness.measure(model, data, **asked)
-    written = {path: path.read_bytes() for path in folder.iterdir()}
-    draw, aside = random.Random(1), 0
-    for _ in range(25):
-        for path, raw in written.items():
-            folder.mkdir(exist_ok=True)
-            path.write_bytes(raw)
-        path = draw.choice(sorted(written))
-        rotten(path, draw.randrange(len(written[path])))
-        with journal.Journal(folder, 1e9).kept():
-            assert [row.value for row in flatness.measure(model, data, **asked).results] == expected
-        for left in tmp_path.glob("journal-*.damaged"):
-            left.unlink()
-            aside += 1
-    assert aside >= 5  # else none of them was in what is used
-
-
 def test_statistics_that_changed_on_the_way_are_refused(tmp_path):
     from flatness.curvature.sums.statistics import Statistics
     from flatness.errors import DataError
@@ -341,7 +296,6 @@ PLACES = {
     "training state": (train, "write_tensors"),
     "weights": (records, "replacing"),
     "record": (records, "write_text"),
-    "journal": (journal, "write_tensors"),
     "reading weights": (work, "read_checkpoint"),
     "the user's own code": (work, "measured"),
 }
@@ -349,7 +303,6 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_of_the_disk_ends_the_run_and_fails_no_network(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(journal, "_APART", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(*PLACES[place], broken)
         with pytest.raises(StudyError) as caught:

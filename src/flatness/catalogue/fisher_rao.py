@@ -63,9 +63,7 @@ def _mean_square(
         squares = weights * found.detach().double().square()
         return partial(_add, total, torch.stack([squares.sum(), weights.sum()]))
 
-    space.each(
-        visit, differentiate=differentiate, label="Fisher-Rao norm", state=total, depends_on=numbers.__name__
-    )
+    space.each(visit, differentiate=differentiate, label="Fisher-Rao norm")
     return float(total[0] / total[1])
 
 

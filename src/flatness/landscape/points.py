@@ -134,7 +134,7 @@ class Points:
                 part = self._stacked.sums(moved, batch, steps)
                 sums.add_(part)
 
-            self._pass(step, sums, moved)
+            self._pass(step)
         loss = sums[:, LOSS] / self._normaliser + self._penalty(moved, count)
         # Of outputs that are NaN, argmax would name a class all the same.
         accuracy = torch.where(loss.isnan(), torch.nan, accuracy_of(sums))
@@ -194,16 +194,13 @@ class Points:
             self.problem.notes.append(_LEFT_ALONE)
         return found
 
-    def _pass(self, step: Callable[[Any], None], state: Any = None, depends_on: Any = None) -> None:
+    def _pass(self, step: Callable[[Any], None]) -> None:
         """One pass over the data: over what is kept of it, or streamed; see `Problem.stream`."""
         if self._kept is None:
-            self.problem.stream(step, "landscape", state=state, depends_on=depends_on)
+            self.problem.stream(step, "landscape")
             return
-        sizes = [batches.size_of(batch) for batch in self._kept]
-        with self.problem.loop("kept landscape", state, [sizes, depends_on]) as work:
-            for batch in [] if work.done else self._kept[work.start :]:
-                step(batch)
-                work.reached(work.position + 1)
+        for batch in self._kept:
+            step(batch)
 
     def _choose(self, fixed_batch: bool) -> None:
         choice = choose_engine(self.problem, self.chunk)
@@ -234,8 +231,8 @@ class Points:
                 kept.append(batch)
 
         with torch.no_grad():
-            resumed = problem.stream(step, "landscape", state=[sums, total])
-        self._kept = kept if held <= budget and not resumed else None
+            problem.stream(step, "landscape")
+        self._kept = kept if held <= budget else None
         self._normaliser = counted(total, problem.samples)
         if not bool(sums.isfinite().all()):
             problem.locate_bad_loss()

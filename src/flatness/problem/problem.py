@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,16 +19,11 @@ from flatness.problem.arguments import check_options, usable_device
 from flatness.problem.autocast import Suppressed
 from flatness.problem.forward import DefaultForward, Forward, line_for
 from flatness.problem.guard import Guard, check_model, converted, measuring, unwrap
-from flatness.problem.journal import journal_in_force
-from flatness.problem.journal_state import digest_of
 from flatness.problem.pool_first import FEW_CHANNELS, pool_first, pooling_sequences
 from flatness.problem.pooling import FastPooling
 from flatness.problem.process_state import PROCESS
 from flatness.problem.sources import Source, different_lengths
 from flatness.problem.stream import StreamedData
-
-# What the text of a function or an object has that is another in every process.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Problem(StreamedData):
@@ -103,16 +97,6 @@ class Problem(StreamedData):
         self.seed = int(seed)
         self.copy_batches: bool | None = None
         self.watch: Callable[[Tensor], None] | None = None
-        plain = isinstance(loss, str) and isinstance(self.forward, DefaultForward)
-        if journal_in_force() and plain and source.is_pair:
-            setting = [loss, self.weight_decay, batch_size, self.seed, str(self.device)]
-            # The state lacks buffers that are not saved, and what modules do.
-            network = [
-                self.model.state_dict(),
-                dict(self.model.named_buffers()),
-                _ADDRESS.sub("", repr(model)),
-            ]
-            self._identity = digest_of([network, source.excerpt(), setting])
 
     def guarded(self) -> Guard:
         """A context in which the model is in evaluation mode, and after which it is as it was."""

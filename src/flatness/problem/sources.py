@@ -55,12 +55,6 @@ class Source:
     def _on_gpu(self) -> bool:
         return isinstance(self.data, _TensorPair) and self.data.x.is_cuda and len(self.data) > 0
 
-    def excerpt(self) -> Any:
-        """What tells a pair of tensors from others without a pass: sizes, targets and about 1000 inputs."""
-        assert isinstance(self.data, _TensorPair)
-        x, y = self.data.x, self.data.y
-        return [list(x.shape), x[:: -(-len(x) // 1000) or 1], y]
-
     def first(self) -> Any:
         """The first batch that holds any sample.
 

@@ -1,4 +1,4 @@
-"""Streaming: passes over data in micro-batches that fit, which a journal can resume."""
+"""Streaming: passes over data in micro-batches that fit into memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from flatness.errors import DataError, FlatnessError, LossError, OutOfMemoryErro
 from flatness.losses import Loss
 from flatness.network.memory import batch_budgets, fits
 from flatness.problem import batches
-from flatness.problem.journal import Loop, loop
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import Ranks
 from flatness.problem.repeating import FirstOutputs
@@ -67,8 +66,6 @@ class StreamedData(ABC):
         # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.
         self._origin = (0, 0, 0)
         self._examples = 0
-        # What tells the network, the data and the loss from others; None where nothing can.
-        self._identity: str | None = None
 
     @abstractmethod
     def _check_lengths(self, batch: Any) -> None:
@@ -113,40 +110,22 @@ class StreamedData(ABC):
             longest = 65536 if self.device.type == "cuda" else 1024
             self.micro_batch = max(1, min(longest, max(few, budget // each)))
 
-    def stream(
-        self,
-        step: Callable[[Any], None],
-        label: str,
-        first: int | None = None,
-        *,
-        state: Any = None,
-        depends_on: Any = (),
-    ) -> bool:
+    def stream(self, step: Callable[[Any], None], label: str, first: int | None = None) -> None:
         """One pass over the data, or over its first samples only.
 
         Args:
             step: Called with each placed micro-batch. It must add to its totals only at its very end: when
-            memory runs
-                out it is called again with half as many samples.
+                memory runs out it is called again with half as many samples.
             label: What the progress bar says.
             first: How many samples to stop after.
-            state: All that the step changes, for a `flatness.journal`; without it the pass is not resumed.
-            depends_on: What the sums depend on beside the network, the data and the loss.
-
-        Returns:
-            Whether the sums of some samples, or all, come from a journal: the step has not seen those.
         """
         before = self.micro_batch
         screen = self._screen = Screen(self.loss, self.device) if self._screening else None
-        work = self.loop(label, state, [first, depends_on])
         try:
-            with work:
-                self._recall(work)
-                if not work.done:
-                    self._pass(work, step, label, first, screen)
-                    self._ask(screen)
-                    if self.first_outputs is not None:
-                        self.first_outputs.check()
+            self._pass(step, label, first, screen)
+            self._ask(screen)
+            if self.first_outputs is not None:
+                self.first_outputs.check()
         except LossError:
             # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.
             self._screen = None
@@ -159,64 +138,23 @@ class StreamedData(ABC):
             self._screen = None
         if self.micro_batch < before:
             self.notes.append(f"out of memory: went on with micro-batches of {self.micro_batch}")
-        return bool(work.done or work.start)
-
-    def loop(self, label: str, state: Any, depends_on: Any) -> Loop:
-        """Long work on this problem that a `flatness.journal` can resume.
-
-        Models and pairs of tensors can be told from others, as can losses by name; all else is not resumed.
-
-        Args:
-            label: What it does.
-            state: All that it changes; None for what cannot be resumed.
-            depends_on: What decides its outcome beside the network, the data and the loss.
-        """
-        if state is None or self._identity is None or self.ranks.count > 1:
-            return Loop(state)
-        return loop(label, state, [self._identity, depends_on])
 
     def _pass(
-        self,
-        work: Loop,
-        step: Callable[[Any], None],
-        label: str,
-        first: int | None,
-        screen: Screen | None,
+        self, step: Callable[[Any], None], label: str, first: int | None, screen: Screen | None
     ) -> None:
         seen, length = 0, self.micro_batch
         if self._fixed_batch is None:
             length = self.source.evenly(length)
-        length = work.facts.get("length", length)
         with ProgressBar(label, self.source.expected_batches(length), self.progress) as bar:
             for number, batch in enumerate(self.source.batches(length)):
                 size = batches.size_of(batch)
-                if number >= work.start:
-                    self._steps(step, batch, size if first is None else min(size, first - seen), number, seen)
+                self._steps(step, batch, size if first is None else min(size, first - seen), number, seen)
                 seen += size
                 bar.advance()
-                if screen is not None and (screen.due or work.due):
+                if screen is not None and screen.due:
                     self._ask(screen)
-                if number >= work.start:
-                    work.reached(number + 1, length=length, **self._facts())
                 if first is not None and seen >= first:
                     break
-        work.facts = self._facts()
-
-    def _facts(self) -> dict[str, Any]:
-        """What a pass finds out about memory and data."""
-        source = self.source
-        return {"micro_batch": self.micro_batch, "data": [source.samples, source.fingerprint]}
-
-    def _recall(self, work: Loop) -> None:
-        """Know what an earlier run of a pass found out."""
-        if work.facts:
-            self.micro_batch = min(self.micro_batch, work.facts["micro_batch"])
-            if self.source.samples is None:
-                self.source.samples, self.source.fingerprint = work.facts["data"]
-        if work.done and self.source.meanwhile is not None:
-            # Now, as in the pass itself: in a later one the network may be elsewhere.
-            meanwhile, self.source.meanwhile = self.source.meanwhile, None
-            meanwhile()
 
     def _ask(self, screen: Screen | None) -> None:
         """Raise with the first wrong target if the screen has seen one."""

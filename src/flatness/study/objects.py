@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatness.errors import DataError, ModelError, SpecError, StudyError, nearest
-from flatness.problem.journal_state import digest_of
+from flatness.files import digest
 from flatness.study.configuration import Configuration
 from flatness.zoo.data import load
 from flatness.zoo.models import MODELS, build, initialize
@@ -92,19 +90,12 @@ def load_split(data: Mapping[str, Any]) -> Split:
     if own:
         factory = import_object(name, "name in [data]", SpecError)
         pairs = [_pair(factory, name, split, data) for split in ("train", "test")]
-        return Split(pairs[0], pairs[1], digest=digest_of(pairs), source=name)
+        return Split(pairs[0], pairs[1], digest=digest(pairs), source=name)
     options = {"data_dir": data.get("data_dir"), "standardize": bool(data.get("standardize", False))}
     train = load(name, split="train", limit=data.get("limit"), **options)
     test = load(name, split="test", limit=data.get("test_limit"), **options)
     notes = tuple(dict.fromkeys((*train.notes, *test.notes)))
-    return Split(train.pair, test.pair, notes, digest_of([train.digest, test.digest]), train.source)
-
-
-def own_code(*names: str) -> list[str]:
-    """Digests of the files that models and data of one's own come from: they may change between two runs."""
-    modules = [sys.modules.get(name.partition(":")[0]) for name in names if names_code(name)]
-    files = [getattr(module, "__file__", None) for module in modules]
-    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file]
+    return Split(train.pair, test.pair, notes, digest([train.digest, test.digest]), train.source)
 
 
 def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ from flatness.curvature.operators.layer_slices import (
     FactorSlice,
     GradientSlice,
     HessianSlice,
-    KeptSlices,
     SoftmaxSlice,
 )
 from flatness.curvature.sums.exact import (
@@ -84,7 +83,7 @@ class LayerOperators:
                 results[name][index] += product
 
         if self._kept is None:
-            self._stream(visit, results, queries)
+            self._stream(visit)
         elif not all(fits(partial(visit, slices), self._problem.device) for slices in self._kept):
             # What is kept leaves no room to multiply with it: from here on it is recomputed.
             self._kept = None
@@ -97,16 +96,14 @@ class LayerOperators:
         kept: list[dict[str, HessianSlice]] = []
         before = self._problem.micro_batch
         try:
-            self._stream(kept.append, KeptSlices(kept))
+            self._stream(kept.append)
         except OutOfMemoryError:
             kept.clear()
             self._problem.micro_batch = before
         else:
             self._kept = kept
 
-    def _stream(
-        self, visit: Callable[[dict[str, HessianSlice]], None], state: Any, queries: Any = None
-    ) -> None:
+    def _stream(self, visit: Callable[[dict[str, HessianSlice]], None]) -> None:
         routes = self._routes
         with Recording(routes.modules(), edges=routes.backward, copy_inputs=routes.copy_inputs) as recording:
 
@@ -119,8 +116,7 @@ class LayerOperators:
                 with torch.no_grad():
                     visit(slices)
 
-            asked = [routes.described(), queries]
-            self._problem.stream(step, "eigenvalues", state=state, depends_on=asked)
+            self._problem.stream(step, "eigenvalues")
 
     def _slices(self, recording: Recording, items: Items) -> Iterator[tuple[str, HessianSlice]]:
         for route in self._routes.kind("softmax head"):

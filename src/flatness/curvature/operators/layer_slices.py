@@ -10,7 +10,7 @@ row blocks H_ss; otherwise the numbers of all rows are added first, which gives 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,36 +22,6 @@ class HessianSlice(Protocol):
     def product(self, V: Tensor, rows: bool) -> Tensor:
         """H V, or the products of all row blocks H_ss with their rows of V: (G, d, m)."""
         ...
-
-
-class KeptSlices:
-    """Slices of many micro-batches, by layer, as part of what a pass changes.
-
-    Args:
-        kept: One dictionary per micro-batch.
-    """
-
-    def __init__(self, kept: list[dict[str, HessianSlice]]) -> None:
-        self.kept = kept
-
-    @property
-    def bytes(self) -> int:
-        """What they take."""
-        tensors = [value for part in self.kept for each in part.values() for value in vars(each).values()]
-        return sum(value.numel() * value.element_size() for value in tensors if value is not None)
-
-    def saved(self) -> list[dict[str, list[Any]]]:
-        """Their forms and their tensors."""
-        return [
-            {name: [type(each).__name__, vars(each)] for name, each in part.items()} for part in self.kept
-        ]
-
-    def restore(self, saved: list[dict[str, list[Any]]]) -> None:
-        """Become these."""
-        forms = {form.__name__: form for form in (GradientSlice, FactorSlice, SoftmaxSlice)}
-        self.kept[:] = [
-            {name: forms[form](**tensors) for name, (form, tensors) in part.items()} for part in saved
-        ]
 
 
 @dataclass

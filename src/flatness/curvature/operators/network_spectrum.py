@@ -15,7 +15,7 @@ Entries without a metric (a bias that is zero, a parameter without gradients) st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -29,7 +29,6 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.sums.squared_gradients import SquaredGradients
 from flatness.errors import UndefinedMeasureError
 from flatness.network.attention import stacked_projections
-from flatness.problem.journal_state import Fields
 
 Metric = Literal["euclidean", "layerwise", "nodewise", "fisher"]
 Parameters = Literal["all", "weights"]
@@ -103,15 +102,11 @@ def network_spectra(
     space = operator.space
     roots = [inverse_metric_root(space, request, squared_gradients) for request in requests]
     solvers = [_solver(space, *pair) for pair in zip(requests, roots, strict=True)]
-    state = {"solvers": [Fields(solver) for solver in solvers], "operator": operator.state()}
-    asked = [operator.described(), [list(astuple(request)) for request in requests]]
-    with space.problem.loop("eigenvalues of the network", state, asked) as work:
-        while active := [i for i, solver in enumerate(solvers) if not solver.done]:
-            answers = operator([roots[i] * solvers[i].query().flatten() for i in active])
-            for i, answer in zip(active, answers, strict=True):
-                product = roots[i] * answer
-                solvers[i].tell(product if isinstance(solvers[i], PowerMethod) else product[None])
-            work.reached(work.position + 1)
+    while active := [i for i, solver in enumerate(solvers) if not solver.done]:
+        answers = operator([roots[i] * solvers[i].query().flatten() for i in active])
+        for i, answer in zip(active, answers, strict=True):
+            product = roots[i] * answer
+            solvers[i].tell(product if isinstance(solvers[i], PowerMethod) else product[None])
     return [_solved(operator, *pair) for pair in zip(solvers, roots, strict=True)]
 
 

@@ -48,8 +48,7 @@ class ParameterOperators:
                 results[name][index] += product / self._normaliser
 
         with self._problem.ranks.stage(), differentiable(self._problem.model):
-            asked = [self._curvature, queries]
-            self._problem.stream(step, "eigenvalues", state=results, depends_on=asked)
+            self._problem.stream(step, "eigenvalues")
         flat = iter(self._problem.ranks.summed([product for found in results.values() for product in found]))
         return {name: [next(flat) for _ in found] for name, found in results.items()}
 

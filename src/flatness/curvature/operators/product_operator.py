@@ -70,13 +70,11 @@ class ProductOperators:
                 for layers in self._kept:
                     visit(layers)
             else:
-                self._stream(visit, results, queries)
+                self._stream(visit)
         flat = iter(self._problem.ranks.summed([product for found in results.values() for product in found]))
         return {name: [next(flat) for _ in found] for name, found in results.items()}
 
-    def _stream(
-        self, visit: Callable[[dict[str, _LayerBatch]], None], state: Any = None, queries: Any = None
-    ) -> None:
+    def _stream(self, visit: Callable[[dict[str, _LayerBatch]], None]) -> None:
         routes = self._routes
         with (
             Recording(routes.modules(), copy_inputs=routes.copy_inputs) as recording,
@@ -92,8 +90,7 @@ class ProductOperators:
                 recording.clear()
                 visit(layers)
 
-            asked = [routes.described(), self._gauss_newton, queries]
-            self._problem.stream(step, "eigenvalues", state=state, depends_on=asked)
+            self._problem.stream(step, "eigenvalues")
 
     def _layers(
         self, recording: Recording, copies: WeightCopies, items: Items

@@ -12,7 +12,6 @@ from flatness.curvature.operators.layer_operator import LayerOperators
 from flatness.curvature.operators.parameter_operator import ParameterOperators
 from flatness.curvature.operators.product_operator import ProductOperators
 from flatness.curvature.sums.routes import Routes
-from flatness.problem.journal_state import Fields
 from flatness.problem.problem import Problem
 
 _BASIS_BYTES = 512 * 2**20
@@ -90,14 +89,10 @@ def top_eigenvalues(
             )
     shapes = {name: matrix.shape for name, matrix in matrices.items()}
     # Several processes go on as the first one decides: rounding may differ between their devices.
-    state = [Fields(solver) for solver in solvers.values()]
-    asked = [type(operators).__name__, curvature, wanted, tolerance, max_products]
-    with problem.loop("eigenvalues of layers", state, asked) as work:
-        while active := problem.ranks.first([key for key, solver in solvers.items() if not solver.done]):
-            answers = _products(operators, {key: solvers[key].query() for key in active}, shapes)
-            for key in active:
-                solvers[key].tell(answers[key])
-            work.reached(work.position + 1)
+    while active := problem.ranks.first([key for key, solver in solvers.items() if not solver.done]):
+        answers = _products(operators, {key: solvers[key].query() for key in active}, shapes)
+        for key in active:
+            solvers[key].tell(answers[key])
     answers = _products(operators, {key: solver.vectors for key, solver in solvers.items()}, shapes)
     for key, solver in solvers.items():
         solver.verify(answers[key])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from flatness.losses import Items
 from flatness.network.graph import once_differentiable
 from flatness.network.memory import kept_budget, ran_out
 from flatness.problem.guard import differentiable
-from flatness.problem.journal_state import Fields
 
 Product = Callable[[Tensor], Tensor]
 
@@ -47,14 +45,6 @@ class HessianOperator:
         self._graph_bytes = graph_bytes
         self._keep = bool(graph_bytes)
         self._kept: list[Product] | None = None
-
-    def described(self) -> list[str]:
-        """What tells its products from those of others."""
-        return [type(self).__name__, self._batch.__name__]
-
-    def state(self) -> Any:
-        """All that a product changes, other than what it keeps to be faster."""
-        return Fields(self, "gradient", "risk", "products")
 
     def __call__(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """H v for every vector, in float64; one pass over the data."""
@@ -106,16 +96,10 @@ class HessianOperator:
 
             return finish
 
-        resumed = space.each(
-            visit,
-            differentiate=True,
-            label="Hessian products",
-            state=[totals, slope, risk],
-            depends_on=[self._batch.__name__, list(vectors)],
-        )
+        space.each(visit, differentiate=True, label="Hessian products")
         self.gradient = slope / space.normaliser + space.problem.weight_decay * space.theta
         self.risk = float(risk) / space.normaliser
-        if self._keep and not resumed:
+        if self._keep:
             self._kept = kept
         return totals
 

@@ -31,7 +31,6 @@ from flatness.curvature.parameters.hessian_operator import (
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.losses import Items
 from flatness.network.layers import Layer
-from flatness.problem.journal_state import Fields
 from flatness.problem.substitution import Substitution
 
 Product = Callable[[Tensor], Tensor]
@@ -125,10 +124,6 @@ class DifferenceOperator(HessianOperator):
     def __init__(self, space: ParameterSpace) -> None:
         super().__init__(space)
         self.error = DifferenceError()
-
-    def state(self) -> Any:
-        """All that a product changes."""
-        return [super().state(), Fields(self.error)]
 
     def __call__(self, vectors: Any) -> list[Tensor]:
         """H v for every vector, in float64; weight decay included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -99,7 +99,7 @@ class ParameterSpace:
             part = self.problem.loss.values(items).sum(dtype=torch.float64)
             return partial(_add, total, part)
 
-        self.each(add, vector, state=total, depends_on="risk")
+        self.each(add, vector)
         return float(total) / self.normaliser + self._penalty(vector)
 
     def error_rate(self, vector: Tensor | None = None) -> float:
@@ -115,7 +115,7 @@ class ParameterSpace:
                 )
             return partial(_add, wrong, part)
 
-        self.each(add, vector, state=wrong, depends_on="error rate")
+        self.each(add, vector)
         return float(wrong[0] / wrong[1])
 
     def gradient(self, vector: Tensor | None = None) -> tuple[float, Tensor]:
@@ -129,7 +129,7 @@ class ParameterSpace:
             part = values.detach().sum(dtype=torch.float64)
             return lambda: (_add(total, part), _add(slope, found))[0]
 
-        self.each(add, vector, differentiate=True, state=[total, slope], depends_on="gradient")
+        self.each(add, vector, differentiate=True)
         at = self.theta if vector is None else self.theta + vector
         risk = float(total) / self.normaliser + self._penalty(vector)
         return risk, slope / self.normaliser + self.problem.weight_decay * at
@@ -151,7 +151,7 @@ class ParameterSpace:
     def normaliser(self) -> float:
         """C of E = Σ ℓ_i / C, known after a pass."""
         if self._normaliser is None:
-            self.each(lambda items: lambda: None, state={})
+            self.each(lambda items: lambda: None)
         assert self._normaliser is not None
         return self._normaliser
 
@@ -162,9 +162,7 @@ class ParameterSpace:
         *,
         differentiate: bool = False,
         label: str = "risk",
-        state: Any = None,
-        depends_on: Any = (),
-    ) -> bool:
+    ) -> None:
         """One pass over the data at θ + vector.
 
         Args:
@@ -173,11 +171,6 @@ class ParameterSpace:
             vector: Where to evaluate; at θ when None.
             differentiate: Whether derivatives in the parameters are taken.
             label: What the progress bar says.
-            state: All that what `visit` returns changes; see `Problem.stream`, like the next.
-            depends_on: What that depends on beside the network there.
-
-        Returns:
-            What `Problem.stream` does.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
 
@@ -189,18 +182,9 @@ class ParameterSpace:
             finish()
             total.add_(share)
 
-        kept = {
-            "state": None if state is None else {"sums": state, "normaliser": total},
-            "depends_on": [list(self.parameters), vector, depends_on],
-        }
-        with differentiable(self.problem.model):
-            if vector is None:
-                resumed = self.problem.stream(step, label, **kept)
-            else:
-                with self.moved(vector):
-                    resumed = self.problem.stream(step, label, **kept)
+        with differentiable(self.problem.model), nullcontext() if vector is None else self.moved(vector):
+            self.problem.stream(step, label)
         self._normaliser = counted(total, self.problem.samples)
-        return resumed
 
     def _penalty(self, vector: Tensor | None) -> float:
         if not self.problem.weight_decay:

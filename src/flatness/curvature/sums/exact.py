@@ -23,7 +23,6 @@ from flatness.losses import Items
 from flatness.network.affine import AffineModule
 from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.recording import Record, Recording
-from flatness.problem.journal_state import Fields
 from flatness.problem.problem import Problem
 
 
@@ -58,8 +57,6 @@ def exact_statistics(
             problem.stream(
                 stepwise(problem, groups, found, total.merge),
                 "curvature",
-                state=Fields(total) if groups is None else None,
-                depends_on=[routes.described(), spreads],
             )
             if not bool(total.to_host().risk.isfinite()):
                 problem.locate_bad_loss()

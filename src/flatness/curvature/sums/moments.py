@@ -11,7 +11,6 @@ from torch import Tensor
 from flatness.network.layers import Layer
 from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Recording
-from flatness.problem.journal_state import Fields
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
 
@@ -96,8 +95,7 @@ def feature_spreads(
                 moments[name].add(part)
 
         with problem.ranks.stage():
-            state = {name: Fields(moment) for name, moment in moments.items()}
-            problem.stream(step, "features", state=state, depends_on=list(loose))
+            problem.stream(step, "features")
     if problem.ranks.count > 1:
         references = problem.ranks.first({name: moment.reference.cpu() for name, moment in moments.items()})
         for name in references:

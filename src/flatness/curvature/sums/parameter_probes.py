@@ -32,7 +32,6 @@ from flatness.curvature.sums.statistics import Statistics
 from flatness.losses.signs import Signs
 from flatness.problem import batches
 from flatness.problem.guard import differentiable
-from flatness.problem.journal_state import Fields
 from flatness.problem.problem import Problem
 
 ALL, SIGNS = "all directions", "signs"
@@ -67,11 +66,6 @@ class ParameterRoutes:
         layers = [route for route in self.layers if (route.name in self.complete) == complete]
         rest = self.rest if (None in self.complete) == complete else []
         return replace(self, layers=layers, rest=rest)
-
-    def described(self) -> list[object]:
-        """What tells them from others."""
-        layers = [[route.name, sorted(route.needs), self.parameters[route.name]] for route in self.layers]
-        return [layers, self.rest, self.curvature, self.complete]
 
     def __bool__(self) -> bool:
         """Whether there is anything to measure."""
@@ -169,21 +163,10 @@ class ParameterEngine:
                 stepwise(self.problem, groups, self.probed, self.total.merge),
                 "products" if first is None else "pilot",
                 first,
-                state=self._state() if groups is None else None,
-                depends_on=[self.routes.described(), self._spreads, self.probes, self.problem.seed],
             )
         if not bool(self.total.to_host().risk.isfinite()):
             self.problem.locate_bad_loss()
         return SampledSums(self.total, self.parts)
-
-    def _state(self) -> dict[str, Any]:
-        """All that `probed` changes."""
-        return {
-            "total": Fields(self.total),
-            "parts": {name: Fields(part) for name, part in self.parts.items()},
-            "own": Fields(self, "units"),
-            "error": Fields(self._error),
-        }
 
     def _made(self, spreads: dict[str, Tensor]) -> Iterator[_Block]:
         starts, start = {}, 0

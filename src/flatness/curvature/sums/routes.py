@@ -105,11 +105,6 @@ class Routes:
         """The layers whose weight is used more than once, by name."""
         return {route.name: route.layer for route in self.layers if isinstance(route.layer, SharedLayer)}
 
-    def described(self) -> list[object]:
-        """What tells them from others."""
-        layers = [[route.name, route.kind, sorted(route.needs)] for route in self.layers]
-        return [layers, [module.name for module in self.affine], self.network, self.curved]
-
     def modules(self) -> dict[str, nn.Module]:
         """The modules to record."""
         modules = {route.name: route.layer.module for route in self.layers}

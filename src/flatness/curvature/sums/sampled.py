@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -49,7 +49,6 @@ from flatness.losses.signs import Signs
 from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Recording
 from flatness.problem import batches
-from flatness.problem.journal_state import Fields
 from flatness.problem.problem import Problem
 
 PARTS: tuple[str, ...] = ("gauss_newton", "residual")
@@ -117,8 +116,6 @@ def sampled_statistics(
         problem.stream(
             stepwise(problem, groups, engine.probed, engine.total.merge),
             "probes",
-            state=engine.state() if groups is None else None,
-            depends_on=[routes.described(), spreads, astuple(budget), problem.seed],
         )
         if not bool(engine.total.to_host().risk.isfinite()):
             problem.locate_bad_loss()
@@ -193,13 +190,6 @@ class SampledEngine:
                 for statistic, value in sums.items():
                     found.add(owner, statistic, value)
         return found
-
-    def state(self) -> dict[str, Any]:
-        """All that `probed` changes."""
-        return {
-            "total": Fields(self.total),
-            "parts": {name: Fields(part) for name, part in self.parts.items()},
-        }
 
     def finished(self) -> SampledSums:
         """What was summed."""

@@ -84,7 +84,7 @@ def squared_gradients(space: ParameterSpace, routes: Routes) -> SquaredGradients
                 totals[name] += value
             counts.add_(torch.stack([weights.sum(), weights.new_tensor(variance), weights.new_tensor(drawn)]))
 
-        problem.stream(step, "squared gradients", state=[totals, counts])
+        problem.stream(step, "squared gradients")
     weight, variance, drawn = counts.tolist()
     return SquaredGradients(space.join(totals) / weight, math.sqrt(variance) / weight, bool(drawn))
 

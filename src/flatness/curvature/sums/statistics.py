@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError
-from flatness.files import DamagedFileError, read_tensors, write_tensors
-from flatness.problem.journal_state import intact, sealed
+from flatness.files import DamagedFileError, intact, read_tensors, sealed, write_tensors
 from flatness.problem.ranks import Ranks
 
 LAYER_STATISTICS = frozenset(

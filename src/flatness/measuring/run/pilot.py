@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,13 +61,7 @@ def sample(
         budget = Budget(None, None, folds=0)
         return sampled_statistics(problem, plan.sampling, spreads, budget, groups), Scatter(), ""
     with problem.ranks.stage():
-        # A resumed run goes by what was chosen, without another pilot.
-        found: list[Any] = []
-        asked = [plan.sampling.described(), spreads, plan.precision, plan.max_passes]
-        with problem.loop("budget", found, asked) as once:
-            if not once.done:
-                found += astuple(choose_budget(problem, plan, spreads))
-        budget = Budget(*found)
+        budget = choose_budget(problem, plan, spreads)
     budget = problem.ranks.first(budget)
     sums = sampled_statistics(problem, plan.sampling, spreads, budget, groups)
     return sums, Scatter.of(sums), _described(plan, budget)
@@ -143,13 +136,7 @@ def _pilot(problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Bud
     """Probe the first samples; nothing of it enters the results."""
     engine = SampledEngine(problem, plan.sampling, spreads, budget)
     with engine.attached():
-        problem.stream(
-            stepwise(problem, None, engine.probed, engine.total.merge),
-            "pilot",
-            _PILOT_SAMPLES,
-            state=engine.state(),
-            depends_on=[plan.sampling.described(), spreads, astuple(budget), problem.seed],
-        )
+        problem.stream(stepwise(problem, None, engine.probed, engine.total.merge), "pilot", _PILOT_SAMPLES)
     sums = engine.finished()
     seen = sums.statistics.samples
     names = [route.name for route in plan.sampling.layers if plan.methods.get(route.name) == "sampled"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,12 +62,7 @@ def sample_products(
     probes = _FEWEST
     if routes.random:
         with problem.ranks.stage():
-            # A resumed run goes by what was chosen, without another pilot.
-            chosen: list[Any] = []
-            asked = [routes.described(), spreads, plan.precision, plan.max_passes]
-            with problem.loop("directions", chosen, asked) as once:
-                if not once.done:
-                    chosen += _choose(problem, plan, spreads, known, folds)
+            chosen = _choose(problem, plan, spreads, known, folds)
         probes, cheaper = problem.ranks.first(chosen)
         routes.complete |= frozenset(cheaper)
         plan.methods.update({name: "exact" for name in cheaper if name is not None})

@@ -54,7 +54,7 @@ def in_hand(folder: Folder, name: str, doing: str, keys: Sequence[str]) -> Itera
 
     Args:
         folder: The study's.
-        name: Of the work: that of its checkpoint or journal.
+        name: Of the work: that of its checkpoint or record.
         doing: "training" or "measuring".
         keys: Networks, or units of an experiment.
     """
@@ -144,7 +144,7 @@ def _read(path: Path) -> Note | None:
 def _got_further(folder: Folder, note: Note) -> bool:
     """Whether anything was written down of the work since it was begun."""
     begun = _changed(note.path)
-    states = [folder.training / f"{note.path.stem}.pt", *(folder.measuring / note.path.stem).glob("*.pt")]
+    states = [folder.training / f"{note.path.stem}.pt"]
     states += [folder.records / f"{key}.json" for key in note.keys]
     return any(_changed(path) > begun for path in states)
 

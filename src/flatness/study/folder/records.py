@@ -40,8 +40,8 @@ class Folder:
         path: The folder; made when something is written.
 
     Layout: ``study.json`` is the study as it ran, ``records/KEY.json`` a network, ``weights/KEY.safetensors``
-    its weights, ``training/COHORT.pt`` the state of networks that are still training, ``measuring/KEY`` that
-    of a measuring that is not over.
+    its weights, ``training/COHORT.pt`` the state of networks that are still training, ``measuring/`` who is
+    measuring what.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -20,7 +20,7 @@ from flatness.study.configuration import digest
 from flatness.study.experiments.catalogue import experiment
 from flatness.study.folder.in_hand import in_hand
 from flatness.study.folder.records import FAILED, Folder, readable_disk_errors
-from flatness.study.run.work import Orders, end_with, journal_of, reason_of, stamp
+from flatness.study.run.work import Orders, end_with, reason_of, stamp
 from flatness.study.spec.spec import Spec
 from flatness.study.table import PENDING
 from flatness.study.training.train import OutOfTimeError
@@ -47,7 +47,6 @@ def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
     (name, unit), folder = task, Folder(orders.folder)
     key = unit_key(name, unit)
     if folder.record(key) is not None:
-        shutil.rmtree(folder.measuring / key, ignore_errors=True)  # of a run killed just after the record
         return True
     if time.time() > orders.until:
         return False
@@ -55,7 +54,7 @@ def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
     record: dict[str, Any] = {"experiment": name, "unit": dict(unit), **stamp(orders)}
     torch.set_num_threads(1)  # units run side by side
     try:
-        with in_hand(folder, key, "measuring", [key]), journal_of(key, folder, orders):
+        with in_hand(folder, key, "measuring", [key]):
             record |= {"status": DONE, "reason": "", "rows": experiment(name, "the study").work(unit)}
     except OutOfTimeError:
         return False
@@ -69,7 +68,6 @@ def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
     finally:
         torch.set_num_threads(threads)
     folder.write_record(key, {**record, "seconds": round(time.perf_counter() - started, 3)})
-    shutil.rmtree(folder.measuring / key, ignore_errors=True)
     return True
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from flatness.catalogue.registry import select_measures
 from flatness.errors import UndefinedMeasureError
 from flatness.measuring.measure import measure
-from flatness.problem.journal import about
 from flatness.report.report import Report
 from flatness.study.configuration import digest
 from flatness.study.objects import stream_seed
@@ -133,8 +132,7 @@ def _passes(
 def _reports(model: nn.Module, asked: _Pass, notes: list[str]) -> list[Report]:
     """What a pass finds; where a measure has no value for this network, those of the other measures."""
     try:
-        with about(asked.arguments):
-            return [measure(model, asked.data, **asked.arguments)]
+        return [measure(model, asked.data, **asked.arguments)]
     except UndefinedMeasureError as error:
         alone = asked.single()
         if len(alone) == 1:

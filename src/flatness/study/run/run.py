@@ -51,8 +51,8 @@ def run(
     """Train many networks, measure them, and relate flatness to the generalisation gap.
 
     Every network has a record of its own in `out`. A run that is killed is resumed by running it again: what
-    is finished is not done twice, and what is being trained or measured goes on from where it was last
-    written down, `checkpoint_every` seconds ago at most, and the batch or micro-batch in hand.
+    is finished is not done twice, what is being trained goes on from where it was last written down,
+    `checkpoint_every` seconds ago at most, and the one measurement that was running begins anew.
 
     Args:
         spec: The name of a study that comes with the package, the path of a ``.toml`` file, or its content.
@@ -65,7 +65,7 @@ def run(
             nothing left to train measure what the others have trained.
         device: Where to train and measure; None for a GPU where there is one.
         minutes: Time after which to save everything and return what there is.
-        checkpoint_every: Seconds between two checkpoints of networks that are trained or measured.
+        checkpoint_every: Seconds between two checkpoints of networks that are trained.
         retry: Whether networks that failed before are tried again.
         trust: Whether to run code that is named by a study which came from elsewhere: a file in the folder of
             a study that no run of yours wrote, or the `spec` of one that was loaded from there or from an

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,6 @@ from torch import AcceleratorError, Tensor, nn
 
 from flatness.errors import CheckpointError, StudyError
 from flatness.files import set_aside
-from flatness.problem.journal import Journal, about
 from flatness.study.analysis.lines import lines_key, walked
 from flatness.study.configuration import Configuration, digest
 from flatness.study.folder.environment import environment
@@ -32,7 +30,6 @@ from flatness.study.objects import (
     check_same_data,
     load_split,
     make_model,
-    own_code,
     training_targets,
 )
 from flatness.study.run.measuring import measured, measuring_key
@@ -87,9 +84,6 @@ def do_unit(unit: Unit, orders: Orders) -> bool:
             pending = [one for one in unit.configurations if not _final(folder, one, orders)]
             if not unit.trains:
                 return _help(pending, folder, orders)
-            for one in unit.configurations:
-                if one not in pending:  # what a run left that was killed just after it wrote the record
-                    _tidy(folder, one.key)
             if pending:
                 _train(pending, unit, folder, orders)
             for one in pending:
@@ -224,12 +218,7 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
         model = _loaded(one, folder, record.get("weights")).to(split.train[0].device).eval()
         train = (split.train[0], training_targets(split, one))
         loss = one.train.get("loss", "cross_entropy")
-        code = own_code(one.model["name"], one.data["name"])
-        with (
-            in_hand(folder, one.key, "measuring", [one.key]),
-            journal_of(one.key, folder, orders) as journal,
-            about(code, split.digest),
-        ):
+        with in_hand(folder, one.key, "measuring", [one.key]):
             if "evaluation" not in record:
                 record["evaluation"] = evaluation(model, train, split.test, loss)
             if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
@@ -241,7 +230,8 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
 
                     def keep(found: dict[str, Any]) -> None:
                         folder.write_record(one.key, {**record, SO_FAR: found, **stamp(orders)})
-                        journal.forget()
+                        if time.time() > orders.until:
+                            raise OutOfTimeError
 
                     record["measuring"] = measured(model, train, loss, seed, one.key, settings, before, keep)
                     folder.write_record(one.key, {**record, **stamp(orders)})  # lines may take long
@@ -255,36 +245,6 @@ def _finish(one: Configuration, split: Split, folder: Folder, orders: Orders) ->
         _fail(one, folder, orders, "measuring", error, record)
     else:
         folder.write_record(one.key, {**record, **stamp(orders)})
-    _tidy(folder, one.key)
-
-
-def _tidy(folder: Folder, key: str) -> None:
-    """Remove what a measuring kept that is over."""
-    shutil.rmtree(folder.measuring / key, ignore_errors=True)
-
-
-@contextmanager
-def journal_of(key: str, folder: Folder, orders: Orders) -> Iterator[Journal]:
-    """What keeps evaluating and measuring from beginning anew after being killed, or when time is up.
-
-    Args:
-        key: That of the record to be.
-        folder: The study's.
-        orders: How often to write, and where the work runs.
-    """
-
-    @contextmanager
-    def writing() -> Iterator[None]:
-        with readable_disk_errors(folder.path):
-            yield
-        if time.time() > orders.until:
-            raise OutOfTimeError
-
-    with readable_disk_errors(folder.path):
-        journal = Journal(folder.measuring / key, orders.every, writing)
-    here = environment(torch.device(orders.device))
-    with journal.kept(), about(*(here[name] for name in ("code", "torch", "device"))):
-        yield journal
 
 
 class _DamagedWeightsError(StudyError):

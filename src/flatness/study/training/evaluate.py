@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flatness.problem.journal import loop
 from flatness.study.training.losses import LOSSES, correct
 
 _BATCH = 1000
@@ -14,18 +13,12 @@ _BATCH = 1000
 @torch.no_grad()
 def risk_and_accuracy(model: nn.Module, data: tuple[Tensor, Tensor], loss: str) -> tuple[float, float]:
     """Mean loss, summed in float64, and the share of samples classified right (NaN without classes)."""
-    sums, samples = {"loss": 0.0, "right": 0.0}, len(data[0])
-    some = data[0][:: -(-samples // 1000)]
-    asked = [model.state_dict(), dict(model.named_buffers()), loss, samples, some, data[1]]
-    with loop("evaluation", sums, asked) as work:
-        for start in range(samples if work.done else work.start * _BATCH, samples, _BATCH):
-            x, y = (part[start : start + _BATCH] for part in data)
-            output = model(x)
-            sums["loss"] += float(LOSSES[loss](output, y).double().sum())
-            sums["right"] += float(correct(output, y).sum())
-            work.reached(work.position + 1)
-    accuracy = float("nan") if data[1].is_floating_point() else sums["right"] / samples
-    return sums["loss"] / samples, accuracy
+    total, right, samples = 0.0, 0.0, len(data[0])
+    for x, y in zip(*(part.split(_BATCH) for part in data), strict=True):
+        output = model(x)
+        total += float(LOSSES[loss](output, y).double().sum())
+        right += float(correct(output, y).sum())
+    return total / samples, float("nan") if data[1].is_floating_point() else right / samples
 
 
 def evaluation(

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.files import DamagedFileError, read_tensors, set_aside, write_tensors
-from flatness.problem.journal_state import intact, sealed
+from flatness.files import DamagedFileError, intact, read_tensors, sealed, set_aside, write_tensors
 from flatness.study.configuration import Configuration
 from flatness.study.objects import Split, check_same_data, make_model, stream_seed, training_targets
 from flatness.study.training.optimizers import OPTIMIZERS, Optimizer

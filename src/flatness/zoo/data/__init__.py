@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from flatness.errors import DataError, nearest
-from flatness.problem.journal_state import digest_of
+from flatness.files import digest
 from flatness.zoo.data.array_file import ArrayFile
 from flatness.zoo.data.source import SOURCES, Source
 
@@ -125,7 +125,7 @@ def load(
     short = os.path.basename(os.fspath(name))
     counted = None if standardize else limit
     stored = [torch.from_numpy(np.ascontiguousarray(each[:counted])) for each in (raw.inputs, raw.targets)]
-    return Dataset(short, split, inputs, targets, raw.classes, notes, raw.source, digest_of(stored))
+    return Dataset(short, split, inputs, targets, raw.classes, notes, raw.source, digest(stored))
 
 
 def _check_arguments(split: str, limit: int | None) -> None:
