@@ -1,45 +1,4 @@
 """The papers' networks, ready to train and to measure: `build` makes one by name."""
 
-from flatness.zoo.models import (
-    MODELS,
-    SCHEMES,
-    build,
-    initialize,
-    lenet5,
-    lenet5_mnist,
-    mlp,
-    petzka2019_mnist,
-    petzka2021_synthetic,
-    rangamani2019_alexnet,
-    rangamani2019_c1,
-    rangamani2019_f1,
-    rangamani2019_lenet,
-    rangamani2019_mnist_fc,
-    rangamani2019_vgg16,
-    resnet18,
-    tsuzuku2020_mlp,
-    wide_resnet,
-    wide_resnet_16_4,
-)
-
-__all__ = [
-    "MODELS",
-    "SCHEMES",
-    "build",
-    "initialize",
-    "lenet5",
-    "lenet5_mnist",
-    "mlp",
-    "petzka2019_mnist",
-    "petzka2021_synthetic",
-    "rangamani2019_alexnet",
-    "rangamani2019_c1",
-    "rangamani2019_f1",
-    "rangamani2019_lenet",
-    "rangamani2019_mnist_fc",
-    "rangamani2019_vgg16",
-    "resnet18",
-    "tsuzuku2020_mlp",
-    "wide_resnet",
-    "wide_resnet_16_4",
-]
+from flatness.zoo.models import *  # noqa: F403
+from flatness.zoo.models import __all__ as __all__

@@ -52,11 +52,9 @@ def data_set_names() -> list[str]:
 
 def model_names() -> list[str]:
     """Names of the networks in `flatness.models`, read from the source."""
-    for tree in _sources("zoo/models"):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_FACTORIES":
-                return [name.id for name in ast.walk(node.value or node) if isinstance(name, ast.Name)]
-    return []
+    assigned = (node for tree in _sources("zoo/models") for node in tree.body if isinstance(node, ast.Assign))
+    lists = [node.value for node in assigned if ast.unparse(node.targets[0]) == "__all__"]
+    return [name for names in lists[1:] for name in ast.literal_eval(names)]  # the first is the package's
 
 
 def _calls(package: str, function: str) -> Iterator[ast.Call]:

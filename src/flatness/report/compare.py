@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from flatness.catalogue.registry import get_measure
-from flatness.errors import MeasureError, ReportError, listed
-from flatness.report.comparison import VERDICTS, Comparison, Group, Pair, address
+from flatness.errors import ReportError, listed
+from flatness.report.comparison import VERDICTS, Address, Comparison, Group, Pair, address, declared
 from flatness.report.report import Report, Result
 
 __all__ = ["Comparison", "compare"]
@@ -54,28 +55,51 @@ def compare(report_a: Reports, report_b: Reports, *, names: tuple[str, str] = ("
         >>> frame.loc[frame.measure == "layer_flatness_trace", "flatter"].tolist()
         ['A', 'A', 'A']
     """
-    sides = tuple(_listed(given) for given in (report_a, report_b))
-    names = _checked_names(names)
-    reports = [report for side in sides for report in side]
-    _check_shared(reports)
-    for side, name in zip(sides, names, strict=True):
-        _check_different(side, name)
-    left = _left_out(sides, names)
-    held = [{address(row): row for row in report.results if row.level != "unit"} for report in reports]
-    shared = [key for key in held[0] if all(key in rows for rows in held)]
-    kept = [key for key in shared if key[0] not in left.measures and not (left.sums and _is_aggregate(key))]
+    sides = _Sides(_listed(report_a), _listed(report_b), _checked_names(names))
+    _check_shared(sides.reports)
+    _check_different(sides.a, sides.names[0])
+    _check_different(sides.b, sides.names[1])
+    differing, layers = _differing_measures(sides), _differing_layers(sides)
+    left_out = [f"{name} is left out: {why}" for name, why in differing.items()]
+    left_out += [f"sums and maxima over layers are left out: {layers}"] if layers else []
+    shared = [key for key in sides.rows[0] if all(key in rows for rows in sides.rows)]
+    kept = [key for key in shared if key[0] not in differing and not (layers and _is_aggregate(key))]
     if not kept:
-        raise ReportError(_nothing_left(left, bool(shared)))
-    first = len(sides[0])
-    pairs = [
-        Pair(
-            Group(tuple(rows[key] for rows in held[:first])), Group(tuple(rows[key] for rows in held[first:]))
-        )
-        for key in kept
-    ]
-    compared = list(dict.fromkeys(key[0] for key in kept))
-    notes = [*left.words(), *_missing(reports), *_warnings(sides, names, compared, pairs)]
-    return Comparison(tuple(pairs), names, tuple(notes))
+        raise ReportError(_nothing_left(left_out, bool(shared)))
+    pairs = tuple(map(sides.pair, kept))
+    notes = (*left_out, *_missing(sides.reports), *_warnings(sides, pairs))
+    return Comparison(pairs, sides.names, notes)
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The reports to compare, checked: those of A, those of B, and what the two are called."""
+
+    a: tuple[Report, ...]
+    b: tuple[Report, ...]
+    names: tuple[str, str]
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """Those of both sides."""
+        return self.a + self.b
+
+    @functools.cached_property
+    def rows(self) -> list[dict[Address, Result]]:
+        """What each report holds about layers and the network."""
+        return [
+            {address(row): row for row in report.results if row.level != "unit"} for report in self.reports
+        ]
+
+    def pair(self, key: Address) -> Pair:
+        """One quantity on both sides."""
+        values = [rows[key] for rows in self.rows]
+        return Pair(Group(tuple(values[: len(self.a)])), Group(tuple(values[len(self.a) :])))
+
+    def contrasted(self, values: Sequence[str]) -> str:
+        """Which side has what, from a value per report: every pair of a name and a value once."""
+        labels = [self.names[0]] * len(self.a) + [self.names[1]] * len(self.b)
+        return "; ".join(dict.fromkeys(map("{}: {}".format, labels, values)))
 
 
 def _checked_names(names: Any) -> tuple[str, str]:
@@ -96,9 +120,8 @@ def _checked_names(names: Any) -> tuple[str, str]:
 def _listed(given: Any) -> tuple[Report, ...]:
     """The reports of one side."""
     found = (given,) if isinstance(given, Report) else given
-    if not isinstance(found, Sequence) or isinstance(found, str | bytes) or not found:
-        what = "an empty list" if isinstance(found, list | tuple) else type(given).__name__
-    else:
+    what = "an empty list" if isinstance(found, list | tuple) else type(given).__name__
+    if isinstance(found, Sequence) and not isinstance(found, str | bytes) and found:
         odd = [type(one).__name__ for one in found if not isinstance(one, Report)]
         if not odd:
             return tuple(found)
@@ -145,42 +168,45 @@ def _check_different(side: Sequence[Report], name: str) -> None:
         )
 
 
-class _LeftOut:
-    """What cannot be compared: measures with the reason, and sums over layers that are not the same."""
-
-    def __init__(self) -> None:
-        self.measures: dict[str, str] = {}
-        self.sums = ""
-
-    def words(self) -> list[str]:
-        """A sentence for each."""
-        found = [f"{name} is left out: {why}" for name, why in self.measures.items()]
-        return found + ([f"sums and maxima over layers are left out: {self.sums}"] if self.sums else [])
-
-
-def _left_out(sides: Sequence[Sequence[Report]], names: Sequence[str]) -> _LeftOut:
-    found = _LeftOut()
-    labelled = [(name, report) for name, side in zip(names, sides, strict=True) for report in side]
-    reports = [report for _, report in labelled]
-    for measure in dict.fromkeys(row.measure for row in reports[0].results):
-        options = [_options(report).get(measure) for report in reports]
-        known = [one for one in options if one is not None]
-        facts = [
-            ("its losses differ", [_words(_of(report, measure, "loss")) for report in reports]),
-            ("its curvatures differ", [_words(_of(report, measure, "curvature")) for report in reports]),
-        ]
-        if len(known) == len(reports):
-            changed = {key for one in known for key in one if any(one.get(key) != o.get(key) for o in known)}
-            facts.append(("its options differ", [_settings(one, changed) for one in known]))
-        for what, values in facts:
-            if len({value for value in values if value}) > 1:
-                found.measures[measure] = f"{what} ({_contrasted(labelled, values)})"
-                break
-    if len({str(report.meta.get("parameters")) for report in reports}) == 1:
-        layers = [listed(report.layers()) for report in reports]
-        if len(set(layers)) > 1 and any(_is_aggregate(address(row)) for row in reports[0].results):
-            found.sums = f"other layers were measured ({_contrasted(labelled, layers)})"
+def _differing_measures(sides: _Sides) -> dict[str, str]:
+    """Measures that were not computed alike, each with what differs."""
+    found: dict[str, str] = {}
+    for measure in dict.fromkeys(row.measure for row in sides.reports[0].results):
+        facts = {
+            "losses": [_of(report, measure, "loss") for report in sides.reports],
+            "curvatures": [_of(report, measure, "curvature") for report in sides.reports],
+            "options": _changed_options(sides.reports, measure),
+        }
+        what = next((what for what, values in facts.items() if len(set(values) - {""}) > 1), None)
+        if what is not None:
+            found[measure] = f"its {what} differ ({sides.contrasted(facts[what])})"
     return found
+
+
+def _differing_layers(sides: _Sides) -> str:
+    """Which layers were measured, where networks of the same parameters differ in that; else empty."""
+    layers = [listed(report.layers()) for report in sides.reports]
+    summed = any(map(_is_aggregate, sides.rows[0]))
+    if not summed or len(set(layers)) == 1 or _have_different_parameters(sides.reports):
+        return ""
+    return f"other layers were measured ({sides.contrasted(layers)})"
+
+
+def _have_different_parameters(reports: Sequence[Report]) -> bool:
+    return len({str(report.meta.get("parameters")) for report in reports}) > 1
+
+
+def _changed_options(reports: Sequence[Report], measure: str) -> list[str]:
+    """Options of a measure that are not the same in all reports; none where a report does not know them.
+
+    A report records the options of measures that have any.
+    """
+    if any(_is_old(report) or not _of(report, measure, "measure") for report in reports):
+        return []
+    options = [report.meta["options"].get(measure, {}) for report in reports]
+    keys = sorted(set().union(*options))
+    changed = [key for key in keys if any(one.get(key) != options[0].get(key) for one in options)]
+    return [", ".join(f"{key} {one.get(key)}" for key in changed) for one in options]
 
 
 def _missing(reports: Sequence[Report]) -> list[str]:
@@ -190,42 +216,21 @@ def _missing(reports: Sequence[Report]) -> list[str]:
     return [f"not in every report and left out: {listed(some)}"] if some else []
 
 
-def _contrasted(labelled: Sequence[tuple[str, Report]], values: Sequence[str]) -> str:
-    """Which side has what: every pair of a name and a value once."""
-    said = dict.fromkeys(f"{name}: {value}" for (name, _), value in zip(labelled, values, strict=True))
-    return "; ".join(said)
+def _of(report: Report, measure: str, fact: str) -> str:
+    rows = [row for row in report.results if row.measure == measure and row.level != "unit"]
+    return ", ".join(sorted({getattr(row, fact) for row in rows} - {""}))
 
 
-def _options(report: Report) -> Mapping[str, Mapping[str, Any]]:
-    """Options by measure as reports record them; a measure without any has an empty table."""
-    recorded = report.meta.get("options")
-    if recorded is None:
-        return {}
-    return {row.measure: recorded.get(row.measure, {}) for row in report.results}
-
-
-def _of(report: Report, measure: str, fact: str) -> set[str]:
-    return {getattr(row, fact) for row in report.results if row.measure == measure and row.level != "unit"}
-
-
-def _words(values: Iterable[str]) -> str:
-    return ", ".join(sorted(value for value in values if value))
-
-
-def _settings(options: Mapping[str, Any], changed: Iterable[str]) -> str:
-    return ", ".join(f"{key} {options.get(key)}" for key in sorted(changed))
-
-
-def _is_aggregate(key: tuple[str, str, str | None, str | None]) -> bool:
+def _is_aggregate(key: Address) -> bool:
     """Whether a row is a sum or maximum over the measured layers."""
     return key[1] == "network" and key[3] is not None
 
 
-def _nothing_left(left: _LeftOut, shared: bool) -> str:
+def _nothing_left(left_out: Sequence[str], shared: bool) -> str:
     if shared:
         return (
             "Expected two reports with values that can be compared but none is left: "
-            f"{'; '.join(left.words())}. Measure both with the same options=, measures= and layers=."
+            f"{'; '.join(left_out)}. Measure both with the same options=, measures= and layers=."
         )
     return (
         "Expected two reports with measures and layers in common but they share none. Measure both with the "
@@ -233,34 +238,32 @@ def _nothing_left(left: _LeftOut, shared: bool) -> str:
     )
 
 
-def _warnings(
-    sides: Sequence[Sequence[Report]], names: Sequence[str], measures: Sequence[str], pairs: Sequence[Pair]
-) -> list[str]:
+def _warnings(sides: _Sides, pairs: Sequence[Pair]) -> list[str]:
     """What to beware of in the values that are compared."""
-    reports = [report for side in sides for report in side]
-    found = _similar_risks(sides, names)
-    if len({str(report.meta.get("parameters")) for report in reports}) > 1:
+    found = _similar_risks(sides)
+    if _have_different_parameters(sides.reports):
         found.append("the networks have different parameters: their values are on different scales")
-    old = any(map(_is_old, reports))
-    taking = [name for name in measures if _has_options(name)]
-    if old and taking:
-        found.append(
-            f"not every report recorded the options of {listed(taking)}: they are taken to be the same; "
-            "measure again to be sure"
-        )
-    if old and any(_alignment(report) for report in reports):
-        found.append(
-            "not every report recorded how outputs and labels are paired: this is taken to be the same; "
-            "measure again to be sure"
-        )
-    found += _data_errors(pairs, names)
-    rows: list[Result] = [row for pair in pairs for side in (pair.a, pair.b) for row in side.results]
-    sizes = [len(side) for side in sides]
-    if max(sizes) > 1 and min(sizes) == 1:
-        single = names[sizes.index(1)]
+    if any(map(_is_old, sides.reports)):
+        found += _unrecorded(sides.reports, pairs)
+    found += _data_errors(pairs, sides.names)
+    if (len(sides.a) == 1) != (len(sides.b) == 1):
+        single = sides.names[0 if len(sides.a) == 1 else 1]
         found.append(f"{single} is a single network: its spread is taken to be that of the others")
-    if any(not math.isfinite(row.value) for row in rows):
+    if any(not math.isfinite(row.value) for pair in pairs for row in pair.a.results + pair.b.results):
         found.append("values that are not finite are undecided")
+    return found
+
+
+def _unrecorded(reports: Sequence[Report], pairs: Sequence[Pair]) -> list[str]:
+    """What reports of earlier versions do not know."""
+    taken = "taken to be the same; measure again to be sure"
+    measures = [(name, declared(name)) for name in dict.fromkeys(pair.measure for pair in pairs)]
+    taking = [name for name, measure in measures if measure is not None and measure.options]
+    found = []
+    if taking:
+        found.append(f"not every report recorded the options of {listed(taking)}: they are {taken}")
+    if any(_alignment(report) for report in reports):
+        found.append(f"not every report recorded how outputs and labels are paired: this is {taken}")
     return found
 
 
@@ -285,27 +288,21 @@ def _knows_data(row: Result) -> bool:
     return row.data_stderr is not None
 
 
-def _similar_risks(sides: Sequence[Sequence[Report]], names: Sequence[str]) -> list[str]:
+def _similar_risks(sides: _Sides) -> list[str]:
     """The second rule of comparing: similar training losses."""
-    risks = []
-    for side in sides:
-        known = [math.nan if (risk := report.meta.get("risk")) is None else risk for report in side]
-        risks.append(math.fsum(known) / len(known))
+    a, b = risks = [_mean_risk(sides.a), _mean_risk(sides.b)]
     small, large = sorted(map(abs, risks))
-    if not all(map(math.isfinite, risks)) or (risks[0] * risks[1] >= 0 and large < _FACTOR * small):
+    similar = large == 0 or (a * b >= 0 and large < _FACTOR * small)
+    if similar or not math.isfinite(a + b):
         return []
-    if large == 0:
-        return []
-    times = f" by a factor of {large / small:.3g}" if small > 0 and risks[0] * risks[1] > 0 else ""
-    shown = ", ".join(f"{name} {risk:.4g}" for name, risk in zip(names, risks, strict=True))
+    times = f" by a factor of {large / small:.3g}" if a * b > 0 else ""
+    shown = ", ".join(f"{name} {risk:.4g}" for name, risk in zip(sides.names, risks, strict=True))
     return [
         f"the training losses differ{times} ({shown}): curvature falls with the loss whatever the minimum is "
         "like, so flatter may only mean trained further; normalized_sharpness takes most of that out"
     ]
 
 
-def _has_options(name: str) -> bool:
-    try:
-        return bool(get_measure(name).options)
-    except MeasureError:
-        return False
+def _mean_risk(reports: Sequence[Report]) -> float:
+    risks = [report.meta.get("risk") for report in reports]
+    return math.fsum(math.nan if risk is None else risk for risk in risks) / len(risks)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from flatness.catalogue.measure import Measure
 from flatness.catalogue.registry import get_measure
 from flatness.errors import MeasureError
 from flatness.files import json_text, write_text
@@ -145,7 +146,8 @@ class Pair:
 
     def verdict(self, names: Sequence[str]) -> str:
         """Which is flatter, "equal" or "undecided"; empty for what is no flatness."""
-        if not _is_flatness(self.measure):
+        measure = declared(self.measure)
+        if measure is not None and not measure.flatness:
             return ""
         a, b = self.a.value, self.b.value
         if math.isnan(self.z):
@@ -230,11 +232,11 @@ class Comparison:
         """
         said = {name: self._said(name) for name in dict.fromkeys(pair.measure for pair in self.pairs)}
         said = {name: word for name, word in said.items() if word}
-        invariant = {name: word for name, word in said.items() if _is_invariant(name)}
+        invariant = [word for name, word in said.items() if _is_invariant(name)]
         if not said:
             return "No measure of flatness is compared."
         kind = "that rescaling layers leaves unchanged" if invariant else "that rescaling layers changes"
-        return _sentence(Counter((invariant or said).values()), self.names, kind)
+        return _sentence(Counter(invariant or said.values()), self.names, kind)
 
     def _said(self, measure: str) -> str:
         pairs = [pair for pair in self.pairs if pair.measure == measure]
@@ -271,10 +273,13 @@ class Comparison:
     __repr__ = __str__
 
 
+Address = tuple[str, str, str | None, str | None]
+"""Measure, level, layer and reduction: what a row is about."""
+
 _ADDRESS = ("measure", "level", "layer", "reduction")
 
 
-def address(row: Result) -> tuple[str, str, str | None, str | None]:
+def address(row: Result) -> Address:
     """What a row is about."""
     return row.measure, row.level, row.layer, row.reduction
 
@@ -323,15 +328,14 @@ def _needed(df: float) -> float:
     return float(stdtrit(df, ndtr(_SIGNIFICANT)))
 
 
-def _is_flatness(name: str) -> bool:
-    try:
-        return get_measure(name).flatness
-    except MeasureError:
-        return True
-
-
 def _is_invariant(name: str) -> bool:
+    measure = declared(name)
+    return measure is not None and "layerwise" in measure.invariances
+
+
+def declared(name: str) -> Measure | None:
+    """What is declared about a measure; None of one that is not in the catalogue any more."""
     try:
-        return "layerwise" in get_measure(name).invariances
+        return get_measure(name)
     except MeasureError:
-        return False
+        return None

@@ -97,12 +97,14 @@ class Result:
         """The value."""
         return self.value
 
+    @property
+    def address(self) -> dict[str, str | int | None]:
+        """What tells the row from the others of its measure: layer, unit, reduction."""
+        return {"layer": self.layer, "unit": self.unit, "reduction": self.reduction}
+
     def where(self) -> str:
         """The row's address in words: ``layer='fc1', reduction='sum'``."""
-        return (
-            _asked({"layer": self.layer, "unit": self.unit, "reduction": self.reduction})
-            or "the whole network"
-        )
+        return _words(self.address) or "the whole network"
 
     def subject(self) -> str:
         """What the number is about, for sentences: ``fc1``, ``unit 3 of fc1``, ``the network (sum)``."""
@@ -160,26 +162,28 @@ class Report:
         Raises:
             ReportError: When no row or several match; the message lists the candidates.
         """
-        rows = [row for row in self.results if row.measure == measure]
-        if not rows:
-            known = list(dict.fromkeys(row.measure for row in self.results))
-            raise ReportError(
-                f"Expected a measure of this report but got {measure!r}.{nearest(measure, known)} "
-                f"It holds: {listed(known, 40) or 'nothing'}."
-            )
+        rows = self._rows_of(measure)
         given = {"layer": layer, "unit": unit, "reduction": reduction}
-        matching = [
-            row for row in rows if all(v is None or getattr(row, key) == v for key, v in given.items())
-        ]
-        whole = [row for row in matching if all(getattr(row, key) == value for key, value in given.items())]
-        if len(whole) == 1:
-            return whole[0]
-        if len(matching) == 1:
-            return matching[0]
+        asked = {key: value for key, value in given.items() if value is not None}
+        matching = [row for row in rows if asked.items() <= row.address.items()]
+        whole = [row for row in matching if row.address == given]
+        found = whole if len(whole) == 1 else matching
+        if len(found) == 1:
+            return found[0]
         candidates = [row.where() for row in (matching or rows) if row.unit is None or unit is not None]
         raise ReportError(
-            f"Expected {measure!r} with {_asked(given) or 'no further choice'} to name one row but "
+            f"Expected {measure!r} with {_words(asked) or 'no further choice'} to name one row but "
             f"{len(matching)} match. Choose one of: {listed(candidates, separator='; ')}."
+        )
+
+    def _rows_of(self, measure: str) -> list[Result]:
+        rows = [row for row in self.results if row.measure == measure]
+        if rows:
+            return rows
+        known = list(dict.fromkeys(row.measure for row in self.results))
+        raise ReportError(
+            f"Expected a measure of this report but got {measure!r}.{nearest(measure, known)} "
+            f"It holds: {listed(known, 40) or 'nothing'}."
         )
 
     def value(
@@ -250,5 +254,5 @@ def _row(entry: dict[str, Any]) -> Result:
     return Result(**{**known, "notes": tuple(known.get("notes", ()))})
 
 
-def _asked(address: dict[str, Any]) -> str:
+def _words(address: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in address.items() if value is not None)

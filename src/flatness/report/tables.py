@@ -166,28 +166,21 @@ def title(report: Any) -> str:
     meta = report.meta
     if not meta:
         return ""
-    samples = meta.get("samples", "?")
-    parts = [
+    samples, methods = meta.get("samples", "?"), {row.method for row in report.results}
+    sampled = "± is the standard error of sampled values" if "sampled" in methods else ""
+    facts = [
         f"{samples:,} samples" if isinstance(samples, int) else f"{samples} samples",
         meta.get("loss", ""),
+        "" if meta.get("risk") is None else f"risk {meta['risk']:.4g}",
+        "" if meta.get("curvature", "hessian") == "hessian" else "Gauss-Newton part only",
+        "all values exact" if methods <= {"exact"} else "",
+        DATA_ERRORS if has_data_errors(report) else sampled,
+        "values by ascent are lower bounds" if "ascent" in methods else "",
     ]
-    if meta.get("risk") is not None:
-        parts.append(f"risk {meta['risk']:.4g}")
-    if meta.get("curvature", "hessian") != "hessian":
-        parts.append("Gauss-Newton part only")
-    methods = {row.method for row in report.results}
-    if methods <= {"exact"}:
-        parts.append("all values exact")
-    if has_data_errors(report):
-        parts.append(DATA_ERRORS)
-    elif "sampled" in methods:
-        parts.append("± is the standard error of sampled values")
-    if "ascent" in methods:
-        parts.append("values by ascent are lower bounds")
     name = str(meta.get("model", "model"))
     name = f"{meta['checkpoint']}, {name}" if "checkpoint" in meta else name
     name = f"{name} on {meta['data']}" if "data" in meta else name
-    return f"{name}: {', '.join(part for part in parts if part)}"
+    return f"{name}: {', '.join(filter(None, facts))}"
 
 
 def heading(column: str) -> list[str]:
@@ -254,13 +247,13 @@ def format_table(
     rows = [list(row) for row in rows]
     sizes = _sizes(columns, rows, width)
     blocks = _blocks(sizes, width)
-    parts = []
-    for block in blocks:
-        cells = [[row[place] for place in block] if row else [] for row in rows]
-        if len(blocks) > 1:
-            cells = [row for row in cells if not row or any(row[1:])]
-        parts.append(_rendered([columns[place] for place in block], cells, [sizes[place] for place in block]))
-    return "\n\n".join(parts)
+    return "\n\n".join(_rendered(columns, _cells(rows, block, blocks), sizes, block) for block in blocks)
+
+
+def _cells(rows: list[list[str]], block: list[int], blocks: list[list[int]]) -> list[list[str]]:
+    """The cells of a block of columns; of several blocks, without the rows that are empty in this one."""
+    cells = [[row[place] for place in block] if row else [] for row in rows]
+    return cells if len(blocks) == 1 else [row for row in cells if not row or any(row[1:])]
 
 
 def shortened(text: str, longest: int, place: str = "start") -> str:
@@ -305,7 +298,9 @@ def _blocks(sizes: Sequence[int], width: int | None) -> list[list[int]]:
     return blocks
 
 
-def _rendered(columns: Sequence[Column], rows: Sequence[Sequence[str]], sizes: Sequence[int]) -> str:
+def _rendered(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], sizes: Sequence[int], block: Sequence[int]
+) -> str:
     """A block of columns as text, without colours."""
     from rich.box import Box
     from rich.console import Console
@@ -314,6 +309,7 @@ def _rendered(columns: Sequence[Column], rows: Sequence[Sequence[str]], sizes: S
 
     # A rule below the headings and where a section ends, and nothing else.
     box = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
+    columns, sizes = [columns[place] for place in block], [sizes[place] for place in block]
     headed = any(column.heading for column in columns)
     table = Table(box=box, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_header=headed)
     for column, size in zip(columns, sizes, strict=True):

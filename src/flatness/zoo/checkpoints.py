@@ -159,33 +159,25 @@ def _culprit(error: Exception) -> str:
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    """The dictionary of tensors inside what was read."""
+    """The dictionary of tensors inside what was read, which may be up to two dictionaries deep."""
     for _ in range(2):
-        if (
-            isinstance(content, Mapping)
-            and content
-            and all(isinstance(value, Tensor) for value in content.values())
-        ):
-            return {str(name): value for name, value in content.items()}
-        inner = [
-            content[key]
-            for key in _INSIDE
-            if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)
-        ]
+        inner = [content[key] for key in _INSIDE if isinstance(_entries(content).get(key), Mapping)]
         if not inner:
             break
         content = inner[0]
-    if isinstance(content, Mapping):
-        tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-        if tensors:
-            return tensors
-        found = f"a dictionary with {listed(content, 6) or 'nothing'}"
-    else:
-        found = type(content).__name__
+    tensors = {str(name): value for name, value in _entries(content).items() if isinstance(value, Tensor)}
+    if tensors:
+        return tensors
+    named = f"a dictionary with {listed(content, 6) or 'nothing'}"
+    found = named if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
         f"Expected a dictionary of tensors, perhaps under {listed(_INSIDE)}, but {path} holds {found}. "
         "Save model.state_dict()."
     )
+
+
+def _entries(content: Any) -> Mapping[Any, Any]:
+    return content if isinstance(content, Mapping) else {}
 
 
 def fit_checkpoint(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> list[str]:

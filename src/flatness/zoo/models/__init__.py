@@ -15,44 +15,17 @@ from collections.abc import Callable
 from torch import nn
 
 from flatness.errors import ModelError, nearest
-from flatness.zoo.models.convolutional import (
-    lenet5,
-    lenet5_mnist,
-    rangamani2019_alexnet,
-    rangamani2019_c1,
-    rangamani2019_lenet,
-    rangamani2019_vgg16,
-)
-from flatness.zoo.models.fully_connected import (
-    mlp,
-    petzka2019_mnist,
-    petzka2021_synthetic,
-    rangamani2019_f1,
-    rangamani2019_mnist_fc,
-    tsuzuku2020_mlp,
-)
+from flatness.zoo.models import convolutional, fully_connected, residual
+from flatness.zoo.models.convolutional import *  # noqa: F403
+from flatness.zoo.models.fully_connected import *  # noqa: F403
 from flatness.zoo.models.initial import SCHEMES, initialize
-from flatness.zoo.models.residual import resnet18, wide_resnet, wide_resnet_16_4
+from flatness.zoo.models.residual import *  # noqa: F403
 
-_FACTORIES: tuple[Callable[..., nn.Module], ...] = (
-    mlp,
-    petzka2019_mnist,
-    petzka2021_synthetic,
-    tsuzuku2020_mlp,
-    rangamani2019_f1,
-    rangamani2019_mnist_fc,
-    lenet5,
-    lenet5_mnist,
-    rangamani2019_c1,
-    rangamani2019_lenet,
-    rangamani2019_alexnet,
-    rangamani2019_vgg16,
-    wide_resnet,
-    wide_resnet_16_4,
-    resnet18,
-)
-
-MODELS: dict[str, Callable[..., nn.Module]] = {factory.__name__: factory for factory in _FACTORIES}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    name: getattr(module, name)
+    for module in (convolutional, fully_connected, residual)
+    for name in module.__all__
+}
 """Every factory of this package, by name."""
 
 
@@ -83,24 +56,7 @@ def build(name: str, **options: object) -> nn.Module:
     return factory(**options)
 
 
-__all__ = [
-    "MODELS",
-    "SCHEMES",
-    "build",
-    "initialize",
-    "lenet5",
-    "lenet5_mnist",
-    "mlp",
-    "petzka2019_mnist",
-    "petzka2021_synthetic",
-    "rangamani2019_alexnet",
-    "rangamani2019_c1",
-    "rangamani2019_f1",
-    "rangamani2019_lenet",
-    "rangamani2019_mnist_fc",
-    "rangamani2019_vgg16",
-    "resnet18",
-    "tsuzuku2020_mlp",
-    "wide_resnet",
-    "wide_resnet_16_4",
-]
+__all__ = ["MODELS", "SCHEMES", "build", "initialize"]
+__all__ += convolutional.__all__
+__all__ += fully_connected.__all__
+__all__ += residual.__all__

@@ -15,6 +15,15 @@ from torch import nn
 from flatness.errors import ModelError
 from flatness.zoo.models.initial import seeded
 
+__all__ = [
+    "lenet5",
+    "lenet5_mnist",
+    "rangamani2019_c1",
+    "rangamani2019_lenet",
+    "rangamani2019_alexnet",
+    "rangamani2019_vgg16",
+]
+
 
 def _classifier(
     sizes: Sequence[int], first_relu: int, bias: bool, dropout: float = 0.0

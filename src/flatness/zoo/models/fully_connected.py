@@ -15,6 +15,15 @@ from torch import nn
 from flatness.errors import ModelError, nearest
 from flatness.zoo.models.initial import seeded
 
+__all__ = [
+    "mlp",
+    "petzka2019_mnist",
+    "petzka2021_synthetic",
+    "tsuzuku2020_mlp",
+    "rangamani2019_f1",
+    "rangamani2019_mnist_fc",
+]
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
     "leaky_relu": nn.LeakyReLU,

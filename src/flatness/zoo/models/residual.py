@@ -14,6 +14,8 @@ from torch import nn
 from flatness.errors import ModelError
 from flatness.zoo.models.initial import seeded
 
+__all__ = ["wide_resnet", "wide_resnet_16_4", "resnet18"]
+
 
 class PreActivationBlock(nn.Module):
     """bn1, relu1, conv1, bn2, relu2, conv2, plus the input (Zagoruyko & Komodakis 2016, Fig. 1, "basic").
