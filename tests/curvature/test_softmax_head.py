@@ -6,9 +6,8 @@ import torch.nn.functional as F
 
 import flatness
 from flatness.curvature.sums.exact import exact_statistics
-from flatness.curvature.sums.layer_sums import PlainSums
+from flatness.curvature.sums.layer_sums import PlainSums, SoftmaxHead
 from flatness.curvature.sums.routes import LayerRoute, Routes
-from flatness.curvature.sums.softmax_head import SoftmaxHead
 from flatness.losses import resolve_loss
 from flatness.network.layers import LinearLayer
 from flatness.problem.problem import Problem
@@ -81,7 +80,7 @@ def test_chunks_of_rows_add_up(monkeypatch):
     layer, phi, logits = head(n=23)
     a = torch.ones(23, dtype=torch.float64)
     whole = SoftmaxHead(layer, NEEDS, torch.ones(5)).sums(phi, logits, a)
-    monkeypatch.setattr("flatness.curvature.sums.softmax_head._CHUNK", 4 * logits.shape[1])
+    monkeypatch.setattr("flatness.curvature.sums.layer_sums._CHUNK", 4 * logits.shape[1])
     parts = SoftmaxHead(layer, NEEDS, torch.ones(5)).sums(phi, logits, a)
     for name in whole:
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-12, atol=1e-14)
@@ -97,7 +96,7 @@ def test_a_large_weight_is_centred_only_where_its_mean_matters(shift, monkeypatc
     p, W64 = logits.double().softmax(1), W.double()
     variance = p @ W64.square().sum(1) - (p @ W64).square().sum(1)
     expected = (phi.double().square().sum(1) * variance).sum().item()
-    monkeypatch.setattr("flatness.curvature.sums.softmax_head._LARGE", 0)
+    monkeypatch.setattr("flatness.curvature.sums.softmax_rows.LARGE", 0)
     layer = LinearLayer("head", module)
     sums = SoftmaxHead(layer, frozenset({"relative"}), None).sums(phi, logits, torch.ones(9))
     # uncentred, a mean 30 times the spread would cost three of float32's seven digits
@@ -118,7 +117,7 @@ def test_many_classes_match_the_closed_form():
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_risk_of_many_classes_needs_no_pass_of_its_own(weighted, monkeypatch):
     monkeypatch.setattr("flatness.curvature.sums.exact._MANY_CLASSES", 3)
-    monkeypatch.setattr("flatness.curvature.sums.softmax_head._CHUNK", 4 * 7)
+    monkeypatch.setattr("flatness.curvature.sums.layer_sums._CHUNK", 4 * 7)
     torch.manual_seed(4)
     module, phi = torch.nn.Linear(5, 7).double(), 20 * torch.randn(30, 5, dtype=torch.float64)
     y = torch.randint(7, (30,))

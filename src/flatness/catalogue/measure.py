@@ -39,7 +39,7 @@ class LayerView:
     Attributes:
         name: The layer's name.
         weight: The weight (G, d, m) in the dtype it was measured in; `W` is the same in float64.
-        statistics: Means over the data, penalty included, by name (see `flatness.curvature.sums.statistics`).
+        statistics: Means over the data, penalty included, by name (see `flatness.curvature.sums.kinds`).
         spectra: Largest eigenvalues, penalty included: "layer_eigenvalue", "row_eigenvalues".
         options: The measure's own options.
         taps: Columns of W per input unit (kernel positions of a convolution).

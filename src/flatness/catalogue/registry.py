@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatness.catalogue.measure import NETWORK_NEEDS, SPECTRA, Level, Measure
-from flatness.curvature.sums.statistics import LAYER_STATISTICS
+from flatness.curvature.sums.kinds import STATISTICS
 from flatness.errors import MeasureError, OptionError, listed, nearest
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"max": torch.max, "sum": torch.sum}
@@ -57,11 +57,11 @@ def _check_declaration(measure: Measure) -> None:
         raise MeasureError(
             f"Expected a name that means nothing else but got {measure.name!r}. Choose another."
         )
-    unknown = sorted(measure.needs - LAYER_STATISTICS - SPECTRA)
+    unknown = sorted(measure.needs - STATISTICS.keys() - SPECTRA)
     if unknown:
         raise MeasureError(
             f"Expected {measure.name!r} to need statistics the engine has but got {listed(unknown)}. "
-            f"Known: {listed(sorted(LAYER_STATISTICS | SPECTRA), 20)}."
+            f"Known: {listed(sorted(STATISTICS.keys() | SPECTRA), 20)}."
         )
     for what, given, known, advice in (
         ("network_needs", measure.network_needs, sorted(NETWORK_NEEDS), "Leave it out."),

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.sums.groups import SampleGroups, stepwise
-from flatness.curvature.sums.layer_sums import LayerSums, PlainSums, PositionSums
+from flatness.curvature.sums.layer_sums import LayerSums, PlainSums, PositionSums, SoftmaxHead
 from flatness.curvature.sums.routes import LayerRoute, Routes
-from flatness.curvature.sums.softmax_head import SoftmaxHead
 from flatness.curvature.sums.statistics import Statistics
 from flatness.losses import Items
 from flatness.network.affine import AffineModule
@@ -242,7 +241,7 @@ def _add_passes(
 
 def sums_of(route: LayerRoute, x: Tensor, n: int, spread: Tensor | None) -> LayerSums:
     """What sums a layer's statistics over the samples of a micro-batch."""
-    if route.layer.plain and route.positions == 1:
+    if route.plain:
         return PlainSums(route.layer, route.needs, x.reshape(n, -1), spread)
     return PositionSums(route.layer, route.needs, x, n, spread)
 

@@ -20,13 +20,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from flatness.curvature.sums.kinds import STATISTICS
+from flatness.curvature.sums.statistic import Outer
 from flatness.curvature.sums.statistics import Statistics
 from flatness.problem.ranks import Ranks
 
 # Degrees of freedom of a standard error; fewer where diagonals or block traces, large as weights, are kept.
 FOLDS, FOLDS_OF_LARGE = 64, 16
 _STEP = 7
-LARGE = frozenset({"diagonal", "block_traces"})
+LARGE = frozenset(name for name, statistic in STATISTICS.items() if statistic.large)
 
 
 class FoldedSums:
@@ -92,18 +94,19 @@ class Collector:
         # A step that has no divisor in common with the number of folds: pairs spread out.
         self.fold = (samples + _STEP * (probe // 2)) % into.count if into.count else None
 
-    def put(self, owner: str, values: Mapping[str, Tensor], start: int = 0) -> None:
+    def put(self, owner: str, values: Mapping[str, Tensor | Outer], start: int = 0) -> None:
         """Add values (samples, …) by statistic, of the samples from `start` on."""
         for statistic, value in values.items():
-            self.into.add(owner, statistic, value.sum(0), self._folded(value, start))
+            if isinstance(value, Outer):
+                self.into.add(owner, statistic, (value.a.T @ value.b)[None], self._folded_outer(value))
+            else:
+                self.into.add(owner, statistic, value.sum(0), self._folded(value, start))
 
-    def put_outer(self, owner: str, statistic: str, a: Tensor, b: Tensor) -> None:
-        """Add Σ_i a_i b_iᵀ for a (n, d) and b (n, m), shaped (1, d, m), without forming single terms."""
-        folds = None
-        if self.fold is not None:
-            parts = [(self.fold == j).nonzero()[:, 0] for j in range(self.into.count)]
-            folds = torch.stack([a[i].T @ b[i] for i in parts])[:, None] * self.sign
-        self.into.add(owner, statistic, (a.T @ b)[None], folds)
+    def _folded_outer(self, value: Outer) -> Tensor | None:
+        if self.fold is None:
+            return None
+        parts = [(self.fold == j).nonzero()[:, 0] for j in range(self.into.count)]
+        return torch.stack([value.a[i].T @ value.b[i] for i in parts])[:, None] * self.sign
 
     def _folded(self, value: Tensor, start: int) -> Tensor | None:
         if self.fold is None:

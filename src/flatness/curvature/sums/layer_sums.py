@@ -3,12 +3,13 @@
 With g_k = δ_k Φᵀ the derivative of output direction k, everything here is a sum of squares of g_k, never
 formed when a cheaper expression exists:
 
+* The last layer under cross-entropy: no signals at all, see `softmax_rows`.
 * One position (P = 1): g = δφᵀ, so all sums follow from Σ_k δ∘δ (n, d) and Σ_k u∘u (n, m) with u = Wᵀδ, the
   signal that backpropagation hands to the layer below anyway. Matrix products happen once per batch, not once
   per k.
-* Many positions, P < m: Gram matrices K = ΦᵀΦ (P×P, once per batch); Tr H_ss' = Σ (δ K δᵀ)_ss', the incoming
-  weights of a row meet g in ⟨δ_s, (WΦ)_s⟩, the outgoing weights of an input unit c in ⟨x_c, ∂x_c⟩.
-* Many positions otherwise: g itself, all k of a block in one product, and W∘g summed over columns or rows.
+* Many positions, P < m: Gram matrices K = ΦᵀΦ (P×P, once per batch); Tr H_ss' = Σ (δ K δᵀ)_ss', and numbers
+  linear in g come from δ and Φ.
+* Many positions otherwise: g itself, all k of a block in one product.
 
 Signals come as δ (n, G, R, d, P), R output directions at once, with signed weights c (n, R) or None for +1.
 """
@@ -16,32 +17,91 @@ Signals come as δ (n, G, R, d, P), R output directions at once, with signed wei
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from flatness.curvature.sums.frame import Frame
+from flatness.curvature.sums.kinds import statistics_of
+from flatness.curvature.sums.softmax_rows import SoftmaxRows, SoftmaxWeight
+from flatness.curvature.sums.statistic import (
+    BlockStatistic,
+    Inputs,
+    SignalBlock,
+    SquaredSignals,
+    SquaredStatistic,
+    weighted_squares,
+)
 from flatness.network.layers import Layer
 
+# Numbers that blocks of predictions × classes held at once may come to: chunks of predictions fit into that.
+_CHUNK = 64_000_000
 # Up to this many rows, products per sample summed afterwards are faster than one large product of a
 # transposed copy.
 _SMALL = 64
 # A usual number of signals per sample, to choose between forms by their cost.
 _SIGNALS = 10
-# Statistics that follow from the traces of H_ss', for every pair of rows of a group.
-_BLOCKS = frozenset({"row_traces", "relative", "block_traces"})
+
+
+class SoftmaxHead:
+    """The closed form for one layer, applied to one micro-batch after another.
+
+    Args:
+        layer: The last layer, W (1, K, m).
+        needs: The statistics to compute; "bias" for the diagonal of the bias.
+        spread: V per input unit, for statistics that need it.
+    """
+
+    def __init__(self, layer: Layer, needs: frozenset[str], spread: Tensor | None) -> None:
+        self._statistics, self._bias = statistics_of(needs), "bias" in needs
+        self._weight = SoftmaxWeight(Frame.of(layer, spread))
+        self._blocks = 1 if holds_one_block(needs) else 3
+
+    def sums(
+        self, phi: Tensor, logits: Tensor, a: Tensor, tops: list[Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The statistics of one micro-batch, taken in chunks of predictions.
+
+        Args:
+            phi: Features (N, m), one row per prediction.
+            logits: Outputs (N, K), up to a constant per row.
+            a: Weights (N,), such that the output Hessian is a·(diag p − ppᵀ).
+            tops: Gets the largest output and the logarithm of its probability, (rows, 2) for every chunk.
+        """
+        total: dict[str, Tensor] = {}
+        size = max(1, _CHUNK // (self._blocks * logits.shape[1]))
+        for start in range(0, logits.shape[0], size):
+            part = slice(start, start + size)
+            rows = SoftmaxRows(self._weight, phi[part], logits[part], a[part])
+            if tops is not None:
+                tops.append(rows.largest)
+            for statistic in self._statistics:
+                _add(total, statistic.name, statistic.of_softmax(rows))
+            if self._bias:
+                _add(total, "bias", rows.class_variance.sum(0))
+        return total
+
+
+def holds_one_block(needs: frozenset[str]) -> bool:
+    """Whether the closed form takes one block of predictions × classes beside the logits, not several."""
+    return "bias" not in needs and not any(statistic.per_class for statistic in statistics_of(needs))
 
 
 class LayerSums(ABC):
-    """Accumulates one layer's statistics over the signals of one micro-batch."""
+    """Accumulates one layer's statistics over the signals of one micro-batch.
+
+    Args:
+        layer: The layer.
+        needs: The statistics to accumulate.
+        spread: V per input unit, for statistics that need it.
+    """
 
     def __init__(self, layer: Layer, needs: frozenset[str], spread: Tensor | None) -> None:
-        self.layer = layer
-        self.needs = needs
-        self.W = layer.matrix()
-        # V per column of W, and 1/V with dropped features (V = 0) left out: (G, m)
-        self.V = layer.spread_per_column(spread).to(self.W) if spread is not None else None
-        self.inverse_V = torch.where(self.V > 0, 1 / self.V, 0) if self.V is not None else None
+        self.layer, self.needs = layer, needs
+        self.statistics, self.frame = statistics_of(needs), Frame.of(layer, spread)
         self.totals: dict[str, Tensor] = {}
+        self._put = partial(_add, self.totals)
 
     @abstractmethod
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
@@ -49,15 +109,7 @@ class LayerSums(ABC):
 
     @abstractmethod
     def sums(self) -> dict[str, Tensor]:
-        """The statistics of this micro-batch."""
-
-    def _put(self, name: str, value: Tensor) -> None:
-        self.totals[name] = self.totals[name] + value if name in self.totals else value
-
-    def _put_squares(self, statistic: str, values: Tensor, c: Tensor | None) -> None:
-        """Add Σ_n,k c v² of values (n, R, entries)."""
-        squares = values.square() if c is None else values.square() * c[:, :, None]
-        self._put(statistic, squares.sum((0, 1)))
+        """The statistics of this micro-batch; "bias" is the diagonal of the bias."""
 
 
 class PlainSums(LayerSums):
@@ -67,50 +119,37 @@ class PlainSums(LayerSums):
         layer: The layer.
         needs: The statistics to accumulate.
         phi: φ (n, m).
-        spread: V per input unit, for `relative_normalized`.
+        spread: V per input unit, for statistics that need it.
     """
 
     def __init__(self, layer: Layer, needs: frozenset[str], phi: Tensor, spread: Tensor | None) -> None:
         super().__init__(layer, needs, spread)
         self.phi = phi
-        self._needs_u = bool(needs & {"relative", "relative_normalized", "outgoing"})
+        self._uses_u = any(statistic.uses_u for statistic in self.statistics)
 
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
         """Take signals δ (n, 1, R, d, 1); dx (R, n, m) is u = Wᵀδ if it is known already."""
         n, _, R, d, _ = delta.shape
-        delta = delta.reshape(n, R, d)
-        self._put("delta squares", _squares(delta, c))
-        if self._needs_u:
-            u = delta @ self.W[0] if dx is None else dx.reshape(R, n, -1).transpose(0, 1)
-            self._put("u squares", _squares(u, c))
-            if self.layer.taps > 1 and "outgoing" in self.needs:
-                self._put_squares(
-                    "outgoing", (u * self.phi[:, None]).unflatten(2, (-1, self.layer.taps)).sum(3), c
-                )
-        if "block_traces" in self.needs:
-            weighted = delta * self.phi.square().sum(1)[:, None, None]
-            weighted = weighted if c is None else weighted * c[:, :, None]
-            self._put("block_traces", (weighted.reshape(n * R, d).T @ delta.reshape(n * R, d))[None])
+        delta, u = delta.reshape(n, R, d), None
+        self._put("δ²", weighted_squares(delta, c).sum(1))
+        if self._uses_u:
+            u = delta @ self.frame.W[0] if dx is None else dx.reshape(R, n, -1).transpose(0, 1)
+            self._put("u²", weighted_squares(u, c).sum(1))
+        block = SignalBlock(self.frame, self.phi, delta, u, c)
+        for statistic in self.statistics:
+            value = statistic.of_block(block)
+            if value is not None:
+                self._put(statistic.name, value)
 
     def sums(self) -> dict[str, Tensor]:
-        """The statistics of this micro-batch."""
+        """The statistics of this micro-batch; "bias" is the diagonal of the bias."""
         if not self.totals:
             return {}
-        phi2, d2, u2 = self.phi.square(), self.totals.pop("delta squares"), self.totals.pop("u squares", None)
-        sums: dict[str, Tensor] = {"bias": d2.sum(0)}
-        if "row_traces" in self.needs:
-            sums["row_traces"] = phi2.sum(1) @ d2
-        if "incoming" in self.needs:
-            sums["incoming"] = ((self.phi @ self.W[0].T).square() * d2).sum(0)
-        if "diagonal" in self.needs:
-            sums["diagonal"] = (d2.T @ phi2)[None]
-        if u2 is not None and "relative" in self.needs:
-            sums["relative"] = phi2.sum(1) @ u2.sum(1)
-        if u2 is not None and "outgoing" in self.needs:
-            sums["outgoing"] = (phi2 * u2).sum(0)
-        if u2 is not None and self.V is not None and self.inverse_V is not None:
-            sums["relative_normalized"] = (phi2 @ self.inverse_V[0].square()) @ (u2 @ self.V[0].square())
-        return sums | self.totals
+        delta2 = self.totals.pop("δ²")
+        squares = SquaredSignals(self.frame, self.phi, delta2, self.totals.pop("u²", self.phi.new_zeros(())))
+        found = {statistic.name: statistic.of_squares(squares) for statistic in self.statistics}
+        known = {name: value for name, value in found.items() if value is not None}
+        return {"bias": delta2.sum(0)} | known | self.totals
 
 
 class PositionSums(LayerSums):
@@ -124,92 +163,74 @@ class PositionSums(LayerSums):
         needs: The statistics to accumulate.
         x: The layer's input.
         n: Number of samples.
-        spread: V per input unit, for `relative_normalized`.
+        spread: V per input unit, for statistics that need it.
     """
 
     def __init__(self, layer: Layer, needs: frozenset[str], x: Tensor, n: int, spread: Tensor | None) -> None:
         super().__init__(layer, needs, spread)
         self.x, self.n = x, n
-        self._needs_blocks = bool(needs & _BLOCKS)
+        self._of_blocks = [one for one in self.statistics if isinstance(one, BlockStatistic)]
+        self._others = [one for one in self.statistics if not isinstance(one, BlockStatistic)]
+        # Whether Tr H_ss' are summed, for features as they are and for V⁻¹Φ.
+        self._blocks = {scaled: f"T scaled {scaled}" for scaled in {one.scaled for one in self._of_blocks}}
 
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
         """Take signals δ (n, G, R, d, P); dx (R, …) is shaped like the layer's input."""
-        self._put_squares("bias", delta.sum(4).transpose(1, 2).flatten(2), c)
+        self._put("bias", weighted_squares(delta.sum(4).transpose(1, 2).flatten(2), c).sum((0, 1)))
         _, G, R, d, P = delta.shape
-        m = self.W.shape[2]
-        by_g, diagonal = forms_g(self.needs, d, m, P), "diagonal" in self.needs
+        m = self.frame.W.shape[2]
+        by_g = forms_g(self.needs, d, m, P)
+        through_g = [one for one in self._others if by_g or not one.from_signals]
         each = G * (m * P + 4 * R * d * m) if by_g else G * (2 * m * P + 2 * P * P + 3 * R * d * P)
-        each = max(each, G * (m * P + 2 * R * d * m)) if diagonal else each
+        each = max(each, G * (m * P + 2 * R * d * m)) if through_g else each
         samples = max(1, working_numbers(delta.device) // each)
         rows = self.x.shape[0] // self.n
         for start in range(0, self.n, samples):
             part = slice(start, min(start + samples, self.n))
             inner = slice(part.start * rows, part.stop * rows)
-            x, weights = self.x[inner], None if c is None else c[part]
-            if by_g:
-                self._add_by_gradients(self.layer.features(x, part.stop - part.start), delta[part], weights)
+            x, signals, weights = self.x[inner], delta[part], None if c is None else c[part]
+            Phi = self.layer.features(x, len(signals))
+            if not by_g:
+                self._add_blocks(signals, weights, Phi)
+                inputs = None if dx is None else self._inputs(x, dx[:, inner], len(signals))
+                self._add_directions(Phi, signals, inputs, weights)
+            if by_g or through_g:
+                g = _gradients(Phi, signals)
+                if by_g:
+                    self._add_blocks(g, weights, None)
+                for statistic in through_g:
+                    self._put(statistic.name, statistic.of_gradients(self.frame, g, weights))
+
+    def _add_blocks(self, values: Tensor, c: Tensor | None, Phi: Tensor | None) -> None:
+        """Σ g gᵀ of derivatives g, or Σ δ K δᵀ of signals δ at features Φ."""
+        n, G, R, d, P = values.shape
+        weighted = values if c is None or not self._blocks else values * c[:, None, :, None, None]
+        for scaled, name in self._blocks.items():
+            if Phi is None:
+                product = weighted * self.frame.inverse_V2[:, None, None] if scaled else weighted
             else:
-                Phi = self.layer.features(x, part.stop - part.start)
-                self._add_by_gram(x, Phi, delta[part], None if dx is None else dx[:, inner], weights)
-                if diagonal:
-                    self._add_diagonal(_gradients(Phi, delta[part]), weights)
+                features = Phi * self.frame.inverse_V2.sqrt()[:, :, None] if scaled else Phi
+                product = weighted.reshape(n, G, R * d, P) @ (features.mT @ features)
+                product = product.unflatten(2, (R, d))
+            self._put(name, _group_product(product, values))
 
-    def _add_by_gradients(self, Phi: Tensor, delta: Tensor, c: Tensor | None) -> None:
-        g = _gradients(Phi, delta)
-        weighted = g if c is None else g * c[:, None, :, None, None]
-        if self._needs_blocks:
-            self._put("blocks", _group_product(weighted, g))
-        if self.inverse_V is not None:
-            self._put("blocks_V", _group_product(weighted * self.inverse_V[:, None, None].square(), g))
-        if "diagonal" in self.needs:
-            self._add_diagonal(g, c)
-        if self.needs & {"incoming", "outgoing"}:
-            Wg = g * self.W[:, None]
-            if "incoming" in self.needs:
-                self._put_squares("incoming", Wg.sum(4).transpose(1, 2).flatten(2), c)
-            if "outgoing" in self.needs:
-                columns = Wg.sum(3).unflatten(3, (-1, self.layer.taps)).sum(4)
-                self._put_squares("outgoing", columns.transpose(1, 2).flatten(2), c)
+    def _add_directions(self, Phi: Tensor, delta: Tensor, inputs: Inputs | None, c: Tensor | None) -> None:
+        """What follows from signals and features without derivatives."""
+        for statistic in self._others:
+            if isinstance(statistic, SquaredStatistic) and statistic.from_signals:
+                v = statistic.of_directions(self.frame, Phi, delta.transpose(1, 2), inputs)
+                self._put(statistic.name, weighted_squares(v, c).sum((0, 1)))
 
-    def _add_diagonal(self, g: Tensor, c: Tensor | None) -> None:
-        squares = g.square() if c is None else g.square().mul_(c[:, None, :, None, None])
-        self._put("diagonal", squares.sum((0, 2)))
-
-    def _add_by_gram(
-        self, x: Tensor, Phi: Tensor, delta: Tensor, dx: Tensor | None, c: Tensor | None
-    ) -> None:
-        n, G, R, d, P = delta.shape
-        weighted = delta if c is None else delta * c[:, None, :, None, None]
-        if self._needs_blocks:
-            product = (weighted.reshape(n, G, R * d, P) @ (Phi.mT @ Phi)).unflatten(2, (R, d))
-            self._put("blocks", _group_product(product, delta))
-        if self.inverse_V is not None:
-            Phi_V = Phi * self.inverse_V[:, :, None]
-            product = (weighted.reshape(n, G, R * d, P) @ (Phi_V.mT @ Phi_V)).unflatten(2, (R, d))
-            self._put("blocks_V", _group_product(product, delta))
-        if "incoming" in self.needs:
-            along = (delta * (self.W @ Phi)[:, :, None]).sum(4)
-            self._put_squares("incoming", along.transpose(1, 2).flatten(2), c)
-        if "outgoing" in self.needs and dx is not None:
-            units = self.layer.per_input_unit(x, n)
-            at_inputs = self.layer.per_input_unit(dx.flatten(0, 1), R * n).unflatten(0, (R, n))
-            self._put_squares("outgoing", (at_inputs * units).sum(3).transpose(0, 1), c)
+    def _inputs(self, x: Tensor, dx: Tensor, n: int) -> Inputs:
+        R = len(dx)
+        at_inputs = self.layer.per_input_unit(dx.flatten(0, 1), R * n).unflatten(0, (R, n))
+        return Inputs(self.layer.per_input_unit(x, n), at_inputs.transpose(0, 1))
 
     def sums(self) -> dict[str, Tensor]:
-        """The statistics of this micro-batch."""
-        T, T_V = self.totals.pop("blocks", None), self.totals.pop("blocks_V", None)
-        sums = dict(self.totals)
-        if T is not None:
-            if "row_traces" in self.needs:
-                sums["row_traces"] = T.diagonal(dim1=1, dim2=2).flatten()
-            if "relative" in self.needs:
-                sums["relative"] = (T * (self.W @ self.W.mT)).sum(dtype=torch.float64)
-            if "block_traces" in self.needs:
-                sums["block_traces"] = T
-        if T_V is not None and self.V is not None:
-            W_V = self.W * self.V[:, None]
-            sums["relative_normalized"] = (T_V * (W_V @ W_V.mT)).sum(dtype=torch.float64)
-        return sums
+        """The statistics of this micro-batch; "bias" is the diagonal of the bias."""
+        blocks = {scaled: self.totals.pop(name, None) for scaled, name in self._blocks.items()}
+        known = ((one, blocks[one.scaled]) for one in self._of_blocks)
+        return self.totals | {one.name: one.of_blocks(self.frame, T) for one, T in known if T is not None}
 
 
 def working_numbers(device: torch.device) -> int:
@@ -234,22 +255,21 @@ def forms_g(needs: frozenset[str], rows: int, features: int, positions: int) -> 
         positions: P.
     """
     d, m, P = rows, features, positions
-    products = bool(needs & _BLOCKS) + ("relative_normalized" in needs) or 1
-    forming = 0 if "diagonal" in needs else _SIGNALS * d * m * P
+    statistics = statistics_of(needs)
+    products = len({one.scaled for one in statistics if isinstance(one, BlockStatistic)}) or 1
+    forming = 0 if any(not one.from_signals for one in statistics) else _SIGNALS * d * m * P
     through_g = forming + products * _SIGNALS * d * d * m
     return through_g <= products * (P * P * m + _SIGNALS * d * P * (P + d))
+
+
+def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
+    totals[name] = totals[name] + value if name in totals else value
 
 
 def _gradients(Phi: Tensor, delta: Tensor) -> Tensor:
     """G = δΦᵀ of every sample and signal: (n, G, R, d, m)."""
     n, G, R, d, P = delta.shape
     return (delta.reshape(n, G, R * d, P) @ Phi.mT).unflatten(2, (R, d))
-
-
-def _squares(values: Tensor, c: Tensor | None) -> Tensor:
-    """Σ_k c v² of values (n, R, entries): (n, entries)."""
-    squares = values.square()
-    return squares.sum(1) if c is None else (squares * c[:, :, None]).sum(1)
 
 
 def _group_product(a: Tensor, b: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flatness.curvature.sums.layer_sums import forms_g
-from flatness.curvature.sums.softmax_head import holds_one_block
+from flatness.curvature.sums.kinds import statistics_of
+from flatness.curvature.sums.layer_sums import forms_g, holds_one_block
 from flatness.losses import Items, Loss
 from flatness.network.affine import AffineModule
 from flatness.network.graph import only_layout_between
@@ -19,7 +19,6 @@ from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Record
 
 Kind = Literal["softmax head", "separable", "passes"]
-_BACKPROPAGATED = frozenset({"relative", "relative_normalized", "outgoing"})
 
 
 @dataclass
@@ -44,9 +43,21 @@ class LayerRoute:
     @property
     def needs_input_signal(self) -> bool:
         """Whether the derivative at the layer's input is used."""
-        if self.layer.plain and self.positions == 1:
-            return bool(self.needs & _BACKPROPAGATED)
-        return "outgoing" in self.needs and not self.forms_g
+        statistics = statistics_of(self.needs)
+        if self.plain:
+            return any(statistic.uses_u for statistic in statistics)
+        return any(statistic.uses_dx for statistic in statistics) and not self.forms_g
+
+    @property
+    def plain(self) -> bool:
+        """Whether each sample meets W once, and all statistics have a form for that."""
+        once = self.layer.plain and self.positions == 1
+        return once and all(statistic.from_squares for statistic in statistics_of(self.needs))
+
+    @property
+    def needs_spread(self) -> bool:
+        """Whether the spread of the layer's features is used."""
+        return any(statistic.scaled for statistic in statistics_of(self.needs))
 
     @property
     def forms_g(self) -> bool:
@@ -113,16 +124,20 @@ class Routes:
         return modules | {module.name: module.module for module in self.affine}
 
 
-def route_kind(layer: Layer, record: Record, items: Items, loss: Loss, marked: Tensor | None) -> Kind:
+def route_kind(
+    layer: Layer, record: Record, items: Items, loss: Loss, marked: Tensor | None, needs: frozenset[str]
+) -> Kind:
     """The cheapest exact way to a layer's statistics; `marked` is what arrives there of `marker`."""
     if layer.groups != 1 or record.z_edge is None or not only_layout_between(items.logits, record.z_edge):
         return "passes"
     if marked is None or not _positions_are_predictions(layer, marked, items):
         return "passes"
     # The closed form sees columns, not input channels: kernels of several taps take the other route.
-    if loss.softmax_weight(items) is not None and layer.taps == 1:
+    closed = layer.taps == 1 and all(statistic.closed_form for statistic in statistics_of(needs))
+    if closed and loss.softmax_weight(items) is not None:
         return "softmax head"
-    return "separable" if items.logits.shape[1] > 1 else "passes"
+    separable = all(statistic.from_squares for statistic in statistics_of(needs))
+    return "separable" if separable and items.logits.shape[1] > 1 else "passes"
 
 
 def marker(items: Items) -> Tensor:

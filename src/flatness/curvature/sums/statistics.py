@@ -1,17 +1,8 @@
 """Additive statistics: float64 sums over samples that one streaming pass accumulates for all layers.
 
 Sums add up, so batches, processes and machines are the same thing: partial sums that get merged, in any
-order.
-
-| statistic             | shape          | divided by the normaliser it is                         |
-|-----------------------|----------------|---------------------------------------------------------|
-| `row_traces`          | (rows,)        | Tr H_ss for every row s of W                            |
-| `relative`            | ()             | κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss'                       |
-| `relative_normalized` | ()             | the same for features of unit spread                    |
-| `outgoing`            | (input units,) | w(j)ᵀ H w(j), the outgoing weights of input unit j      |
-| `incoming`            | (rows,)        | w_sᵀ H_ss w_s for every row s                           |
-| `diagonal`            | (G, d, m)      | the diagonal of H; a vector for biases and norm scales  |
-| `block_traces`        | (G, d, d)      | Tr H_ss' for every pair of rows of a group              |
+order. `flatness.curvature.sums.kinds` says which statistics a layer has; biases and norm scales have a
+`diagonal`, and parameters that no layer accounts for a `trace`.
 """
 
 from __future__ import annotations
@@ -26,9 +17,6 @@ from flatness.errors import DataError
 from flatness.files import DamagedFileError, intact, read_tensors, sealed, write_tensors
 from flatness.problem.ranks import Ranks
 
-LAYER_STATISTICS = frozenset(
-    {"row_traces", "relative", "relative_normalized", "outgoing", "incoming", "diagonal", "block_traces"}
-)
 _VERSION = 1
 # Numbers of a sum up to which it is copied together with others.
 _SMALL = 1 << 16

@@ -297,7 +297,7 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
         size = record.x.numel() // n
         return LayerRoute(name, shared, "passes", needs, shared.matrix().shape[2], size)
     layer = examined.layers[name]
-    kind = route_kind(layer, record, examined.items, problem.loss, examined.marked.get(name))
+    kind = route_kind(layer, record, examined.items, problem.loss, examined.marked.get(name), needs)
     return LayerRoute(name, layer, kind, needs, positions_of(layer, record, n), record.x.numel() // n)
 
 

@@ -1,0 +1,53 @@
+"""Tr H_ss' for every pair of rows of a group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.sums.frame import Frame
+from flatness.curvature.sums.softmax_rows import SoftmaxRows
+from flatness.curvature.sums.statistic import BlockStatistic, Outer, SignalBlock, SignalPair, SquaredSignals
+
+
+class BlockTraces(BlockStatistic):
+    """The traces of blocks themselves."""
+
+    name = "block_traces"
+    large = per_class = True
+
+    def of_identity(self, frame: Frame) -> Tensor:
+        """Tr H_ss = m in every row, 0 between rows."""
+        G, d, m = frame.W.shape
+        return m * torch.eye(d, dtype=frame.W.dtype, device=frame.W.device).expand(G, d, d)
+
+    def of_blocks(self, frame: Frame, T: Tensor) -> Tensor:
+        """T."""
+        return T
+
+    def of_product(self, frame: Frame, a: Tensor, b: Tensor) -> Tensor:
+        """The product a bᵀ."""
+        return a @ b.mT
+
+    def of_signals(self, pair: SignalPair) -> Tensor | Outer:
+        """The product of ηΦᵀΦ and h."""
+        if pair.eta.shape[1] == pair.eta.shape[3] == 1:
+            return Outer(pair.weighted[:, 0, :, 0], pair.h[:, 0, :, 0])
+        return super().of_signals(pair)
+
+    def of_block(self, block: SignalBlock) -> Tensor:
+        """Σ c ‖φ‖² δδᵀ."""
+        weighted = block.delta * block.phi.square().sum(1)[:, None, None]
+        weighted = weighted if block.c is None else weighted * block.c[:, :, None]
+        return (weighted.flatten(0, 1).T @ block.delta.flatten(0, 1))[None]
+
+    def of_squares(self, squares: SquaredSignals) -> None:
+        """Nothing: squares know of no two rows together."""
+
+    def of_softmax(self, rows: SoftmaxRows) -> Tensor:
+        """Σ ‖φ‖² a (diag p − ppᵀ)."""
+        norms = rows.phi2.sum(1)
+        p = rows.q.scatter(1, rows.top, 1 - rows.r)
+        blocks = -(p * (rows.a * norms)[:, None]).T @ p
+        blocks.diagonal().copy_(norms @ rows.class_variance)
+        return blocks[None]

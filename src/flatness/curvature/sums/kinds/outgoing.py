@@ -1,0 +1,53 @@
+"""w(j)ᵀ H w(j): the curvature along the outgoing weights of every input unit j."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flatness.curvature.sums.frame import Frame, across
+from flatness.curvature.sums.softmax_rows import SoftmaxRows
+from flatness.curvature.sums.statistic import (
+    Inputs,
+    SignalBlock,
+    SquaredSignals,
+    SquaredStatistic,
+    weighted_squares,
+)
+
+
+class Outgoing(SquaredStatistic):
+    """Squares of ⟨w(j), a(j)⟩, over all rows and taps of an input unit."""
+
+    name = "outgoing"
+    from_signals = from_squares = closed_form = uses_u = uses_dx = True
+
+    def of_identity(self, frame: Frame) -> Tensor:
+        """‖w(j)‖²."""
+        return frame.by_unit(frame.W.square().sum(1).flatten())
+
+    def along(self, frame: Frame, a: Tensor) -> Tensor:
+        """⟨w(j), a(j)⟩."""
+        return frame.by_unit((frame.W * a).sum(-2).flatten(-2))
+
+    def along_signals(self, frame: Frame, Phi: Tensor, delta: Tensor) -> Tensor:
+        """⟨(Wᵀδ)_j, Φ_j⟩."""
+        return frame.by_unit((across(frame.W.mT, delta) * Phi).sum(-1).flatten(-2))
+
+    def of_directions(self, frame: Frame, Phi: Tensor, delta: Tensor, inputs: Inputs | None) -> Tensor:
+        """⟨∂x_j, x_j⟩, which needs no product with W: the backward pass has made it."""
+        assert inputs is not None
+        return (inputs.dx * inputs.x[:, None]).sum(3)
+
+    def of_block(self, block: SignalBlock) -> Tensor | None:
+        """Where a unit has several columns, those of each direction are added before they are squared."""
+        if block.frame.taps == 1 or block.u is None:
+            return None
+        return weighted_squares(block.frame.by_unit(block.u * block.phi[:, None]), block.c).sum((0, 1))
+
+    def of_squares(self, squares: SquaredSignals) -> Tensor | None:
+        """Σ φ_j² u_j²."""
+        return (squares.phi2 * squares.u2).sum(0) if squares.frame.taps == 1 else None
+
+    def of_softmax(self, rows: SoftmaxRows) -> Tensor:
+        """Σ φ_j² a Var_p(W_·j)."""
+        return (rows.phi2 * rows.column_variance).sum(0)

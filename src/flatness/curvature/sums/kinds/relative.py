@@ -1,0 +1,41 @@
+"""κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss': relative flatness."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.sums.frame import Frame, across
+from flatness.curvature.sums.softmax_rows import SoftmaxRows
+from flatness.curvature.sums.statistic import BlockStatistic, SquaredSignals
+
+
+class Relative(BlockStatistic):
+    """The product of the traces of blocks with W Wᵀ."""
+
+    name = "relative"
+    uses_u = True
+
+    def gram(self, frame: Frame) -> Tensor:
+        """The matrix that traces are multiplied with."""
+        return frame.WW
+
+    def of_identity(self, frame: Frame) -> Tensor:
+        """Tr H_ss = m in every row, 0 between rows."""
+        return frame.W.shape[2] * frame.W.square().sum()
+
+    def of_blocks(self, frame: Frame, T: Tensor) -> Tensor:
+        """⟨T, W Wᵀ⟩."""
+        return (T * self.gram(frame)).sum(dtype=torch.float64)
+
+    def of_product(self, frame: Frame, a: Tensor, b: Tensor) -> Tensor:
+        """⟨W Wᵀ a, b⟩."""
+        return (across(self.gram(frame), a) * b).sum((1, 2, 3))
+
+    def of_squares(self, squares: SquaredSignals) -> Tensor:
+        """Σ ‖φ‖² ‖Wᵀδ‖²."""
+        return squares.phi2.sum(1) @ squares.u2.sum(1)
+
+    def of_softmax(self, rows: SoftmaxRows) -> Tensor:
+        """Σ ‖φ‖² a Σ_t Var_p(W_·t)."""
+        return torch.linalg.vector_norm(rows.phi, dim=1).square() @ rows.total_variance()

@@ -1,0 +1,149 @@
+"""The last layer under cross-entropy: what closed forms are made of, for any number of classes.
+
+For logits f = Wφ + b and p = softmax(f), the Hessian with respect to f is a·(diag p − ppᵀ), so every
+statistic is a
+*variance under p* times squares of features; with w_k the rows of W,
+
+    κ_Tr = mean a ‖φ‖² (Σ_k p_k ‖w_k‖² − ‖Σ_k p_k w_k‖²).
+
+That difference cancels in float32 for confident samples. It is taken around the most likely class j instead:
+with q = p without j, r = Σ q and v = Σ_k q_k (w_k − w_j), the variance is Σ_k q_k (w_k − w_j)² − v², in which
+every term is O(r).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from flatness.curvature.sums.frame import Frame
+
+# Entries of W above which it is not copied without need.
+LARGE = 4_000_000
+
+
+class SoftmaxWeight:
+    """The weight of the last layer, for one micro-batch after another.
+
+    Args:
+        frame: The layer, W (1, K, m).
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.centred = _centred(frame.W[0])
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """W∘W (K, m), centred."""
+        return self.centred.square()
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """‖w_k‖² (K,), centred."""
+        return torch.linalg.vector_norm(self.centred, dim=1).square()
+
+    @cached_property
+    def scaled_norms(self) -> Tensor:
+        """‖V w_k‖² (K,), centred."""
+        assert self.frame.V is not None
+        return torch.linalg.vector_norm(self.centred * self.frame.V[0], dim=1).square()
+
+
+def _centred(W: Tensor) -> Tensor:
+    """W (K, m) without the mean of its rows, which changes no variance but makes the terms that cancel small.
+
+    A large W whose mean is small beside its rows is used as it is.
+    """
+    mean = W.mean(0)
+    if W.numel() > LARGE and bool(
+        mean.square().sum() <= 0.01 * torch.linalg.vector_norm(W).square() / len(W)
+    ):
+        return W
+    return W - mean
+
+
+class SoftmaxRows:
+    """Some predictions: variances under their softmax, the most likely class j apart.
+
+    Torch divides by a sum that loses digits over many classes, in float32 one at 10⁵. What is computed from
+    its probabilities is divided by their own sum, which is taken pair by pair.
+
+    Args:
+        weight: The last layer's.
+        phi: Features (N, m).
+        logits: Outputs (N, K), up to a constant per row.
+        a: Weights (N,), such that the output Hessian is a·(diag p − ppᵀ).
+
+    Attributes:
+        frame: The layer.
+        top: j (N, 1).
+        r: Σ q = 1 − p_j (N, 1), which does not cancel.
+    """
+
+    def __init__(self, weight: SoftmaxWeight, phi: Tensor, logits: Tensor, a: Tensor) -> None:
+        self._weight, self.frame, self.phi, self.a = weight, weight.frame, phi, a.to(phi.dtype)
+        self._largest, self.top = logits.max(1, keepdim=True)
+        self._others = logits.softmax(1)
+        self._likely = self._others.gather(1, self.top)
+        self._others.scatter_(1, self.top, 0.0)
+        self.r = self._others.sum(1, keepdim=True)
+        # Half precision is summed in float32, and has no digits for the rest.
+        self._total = self.r + self._likely if logits.element_size() > 2 else torch.ones_like(self.r)
+        self.r = self.r / self._total
+
+    @cached_property
+    def phi2(self) -> Tensor:
+        """φ∘φ (N, m)."""
+        return self.phi.square()
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """The largest output and the logarithm of its probability (N, 2)."""
+        # Near 1 a probability has no digits left for its logarithm; r has.
+        log = torch.where(self.r < 0.5, torch.log1p(-self.r), (self._likely / self._total).log())
+        return torch.cat([self._largest, log], dim=1)
+
+    def total_variance(self, *, scaled: bool = False) -> Tensor:
+        """Weighted by a, Σ_t Var_p(W_·t) or Σ_t V_t² Var_p(W_·t) (N,); one product of (N, K) and (K, m)."""
+        norms, r = self._weight.scaled_norms if scaled else self._weight.norms, self.r
+        # ‖v‖² and what is mixed in Σ q ‖w − w_j‖², gathered: every term is O(r).
+        mixed = torch.addcmul(self._mean, self._w_top, 1 - r, value=2) * self._mean
+        mixed = mixed @ self.frame.V2[0].to(mixed) if scaled else mixed.sum(1)
+        second = torch.addcmul(self._averaged(norms), (r * (1 - r))[:, 0], norms[self.top[:, 0]])
+        return second.sub_(mixed).clamp_(min=0) * self.a
+
+    @cached_property
+    def column_variance(self) -> Tensor:
+        """The product a Var_p(W_·t) for every column t (N, m)."""
+        first, w_top, r = self._mean, self._w_top, self.r
+        second = self._averaged(self._weight.squares) - 2 * first * w_top + r * w_top.square()
+        return (second - (first - r * w_top).square()).clamp_(min=0) * self.a[:, None]
+
+    @cached_property
+    def class_variance(self) -> Tensor:
+        """The product a p_k (1 − p_k) for every class (N, K); for j, 1 − p is r, which does not cancel."""
+        return (self.q * (1 - self.q)).scatter_(1, self.top, (1 - self.r) * self.r).mul_(self.a[:, None])
+
+    @property
+    def q(self) -> Tensor:
+        """The probabilities, with that of j set to 0 (N, K)."""
+        self._others.div_(self._total)
+        self._total = torch.ones_like(self._total)
+        return self._others
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        """Σ q w (N, m)."""
+        return self._averaged(self._weight.centred)
+
+    @cached_property
+    def _w_top(self) -> Tensor:
+        """w_j (N, m)."""
+        return self._weight.centred[self.top[:, 0]]
+
+    def _averaged(self, values: Tensor) -> Tensor:
+        """Σ q v for values v of the classes, (K,) or (K, m)."""
+        return (self._others @ values).div_(self._total if values.dim() == 2 else self._total[:, 0])

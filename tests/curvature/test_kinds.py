@@ -1,0 +1,92 @@
+"""A statistic is one class: what it says of a pair of derivatives is all that the engines need."""
+
+import pytest
+import torch
+from torch import nn
+
+import flatness
+import oracle
+from flatness.catalogue.registry import unregister_measure
+from flatness.curvature.sums.kinds import STATISTICS
+from flatness.curvature.sums.statistic import Statistic
+
+
+class AlongOnes(Statistic):
+    """1ᵀ H 1, from nothing but what it is of a pair and of the identity."""
+
+    name = "along_ones"
+
+    def of_identity(self, frame):
+        return torch.ones_like(frame.W).sum()
+
+    def of_pair(self, frame, a, q):
+        return a.sum((1, 2, 3)) * q.sum((1, 2, 3))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    monkeypatch.setitem(STATISTICS, "along_ones", AlongOnes())
+    yield flatness.register_measure(
+        flatness.Measure(
+            name="ones",
+            symbol="1ᵀH1",
+            formula="1ᵀ H 1",
+            source="here",
+            summary="Curvature along all weights at once.",
+            levels=("layer",),
+            needs=frozenset({"along_ones"}),
+            layer=lambda view: view.statistics["along_ones"],
+        )
+    )
+    unregister_measure("ones")
+
+
+def dense(model, data, name, decay):
+    W = oracle.layer_weight(model, name)
+    H = oracle.layer_hessian(model, oracle.mean_risk(*data, nn.functional.cross_entropy), name)
+    return float(H.sum()) + decay * W.numel()
+
+
+NETWORKS = {
+    "last layer in closed form": lambda act: nn.Sequential(nn.Linear(6, 4), act, nn.Linear(4, 3)),
+    "convolution": lambda act: nn.Sequential(nn.Conv1d(2, 4, 3), act, nn.Flatten(), nn.Linear(4 * 4, 3)),
+}
+
+
+@pytest.mark.parametrize("activation, method", [(nn.ReLU, "exact"), (nn.Tanh, "exact"), (nn.Tanh, "sampled")])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_new_statistic_is_summed_by_every_engine(measured, network, activation, method):
+    torch.manual_seed(0)
+    model = NETWORKS[network](activation()).double()
+    x = torch.randn(12, 6) if network.startswith("last") else torch.randn(12, 2, 6)
+    data = x.double(), torch.randint(3, (12,))
+    report = flatness.measure(
+        model,
+        data,
+        measures=["ones", "relative_flatness"],
+        method=method,
+        weight_decay=0.1,
+        max_passes=400,
+        precision=0.001,
+        progress=False,
+    )
+    for layer in report.layers():
+        row = report.result("ones", layer=layer)
+        expected = dense(model, data, layer, 0.1)
+        if row.method == "exact":
+            assert row.value == pytest.approx(expected, rel=1e-9)
+        else:
+            assert abs(row.value - expected) < 4 * row.stderr
+            assert row.stderr < 0.5 * abs(expected) + 0.1
+
+
+def test_every_statistic_of_the_identity_is_that_of_its_entries_in_turn():
+    """With q = a = e_ij for every entry, the pairs add up to H = 1."""
+    from flatness.curvature.sums.frame import Frame
+
+    torch.manual_seed(0)
+    frame = Frame(torch.randn(2, 3, 4, dtype=torch.float64), 2, torch.rand(2, 4, dtype=torch.float64) + 0.5)
+    basis = torch.eye(24, dtype=torch.float64).reshape(24, 2, 3, 4)
+    for name, statistic in STATISTICS.items():
+        total = statistic.of_pair(frame, basis, basis).sum(0)
+        torch.testing.assert_close(total, statistic.of_identity(frame).expand_as(total), msg=name)
