@@ -13,9 +13,9 @@ import flatness
 import oracle
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.folds import FOLDS
+from flatness.curvature.sums.kinds import STATISTICS
 from flatness.curvature.sums.moments import feature_spreads
 from flatness.curvature.sums.sampled import Budget, sampled_statistics
-from flatness.curvature.sums.statistics import LAYER_STATISTICS
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.rows.finalisation import finalise
 from flatness.measuring.rows.views import layer_views, network_view
@@ -76,7 +76,7 @@ def routed(problem, **arguments):
         options=None,
     )
     for route in chosen.layer_routes.values():
-        route.needs = LAYER_STATISTICS
+        route.needs = frozenset(STATISTICS)
     layers = {name: route.layer for name, route in chosen.layer_routes.items()}
     return chosen, feature_spreads(problem, layers, False)
 
