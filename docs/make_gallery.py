@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import flatness
-from flatness.show.plots.plots import save_intervals
+from flatness.show.plots.charts import save_intervals
 from flatness.show.plots.study import write_figures
 from flatness.study import Study
 from flatness.study.analysis.experiment_text import belongs, cell

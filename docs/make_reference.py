@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import flatness
+from flatness.show.charts import drift_chart
 from flatness.show.pages.reference import reference_index, reference_page
-from flatness.show.plots.invariance_plots import save_drift
+from flatness.show.plots.charts import save_chart
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -46,10 +47,10 @@ def main() -> None:
     (REFERENCE / "pictures").mkdir(parents=True, exist_ok=True)
     model, data = trained_network()
     checked = flatness.check_invariance(model, data, measures="all", trials=10, progress=False)
-    rows = checked.plot_data().to_dict("records")
     known = flatness.measures()
     for measure in known:
-        save_drift(REFERENCE / "pictures" / f"{measure.name}.png", rows, measure.name, measure.name)
+        picture = REFERENCE / "pictures" / f"{measure.name}.png"
+        save_chart(picture, drift_chart(checked, measure.name, measure.name), height=2.0)
         (REFERENCE / f"{measure.name}.md").write_text(reference_page(measure), encoding="utf-8")
     (REFERENCE / "README.md").write_text(reference_index(known), encoding="utf-8")
 

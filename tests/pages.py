@@ -12,6 +12,7 @@ import numpy as np
 
 from flatness.landscape import Surface
 from flatness.report.report import Report, Result
+from flatness.show.charts import Chart, Mark
 from flatness.show.pages.invariance_page import render_invariance
 from flatness.show.pages.landscape_page import write_landscape
 from flatness.show.pages.page import Page, render
@@ -99,8 +100,9 @@ def large_study() -> Study:
     }
     made = made_up_study(grid, 9, {f"measure_{number}": (None,) for number in range(6)})
     # The intervals of so many take ten seconds; the page does not mind what numbers its table starts with.
-    made._correlated[""] = correlation_table(made.kept("").head(60), {}, resamples=10, permutations=10)
-    made._known[""] = baseline_table(made.kept(""), made.axes(), resamples=10)
+    correlations = correlation_table(made.kept("").head(60), {}, resamples=10, permutations=10)
+    baselines = baseline_table(made.kept(""), made.axes(), resamples=10)
+    made.correlations, made.baselines = lambda part=None: correlations, lambda part=None: baselines
     return made
 
 
@@ -159,7 +161,22 @@ def deep_report() -> Report:
     return Report(tuple(rows), {"model": "deep", "samples": 10, "risk": 0.5})
 
 
+def charts() -> Page:
+    """A scatter of two groups, and lines over two layers."""
+    scatter = {"a": [Mark(1.0, 0.1, "one")], "b": [Mark(10.0, 0.3, "two")]}
+    lines = {
+        "flat": [Mark(0, 1.0, "fc1")],
+        HOSTILE: [Mark(0, 2.0, "fc1", 1.0, 3.0), Mark(1, 4.0, "fc2")],
+    }
+    drawn = [
+        Chart("Flatness and gap", "flatness", "gap", scatter),
+        Chart("By layer", "layer", "value", lines, True, ["fc1", "fc2"], caption=HOSTILE),
+    ]
+    return Page("Charts", {"net": report()}, charts=drawn)
+
+
 PAGES = {
+    "charts": lambda: render(charts()),
     "deep": lambda: render(Page("Deep", {"net": deep_report()})),
     "study": lambda: render_study(small_study()),
     "parts": lambda: render_study(

@@ -15,9 +15,8 @@ from flatness.landscape import Density, Line, Surface
 from flatness.landscape.density_result import SpectralQuadrature
 from flatness.show.pages.landscape_page import load_landscape, write_landscape
 from flatness.show.plots.landscape import _alone, save_density, save_line
-from flatness.show.plots.points import looks
 from flatness.show.plots.surfaces import _few_digits, _round_numbers, _scaled, save_contour, save_relief
-from flatness.show.plots.themes import DARK, DASHES, LIGHT, add_legend, colour_on, settings
+from flatness.show.plots.themes import DARK, DASHES, LIGHT, add_legend, colour_on, looks, settings
 from flatness.show.plots.themes import written as short
 
 NAMES = ("数据", "a" * 120, "")
@@ -272,7 +271,7 @@ def test_curves_differ_in_colour_or_dashes_on_either_ground():
 def drawn(monkeypatch, draw, surface):
     """The axes of a picture of a surface, as it would be saved."""
     figures = []
-    monkeypatch.setattr("flatness.show.plots.surfaces.save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr("flatness.show.plots.themes.save", lambda figure, path: figures.append(figure))
     with matplotlib.rc_context(settings(LIGHT)):
         draw("a.png", surface)
         figures[0].draw_without_rendering()

@@ -95,6 +95,22 @@ def test_the_invariance_plot_tells_ratios_and_follows_its_choices(opened):
     assert one(driver, "#count").text == "1 of 2 measures, fc1: 1 stay as they are, 0 move"
 
 
+def test_charts_of_a_page_are_drawn_and_told_mark_by_mark(opened):
+    driver = opened("charts")
+    assert len(every(driver, "figure .plot .mark")) == 5
+    assert texts(driver, ".legend li") == ["a", "b", "flat", HOSTILE]
+    driver.execute_script("document.querySelectorAll('figure .plot svg')[0].focus()")
+    ActionChains(driver).send_keys(Keys.HOME).perform()
+    assert one(driver, "#said").text == "a, one, flatness 1.000, gap 0.1000"
+    driver.execute_script("document.querySelectorAll('figure .plot svg')[1].focus()")
+    ActionChains(driver).send_keys(Keys.END).perform()
+    assert one(driver, "#said").text == f"{HOSTILE}, fc2, value 4.000".replace("\u2028", " ")
+    label = every(driver, "figure .plot svg")[1].get_attribute("aria-label")
+    assert label.startswith("value against layer: flat, ")
+    lines = every(driver, "figure .plot .line")
+    assert len(lines) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "dark"), [(name, place % 2 == 0) for place, name in enumerate(PAGES) if name != "large"]
 )
@@ -108,13 +124,12 @@ def test_nothing_sticks_out_of_a_narrow_page_and_both_schemes_can_be_read(opened
     assert (light < 0.2 < 0.8 < text) if dark else (text < 0.2 < 0.8 < light)
 
 
-def test_without_scripts_the_tables_and_a_picture_are_there(opened):
+def test_without_scripts_the_tables_are_there(opened):
     driver = opened("report")
     driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         driver = opened("study")
         assert len(every(driver, "noscript tbody tr")) == len(small_study().networks)
-        assert one(driver, "noscript svg").is_displayed()
         assert one(driver, "table.correlations").is_displayed()
         assert not one(driver, "#explore").is_displayed()
     finally:

@@ -96,19 +96,18 @@ def _checked(given: Inputs, measures: list[str], arguments: dict[str, Any]) -> I
 def _written(out: Path, report: InvarianceReport) -> list[str]:
     """Table, plots and a page in a folder; returns the names of the files."""
     from flatness.files import write_text
+    from flatness.show.charts import invariance_chart
     from flatness.show.pages.invariance_page import render_invariance
-    from flatness.show.plots.invariance_plots import save_invariance
+    from flatness.show.plots.charts import save_chart
 
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "invariance.csv", csv_text(report.to_frame()))
-    drawn = report.plot_data()
     files = ["invariance.csv"]
-    for kind in dict.fromkeys(drawn["kind"]):
+    for kind in dict.fromkeys(row.kind for row in report.rows):
         if kind in _KINDS:
-            name = f"{kind}.png"
-            save_invariance(
-                out / name, drawn.to_dict("records"), kind, f"Each measure over {kind} rescalings"
+            files.append(f"{kind}.png")
+            save_chart(
+                out / files[-1], invariance_chart(report, kind, f"Each measure over {kind} rescalings")
             )
-            files.append(name)
     write_text(out / "index.html", render_invariance(report))
     return [*files, "index.html"]

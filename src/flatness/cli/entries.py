@@ -15,7 +15,7 @@ from flatness.errors import nearest
 from flatness.problem.progress import ProgressBar
 from flatness.report.report import Report
 from flatness.report.tables import Grid, cell_of, column_of
-from flatness.show.pages.overview import overview_columns
+from flatness.show.pages.page import overview_columns
 
 
 @dataclass(frozen=True)

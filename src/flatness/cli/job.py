@@ -23,6 +23,7 @@ from flatness.cli.values import one_or_many
 from flatness.errors import LayerError, MeasureError, OptionError
 from flatness.network.layers import find_layers, select_layers
 from flatness.problem.guard import measuring
+from flatness.show.pages.page import Page
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 
 
@@ -59,9 +60,11 @@ def run(request: Request, form: str, out: Path | None) -> int:
         entries = sorted_entries(entries, sort, request.reverse)
     _print(entries, form)
     if out is not None:
-        files = write_folder(out, entries, f"Flatness of {_subject(entries)}")
-        names = [str(file.relative_to(out)) for file in files if file.parent == out]
-        say_written(out, names, aside=form != "table")
+        reports = {entry.name: entry.report for entry in entries if entry.report is not None}
+        failures = {entry.name: entry.error for entry in entries if entry.report is None}
+        subject = entries[0].name if len(entries) == 1 else f"{len(entries)} checkpoints"
+        files = write_folder(out, entries, Page(f"Flatness of {subject}", reports, failures))
+        say_written(out, files, aside=form != "table")
     return FAILED if any(entry.report is None for entry in entries) else 0
 
 
@@ -126,7 +129,3 @@ def _print(entries: list[Entry], form: str) -> None:
         print_report(entries[0])
     else:
         print_entries(entries)
-
-
-def _subject(entries: list[Entry]) -> str:
-    return entries[0].name if len(entries) == 1 else f"{len(entries)} checkpoints"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -18,8 +18,7 @@ from flatness.files import write_text
 from flatness.report.latex import latex_grid
 from flatness.report.sheets import csv_text
 from flatness.report.tables import DATA_ERRORS, format_grid, format_report, has_data_errors
-from flatness.show.pages.overview import overview_columns
-from flatness.show.pages.page import Page, render
+from flatness.show.pages.page import Page, overview_columns, render
 
 _NARROWEST, _WIDEST = 40, 160
 
@@ -114,13 +113,13 @@ def entries_csv(entries: Sequence[Entry]) -> str:
     return csv_text(pd.concat(frames, ignore_index=True)) if frames else ""
 
 
-def overview_csv(entries: Sequence[Entry]) -> str:
-    """One row per checkpoint, one column per quantity."""
+def overview_csv(entries: Sequence[Entry], facts: Iterable[str] = ("risk",)) -> str:
+    """One row per checkpoint, one column per quantity, after facts that the reports carry in their meta."""
     rows = []
     for entry in entries:
         row: dict[str, object] = {"checkpoint": entry.name}
         if entry.report:
-            row["risk"] = entry.report.meta.get("risk")
+            row |= {fact: entry.report.meta.get(fact) for fact in facts}
             row |= {
                 column.replace("Σ", "sum"): result.value
                 for column, result in overview_columns(entry.report).items()
@@ -129,34 +128,25 @@ def overview_csv(entries: Sequence[Entry]) -> str:
     return csv_text(pd.DataFrame(rows))
 
 
-def write_folder(folder: Path, entries: Sequence[Entry], title: str) -> list[Path]:
-    """Write the page, JSON, CSV and LaTeX; returns the files, the page first."""
-    texts = _texts(entries, title)
+def write_folder(folder: Path, entries: Sequence[Entry], page: Page) -> list[str]:
+    """Write the page, JSON, CSV and LaTeX; returns the names of the files and folders, the page first."""
+    texts = {"index.html": render(page), "values.csv": entries_csv(entries), "table.tex": _latex(entries)}
+    reports = {entry.name: entry.report for entry in entries if entry.report is not None}
+    if len(entries) == 1:
+        texts["report.json"] = next(iter(reports.values())).to_json()
+    else:
+        texts["overview.csv"] = overview_csv(entries, page.facts)
+        for entry, report in reports.items():
+            name = f"reports/{file_name(entry)}.json"
+            while name in texts:  # two names that differ only in what file_name replaces
+                name = name.replace(".json", "-2.json")
+            texts[name] = report.to_json()
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, text)
-    return [folder / name for name in texts]
-
-
-def _texts(entries: Sequence[Entry], title: str) -> dict[str, str]:
-    """What `write_folder` writes, by name."""
-    reports = {entry.name: entry.report for entry in entries if entry.report is not None}
-    failures = {entry.name: entry.error for entry in entries if entry.report is None}
-    texts = {
-        "index.html": render(Page(title, reports, failures)),
-        "values.csv": entries_csv(entries),
-        "table.tex": _latex(entries),
-    }
-    if len(entries) == 1:
-        texts["report.json"] = next(iter(reports.values())).to_json()
-        return texts
-    texts["overview.csv"] = overview_csv(entries)
-    for entry, report in reports.items():
-        name = f"reports/{file_name(entry)}.json"
-        while name in texts:  # two names that differ only in what file_name replaces
-            name = name.replace(".json", "-2.json")
-        texts[name] = report.to_json()
-    return texts
+    inside = [name for name in texts if "/" in name]
+    names = [name for name in texts if "/" not in name]
+    return [*names, f"reports/ ({len(inside)} JSON files)"] if inside else names
 
 
 def _latex(entries: Sequence[Entry]) -> str:

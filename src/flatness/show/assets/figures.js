@@ -1,29 +1,20 @@
-// Pictures that are drawn in the page already: pointing at a mark, or walking over them with the arrow keys, tells what it is.
-for (const svg of document.querySelectorAll("figure > svg")) {
-  const marks = Array.from(svg.querySelectorAll("g")).filter((g) => g.querySelector("title"));
-  const texts = marks.map((g) => { const title = g.querySelector("title"), text = title.textContent; title.remove(); return text; });
-  const holder = svg.parentElement, tip = element("div", { class: "tip", "aria-hidden": "true", hidden: true });
-  holder.append(tip);
-  let at = -1;
-  const show = (index) => {
-    if (at >= 0) marks[at].classList.remove("pointed");
-    at = index; tip.hidden = at < 0;
-    if (at < 0) return;
-    marks[at].classList.add("pointed");
-    tip.textContent = texts[at];
-    const mark = marks[at].getBoundingClientRect(), box = holder.getBoundingClientRect();
-    tip.style.left = Math.max(0, Math.min(mark.right - box.left + 8, box.width - tip.offsetWidth)) + "px";
-    tip.style.top = Math.max(0, mark.top - box.top - tip.offsetHeight - 4) + "px";
-  };
-  marks.forEach((g, i) => { g.addEventListener("pointerenter", () => show(i)); g.addEventListener("pointerleave", () => show(-1)); });
-  svg.setAttribute("tabindex", "0");
-  svg.addEventListener("blur", () => show(-1));
-  svg.addEventListener("keydown", (event) => {
-    const to = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: marks.length - 1 }[event.key];
-    if (event.key === "Escape") show(-1);
-    if (to === undefined || marks.length === 0) return;
-    event.preventDefault();
-    show(Math.max(0, Math.min(to, marks.length - 1)));
-    said.textContent = texts[at];
+// The charts of a page: groups of marks, some joined by lines, with a legend.
+const charts = document.getElementById("data") ? JSON.parse(document.getElementById("data").textContent).charts : [];
+charts.forEach((chart, number) => {
+  const holder = document.querySelector(`.plot[data-chart="${number}"]`), names = Object.keys(chart.series);
+  const marks = names.flatMap((name, group) => chart.series[name].map(([x, y, label]) => ({ x, y, label, name, look: lookOf(group) })))
+    .filter((mark) => isNumber(mark.x) && isNumber(mark.y));
+  const xs = marks.map((mark) => mark.x), ys = marks.map((mark) => mark.y), places = chart.places;
+  const positive = (values) => values.every((value) => value > 0);
+  new Plot(holder, 400).show({
+    x: places ? scaleOf([-0.25, places.length - 0.75], false) : scaleOf(xs, positive(xs)), y: scaleOf(ys, positive(ys)),
+    xTicks: places && places.map((place, i) => [i, place]), xLabel: chart.xLabel, yLabel: chart.yLabel, marks,
+    lines: chart.joined ? names.map((name, group) => ({ colour: lookOf(group)[0],
+      points: marks.filter((mark) => mark.name === name).map(({ x, y }) => [x, y]) })) : [],
+    summary: `${chart.yLabel} against ${chart.xLabel}: ${names.join(", ")}. ${chart.caption}`,
+    tell: (mark, others) => others.length > 0
+      ? [`${others.length + 1} marks, ${mark.label}`, [mark, ...others].map(({ name, y }) => [name, short(y)])]
+      : [`${mark.name}, ${mark.label}`, [...(places ? [] : [[chart.xLabel, short(mark.x)]]), [chart.yLabel, short(mark.y)]]],
   });
-}
+  holder.after(element("ul", { class: "legend" }, ...names.map((name, group) => element("li", {}, symbol(lookOf(group)), name))));
+});

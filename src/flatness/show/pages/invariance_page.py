@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
-from flatness.errors import listed
 from flatness.report.tables import REDUCTION_LABEL, WHOLE_MODEL, format_value
-from flatness.show.pages.document import document
-from flatness.show.pages.markup import Cell, row, table
-from flatness.show.pages.svg import profile
+from flatness.show.pages.document import Cell, document, note_list, provenance, row, table
 from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow
 
 _SCRIPTS = ("tables", "plot", "invariance")
@@ -29,18 +24,10 @@ def render_invariance(report: InvarianceReport) -> str:
     """The page as HTML."""
     meta = report.meta or {}
     lead = [_about(meta), report.summary()]
-    notes = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
     rows = [one for one in report.rows if one.level != "unit" or one.verdict == "broken"]
-    still = "".join(_still(rows, kind) for kind in dict.fromkeys(one.kind for one in rows))
-    body = [
-        _EXPLORE,
-        f"<noscript>{still}</noscript>",
-        _verdicts(rows),
-        f'<ul class="notes">{notes}</ul>' if notes else "",
-        _provenance(meta),
-    ]
+    body = f"{_EXPLORE}{_verdicts(rows)}{note_list(report.notes)}{provenance(meta)}"
     data = {"rows": [_plain(one) for one in rows]}
-    return document("Which measures notice a rewritten network?", lead, "".join(body), _SCRIPTS, data)
+    return document("Which measures notice a rewritten network?", lead, body, _SCRIPTS, data)
 
 
 def _about(meta: dict[str, Any]) -> str:
@@ -98,26 +85,3 @@ def _verdicts(rows: Sequence[InvarianceRow]) -> str:
         headings,
         "".join(lines),
     )
-
-
-def _still(rows: Sequence[InvarianceRow], kind: str) -> str:
-    """The plot of one kind without scripts: the network's own values."""
-    network = [one for one in rows if one.kind == kind and one.layer is None and one.value]
-    lines = {
-        _name(one).replace("_", " "): [1.0, *(value / one.value for value in one.values)] for one in network
-    }
-    fine = {name: values for name, values in lines.items() if all(math.isfinite(v) and v > 0 for v in values)}
-    if not fine:
-        return ""
-    places = ["original", *(str(trial) for trial in range(1, len(network[0].values) + 1))]
-    unmoved = [_name(one).replace("_", " ") for one in network if one.holds]
-    caption = f"{kind.capitalize()} rescalings. Unchanged: {listed(unmoved) if unmoved else 'none'}."
-    return profile(fine, places, "value ÷ value of the original", caption, x_label="rewritten network")
-
-
-def _provenance(meta: dict[str, Any]) -> str:
-    items = "".join(
-        f"<dt>{escape(str(key).replace('_', ' '))}</dt><dd>{escape(str(value))}</dd>"
-        for key, value in meta.items()
-    )
-    return f"<details><summary>Where it comes from</summary><dl>{items}</dl></details>"

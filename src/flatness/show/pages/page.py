@@ -19,9 +19,8 @@ from flatness.report.tables import (
     title,
     total_error,
 )
-from flatness.show.pages.document import FOOT, document
-from flatness.show.pages.markup import Cell, row, table
-from flatness.show.pages.overview import overview_columns
+from flatness.show.charts import Chart
+from flatness.show.pages.document import FOOT, Cell, document, note_list, provenance, row, table
 
 _OPEN_SECTIONS = 3
 
@@ -35,7 +34,8 @@ class Page:
         reports: Reports by name; one gets its layers at once, several an overview first.
         failures: Why there is no report, by name.
         lead: Paragraphs under the heading.
-        figures: Pictures, as `flatness.show.pages.svg` draws them.
+        charts: Plots to explore.
+        figures: Pictures, as HTML.
         facts: Columns of the overview that reports carry in their ``meta``: key and heading.
         first: Columns of measures that the overview shows before the others.
         foot: How to read it, under it.
@@ -45,6 +45,7 @@ class Page:
     reports: Mapping[str, Report]
     failures: Mapping[str, str] = field(default_factory=dict)
     lead: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
     figures: Sequence[str] = ()
     facts: Mapping[str, str] = field(default_factory=lambda: {"risk": "risk"})
     first: Sequence[str] = ()
@@ -60,37 +61,125 @@ def render(page: Page) -> str:
     """The page as HTML."""
     several = len(page.reports) + len(page.failures) > 1
     body = [_overview(page)] if several else [_failure_list(page.failures)]
+    body += [_figure(number, chart) for number, chart in enumerate(page.charts)]
     body += page.figures
     opened = len(page.reports) <= _OPEN_SECTIONS
     body += [
         _section(number, name, report, opened) for number, (name, report) in enumerate(page.reports.items())
     ]
+    data = {"charts": [_drawn(chart) for chart in page.charts]} if page.charts else None
     scripts = ("tables", "plot", "figures", "bars")
-    return document(page.title, page.lead, "".join(body), scripts, foot=page.foot)
+    return document(page.title, page.lead, "".join(body), scripts, data, page.foot)
+
+
+def _figure(number: int, chart: Chart) -> str:
+    return (
+        f'<figure><div class="plot" data-chart="{number}"></div>'
+        f"<figcaption>{escape(chart.caption or chart.title)}</figcaption></figure>\n"
+    )
+
+
+def _drawn(chart: Chart) -> dict[str, object]:
+    """What the script reads of a chart."""
+    return {
+        "caption": chart.caption or chart.title,
+        "xLabel": chart.x_label,
+        "yLabel": chart.y_label,
+        "joined": chart.joined,
+        "places": list(chart.places) or None,
+        "series": {
+            name: [(mark.x, float(f"{mark.y:.7g}"), mark.label) for mark in marks]
+            for name, marks in chart.series.items()
+        },
+    }
+
+
+def overview_columns(report: Report) -> dict[str, Result]:
+    """What one row about a whole network shows, by column, in tables and on pages.
+
+    The network's values; a layer's where only one was measured, or where there is no other.
+    """
+    single = len(report.layers()) == 1
+    found: dict[str, Result] = {}
+    for measure in dict.fromkeys(result.measure for result in report.results):
+        network, layers = (
+            [result for result in report.results if (result.measure, result.level) == (measure, level)]
+            for level in ("network", "layer")
+        )
+        chosen = layers if single and layers else network
+        found |= {column_of(measure, one.reduction): one for one in chosen}
+        if not chosen:
+            found |= {f"{column_of(measure, one.reduction)} {place_of(one)}": one for one in layers}
+    return found
 
 
 def _overview(page: Page) -> str:
     """One row per report, and per failure."""
     shown = {name: overview_columns(report) for name, report in page.reports.items()}
-    columns = dict.fromkeys(column for values in shown.values() for column in values)
-    columns = [
-        *(column for column in page.first if column in columns),
-        *(c for c in columns if c not in page.first),
+    columns = list(dict.fromkeys(column for values in shown.values() for column in values))
+    columns.sort(key=lambda column: column not in page.first)
+    facts = {
+        name: [_fact(report.meta.get(key)) for key in page.facts] for name, report in page.reports.items()
+    }
+    span = len(page.facts) + len(columns)
+    failed = "".join(
+        row(name, [Cell(f"failed: {why}", kind="text failed", span=span)])
+        for name, why in page.failures.items()
+    )
+    links = {name: f"#report-{number}" for number, name in enumerate(shown)}
+    before = ["name", *page.facts.values()]
+    return _bars("Overview: one row per network", before, columns, shown, facts, links, failed)
+
+
+def _layers(report: Report) -> str:
+    grid = report_grid(report)
+    found: dict[str, dict[str, Result]] = {}
+    for result in report.results:
+        if result.level == "layer":
+            layer = found.setdefault(place_of(result), {})
+            layer[column_of(result.measure, result.reduction)] = result
+    rest = [label for label in grid.rows if label not in found]
+    foot = "".join(row(label, [Cell(cell) for cell in grid.row(label, grid.columns)]) for label in rest)
+    caption = "Layers, in the order of the network; bars compare within a column"
+    return _bars(caption, ["layer"], grid.columns, found, foot=foot)
+
+
+def _bars(
+    caption: str,
+    before: Sequence[str],
+    columns: Sequence[str],
+    rows: Mapping[str, Mapping[str, Result]],
+    facts: Mapping[str, Sequence[Cell]] | None = None,
+    links: Mapping[str, str] | None = None,
+    failed: str = "",
+    foot: str = "",
+) -> str:
+    """A table of results by row and column, each with a bar that compares it within its column.
+
+    Args:
+        caption: What it shows.
+        before: Headings of the first columns.
+        columns: Headings of the results.
+        rows: Results by row, then by column.
+        facts: Cells that come before the results, by row.
+        links: Where the names of rows lead.
+        failed: Rows without results, as HTML.
+        foot: Rows that are not sorted, as HTML.
+    """
+    largest = {
+        column: max((found[column].value for found in rows.values() if column in found), default=0.0)
+        for column in columns
+    }
+    body = [
+        row(
+            name,
+            [*(facts or {}).get(name, ()), *(_value_cell(found.get(c), largest[c]) for c in columns)],
+            (links or {}).get(name, ""),
+        )
+        for name, found in rows.items()
     ]
-    headings = [
-        ("name", "text"),
-        *((text, "") for text in page.facts.values()),
-        *((column, "") for column in columns),
-    ]
-    largest = {c: max((v[c].value for v in shown.values() if c in v), default=0.0) for c in columns}
-    lines = []
-    for number, (name, report) in enumerate(page.reports.items()):
-        cells = [_fact(report.meta.get(key)) for key in page.facts]
-        cells += [_value_cell(shown[name].get(column), largest[column]) for column in columns]
-        lines.append(row(name, cells, f"#report-{number}"))
-    for name, why in page.failures.items():
-        lines.append(row(name, [Cell(f"failed: {why}", kind="text failed", span=len(headings) - 1)]))
-    return table("Overview: one row per network", headings, "".join(lines), kind="bars")
+    headings = [(before[0], "text"), *((text, "") for text in (*before[1:], *columns))]
+    return table(caption, headings, "".join([*body, failed]), foot, "bars")
 
 
 def _failure_list(failures: Mapping[str, str]) -> str:
@@ -100,7 +189,7 @@ def _failure_list(failures: Mapping[str, str]) -> str:
 def _fact(value: object) -> Cell:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return Cell(format_value(float(value)), float(value))
-    return Cell("" if value is None else str(value))
+    return Cell("" if value is None else str(value), kind="word")
 
 
 def _value_cell(result: Result | None, largest: float) -> Cell:
@@ -119,30 +208,12 @@ def _value_cell(result: Result | None, largest: float) -> Cell:
 
 def _section(number: int, name: str, report: Report, opened: bool) -> str:
     """One report: its layers, every value, notes and provenance."""
-    inner = f"{_layers(report)}{_notes(report)}{_values(report, opened)}{_provenance(report)}"
+    inner = f"{_layers(report)}{note_list(report.notes)}{_values(report, opened)}{provenance(report.meta)}"
     about = f'<p class="quiet">{escape(title(report))}</p>'
     heading = f'<h2 id="report-{number}">{escape(name)}</h2>'
     if not opened:
         inner = f"<details><summary>Layers of {escape(name)}</summary>{inner}</details>"
     return f'<section aria-labelledby="report-{number}">{heading}{about}{inner}</section>\n'
-
-
-def _layers(report: Report) -> str:
-    grid = report_grid(report)
-    found: dict[tuple[str, str], Result] = {}
-    for result in report.results:
-        if result.level == "layer":
-            found[place_of(result), column_of(result.measure, result.reduction)] = result
-    layers = [label for label in grid.rows if any((label, column) in found for column in grid.columns)]
-    largest = {
-        c: max((found[l, c].value for l in layers if (l, c) in found), default=0.0) for c in grid.columns
-    }
-    body = "".join(row(l, [_value_cell(found.get((l, c)), largest[c]) for c in grid.columns]) for l in layers)
-    rest = [label for label in grid.rows if label not in layers]
-    foot = "".join(row(label, [Cell(cell) for cell in grid.row(label, grid.columns)]) for label in rest)
-    headings = [("layer", "text"), *((column, "") for column in grid.columns)]
-    caption = "Layers, in the order of the network; bars compare within a column"
-    return table(caption, headings, body, foot, "bars")
 
 
 def _values(report: Report, opened: bool) -> str:
@@ -170,17 +241,3 @@ def _values(report: Report, opened: bool) -> str:
     more = f"; {units:,} values of single units are in the JSON and CSV files" if units else ""
     values = table(f"Every value, with its method and error{more}", headings, "".join(lines))
     return f"<details{' open' if opened else ''}><summary>Every value</summary>{values}</details>"
-
-
-def _notes(report: Report) -> str:
-    if not report.notes:
-        return ""
-    return f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in report.notes)}</ul>'
-
-
-def _provenance(report: Report) -> str:
-    pairs = [(key, value) for key, value in report.meta.items() if not isinstance(value, dict)]
-    items = "".join(
-        f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(str(value))}</dd>" for key, value in pairs
-    )
-    return f"<details><summary>Where it comes from</summary><dl>{items}</dl></details>"

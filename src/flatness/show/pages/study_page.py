@@ -8,11 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from flatness.report.tables import format_value
-from flatness.show.pages.document import document
-from flatness.show.pages.markup import Cell, row, table
+from flatness.show.pages.document import Cell, document, row, table
 from flatness.show.pages.study_data import study_data
-from flatness.show.pages.svg import scatter
-from flatness.show.plots.points import Point
 from flatness.study.analysis.correlations import FEWEST
 from flatness.study.analysis.results import Study
 from flatness.study.analysis.summary import without_measures
@@ -59,7 +56,7 @@ def render_study(study: Study) -> str:
     """The page as HTML."""
     spec = study.spec
     lead = [text for text in (spec.content.get("paper"), spec.content.get("claim")) if text]
-    body = [_counts(study), _EXPLORE, f"<noscript>{_still(study)}</noscript>"]
+    body = [_counts(study), _EXPLORE]
     parts = "".join(_correlations(study, number, part) for number, part in enumerate(spec.parts))
     body.append(f"<section><h2>Correlation with the gap</h2>{_BASIS}{parts}</section>\n")
     body.append(_networks(study))
@@ -78,26 +75,6 @@ def _counts(study: Study) -> str:
         reasons = "; ".join(f"{n} {reason}" for reason, n in left.items())
         text += f"<p>Left out: {escape(reasons)}.</p>"
     return f'<section class="counts" aria-label="How many networks">{text}</section>\n'
-
-
-def _still(study: Study) -> str:
-    """A scatter that is there without scripts: the first headline quantity."""
-    found = []
-    for part, settings in study.spec.parts.items():
-        kept = study.kept(part)
-        name = next((name for name in study.headline() if name in kept), None)
-        if name is None:
-            continue
-        points = [
-            Point(float(one[name]), float(one["gap"]), part or "networks", str(one["key"])[:8])
-            for one in kept.to_dict("records")
-            if math.isfinite(one[name]) and math.isfinite(one["gap"])
-        ]
-        if points:
-            gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
-            caption = f"{name.replace('_', ' ')} against the gap. With scripts on, the page can be explored."
-            found.append(scatter(points, name.replace("_", " "), gap, caption))
-    return "".join(found)
 
 
 def _correlations(study: Study, number: int, part: str) -> str:

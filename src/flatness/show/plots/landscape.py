@@ -9,27 +9,22 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from flatness.landscape.density_result import Density
 from flatness.landscape.line_result import Line
 from flatness.landscape.storage import Array
-from flatness.show.plots.points import looks
 from flatness.show.plots.themes import (
-    DARK,
     DASHES,
-    LIGHT,
     WIDTH,
     Theme,
     add_legend,
     colour_on,
     is_wide,
-    save,
-    settings,
+    looks,
+    picture,
     tidy,
     written,
 )
@@ -45,10 +40,9 @@ def save_line(path: str | os.PathLike[str], line: Line, *, dark: bool = False) -
 
     Points whose loss is not finite are marked at the upper edge.
     """
-    theme = DARK if dark else LIGHT
     quantities = ["loss"] if np.isnan(line.accuracy).all() else ["loss", "accuracy"]
-    with matplotlib.rc_context(settings(theme)):
-        figure = Figure(figsize=(WIDTH, 2.6 if len(quantities) == 1 else 4.0), layout="constrained")
+    height = 2.6 if len(quantities) == 1 else 4.0
+    with picture(path, WIDTH, height, dark=dark) as (figure, theme):
         ratios = [3, 2][: len(quantities)]
         panels = figure.subplots(len(quantities), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
         for axes, quantity in zip(panels, quantities, strict=True):
@@ -57,7 +51,6 @@ def save_line(path: str | os.PathLike[str], line: Line, *, dark: bool = False) -
         names = list(dict.fromkeys(line.groups))
         if len(names) > 1:
             add_legend(figure, panels[0])
-        save(figure, path)
 
 
 def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
@@ -80,16 +73,8 @@ def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
         axes.plot(line.positions[alone], mean[alone], ".", color=colour, markersize=5)
         away = line.done[line.rows(name)].all(0) & np.isnan(mean)
         if quantity == "loss" and away.any():
-            edge = np.full(int(away.sum()), 0.98)
-            axes.plot(
-                line.positions[away],
-                edge,
-                "^",
-                color=colour,
-                markersize=4,
-                transform=axes.get_xaxis_transform(),
-                clip_on=False,
-            )
+            edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "markersize": 4}
+            axes.plot(line.positions[away], np.full(int(away.sum()), 0.98), "^", color=colour, **edge)
     if logarithmic:
         axes.set_yscale("log")
     if quantity == "accuracy":
@@ -108,9 +93,7 @@ def _alone(curve: Array) -> Array:
 
 def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool = False) -> None:
     """Save densities of eigenvalues, logarithmic: the mean over runs and two standard errors."""
-    theme = DARK if dark else LIGHT
-    with matplotlib.rc_context(settings(theme)):
-        figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    with picture(path, WIDTH, 2.6, dark=dark) as (figure, theme):
         axes = figure.add_subplot()
         top, bottom = 0.0, np.inf
         for number, (name, (colour, _)) in enumerate(looks(density.spectra).items()):
@@ -123,15 +106,8 @@ def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool =
             edges = np.maximum(mean - spread, lowest), np.maximum(mean + spread, lowest)
             colour = colour_on(theme, colour)
             axes.fill_between(grid, *edges, where=shown, alpha=0.2, linewidth=0, color=colour)
-            style = DASHES[number % len(DASHES)]
-            axes.plot(
-                grid,
-                np.where(shown, mean, np.nan),
-                linestyle=style,
-                linewidth=1.2,
-                label=written(name),
-                color=colour,
-            )
+            look = {"color": colour, "linestyle": DASHES[number % len(DASHES)], "linewidth": 1.2}
+            axes.plot(grid, np.where(shown, mean, np.nan), label=written(name), **look)
         axes.set_yscale("log")
         axes.set_ylim(bottom, 2 * top)
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -140,7 +116,6 @@ def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool =
         if len(density.spectra) > 1:
             add_legend(figure, axes)
         tidy(axes, theme)
-        save(figure, path)
 
 
 def _density_axis(axes: Axes, density: Density) -> None:

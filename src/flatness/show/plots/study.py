@@ -6,15 +6,15 @@ import hashlib
 import math
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatness.show.plots.experiments import write_experiment_figures
+from flatness.show.charts import Chart, Mark
+from flatness.show.plots.charts import save_chart, save_intervals
+from flatness.show.plots.generalization import save_bounds, save_correlations
 from flatness.show.plots.landscape import save_line
-from flatness.show.plots.plots import save_intervals, save_scatter
-from flatness.show.plots.points import Point
 from flatness.study.analysis.results import Study
 from flatness.study.folder.environment import code_digest
 from flatness.study.run.experimenting import ExperimentStudy
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _BARS = 24
 _FORMS = (".png", ".svg")
+_ROUNDING = 1e-17  # no difference at all has no place on a logarithmic axis
 
 
 def write_figures(study: Study | ExperimentStudy) -> list[str]:
@@ -34,9 +35,9 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
     their intervals; and, where networks were also measured after rescaling, both scatters and both bars.
     A picture that is there already and shows the same is left as it is.
     """
-    if isinstance(study, ExperimentStudy):
-        return write_experiment_figures(study)
     folder = study.path / "figures"
+    if isinstance(study, ExperimentStudy):
+        return _experiment(folder, study.experiment.name, study.summary) if study.summary else []
     folder.mkdir(parents=True, exist_ok=True)
     drawings = _Drawings(study, folder)
     written: list[str] = []
@@ -94,17 +95,17 @@ def _scatter(
     drawings: _Drawings, study: Study, part: str, kept: pandas.DataFrame, column: str, gap: str, colour: str
 ) -> list[str]:
     rows: list[dict[str, Any]] = kept.to_dict("records")
-    points = [
-        Point(float(row[column]), float(row["gap"]), f"{colour.replace('_', ' ')} {row[colour]}", row["key"])
-        for row in sorted(rows, key=lambda row: _order(row[colour]))
-        if math.isfinite(row[column]) and math.isfinite(row["gap"])
-    ]
-    if not points:
+    series: dict[str, list[Mark]] = {}
+    for row in sorted(rows, key=lambda row: _order(row[colour])):
+        if math.isfinite(row[column]) and math.isfinite(row["gap"]):
+            group = f"{colour.replace('_', ' ')} {row[colour]}"
+            series.setdefault(group, []).append(Mark(float(row[column]), float(row["gap"]), row["key"]))
+    if not series:
         return []
-    title = f"{study.spec.name}{f', {part}' if part else ''}: n = {len(points)}"
-    quantity = column.replace("_", " ").replace(":", ", ")
-    stem = f"{_file(part)}scatter-{_file(column).rstrip('-')}"
-    return drawings.draw(stem, save_scatter, points, quantity, gap, title)
+    count = sum(map(len, series.values()))
+    title = f"{study.spec.name}{f', {part}' if part else ''}: n = {count}"
+    chart = Chart(title, column.replace("_", " ").replace(":", ", "), gap, series)
+    return drawings.draw(f"{_file(part)}scatter-{_file(column).rstrip('-')}", save_chart, chart)
 
 
 def _bars(drawings: _Drawings, study: Study, part: str) -> list[str]:
@@ -136,3 +137,63 @@ def _order(value: Any) -> tuple[int, float, str]:
 def _file(name: str) -> str:
     """A name as the beginning of a file's name; nothing for nothing."""
     return re.sub(r"[^\w.-]+", "-", name) + "-" if name else ""
+
+
+# ---- studies that are experiments
+_Rows = Sequence[Mapping[str, Any]]
+
+
+def _experiment(folder: Path, name: str, rows: _Rows) -> list[str]:
+    """Draw an experiment, as PNG and SVG, and return the names of the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [path for form in _FORMS for path in _DRAWINGS[name](folder, form, rows)]
+    return [f"figures/{path.name}" for path in drawn]
+
+
+def _labels(folder: Path, form: str, rows: _Rows) -> list[Path]:
+    kinds = {
+        kind.capitalize(): [
+            {"separation": row["separation"], "correlation": row[kind]}
+            | {end: row[f"{kind}_{end}"] for end in ("low", "high")}
+            for row in rows
+        ]
+        for kind in ("pearson", "kendall")
+    }
+    save_correlations(path := folder / f"labels{form}", kinds)
+    return [path]
+
+
+def _bound(folder: Path, form: str, rows: _Rows) -> list[Path]:
+    save_bounds(path := folder / f"bound{form}", rows, published=False)
+    if "published_script" not in rows[0]:
+        return [path]
+    save_bounds(other := folder / f"bound-published{form}", rows, published=True)
+    return [path, other]
+
+
+def _invariance(folder: Path, form: str, rows: _Rows) -> list[Path]:
+    """Each rescaling at what it does to the Euclidean norm, and above it what it does on the manifold."""
+    names = {
+        "published": "the paper",
+        "difference": "float32, power method",
+        "difference_float64": "float64, Lanczos",
+    }
+    series = {
+        label: [
+            Mark(row["difference_euclidean"], max(row[column], _ROUNDING), row["rescaling"])
+            for row in rows
+            if row[column] is not None
+        ]
+        for column, label in names.items()
+    }
+    title = "Spectral norm of the Hessian under rescaling: relative difference"
+    path = folder / f"invariance{form}"
+    save_chart(path, Chart(title, "in the Euclidean metric", "on the quotient manifold", series))
+    return [path]
+
+
+_DRAWINGS: dict[str, Callable[[Path, str, _Rows], list[Path]]] = {
+    "petzka2021_labels": _labels,
+    "petzka2021_bound": _bound,
+    "rangamani2019_invariance": _invariance,
+}

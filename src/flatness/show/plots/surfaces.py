@@ -12,23 +12,19 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
 from matplotlib.patheffects import AbstractPathEffect, withStroke
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from flatness.landscape.storage import Array
 from flatness.landscape.surface_result import Surface
-from flatness.show.plots.axes import MARKERS
-from flatness.show.plots.points import looks
 from flatness.show.plots.themes import (
-    DARK,
     DASHES,
-    LIGHT,
     WIDTH,
     add_legend,
     is_wide,
-    save,
-    settings,
+    looks,
+    picture,
+    round_numbers,
     written,
 )
 
@@ -40,7 +36,6 @@ _NOTHING = (0.0, 1.0)
 # Digits of a number on a scale; where more would be needed, what all have in common is taken off.
 _MOST_DIGITS = 5
 _RELIEF = 3.0  # inches
-_STEPS = (1, 2, 5, 10)
 # Pieces that a path goes over the surface in, from one checkpoint to the next.
 _BETWEEN = 20
 
@@ -53,10 +48,8 @@ def save_contour(
     Losses beyond the scale, infinite ones too, have its top colour; what was not computed stays empty, and
     so does an accuracy that does not exist.
     """
-    theme = DARK if dark else LIGHT
     values, levels, norm = _scaled(surface, quantity)
-    with matplotlib.rc_context(settings(theme)):
-        figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    with picture(path, WIDTH, 2.9, dark=dark) as (figure, theme):
         axes = figure.add_subplot()
         filled = axes.contourf(surface.x, surface.y, values, levels=levels, norm=norm, cmap="viridis")
         round_levels = _round_numbers(norm, levels)
@@ -79,19 +72,16 @@ def save_contour(
         axes.set_xlabel(_axis(surface, 0))
         axes.set_ylabel(_axis(surface, 1))
         axes.set_facecolor(theme.rule)
-        save(figure, path)
 
 
 def save_relief(
     path: str | os.PathLike[str], surface: Surface, quantity: str = "loss", *, dark: bool = False
 ) -> None:
     """Save a surface in three dimensions, over its contours."""
-    theme = DARK if dark else LIGHT
     values, levels, norm = _scaled(surface, quantity)
     rise = np.log10 if isinstance(norm, LogNorm) else np.asarray
     heights = np.ma.filled(rise(values).astype(float), np.nan)
-    with matplotlib.rc_context(settings(theme)):
-        figure = Figure(figsize=(WIDTH, _RELIEF))
+    with picture(path, WIDTH, _RELIEF, dark=dark, layout=None) as (figure, theme):
         axes: Any = figure.add_axes((0, 0, 1, 1), projection="3d", computed_zorder=False)
         axes.set_box_aspect((1, 1, 0.75), zoom=0.92)
         x, y = np.meshgrid(surface.x, surface.y)
@@ -114,8 +104,8 @@ def save_relief(
             axis.line.set_color(theme.quiet)
             axis._axinfo["grid"].update(color=theme.rule, linewidth=0.4)
             axis.set_major_formatter(lambda value, _: _short(value))
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS, prune="lower"))  # one of x is there
+        axes.set_xticks(round_numbers(surface.x[0], surface.x[-1], False))
+        axes.set_yticks(round_numbers(surface.y[0], surface.y[-1], False)[1:])  # one of x is there
         ticks = _apart(_round_numbers(norm, levels), rise, 0.1 * (top - floor))
         labels, base = _few_digits(ticks)
         axes.set_zticks(rise(ticks), labels)
@@ -131,7 +121,6 @@ def save_relief(
         below = add_legend(figure, axes, inside=False) if surface.paths else 0.0
         height = figure.get_figheight()
         axes.set_position((0, (below + 0.2) / height, 0.92, _RELIEF / height))
-        save(figure, path)
 
 
 def _axis(surface: Surface, place: int) -> str:
@@ -173,21 +162,8 @@ def _scaled(surface: Surface, quantity: str) -> tuple[Any, Array, Normalize]:
 def _round_numbers(norm: Normalize, levels: Array) -> list[float]:
     """About six round numbers inside the scale."""
     low, high = float(levels[0]), float(levels[-1])
-    if not isinstance(norm, LogNorm):
-        return [float(tick) for tick in MaxNLocator(7).tick_values(low, high) if low < tick < high]
-    for steps in (
-        (1, 10),
-        (1, 3),
-        (1, 2, 5),
-        (1, 1.5, 2, 3, 5, 7),
-        (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 8),
-    ):
-        powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-        ticks = sorted({float(f"{step * 10.0**power:.6g}") for power in powers for step in steps})
-        inside = [tick for tick in ticks if low < tick < high]
-        if len(inside) >= 5:
-            break
-    return inside[:: max(1, len(inside) // 6)]
+    found = round_numbers(low, high, isinstance(norm, LogNorm), fewest=6)
+    return [tick for tick in found if low < tick < high]
 
 
 def _apart(ticks: list[float], rise: Callable[[Any], Any], least: float) -> list[float]:
@@ -232,7 +208,7 @@ def _draw_paths(axes: Any, surface: Surface, heights: Array | None = None) -> No
         return [*spots.T] if heights is None else [*spots.T, _height(surface, heights, spots)]
 
     for number, (name, (colour, shape)) in enumerate(looks(surface.paths).items()):
-        look = {"color": colours.get(colour, colour), "marker": MARKERS[shape], "markersize": 3}
+        look = {"color": colours.get(colour, colour), "marker": shape, "markersize": 3}
         spots = surface.paths[name]
         (drawn,) = axes.plot(
             *placed(_finely(spots)), **look, linewidth=1.0, linestyle=DASHES[number % len(DASHES)],

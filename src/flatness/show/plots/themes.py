@@ -1,17 +1,25 @@
-"""How pictures of landscapes look: light or dark, at the width of a column of print, legible in grey."""
+"""How pictures look: light or dark, at the width of a column of print, round numbers on their axes.
+
+Groups differ in colours that are safe for the colour-blind, and in shapes and dashes too, for grey print.
+"""
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from PIL import Image
 
 from flatness.files import replacing
@@ -19,14 +27,21 @@ from flatness.landscape.storage import Array
 
 WIDTH = 3.5
 """Inches: a column."""
+# Okabe and Ito's palette without the yellow, which is too light on white. A group also has a shape.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777")
+SHAPES = ("o", "s", "^", "D", "X", "*", "v")
+# Fewer than colours, so that pairs last.
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1)), (0, (8, 1, 1, 1, 1, 1)))
-"""Lines differ in these too, for those who do not see colours; fewer than colours, so that pairs last."""
+# Dark to light, as brightness alone tells too: for more values of a number than there are colours.
+_SHADES = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
 _DOTS = 240
 # Names that leave room for curves beside them: so many at most, of so many letters.
 _FEW, _SHORT = 4, 16
 # Letters of a name that lets another column stand beside its own.
 _COLUMNS = {10: 3, 20: 2}
 _ROW = 0.15  # inches
+# Room around the values on an axis, as a share of their range.
+_ROOM = 0.06
 
 
 @dataclass(frozen=True)
@@ -45,10 +60,29 @@ DARK = Theme("#16181c", "#e8eaee", "#a9b0bc", "#363b45")
 _LIGHTER = {"#0072b2": "#4aa3df", "#777777": "#a5a5a5"}
 
 
+@contextmanager
+def picture(
+    path: str | os.PathLike[str],
+    width: float,
+    height: float,
+    *,
+    dark: bool = False,
+    layout: Any = "constrained",
+) -> Iterator[tuple[Figure, Theme]]:
+    """An empty picture to draw on, so large in inches; it is saved when all is drawn."""
+    theme = DARK if dark else LIGHT
+    with matplotlib.rc_context(settings(theme)):
+        figure = Figure(figsize=(width, height), layout=layout)
+        yield figure, theme
+        save(figure, path)
+
+
 def settings(theme: Theme) -> Any:
     """Settings of matplotlib."""
     return {
         "font.size": 8,
+        "axes.titlesize": 9,
+        "axes.titlelocation": "left",
         "axes.labelsize": 8,
         "xtick.labelsize": 7,
         "ytick.labelsize": 7,
@@ -81,6 +115,79 @@ def tidy(axes: Axes, theme: Theme) -> None:
 def colour_on(theme: Theme, colour: str) -> str:
     """A colour of the palette, light enough for the ground it is on."""
     return _LIGHTER.get(colour, colour) if theme is DARK else colour
+
+
+def looks(groups: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and shape of every group, in order of appearance.
+
+    Many groups that are named by a number, such as "random labels 0.3", go from dark to light with it.
+    """
+    names = list(dict.fromkeys(groups))
+    colours, shapes = len(COLOURS), len(SHAPES)
+    numbers = {name: _number(name) for name in names}
+    if len(names) > colours and None not in numbers.values():
+        order = sorted(names, key=lambda name: numbers[name] or 0.0)
+        return {name: (_shade(order.index(name) / (len(names) - 1)), SHAPES[0]) for name in names}
+    # When colours come again, they come with other shapes.
+    return {name: (COLOURS[i % colours], SHAPES[(i + i // colours) % shapes]) for i, name in enumerate(names)}
+
+
+def _number(name: str) -> float | None:
+    """The number at the end of a name."""
+    try:
+        return float(name.split()[-1])
+    except (ValueError, IndexError):
+        return None
+
+
+def _shade(share: float) -> str:
+    """A colour between dark (0) and light (1).
+
+    >>> _shade(0.0), _shade(0.5), _shade(1.0)
+    ('#00224e', '#7d7c74', '#fee838')
+    """
+    at = share * (len(_SHADES) - 1)
+    below = min(int(at), len(_SHADES) - 2)
+    pairs = zip(_SHADES[below], _SHADES[below + 1], strict=True)
+    return "#" + "".join(f"{round(low + (at - below) * (high - low)):02x}" for low, high in pairs)
+
+
+def scale_axis(axes: Axes, which: str, values: Sequence[float], logarithmic: bool) -> None:
+    """Let an axis, "x" or "y", hold these values with a little room and a few round numbers."""
+    low, high = min(values), max(values)
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    if logarithmic:
+        room = math.exp(max(_ROOM * math.log(high / low), 0.05))
+        low, high = low / room, high * room
+        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    else:
+        room = max(_ROOM * (high - low), 1e-9)
+        low, high = low - room, high + room
+    (axes.set_xlim if which == "x" else axes.set_ylim)(low, high)
+    axis.set_major_locator(FixedLocator(round_numbers(low, high, logarithmic)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def round_numbers(low: float, high: float, logarithmic: bool, fewest: int = 3) -> list[float]:
+    """Round numbers within a range, three at least, or as many as asked for, and not many more.
+
+    >>> round_numbers(71, 270, True), round_numbers(0.0162, 0.0194, True), round_numbers(-0.13, 0.43, False)
+    ([100.0, 150.0, 200.0], [0.017, 0.018, 0.019], [0.0, 0.2, 0.4])
+    """
+    if logarithmic:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for steps in ("1", "13", "125", ("1", "1.5", "2", "3", "5", "7")):
+            ticks = [float(f"{step}e{power}") for power in powers for step in steps]
+            found = [tick for tick in ticks if low <= tick <= high]
+            if len(found) >= fewest:
+                return found[:: max(1, len(found) // 6)]
+    power = math.floor(math.log10(high - low))
+    for step in (float(f"{step}e{power - down}") for down in (0, 1) for step in (5, 2, 1)):
+        found = [round(i * step, 12) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        if len(found) >= fewest:
+            return found
+    return [low, high]
 
 
 def add_legend(figure: Figure, axes: Axes, *, inside: bool = True) -> float:

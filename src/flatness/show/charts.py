@@ -1,0 +1,109 @@
+"""Charts: groups of marks over two axes. Pictures and pages draw the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flatness.report.report import Report
+from flatness.symmetry.check.verdicts import InvarianceReport
+
+
+class Mark(NamedTuple):
+    """A mark of a chart.
+
+    Attributes:
+        x: Its place on the horizontal axis.
+        y: Its place on the vertical axis.
+        label: What it is, such as the name of a network.
+        low: The lower end of its range, where it has one.
+        high: The upper end of its range, where it has one.
+    """
+
+    x: float
+    y: float
+    label: str = ""
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a chart shows.
+
+    Attributes:
+        title: What stands above a picture of it.
+        x_label: What the horizontal axis is.
+        y_label: What the vertical axis is.
+        series: The marks of every group.
+        joined: Whether lines go from mark to mark.
+        places: Names along the horizontal axis, such as layers, where x counts them from 0.
+        scales: Of both axes: "linear", "log", or "auto" for logarithmic where all values are positive.
+        caption: What stands below it on a page.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, Sequence[Mark]]
+    joined: bool = False
+    places: Sequence[str] = ()
+    scales: tuple[str, str] = ("auto", "auto")
+    caption: str = ""
+
+
+def layers_chart(groups: Mapping[str, Sequence[Report]], measure: str, title: str) -> Chart:
+    """A measure layer by layer: the mean over the reports of each group, and their range."""
+    layers = next(iter(groups.values()))[0].layers()
+    series: dict[str, list[Mark]] = {}
+    for name, reports in groups.items():
+        for place, layer in enumerate(layers):
+            values = [report.value(measure, layer=layer) for report in reports]
+            mark = Mark(place, sum(values) / len(values), layer, min(values), max(values))
+            series.setdefault(name, []).append(mark)
+    return Chart(title, "layer", measure.replace("_", " "), series, True, layers)
+
+
+def network_ratios(report: InvarianceReport, kind: str) -> dict[str, tuple[list[float], bool]]:
+    """Each measure of the network over rewritings of one kind ÷ the original's, and whether it holds."""
+    return {
+        row.measure: ([1.0, *(value / row.value for value in row.values)], bool(row.holds))
+        for row in report.rows
+        if row.kind == kind and row.level == "network" and row.reduction != "max" and row.value
+    }
+
+
+def invariance_chart(report: InvarianceReport, kind: str, title: str) -> Chart:
+    """How each measure moves over rewritings of one network: invariant ones are flat lines at 1."""
+    series: dict[str, list[Mark]] = {}
+    for measure, (ratios, holds) in network_ratios(report, kind).items():
+        name = measure.replace("_", " ") + (" (invariant)" if holds else "")
+        series[name] = [Mark(place, ratio, _trial(place)) for place, ratio in enumerate(ratios)]
+    return _rewritten(title, series)
+
+
+def drift_chart(report: InvarianceReport, measure: str, title: str) -> Chart:
+    """How one measure moves over rewritings of one network, a line for every kind of rewriting.
+
+    Its value for the network is drawn, or its largest drift over layers if it has none.
+    """
+    own = [row for row in report.rows if row.measure == measure and row.level != "unit"]
+    whole = [row for row in own if row.level == "network"] or own
+    series: dict[str, list[Mark]] = {}
+    for kind in dict.fromkeys(row.kind for row in whole):
+        lines = [
+            [value / row.value for value in row.values] for row in whole if row.kind == kind and row.value
+        ]
+        far = [1.0, *(max(ratios, key=lambda r: abs(r - 1)) for ratios in zip(*lines, strict=True))]
+        series[kind] = [Mark(place, ratio, _trial(place)) for place, ratio in enumerate(far)]
+    return _rewritten(title, series)
+
+
+def _rewritten(title: str, series: Mapping[str, Sequence[Mark]]) -> Chart:
+    places = [_trial(place) for place in range(max(map(len, series.values()), default=1))]
+    return Chart(title, "rewritten network", "value ÷ value of the original", series, True, places)
+
+
+def _trial(place: int) -> str:
+    return str(place) if place else "original"

@@ -1,0 +1,148 @@
+"""Charts as picture files, and bars with intervals."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from flatness.show.charts import Chart, Mark
+from flatness.show.plots.themes import (
+    COLOURS,
+    DASHES,
+    Theme,
+    add_legend,
+    looks,
+    picture,
+    scale_axis,
+    tidy,
+    written,
+)
+
+_WIDTH, _HEIGHT = 5.6, 3.2
+
+
+def save_chart(
+    path: str | os.PathLike[str], chart: Chart, *, level: float | None = None, height: float = _HEIGHT
+) -> None:
+    """Save a chart: a colour and a shape per group, joined or not, with error bars where marks have a range.
+
+    Args:
+        path: Where to; the ending says the format.
+        chart: What to draw. Marks that a logarithmic axis cannot show are left out.
+        level: The height of a line to draw across.
+        height: Of the picture in inches, without its legend.
+    """
+    with picture(path, _WIDTH, height) as (figure, theme):
+        axes = figure.add_subplot()
+        if level is not None:
+            axes.axhline(level, color=theme.quiet, linewidth=0.8)
+        logarithmic = [_is_logarithmic(chart, axis) for axis in (0, 1)]
+        shown = {
+            name: [mark for mark in members if all(mark[:2][i] > 0 for i in (0, 1) if logarithmic[i])]
+            for name, members in chart.series.items()
+        }
+        for number, (name, look) in enumerate(looks(shown).items()):
+            _draw_series(axes, chart, shown[name], *look, DASHES[number % len(DASHES)], written(name))
+        marks = [mark for members in shown.values() for mark in members]
+        if chart.places:
+            axes.set_xticks(range(len(chart.places)), [written(place) for place in chart.places])
+            axes.set_xlim(-0.25, len(chart.places) - 0.75)
+        elif marks:
+            scale_axis(axes, "x", [mark.x for mark in marks], logarithmic[0])
+        ends = [end for mark in marks for end in _ends(mark) if end > 0 or not logarithmic[1]]
+        if ends:
+            scale_axis(axes, "y", ends, logarithmic[1])
+        _label(axes, theme, chart.x_label, chart.y_label, chart.title)
+        add_legend(figure, axes, inside=False)
+
+
+def _is_logarithmic(chart: Chart, axis: int) -> bool:
+    """Whether the horizontal (0) or vertical (1) axis is: as asked, else where all values are positive."""
+    positive = (mark[:2][axis] > 0 for members in chart.series.values() for mark in members)
+    return chart.scales[axis] == "log" or (chart.scales[axis] == "auto" and all(positive))
+
+
+def _draw_series(
+    axes: Axes, chart: Chart, marks: Sequence[Mark], colour: str, shape: str, dashes: Any, name: str
+) -> None:
+    # Lines over the same places often lie on each other: those below show through hollow marks.
+    hollow = bool(chart.places)
+    ranges = [(mark.y - low, high - mark.y) for mark in marks for low, high in (_ends(mark),)]
+    axes.errorbar(
+        [mark.x for mark in marks],
+        [mark.y for mark in marks],
+        yerr=list(zip(*ranges, strict=True)) if any(map(any, ranges)) else None,
+        color=colour,
+        marker=shape,
+        markersize=6 if shape == "*" else 5,
+        markerfacecolor="none" if hollow else colour,
+        markeredgecolor=colour if hollow else "black",
+        markeredgewidth=0.8 if hollow else 0.4,
+        linestyle=dashes if chart.joined else "",
+        linewidth=1.2,
+        markevery=max(1, len(marks) // 12) if chart.joined else 1,
+        elinewidth=0.9,
+        capsize=2,
+        label=name,
+    )
+
+
+def _ends(mark: Mark) -> tuple[float, float]:
+    """Both ends of a mark's range; the mark itself where it has none."""
+    return (mark.y if mark.low is None else mark.low), (mark.y if mark.high is None else mark.high)
+
+
+def _label(axes: Axes, theme: Theme, x_label: str, y_label: str, title: str) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(title)
+    tidy(axes, theme)
+
+
+def save_intervals(
+    path: str | os.PathLike[str],
+    rows: Sequence[Mapping[str, Any]],
+    x_label: str,
+    title: str,
+    chance: float | None = None,
+    labels: tuple[str, str] = ("as trained", "after rescaling"),
+) -> None:
+    """Save horizontal bars with intervals, the first row on top.
+
+    Args:
+        path: Where to.
+        rows: Each with ``name``, ``value``, ``low`` and ``high``; perhaps also ``after``, ``after_low`` and
+            ``after_high``, drawn as a second bar.
+        x_label: What the bars show.
+        title: The title.
+        chance: Size that chance stays below, drawn as a grey band.
+        labels: What the first and the second bars are of.
+    """
+    both = any("after" in row for row in rows)
+    keys = [("value", "low", "high"), ("after", "after_low", "after_high")][: 1 + both]
+    with picture(path, _WIDTH, 0.9 + 0.24 * max(len(rows), 4)) as (figure, theme):
+        axes = figure.add_subplot()
+        for number, (key, low, high) in enumerate(keys):
+            drawn = [(place, row) for place, row in enumerate(rows) if key in row]
+            values = [row[key] for _, row in drawn]
+            places = [place + 0.4 * number - 0.2 * both for place, _ in drawn]
+            spread = [
+                [max(row[key] - row[low], 0.0) for _, row in drawn],
+                [max(row[high] - row[key], 0.0) for _, row in drawn],
+            ]
+            thick = 0.36 if both else 0.6
+            axes.barh(places, values, thick, color=COLOURS[number], alpha=0.75, label=labels[number])
+            axes.errorbar(
+                values, places, xerr=spread, fmt="none", ecolor=theme.ink, elinewidth=0.8, capsize=2
+            )
+        if chance is not None:
+            axes.axvspan(-chance, chance, color="#888888", alpha=0.18, label="95 % of permutations")
+        axes.axvline(0, color=theme.ink, linewidth=0.8)
+        axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlim(-1.05, 1.05)
+        _label(axes, theme, x_label, "", title)
+        add_legend(figure, axes, inside=False)
