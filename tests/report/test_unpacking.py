@@ -142,7 +142,6 @@ def test_rows_of_an_array_are_those_of_numpy(tmp_path, order):
     assert np.array_equal(unpacking.read_array(path, "a"), values)
     assert np.array_equal(unpacking.read_array(path, "a", 7), values[:7])
     assert np.array_equal(unpacking.read_array(path, "a", 99), values)
-    assert np.array_equal(np.concatenate(list(unpacking.row_blocks(path, "a"))), values)
     assert unpacking.read_array(path, "b") == np.float32(3.5)
     assert str(unpacking.read_array(path, "c")) == "text"
     assert unpacking.read_array(path, "d").shape == (0, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -15,22 +16,9 @@ _LABEL = "text-align:left;padding:.2em .8em .2em 0"
 def report_html(report: Any) -> str:
     """The table of layers, its title and its notes."""
     grid = report_grid(report)
-    headings = "".join(
-        f'<th scope="col" style="{_NUMBER};vertical-align:bottom">'
-        f"{'<br>'.join(map(escape, heading(column)))}</th>"
-        for column in grid.columns
-    )
-    rows = "".join(
-        f'<tr><th scope="row" style="{_LABEL}">{escape(label)}</th>'
-        + "".join(f'<td style="{_NUMBER}">{escape(cell)}</td>' for cell in grid.row(label, grid.columns))
-        + "</tr>"
-        for label in grid.rows
-    )
-    caption = f'<caption style="text-align:left;padding-bottom:.4em">{escape(title(report))}</caption>'
-    corner = f'<th scope="col" style="{_LABEL};vertical-align:bottom">{escape(grid.corner)}</th>'
-    body = f"{caption}<thead><tr>{corner}{headings}</tr></thead><tbody>{rows}</tbody>"
-    notes = _list([f"note: {note}" for note in report.notes])
-    return f'<div><table style="{_TABLE}">{body}</table>{notes}</div>'
+    head = (grid.corner, *("\n".join(heading(column)) for column in grid.columns))
+    rows = [(label, *grid.row(label, grid.columns)) for label in grid.rows]
+    return _table(title(report), head, rows, report.notes)
 
 
 def result_html(result: Any) -> str:
@@ -45,14 +33,26 @@ def result_html(result: Any) -> str:
 
 def terms_html(caption: str, rows: list[tuple[str, str]], notes: tuple[str, ...]) -> str:
     """Names and numbers in two columns, a caption above and notes below."""
-    body = "".join(
-        f'<tr><th scope="row" style="{_LABEL}">{escape(name)}</th>'
-        f'<td style="{_NUMBER}">{escape(cell)}</td></tr>'
-        for name, cell in rows
+    return _table(caption, (), rows, notes)
+
+
+def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str]) -> str:
+    """A table whose first column has labels; columns whose heading has several lines are fine."""
+    styles = (_LABEL, *[_NUMBER] * (len(head) - 1))
+    cells = "".join(
+        f'<th scope="col" style="{style};vertical-align:bottom">{escape(text).replace(chr(10), "<br>")}</th>'
+        for text, style in zip(head, styles, strict=False)
     )
-    head = f'<caption style="text-align:left;padding-bottom:.4em">{escape(caption)}</caption>'
+    body = "".join(
+        f'<tr><th scope="row" style="{_LABEL}">{escape(label)}</th>'
+        + "".join(f'<td style="{_NUMBER}">{escape(cell)}</td>' for cell in numbers)
+        + "</tr>"
+        for label, *numbers in rows
+    )
+    above = f'<caption style="text-align:left;padding-bottom:.4em">{escape(caption)}</caption>'
+    above += f"<thead><tr>{cells}</tr></thead>" if head else ""
     remarks = _list([f"note: {note}" for note in notes])
-    return f'<div><table style="{_TABLE}">{head}<tbody>{body}</tbody></table>{remarks}</div>'
+    return f'<div><table style="{_TABLE}">{above}<tbody>{body}</tbody></table>{remarks}</div>'
 
 
 def outline_html(text: str) -> str:

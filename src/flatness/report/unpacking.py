@@ -14,7 +14,6 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -181,18 +180,6 @@ def read_array(path: str | os.PathLike[str], name: str, rows: int | None = None)
         check_unpacked(path, _bytes(wanted, kind))
         values = _values(stream, wanted, by_columns, kind)
     return values if rows is None or not shape else values[:rows]
-
-
-def row_blocks(path: str | os.PathLike[str], name: str) -> Iterator[np.ndarray]:
-    """An array in blocks of rows, of about a megabyte each: what needs all of it need not hold all of it."""
-    with zipfile.ZipFile(path) as archive, _opened(archive, name) as stream:
-        shape, by_columns, kind = _header(stream)
-        plain = bool(shape) and not by_columns and not kind.hasobject and all(size >= 0 for size in shape)
-        each = max(_BLOCK // max(_bytes(shape[1:], kind), 1), 1)
-        for start in range(0, shape[0] if plain else 0, each):
-            yield _values(stream, (min(each, shape[0] - start), *shape[1:]), False, kind)
-    if not plain:
-        yield read_array(path, name)
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> str:

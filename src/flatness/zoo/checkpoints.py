@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flatness.errors import CheckpointError, listed, nearest
+from flatness.files import DamagedFileError, read_tensors
 from flatness.report.unpacking import TooLargeError, check_unpacked
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -109,23 +109,23 @@ def _read_torch(path: Path) -> Any:
     _check_size(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about old pickle protocols: what cannot be read is refused below
-            return torch.load(path, map_location="cpu", weights_only=True)
+            # About old pickle protocols: what cannot be read is refused below.
+            warnings.simplefilter("ignore")
+            return read_tensors(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    except pickle.UnpicklingError as error:
-        if "weights_only" in str(error) or "Unsupported" in str(error):
+    except DamagedFileError as error:
+        said = str(error) if isinstance(error.__cause__, pickle.UnpicklingError) else ""
+        if "weights_only" in said or "Unsupported" in said:
             raise CheckpointError(
                 f"Expected tensors and plain values only but {path} holds other Python objects"
-                f"{_culprit(error)}, which can run code when loaded; it was not loaded. Save "
+                f"{_culprit(said)}, which can run code when loaded; it was not loaded. Save "
                 "torch.save(model.state_dict(), path) or a .safetensors file instead."
             ) from error
-        raise _damaged(path) from error
-    except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
-        # What the reader trips over in a damaged file depends on where the damage is.
-        raise _damaged(path) from error
+        raise CheckpointError(
+            f"Expected a checkpoint written by torch.save but {path} is damaged, cut short or something else."
+            " Copy or save it again."
+        ) from error
 
 
 def _check_size(path: Path) -> None:
@@ -145,16 +145,9 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _damaged(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"Expected a checkpoint written by torch.save but {path} is damaged, cut short or something else. "
-        "Copy or save it again."
-    )
-
-
-def _culprit(error: Exception) -> str:
+def _culprit(said: str) -> str:
     """The name of the refused object, where torch says it."""
-    found = re.search(r"GLOBAL\s+(\w+(?:\.\w+)+)", str(error))
+    found = re.search(r"GLOBAL\s+(\w+(?:\.\w+)+)", said)
     return f" ({found[1]})" if found else ""
 
 

@@ -15,7 +15,6 @@ from flatness.report.unpacking import (
     array_length,
     array_names,
     read_array,
-    row_blocks,
 )
 from flatness.zoo.data.source import Folder, Stored, moments_of
 
@@ -50,26 +49,22 @@ class ArrayFile:
 
     def read(self, split: str, data_dir: Folder | None = None, rows: int | None = None) -> Stored:
         """One split, or its first samples; uint8 inputs are scaled to [0, 1], others are as stored."""
-        inputs, targets = self.split(split, rows)
-        scale = 255 if inputs.dtype == np.uint8 else 1
-        classes = tuple(str(label) for label in range(self.class_count()))
-        moments = lambda: moments_of(self.inputs("train") / scale)  # noqa: E731
-        return Stored(inputs, targets, classes, scale, moments, self.path, total=self.length(split))
-
-    def split(self, split: str, rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of a split, or the first ones of it, checked to fit each other."""
-        found = self.inputs(split, rows), self.targets(split, rows)
-        inputs, targets = self.length(split), self._length(self._name(_TARGETS, split))
-        if inputs != targets:
+        inputs, classes, targets = self.inputs(split, rows), self._classes(), self.targets(split)
+        total = self.length(split)
+        if total != len(targets):
             raise DataError(
-                f"Expected as many targets as inputs, but {self.path} has {inputs:,} inputs and"
-                f" {targets:,} targets to {split}."
+                f"Expected as many targets as inputs, but {self.path} has {total:,} inputs and"
+                f" {len(targets):,} targets to {split}."
             )
-        return found
+        scale = 255 if inputs.dtype == np.uint8 else 1
+        moments = lambda: moments_of(self.inputs("train") / scale)  # noqa: E731
+        return Stored(inputs, targets[:rows], classes, scale, moments, self.path, total=total)
 
     def length(self, split: str) -> int:
         """Number of samples of a split."""
-        return self._length(self._name(_INPUTS, split))
+        name = self._name(_INPUTS, split)
+        with self._explained(name):
+            return array_length(self.path, name)
 
     def inputs(self, split: str, rows: int | None = None) -> np.ndarray:
         """Inputs of a split: uint8 as stored, all else as finite float32."""
@@ -84,15 +79,12 @@ class ArrayFile:
             return values
         return self._finite(values, name, "inputs")
 
-    def targets(self, split: str, rows: int | None = None) -> np.ndarray:
+    def targets(self, split: str) -> np.ndarray:
         """Targets of a split: class labels as int64 of shape (samples,), real targets as float32."""
         name = self._name(_TARGETS, split)
-        return self._targets(self._read(name, rows), name)
-
-    def _targets(self, values: np.ndarray, name: str, before: int = 0) -> np.ndarray:
-        """Checked targets; `before` is the number of samples that come before them in the file."""
+        values = self._read(name)
         if values.dtype.kind == "f" and values.ndim >= 1:
-            return self._finite(values, name, "targets", before)
+            return self._finite(values, name, "targets")
         if values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]
         if values.dtype.kind not in "iub" or values.ndim != 1:
@@ -103,33 +95,25 @@ class ArrayFile:
         wrong = np.flatnonzero((values < 0) | (values >= _MOST_CLASSES))
         if wrong.size:
             raise DataError(
-                f"Expected class labels from 0 to {_MOST_CLASSES - 1:,}, but sample {before + wrong[0]} of"
+                f"Expected class labels from 0 to {_MOST_CLASSES - 1:,}, but sample {wrong[0]} of"
                 f" {name!r} in {self.path} has {values[wrong[0]]}."
             )
-        return values.astype(np.int64)
+        return values.astype(np.int64, copy=False)
 
-    def class_count(self) -> int:
-        """One more than the largest label of any split; 0 for real targets."""
-        largest = -1
-        for split in ("train", "test"):
-            if self._candidates(_TARGETS, split):
-                name, before = self._name(_TARGETS, split), 0
-                for block in self._blocks(name):
-                    labels = self._targets(block, name, before)
-                    before += len(block)
-                    if labels.dtype == np.int64 and labels.size:
-                        largest = max(largest, int(labels.max()))
-        return largest + 1
+    def _classes(self) -> tuple[str, ...]:
+        """As many as the largest label of any split asks for; none for real targets."""
+        known = [self.targets(split) for split in ("train", "test") if self._candidates(_TARGETS, split)]
+        largest = [int(labels.max()) for labels in known if labels.dtype == np.int64 and labels.size]
+        return tuple(map(str, range(max(largest, default=-1) + 1)))
 
-    def _finite(self, values: np.ndarray, name: str, role: str, before: int = 0) -> np.ndarray:
+    def _finite(self, values: np.ndarray, name: str, role: str) -> np.ndarray:
         """`values` as float32, where that loses nothing but digits."""
         with np.errstate(over="ignore"):
             single = values.astype(np.float32)
         finite = np.isfinite(single).reshape(len(single), -1).all(axis=1) if single.size else np.ones(0, bool)
         if not finite.all():
-            sample = before + int(np.argmin(finite))
             raise DataError(
-                f"Expected finite {role}, but sample {sample} of {name!r} in {self.path} has"
+                f"Expected finite {role}, but sample {int(np.argmin(finite))} of {name!r} in {self.path} has"
                 " NaN, infinite or too large values for float32."
             )
         return single
@@ -150,25 +134,15 @@ class ArrayFile:
             )
         return found[0]
 
-    def _length(self, name: str) -> int:
-        with self._explained(name):
-            return array_length(self.path, name)
-
     def _read(self, name: str, rows: int | None = None) -> np.ndarray:
         with self._explained(name):
             return read_array(self.path, name, rows)
-
-    def _blocks(self, name: str) -> Iterator[np.ndarray]:
-        with self._explained(name):
-            yield from row_blocks(self.path, name)
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
         """What is wrong with an array that cannot be read, in words."""
         try:
             yield
-        except DataError:
-            raise
         except TooLargeError as error:
             raise DataError(
                 f"Expected {name!r} in {self.path} to be of a usual size, but it {error}."

@@ -14,6 +14,7 @@ import math
 import pickle
 import pickletools
 import re
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -26,25 +27,24 @@ class ArrayPickleError(ValueError):
 class _StandIn:
     """Something a pickle may name and call, but not change."""
 
-    __slots__ = ()
+    __slots__ = ("_call", "name")
+
+    def __init__(self, name: str, call: Callable[..., object]) -> None:
+        self.name, self._call = name, call
+
+    def __call__(self, *arguments: object) -> object:
+        return self._call(*arguments)
 
     def __setstate__(self, state: object) -> None:
-        name = next(".".join(name) for name, stand_in in _ADMITTED.items() if isinstance(self, stand_in))
-        raise ArrayPickleError(f"it changes {name}")
-
-
-class _Ndarray(_StandIn):
-    """For ``numpy.ndarray``: only a word to pass to ``_reconstruct``."""
-
-    __slots__ = ()
+        raise ArrayPickleError(f"it changes {self.name}")
 
 
 class _Dtype:
-    """For a dtype: a whole-number or boolean type of one to eight bytes."""
+    """For ``numpy.dtype(code, align, copy)``: a whole-number or boolean type of one to eight bytes."""
 
     __slots__ = ("dtype",)
 
-    def __init__(self, code: object) -> None:
+    def __init__(self, code: object, *_: object) -> None:
         text = code.decode("latin1") if isinstance(code, bytes) else code
         if not isinstance(text, str) or not re.fullmatch(r"[|<>=]?([iu][1248]|b1)", text):
             raise ArrayPickleError(f"it has an array of type {text!r}")
@@ -58,15 +58,6 @@ class _Dtype:
                 self.dtype = np.dtype(text + self.dtype.str[1:])
             case _:
                 raise ArrayPickleError("it has an array with fields")
-
-
-class _DtypeFactory(_StandIn):
-    """For ``numpy.dtype``, called as ``dtype(code, align, copy)``."""
-
-    __slots__ = ()
-
-    def __call__(self, code: object, *_: object) -> _Dtype:
-        return _Dtype(code)
 
 
 class _Array:
@@ -92,43 +83,41 @@ class _Array:
                 raise ArrayPickleError("it has an array of another kind than whole numbers")
 
 
-class _Reconstruct(_StandIn):
+def _reconstruct(kind: object, *_: object) -> _Array:
     """For ``numpy.core.multiarray._reconstruct``, called as ``_reconstruct(ndarray, (0,), b"b")``."""
-
-    __slots__ = ()
-
-    def __call__(self, kind: object, *_: object) -> _Array:
-        if not isinstance(kind, _Ndarray):
-            raise ArrayPickleError("it has an array of a class of its own")
-        return _Array()
+    if not isinstance(kind, _StandIn) or kind.name != "numpy.ndarray":
+        raise ArrayPickleError("it has an array of a class of its own")
+    return _Array()
 
 
-class _Latin1(_StandIn):
+def _encode(text: object, encoding: object) -> bytes:
     """For ``_codecs.encode``, by which Python 3 writes bytes into old pickles."""
-
-    __slots__ = ()
-
-    def __call__(self, text: object, encoding: object) -> bytes:
-        if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
-            raise ArrayPickleError(f"it encodes text as {encoding!r}")
-        return text.encode("latin1")
+    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
+        raise ArrayPickleError(f"it encodes text as {encoding!r}")
+    return text.encode("latin1")
 
 
-_ADMITTED: dict[tuple[str, str], type[_StandIn]] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _Reconstruct,
-    ("numpy", "ndarray"): _Ndarray,
-    ("numpy", "dtype"): _DtypeFactory,
-    ("_codecs", "encode"): _Latin1,
+def _ndarray(*_: object) -> object:
+    """For ``numpy.ndarray``, which is only a word to pass to ``_reconstruct``."""
+    raise TypeError("an array is not made by calling its class")
+
+
+_ADMITTED: dict[str, Callable[..., object]] = {
+    "numpy.core.multiarray._reconstruct": _reconstruct,
+    "numpy._core.multiarray._reconstruct": _reconstruct,
+    "numpy.ndarray": _ndarray,
+    "numpy.dtype": _Dtype,
+    "_codecs.encode": _encode,
 }
 
 
 class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> _StandIn:
         """Hand out a fresh stand-in for an admitted name, and refuse every other."""
-        if (module, name) not in _ADMITTED:
-            raise ArrayPickleError(f"it asks for {module}.{name}, which is refused")
-        return _ADMITTED[module, name]()
+        full = f"{module}.{name}"
+        if "." in name or full not in _ADMITTED:
+            raise ArrayPickleError(f"it asks for {full}, which is refused")
+        return _StandIn(full, _ADMITTED[full])
 
 
 def load_array_pickle(raw: bytes) -> dict[object, object]:
