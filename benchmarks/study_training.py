@@ -127,26 +127,25 @@ def contenders(
     found: dict[str, Callable[[], Any]] = {
         "one after another": lambda: train_one_by_one(models, optimizers, x, y, indices)
     }
-    engines = ("grouped", "unfolded", "banded", "windowed") if x.is_cuda else ("looped", "grouped")
+    engines = ("channels_last", "grouped", "banded") if x.is_cuda else ("looped", "grouped")
     for engine in engines:
         program = stacked(engine, networks, x, y)
         found[f"stack, {engine}"] = lambda program=program: train_stacked(program, indices)
     if x.is_cuda:
         graphed = graphed_one_by_one(networks, x, y, batch)
         found["one after another, CUDA graph"] = lambda: graphed(indices)
-        for engine in ("banded", "windowed"):
-            rounded = stacked(engine, networks, x, y)
-            found[f"stack, {engine}, TF32"] = lambda rounded=rounded: train_in_tf32(rounded, indices)
+        rounded = stacked("banded", networks, x, y)
+        found["stack, banded, TF32"] = lambda: train_in_tf32(rounded, indices)
         if compiled:
-            program = stacked("unfolded", networks, x, y, compiled=True)
-            found["stack, unfolded, compiled"] = lambda: train_stacked(program, indices)
+            program = stacked("grouped", networks, x, y, compiled=True)
+            found["stack, grouped, compiled"] = lambda: train_stacked(program, indices)
     return found
 
 
 def run(device: torch.device, networks: int, batch: int, steps: int, compiled: bool) -> dict[str, float]:
     full_precision()
     x, y = data(device)
-    for engine in ("grouped", "unfolded", "banded", "windowed"):
+    for engine in ("grouped", "banded"):
         check(x, y, batch, engine)
     # On a GPU the stack records its graph during the turn that warms up.
     times = race(contenders(networks, batch, max(steps, 5), x, y, compiled), device, turns=5, budget=30.0)

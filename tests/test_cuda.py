@@ -6,7 +6,6 @@ from torch.utils.data import DataLoader
 
 import flatness
 from flatness.errors import DataError
-from flatness.landscape.fused import fused, launched
 from flatness.landscape.points import Points
 from flatness.measuring.examine.randomness import Draws
 from flatness.problem.problem import Problem
@@ -179,43 +178,19 @@ def test_fused_attention_is_measured_where_it_is_exact():
     assert flatness.plan(case.build(), (case.x, case.y), layers="last", device="cuda").layers == ["head"]
 
 
-def test_the_fused_kernel_takes_more_entries_than_32_bits_count():
-    """Entries of all points together: more than 2³¹."""
-    size, points = 2**25 + 3, 65
-    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB")
-    maps = torch.randn(1, 2, 1, size, device="cuda").expand(1, 2, 4, size).contiguous()
-    maps[0, :, 1] -= 1
-    weights = torch.randn(points, 2, device="cuda")
-    weights[:, 0] = 1
-    weights[-1] = torch.tensor([1.0, 0.5])
-    found = launched(weights, maps)
-    assert found.numel() > 2**31
-    for p in (0, 31, 63, 64):
-        expected = (maps[0, 0] + weights[p, 1] * maps[0, 1]).amax(0).relu()
-        torch.testing.assert_close(found[0, p], expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("engine", ["windowed", "unfolded"])
-@pytest.mark.parametrize("samples", [64, 61])
-def test_engines_with_the_fused_kernel_have_the_losses_of_the_cpu(engine, samples, monkeypatch):
-    """In double precision there, where no kernel runs; 61 samples are not copied sixteen bytes at a time."""
+@pytest.mark.parametrize("engine", [None, "looped", "together"])
+def test_points_of_a_plane_have_the_losses_of_the_cpu(engine):
+    """In double precision there."""
     torch.manual_seed(0)
     model = lenet5(seed=0)
-    given = torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,))
+    given = torch.randn(61, 3, 32, 32), torch.randint(10, (61,))
     directions = [{name: torch.randn_like(p) / 20 for name, p in model.named_parameters()} for _ in "ab"]
     coefficients = torch.tensor([[0.3, -0.2], [0.0, 0.5], [-1.0, 1.0]], dtype=torch.float64)
-    calls = []
-    monkeypatch.setattr("flatness.landscape.fused.launched", lambda *a: calls.append(a) or launched(*a))
 
     def losses(problem, engine):
         with problem.guarded():
-            points = Points(problem, engine=engine, fixed_batch=True).along(directions)
-            return points(coefficients)[:, 0]
+            return Points(problem, engine=engine).along(directions)(coefficients)[:, 0]
 
-    there = losses(Problem(lenet5(seed=0), given, device="cuda", batch_size=samples, progress=False), engine)
-    here = losses(
-        Problem(lenet5(seed=0), given, dtype=torch.float64, batch_size=samples, progress=False), "looped"
-    )
-    assert (len(calls), fused.failure) == (1, None)
+    there = losses(Problem(lenet5(seed=0), given, device="cuda", progress=False), engine)
+    here = losses(Problem(lenet5(seed=0), given, dtype=torch.float64, progress=False), "looped")
     torch.testing.assert_close(there, here, rtol=1e-5, atol=0)

@@ -7,14 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import flatness
 from flatness.curvature.sums import moments
 from flatness.errors import DataError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
 from flatness.problem.problem import Problem
-from flatness.zoo.models import lenet5
 from small import Net, assert_same, data, dataset, measure, network, reference
 from untouched import refusal, untouched
 
@@ -630,60 +628,3 @@ def test_a_device_that_is_absent_is_refused():
         f"Expected a device that torch can use but got 'cuda': {str(reason.value).splitlines()[0]}. For "
         "example device='cpu'."
     )
-
-
-def test_looking_forward_only_changes_kernels_and_not_numbers():
-    model, y = lenet5(seed=3), torch.arange(20) % 10
-    x = torch.randn(20, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    problem = Problem(model, (x, y), progress=False)
-
-    class Counting(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.pools, self.strides = 0, []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.pools += "max_pool2d" in str(func)
-            if func is torch.ops.aten.convolution.default:
-                self.strides.append(args[3])
-            return func(*args, **(kwargs or {}))
-
-    with problem.guarded():
-        with torch.no_grad(), Counting() as forward_only:
-            found = problem.outputs((x, y))[0]
-        with Counting() as usual:
-            expected = problem.outputs((x, y))[0]
-    assert (forward_only.pools, forward_only.strides) == (0, [[2, 2], [1, 1]])
-    assert (usual.pools, usual.strides) == (2, [[1, 1], [1, 1]])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(expected, model(x))
-
-
-def test_looking_forward_only_leaves_watched_layers_alone():
-    model, x = lenet5(seed=3), torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    problem, seen = Problem(model, (x, torch.arange(4)), progress=False), []
-    with problem.guarded(), torch.no_grad():
-        handle = model.conv1.register_forward_hook(lambda _, inputs, output: seen.append(output))
-        problem.outputs((x, torch.arange(4)))
-        handle.remove()
-    assert [value.shape for value in seen] == [(4, 6, 28, 28)]
-
-
-def test_looking_forward_only_leaves_layers_alone_that_a_network_runs_one_by_one():
-    class Skipping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.features = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
-            self.head = nn.Linear(90, 3)
-
-        def forward(self, x):
-            conv, relu, pool = self.features
-            skip = relu(conv(x))
-            return self.head(torch.cat([skip.flatten(1), pool(skip).flatten(1)], dim=1))
-
-    torch.manual_seed(0)
-    model, x = Skipping().double(), torch.randn(4, 1, 8, 8, dtype=torch.float64)
-    problem = Problem(model, (x, torch.arange(4) % 3), progress=False)
-    with problem.guarded(), torch.no_grad():
-        found = problem.outputs((x, torch.arange(4)))[0]
-    torch.testing.assert_close(found, model(x), rtol=1e-12, atol=1e-14)

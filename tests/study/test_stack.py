@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from flatness.errors import ModelError
 from flatness.study.training.optimizers import SGD
 from flatness.study.training.program import Program
-from flatness.study.training.stack import ENGINES, Stack
-from flatness.zoo.models import mlp
+from flatness.study.training.stack import ENGINES, BandedConvolutions, Stack, usual_engine
+from flatness.zoo.models import lenet5, mlp, resnet18
 
 
 def convolutional(seed):
@@ -99,38 +100,34 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused():
     )
 
 
-def tuned(monkeypatch, costs, gradients=None):
-    """The engine that `Program.tune` takes when engines cost so much; None for one that fails."""
-    model = mlp([4, 3], seed=0)
-    stack = Stack([model, model], torch.device("cpu"), "grouped")
-    settings = {name: torch.zeros(2, 1) for name in ("learning_rate", "momentum", "weight_decay")}
-    program = Program(
-        stack, SGD(settings, stack.flat, {}), torch.zeros(5, 4), torch.zeros(5).long(), "cross_entropy"
-    )
-
-    def counted(index):
-        found = costs[stack.engine]
-        if found is None:
-            raise RuntimeError("no kernel")
-        return found, torch.full((3,), (gradients or {}).get(stack.engine, 1.0))
-
-    monkeypatch.setattr(program, "_counted_gradient", counted)
-    assert program.tune(torch.zeros(2, 1).long(), tuple(costs)) == stack.engine
-    return stack.engine
+@pytest.mark.parametrize(
+    ("build", "device", "engine"),
+    [
+        (lambda: mlp([4, 3]), "cpu", "grouped"),
+        (lambda: mlp([4, 3]), "cuda", "grouped"),
+        (lenet5, "cpu", "looped"),
+        (lenet5, "cuda", "banded"),
+        (lambda: resnet18(width=16), "cuda", "grouped"),
+        (resnet18, "cuda", "channels_last"),
+    ],
+)
+def test_the_usual_engine_depends_on_the_device_and_the_widest_convolution(build, device, engine):
+    assert usual_engine(build(), torch.device(device)) == engine
 
 
-def test_the_engine_of_least_cost_is_taken(monkeypatch):
-    assert tuned(monkeypatch, {"grouped": 2.0, "banded": 1.0, "unfolded": 3.0}) == "banded"
-
-
-def test_engines_that_fail_are_not_taken(monkeypatch):
-    assert tuned(monkeypatch, {"grouped": 1.5, "unfolded": None, "banded": 2.0}) == "grouped"
-
-
-def test_an_engine_with_another_gradient_is_not_taken(monkeypatch):
-    costs = {"grouped": 3.0, "banded": 1.0, "unfolded": 2.0}
-    assert tuned(monkeypatch, costs, {"banded": 1.2, "unfolded": 1.05}) == "unfolded"
-
-
-def test_without_an_engine_that_works_the_first_stays(monkeypatch):
-    assert tuned(monkeypatch, {"grouped": None, "banded": None}) == "grouped"
+@pytest.mark.parametrize("samples", [1, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [(3, 2), (1, 1)])
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"stride": (1, 2), "padding": 1}], ids=str)
+def test_many_networks_convolve_as_each_alone(samples, dtype, size, options):
+    generator = torch.Generator().manual_seed(samples)
+    shapes = (3, samples, 2, 7, 8), (3, 4, 2, *size), (3, 4)
+    given = [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
+    expected = torch.stack([F.conv2d(*own, **options) for own in zip(*given, strict=True)])
+    with BandedConvolutions():
+        found = torch.vmap(lambda *own: F.conv2d(*own, **options))(*given)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    reference = torch.autograd.grad(expected.sin().sum(), given)
+    for ours, theirs in zip(torch.autograd.grad(found.sin().sum(), given), reference, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=10 * tolerance)

@@ -16,7 +16,6 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.errors import OptionError, listed, nearest
 from flatness.landscape.arguments import whole_number
 from flatness.landscape.density_result import KIND, Density, SpectralQuadrature
-from flatness.landscape.engines import LOOPED
 from flatness.landscape.filling import resumed
 from flatness.landscape.networks import (
     Member,
@@ -26,7 +25,7 @@ from flatness.landscape.networks import (
     unknown_layers,
     without_weight,
 )
-from flatness.landscape.points import Points
+from flatness.landscape.points import LOOPED, Points
 from flatness.landscape.setting import RISK, identity_of
 from flatness.landscape.storage import Array
 from flatness.measuring.plan.planner import make_plan

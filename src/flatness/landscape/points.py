@@ -1,8 +1,8 @@
 """Loss and accuracy of a network at many points θ + Σ_k c_k d_k of its parameter space.
 
 Points are evaluated in chunks. A chunk is one pass over the data, which stays on the device between chunks
-when it fits there. On a CPU the points of a chunk take turns on every micro-batch; on a GPU they run
-together, each layer with a leading axis for the point, by the engine that is faster in a trial.
+when it fits there. The points of a chunk take turns on every micro-batch, or run together through
+`torch.vmap`, each layer with a leading axis for the point.
 """
 
 from __future__ import annotations
@@ -12,25 +12,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatness.errors import OptionError
-from flatness.landscape.choosing import choose_engine
-from flatness.landscape.engines import LOOPED, LOSS, Stacked, accuracy_of, bytes_of
-from flatness.landscape.first_layers import KeptMaps, Steps
+from flatness.curvature.parameters.parameter_space import COUNTED, LOSS, WRONG, ParameterSpace
+from flatness.errors import FlatnessError, OptionError
 from flatness.losses import counted
 from flatness.measuring.examine.probe import check_example
-from flatness.network.memory import fits, kept_budget
+from flatness.network.memory import fits, kept_budget, ran_out
 from flatness.problem import batches
 from flatness.problem.problem import Problem
 
 BATCH_NORM = ("as_is", "recomputed")
 """Statistics of batch norm: those of the model at every point, or computed anew there."""
 
+LOOPED, TOGETHER = ENGINES = ("looped", "together")
+"""How the points of a chunk run: one after another, or all at once through `torch.vmap`."""
+
 Direction = Mapping[str, Tensor]
 """A change of parameters, and perhaps of buffers, by name; what is not named stays."""
 
-# Points that share a pass: on a CPU few, so that an interrupt loses little.
-_CHUNK = {"cpu": 8, "cuda": 64}
+# Points that share a pass: few where they take turns, so that an interrupt loses little.
+_CHUNK = {LOOPED: 8, TOGETHER: 64}
+# Up to so many parameters a network leaves a GPU idle, and several at once are faster: LeNet-5 twice. A
+# transformer of 2.7 million is as fast either way, ResNet-18 takes 1.7 times as long.
+_SMALL = 1_000_000
+# A look at the memory that a sample takes at a point.
+_FEW_POINTS, _FEW_SAMPLES = 8, 16
+_LONGEST = 16384  # samples at a time: from there on nothing is gained
 _LEFT_ALONE = "batch norm's statistics leave out batches of a single sample"
 _ONE_BY_ONE = "torch.vmap does not take this network; its points were evaluated one by one"
 
@@ -41,7 +49,7 @@ class Points:
     Args:
         problem: The model, data and loss.
         batch_norm: One of `BATCH_NORM`.
-        engine: One of `engines.ENGINES`; None chooses by device and a trial.
+        engine: One of `ENGINES`; None chooses by device and size of the network.
         chunk: Points per pass over the data; None chooses.
         fixed_batch: Whether the size of micro-batches is the user's, and stays.
 
@@ -63,36 +71,33 @@ class Points:
         fixed_batch: bool = False,
     ) -> None:
         self.problem = problem
-        self.engine = engine or LOOPED
-        self.chunk = chunk or _CHUNK.get(problem.device.type, 8)
         # First of all: a forward pass may bring weights to where they are measured.
         check_example(problem, problem.example(2))
-        self._stacked = Stacked(problem, self.engine)
-        self._stacked.check_reading(problem.example(1))
-        self._recompute = batch_norm == "recomputed" and bool(self._stacked.norms)
+        self._space = ParameterSpace(problem)
+        self._norms = [module for module in problem.model.modules() if isinstance(module, _BatchNorm)]
+        self._recompute = batch_norm == "recomputed" and self.has_batch_norm
+        buffers = dict(problem.model.named_buffers())
         self._values = {
-            name: value.detach()
-            for name, value in (*problem.model.named_parameters(), *problem.model.named_buffers())
+            name: value.detach() for name, value in (*self._space.parameters.items(), *buffers.items())
         }
-        self._buffers = frozenset(name for name, _ in problem.model.named_buffers())
+        self._buffers = frozenset(buffers)
         self._directions: dict[str, Tensor] = {}
         self._kept: list[Any] | None = []
-        self._maps, self._maps_along = KeptMaps(0), None
-        self._map_budget = kept_budget(problem.device) // 2
-        if engine is None and problem.device.type == "cuda":
-            self._choose(fixed_batch)
+        self._channels_last = False
+        self._choose(engine, chunk, fixed_batch)
+        self._directions = {}
         self._normaliser, self.batch = 0.0, 0
         self.loss, self.accuracy = self._at_theta()
 
     @property
     def has_batch_norm(self) -> bool:
         """Whether the network has batch norm."""
-        return bool(self._stacked.norms)
+        return bool(self._norms)
 
     def along(self, directions: Sequence[Direction]) -> Points:
         """The same points, with directions d_k to go along."""
         names = dict.fromkeys(name for direction in directions for name in direction)
-        self._directions, self._maps_along = {}, None
+        self._directions = {}
         for name in names:
             zero = torch.zeros_like(self._values[name], dtype=torch.float64)
             parts = [direction[name].to(zero) if name in direction else zero for direction in directions]
@@ -110,7 +115,6 @@ class Points:
         found: list[Tensor] = []
         if fits(lambda: found.append(self._evaluate(coefficients)), self.problem.device):
             return found[0]
-        self._maps, self._map_budget = KeptMaps(0), 0
         if len(coefficients) == 1:
             # From here on batches are streamed, and halved where they do not fit.
             self._kept = None
@@ -123,47 +127,50 @@ class Points:
         count = len(coefficients)
         if not self._directions and not self._recompute:
             return torch.tensor([[self.loss, self.accuracy]], dtype=torch.float64).expand(count, 2).clone()
-        steps = self._steps(coefficients)
-        moved = steps.moved()
+        moved = self._moved(coefficients)
         with torch.no_grad():
             if self._recompute:
-                moved |= self._statistics(moved, steps)
+                moved |= self._statistics(moved, count)
             sums = torch.zeros(count, 3, dtype=torch.float64, device=self.problem.device)
-
-            def step(batch: Any) -> None:
-                part = self._stacked.sums(moved, batch, steps)
-                sums.add_(part)
-
-            self._pass(step)
+            self._pass(lambda batch: sums.add_(self._sums(moved, batch)))
         loss = sums[:, LOSS] / self._normaliser + self._penalty(moved, count)
         # Of outputs that are NaN, argmax would name a class all the same.
-        accuracy = torch.where(loss.isnan(), torch.nan, accuracy_of(sums))
+        accuracy = torch.where(loss.isnan(), torch.nan, _accuracy(sums))
         return torch.stack([loss, accuracy], dim=1).cpu()
 
-    def _steps(self, coefficients: Tensor) -> Steps:
-        """The points, without the directions in which none of them goes."""
-        goes = coefficients.any(0)
-        along = goes.tolist()
-        if along != self._maps_along:
-            self._maps, self._maps_along = KeptMaps(self._map_budget), along
-        directions = {name: D[goes] for name, D in self._directions.items()}
-        maps = None if self._kept is None else self._maps
-        return Steps(self._values, directions, coefficients[:, goes], maps, self._buffers)
+    def _moved(self, coefficients: Tensor) -> dict[str, Tensor]:
+        """θ + Σ c_k d_k by name, (points, …), added in float64 and rounded once."""
+        goes = coefficients.any(0)  # along directions in which no point goes there is nothing to add
+        found = {}
+        for name, D in self._directions.items():
+            value = self._values[name]
+            # Beyond both networks a variance may become negative.
+            c = coefficients.clamp(0, 1) if name in self._buffers else coefficients
+            moved = (value.double() + torch.tensordot(c[:, goes], D[goes], 1)).to(value.dtype)
+            found[name] = self._laid_out(moved.flatten(0, 1)).view_as(moved) if moved.dim() == 5 else moved
+        return found
 
-    def _penalty(self, moved: dict[str, Tensor], count: int) -> Tensor:
+    def _sums(self, moved: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """`ParameterSpace.sums` of a batch at every point, (points, 3)."""
+        problem, space = self.problem, self._space
+        return space.over_points(
+            lambda: space.sums(problem.items(batch, look=False)), moved, together=self.engine == TOGETHER
+        )
+
+    def _penalty(self, moved: Mapping[str, Tensor], count: int) -> Tensor:
         decay = self.problem.weight_decay
         total = torch.zeros(count, dtype=torch.float64, device=self.problem.device)
         if decay:
-            for name, parameter in self.problem.model.named_parameters():
+            for name, parameter in self._space.parameters.items():
                 value = moved.get(name, parameter.detach()[None])
                 total = total + value.double().square().flatten(1).sum(1)
         return 0.5 * decay * total
 
-    def _statistics(self, moved: dict[str, Tensor], steps: Steps) -> dict[str, Tensor]:
+    def _statistics(self, moved: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
         """Statistics of the batch norms at each point: means over micro-batches, weighed by samples."""
-        norms = {id(buffer) for norm in self._stacked.norms for buffer in norm.buffers()}
+        norms = {id(buffer) for norm in self._norms for buffer in norm.buffers()}
         found = {
-            name: buffer.detach().expand(len(steps.coefficients), *buffer.shape).clone()
+            name: buffer.detach().expand(count, *buffer.shape).clone()
             for name, buffer in self.problem.model.named_buffers()
             if id(buffer) in norms
         }
@@ -174,7 +181,7 @@ class Points:
             n = batches.size_of(batch)
             trial = {name: value.clone() for name, value in found.items()}
             try:
-                self._stacked.track({**moved, **trial}, batch, n / (seen + n), steps)
+                self._track({**moved, **trial}, batch, n / (seen + n))
             except ValueError as error:
                 # torch's word about a single sample, which has no variance.
                 if n > 1 or "more than 1 value per channel" not in str(error):
@@ -194,7 +201,18 @@ class Points:
             self.problem.notes.append(_LEFT_ALONE)
         return found
 
-    def _pass(self, step: Callable[[Any], None]) -> None:
+    def _track(self, moved: Mapping[str, Tensor], batch: Any, share: float) -> None:
+        """Move the batch norms' statistics among `moved` towards those of a batch, by a share."""
+        momenta = [norm.momentum for norm in self._norms]
+        try:
+            for norm in self._norms:
+                norm.training, norm.momentum = True, share
+            self._sums(moved, batch)
+        finally:
+            for norm, momentum in zip(self._norms, momenta, strict=True):
+                norm.training, norm.momentum = False, momentum
+
+    def _pass(self, step: Callable[[Any], Any]) -> None:
         """One pass over the data: over what is kept of it, or streamed; see `Problem.stream`."""
         if self._kept is None:
             self.problem.stream(step, "landscape")
@@ -202,14 +220,52 @@ class Points:
         for batch in self._kept:
             step(batch)
 
-    def _choose(self, fixed_batch: bool) -> None:
-        choice = choose_engine(self.problem, self.chunk)
-        if choice.engine == LOOPED:
+    def _choose(self, engine: str | None, chunk: int | None, fixed_batch: bool) -> None:
+        """The engine, the points of a chunk and, on a GPU, the samples that fit there with them."""
+        on_gpu = self.problem.device.type == "cuda"
+        self.engine = engine or _usual(self.problem.device, self._space.dimension)
+        example = self.problem.example(_FEW_SAMPLES)
+        if engine is None and self.engine == TOGETHER and not self._runs(example):
             self.problem.notes.append(_ONE_BY_ONE)
-        self.engine = choice.engine
-        self._stacked = Stacked(self.problem, self.engine)
-        if not fixed_batch:
-            self.problem.micro_batch = choice.samples
+            self.engine = LOOPED
+        self._channels_last = not on_gpu and self.engine == LOOPED
+        self._channels_last = self._channels_last and self._runs(batches.map_tensors(example, self._laid_out))
+        self.chunk = chunk or _CHUNK[self.engine]
+        if on_gpu and engine is None and not fixed_batch:
+            points = self.chunk if self.engine == TOGETHER else 1
+            room = kept_budget(self.problem.device) // 2 // self._bytes_each(example)
+            self.problem.micro_batch = max(1, min(_LONGEST, room // points))
+
+    def _runs(self, example: Any) -> bool:
+        """Whether the network takes what a trial does to it, be it `torch.vmap` or images laid out anew."""
+        try:
+            with torch.no_grad():
+                self._sums(self._still(), example)
+        except Exception as error:  # the network itself has run: it is the trial that does not
+            if isinstance(error, FlatnessError) or ran_out(error):
+                raise
+            return False
+        return True
+
+    def _still(self) -> dict[str, Tensor]:
+        """A few points that are all θ."""
+        self._directions = {
+            name: torch.zeros(1, *value.shape, dtype=torch.float64, device=value.device)
+            for name, value in self._space.parameters.items()
+        }
+        points = _FEW_POINTS if self.engine == TOGETHER else 1
+        return self._moved(torch.zeros(points, 1, dtype=torch.float64, device=self.problem.device))
+
+    def _bytes_each(self, example: Any) -> int:
+        """Memory on a GPU that a sample takes at a point, at its peak."""
+        device, still = self.problem.device, self._still()
+        points = len(next(iter(still.values())))
+        with torch.no_grad():
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._sums(still, example)
+            taken = torch.cuda.max_memory_allocated(device) - before
+        return max(1, taken // (points * batches.size_of(example)))
 
     def _at_theta(self) -> tuple[float, float]:
         """E and accuracy of the network as it is; targets are checked, and the data kept if it fits."""
@@ -221,14 +277,13 @@ class Points:
         def step(batch: Any) -> None:
             nonlocal held
             items = problem.items(batch)
-            values = problem.loss.values(items).sum(dtype=torch.float64)
-            wrong = problem.loss.mistakes(items)
-            sums[0].add_(torch.cat([values[None], values.new_zeros(2) if wrong is None else wrong]))
-            total.add_(problem.loss.normaliser(items))
-            self.batch = max(self.batch, batches.size_of(batch))
-            held += bytes_of(batch)
+            part, share = self._space.sums(items), problem.loss.normaliser(items)
+            held += sum(tensor.numel() * tensor.element_size() for tensor in batches.tensors_in(batch))
             if held <= budget:
-                kept.append(batch)
+                kept.append(batches.map_tensors(batch, self._laid_out))
+            sums.add_(part)
+            total.add_(share)
+            self.batch = max(self.batch, batches.size_of(batch))
 
         with torch.no_grad():
             problem.stream(step, "landscape")
@@ -237,4 +292,21 @@ class Points:
         if not bool(sums.isfinite().all()):
             problem.locate_bad_loss()
         loss = sums[:, LOSS] / total + self._penalty({}, 1)
-        return float(loss), float(accuracy_of(sums))
+        return float(loss), float(_accuracy(sums))
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        """Images and kernels as a CPU likes them, the channels of a pixel side by side.
+
+        AlexNet takes 0.5 and LeNet-5 0.7 times as long for it, VGG-16 and ResNet-18 as long as otherwise.
+        """
+        images = self._channels_last and x.dim() == 4
+        return x.contiguous(memory_format=torch.channels_last) if images else x
+
+
+def _usual(device: torch.device, dimension: int) -> str:
+    return TOGETHER if device.type == "cuda" and dimension <= _SMALL else LOOPED
+
+
+def _accuracy(sums: Tensor) -> Tensor:
+    """The share of right predictions, NaN where there are no classes."""
+    return (sums[:, COUNTED] - sums[:, WRONG]) / sums[:, COUNTED]

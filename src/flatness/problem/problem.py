@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from flatness.problem.arguments import check_options, usable_device
 from flatness.problem.autocast import Suppressed
 from flatness.problem.forward import DefaultForward, Forward, line_for
 from flatness.problem.guard import Guard, check_model, converted, measuring, unwrap
-from flatness.problem.pool_first import FEW_CHANNELS, pool_first, pooling_sequences
-from flatness.problem.pooling import FastPooling
 from flatness.problem.process_state import PROCESS
 from flatness.problem.sources import Source, different_lengths
 from flatness.problem.stream import StreamedData
@@ -80,7 +77,6 @@ class Problem(StreamedData):
                 notes.append("the model was in training mode; measured in evaluation mode, then restored")
             self.model = converted(model, usable_device(device), dtype)
             self._original = None if self.model is model else model
-            self._sequences = pooling_sequences(self.model)
         self._guard: Guard | None = None
         parameter = next(self.model.parameters())
         if parameter.dtype in (torch.float16, torch.bfloat16):
@@ -151,8 +147,7 @@ class Problem(StreamedData):
         if self.copy_batches is not False:
             batch = batches.copied(batch)
         before = batches.versions(batch)
-        with nullcontext() if torch.is_grad_enabled() else self._forward_only():
-            returned = self.forward(self.model, batch)
+        returned = self.forward(self.model, batch)
         if self.copy_batches is None:
             self.copy_batches = batches.versions(batch) != before
         if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
@@ -176,13 +171,6 @@ class Problem(StreamedData):
             # Some networks in half precision return their outputs in single; engines compute in one type.
             output = output.to(self.dtype)
         return output, target
-
-    @contextmanager
-    def _forward_only(self) -> Iterator[None]:
-        """Inside, the network runs as is fastest without derivatives: the same numbers to rounding."""
-        fast = FastPooling() if self.device.type == "cpu" else nullcontext()
-        with fast, pool_first(self._sequences, windows=FEW_CHANNELS):
-            yield
 
     def laid_out(self, output: Tensor, target: Any, *, look: bool = True) -> Items:
         """Outputs and targets as predictions; errors about samples say where in the data they are.

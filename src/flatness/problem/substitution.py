@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 
 from flatness.errors import ModelError, listed
 from flatness.problem.reachable import reachable
 
 
 class Substitution:
-    """Every place from which a model reads some of its parameters.
+    """Every place from which a model reads some of its parameters, and its buffers.
 
     A parameter may be known to several modules, and stand in lists and objects of the model besides, as those
     of recurrent networks do. Where code reaches it otherwise it stays: see `refuse_read_elsewhere`.
@@ -26,20 +27,28 @@ class Substitution:
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._own = {id(value): value for value in parameters.values()}
-        self._names = {id(value): name for name, value in parameters.items()}
+        own: dict[str, Tensor] = {**parameters, **dict(model.named_buffers())}
+        self._own = {id(value): value for value in own.values()}
+        self._names = {id(value): name for name, value in own.items()}
         self._places: list[tuple[Any, Any, Any]] = []
         for value, _ in reachable(model):
             pairs = value.items() if isinstance(value, dict) else enumerate(value) if _is_row(value) else ()
             self._places += [(value, key, held) for key, held in list(pairs) if self._leads_here(held)]
 
     @contextmanager
-    def __call__(self, values: Mapping[str, Tensor]) -> Iterator[dict[str, nn.Parameter]]:
-        """Inside, the model has these values for all of the parameters, as the parameters that it returns."""
-        instead: dict[str, nn.Parameter] = {}
-        for key, name in self._names.items():
-            instead[name] = nn.Parameter(values[name], requires_grad=True)
-            vars(instead[name]).update(vars(self._own[key]))
+    def __call__(self, values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Inside, the model has these values in place of its own, as the tensors that are returned.
+
+        Afterwards it has its own again, also those buffers that it put others in the place of.
+
+        Args:
+            values: By the name of the parameter or buffer; what is not named stays.
+        """
+        instead = {
+            name: _substitute(self._own[key], values[name])
+            for key, name in self._names.items()
+            if name in values
+        }
         try:
             for holder, key, held in self._places:
                 holder[key] = self._exchanged(held, instead)
@@ -53,10 +62,10 @@ class Substitution:
             return any(map(self._leads_here, held))
         return id(held) in self._names
 
-    def _exchanged(self, held: Any, instead: dict[str, nn.Parameter]) -> Any:
+    def _exchanged(self, held: Any, instead: dict[str, Tensor]) -> Any:
         """A parameter's substitute, or a tuple with those that it holds exchanged."""
         if not isinstance(held, tuple):
-            return instead[self._names[id(held)]] if id(held) in self._names else held
+            return instead.get(self._names.get(id(held), ""), held)
         items = [self._exchanged(item, instead) for item in held]
         make = getattr(type(held), "_make", tuple)  # named tuples
         return make(items)
@@ -79,6 +88,15 @@ def refuse_read_elsewhere(output: Tensor, parameters: Mapping[str, nn.Parameter]
             "elsewhere, such as a variable around a function, so that no other value can be tried. Read them "
             "as attributes of a module in forward."
         )
+
+
+def _substitute(own: Tensor, value: Tensor) -> Tensor:
+    """A value as the kind of tensor that stands there, with the attributes that someone gave to that one."""
+    # torch.vmap's tensors stay what they are: there are many values in one.
+    if isinstance(own, nn.Parameter) and not is_batchedtensor(value):
+        value = nn.Parameter(value, requires_grad=True)
+    vars(value).update(vars(own))
+    return value
 
 
 def _is_row(value: Any) -> bool:

@@ -1,8 +1,12 @@
-"""A network's parameters as one vector θ, and the risk as a function of it, streamed over the data."""
+"""A network's parameters as one vector θ, and the risk as a function of it, streamed over the data.
+
+Everything that asks for the loss at other weights comes here: ascent, noise, lines, surfaces. Other values
+stand in the place of the model's own while it runs, which are neither written to nor moved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -16,6 +20,9 @@ from flatness.network.memory import ran_out
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
 from flatness.problem.substitution import Substitution, refuse_read_elsewhere
+
+LOSS, WRONG, COUNTED = range(3)
+"""Entries of what `ParameterSpace.sums` returns."""
 
 
 class ParameterSpace:
@@ -39,7 +46,7 @@ class ParameterSpace:
         self.parameters = {name: everything[name] for name in wanted}
         self.dimension = sum(value.numel() for value in self.parameters.values())
         self._normaliser: float | None = None
-        self._here = self.parameters
+        self._here: Mapping[str, Tensor] = self.parameters
 
     @cached_property
     def substitution(self) -> Substitution:
@@ -91,32 +98,51 @@ class ParameterSpace:
             finally:
                 self._here = self.parameters
 
+    def over_points(
+        self, one: Callable[[], Tensor], points: Mapping[str, Tensor], *, together: bool
+    ) -> Tensor:
+        """What `one` returns at several points, with these values in the place of the model's own.
+
+        Args:
+            one: Runs the model.
+            points: Parameters and buffers by name, each with a leading axis for the point.
+            together: Whether all points run at once through `torch.vmap`, or one after another.
+        """
+
+        def at(values: dict[str, Tensor]) -> Tensor:
+            with self.substitution(values):
+                return one()
+
+        if together:
+            return torch.vmap(at)(dict(points))
+        count = len(next(iter(points.values())))
+        return torch.stack([at({name: value[i] for name, value in points.items()}) for i in range(count)])
+
+    def sums(self, items: Items) -> Tensor:
+        """Σℓ of some predictions, how many are wrong and how many count, (3,); zeros without classes."""
+        total = self.problem.loss.values(items).sum(dtype=torch.float64)
+        mistakes = self.problem.loss.mistakes(items)
+        return torch.cat([total[None], total.new_zeros(2) if mistakes is None else mistakes])
+
     def risk(self, vector: Tensor | None = None) -> float:
         """E at θ, or at θ + vector. One forward pass over the data."""
-        total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
-
-        def add(items: Items) -> Callable[[], None]:
-            part = self.problem.loss.values(items).sum(dtype=torch.float64)
-            return partial(_add, total, part)
-
-        self.each(add, vector)
-        return float(total) / self.normaliser + self._penalty(vector)
+        return float(self._summed(vector)[LOSS]) / self.normaliser + self._penalty(vector)
 
     def error_rate(self, vector: Tensor | None = None) -> float:
         """The share of wrong predictions at θ, or at θ + vector."""
-        wrong = torch.zeros(2, dtype=torch.float64, device=self.problem.device)
+        found = self._summed(vector)
+        if not found[COUNTED]:
+            raise LossError(
+                "Expected a classification loss, as an accuracy is needed, but got "
+                f"{self.problem.loss.name!r}. Use 'cross_entropy' or 'bce' with class targets."
+            )
+        return float(found[WRONG] / found[COUNTED])
 
-        def add(items: Items) -> Callable[[], None]:
-            part = self.problem.loss.mistakes(items)
-            if part is None:
-                raise LossError(
-                    "Expected a classification loss, as an accuracy is needed, but got "
-                    f"{self.problem.loss.name!r}. Use 'cross_entropy' or 'bce' with class targets."
-                )
-            return partial(_add, wrong, part)
-
-        self.each(add, vector)
-        return float(wrong[0] / wrong[1])
+    def _summed(self, vector: Tensor | None) -> Tensor:
+        """`sums` of all the data."""
+        found = torch.zeros(3, dtype=torch.float64, device=self.problem.device)
+        self.each(lambda items: partial(_add, found, self.sums(items)), vector)
+        return found
 
     def gradient(self, vector: Tensor | None = None) -> tuple[float, Tensor]:
         """E and ∇E at θ, or at θ + vector. One forward and one backward pass."""

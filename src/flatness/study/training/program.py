@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import AcceleratorError, Tensor
+from torch import Tensor
 
-from flatness.problem.counted_work import counted
 from flatness.study.training.losses import LOSSES, correct
 from flatness.study.training.optimizers import Optimizer
-from flatness.study.training.stack import ENGINES, Stack
+from flatness.study.training.stack import Stack
 
 _WARM_UP = 3
-_ROUNDING = 0.1  # TF32 rounds factors to three digits, in every layer; a wrong gradient is off by far more
 
 
 class Program:
@@ -129,48 +127,3 @@ class Program:
             self.stack.engine = "looped"  # what is wrong with the model itself shows there too
         for name, value in buffers.items():
             self.stack.buffers[name].copy_(value)
-
-    def tune(self, index: Tensor, engines: tuple[str, ...] = ENGINES[1:]) -> str:
-        """Choose the engine whose gradients cost least; nothing is trained.
-
-        Counted, not timed: engines round differently, and a study that is run again is to train the same
-        networks. One whose recorded gradient is not that of the first is not taken.
-
-        Returns:
-            The engine, already in use.
-        """
-        buffers = {name: value.clone() for name, value in self.stack.buffers.items()}
-        costs: dict[str, float] = {}
-        reference: Tensor | None = None
-        for engine in engines:
-            self.stack.engine = engine
-            try:
-                cost, gradient = self._counted_gradient(index)
-            except AcceleratorError:  # nothing works on the device any more
-                raise
-            except RuntimeError:  # out of memory, or what this device or model cannot do in that way
-                torch.cuda.empty_cache()
-                continue
-            reference = gradient if reference is None else reference
-            if (gradient - reference).norm() <= _ROUNDING * reference.norm():
-                costs[engine] = cost
-        for name, value in buffers.items():  # running statistics moved
-            self.stack.buffers[name].copy_(value)
-        self.stack.engine = min(costs, key=costs.__getitem__) if costs else engines[0]
-        return self.stack.engine
-
-    def _counted_gradient(self, index: Tensor) -> tuple[float, Tensor]:
-        """What one gradient costs, and the gradient, replayed from a graph."""
-
-        def once() -> Tensor:
-            return self.stack.gradient(self.losses(index)[0].mean(1))
-
-        once()
-        cost = counted(once).cost
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            gradient = once()
-        graph.replay()
-        torch.cuda.synchronize()
-        return cost, gradient.clone()

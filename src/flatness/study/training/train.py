@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatness.files import DamagedFileError, intact, read_tensors, sealed, set_aside, write_tensors
 from flatness.study.configuration import Configuration
 from flatness.study.objects import Split, check_same_data, make_model, stream_seed, training_targets
 from flatness.study.training.optimizers import OPTIMIZERS, Optimizer
 from flatness.study.training.program import Program
-from flatness.study.training.stack import Stack, usual_engine
+from flatness.study.training.stack import ALONE, ENGINES, Stack, usual_engine
 
 CONVERGED, NOT_CONVERGED, DIVERGED = "converged", "not_converged", "diverged"
 # A recorded graph is recorded anew for fewer networks only when this share of them is done.
@@ -81,14 +81,13 @@ class Cohort:
         if saved is not None:
             here = {one.key: one for one in configurations}
             self.members = [here[key] for key in saved["keys"] if key in here]
-            if self.split.train[0].is_cuda:
-                # Engines round differently, and what costs least depends on how many networks are left.
-                engine = engine or saved.get("engine")
+            if self.split.train[0].is_cuda and saved.get("engine") in ENGINES:
+                engine = engine or saved["engine"]  # engines round differently
         self.program = self._program(engine)
         if saved is not None:
             self._resume(saved)
-        if engine is None:
-            self._choose_engine()
+        if engine is None and self.program.stack.engine not in ALONE:
+            self.program.check_engine(self._order()[:, :2])
         self._saved_at = self._counted_at = time.monotonic()
 
     @property
@@ -111,15 +110,6 @@ class Cohort:
         targets = torch.stack(labels) if own else labels[0]
         optimizer = _optimizer(self.members, stack)
         return Program(stack, optimizer, self.split.train[0], targets, loss, own_targets=own)
-
-    def _choose_engine(self) -> None:
-        """On a GPU the way of least cost; anywhere, one network at a time if the model refuses a stack."""
-        stack, index = self.program.stack, self._order()[:, : self.batch]
-        convolutional = any(isinstance(module, nn.Conv2d) for module in stack.skeleton.modules())
-        if stack.flat.is_cuda and convolutional:
-            self.program.tune(index)
-        elif stack.engine != "looped":
-            self.program.check_engine(index[:, :2])
 
     def train(
         self, done: Done, deadline: float = math.inf, report: Callable[[Cohort], object] = lambda _: None

@@ -1,19 +1,16 @@
-"""Layers that are given data: linear in the coefficients, the same at every point as the network itself."""
+"""Points of a parameter space: the same at every one as the network itself, set to it."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
+from torch._C._functorch import is_batchedtensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatness.landscape.engines import ENGINES
-from flatness.landscape.first_layers import FirstLayers, Steps
-from flatness.landscape.points import Points
-from flatness.problem.pooling import StackedPooling
+from flatness.landscape import points as points_module
+from flatness.landscape.points import ENGINES, LOOPED, TOGETHER, Points
 from flatness.problem.problem import Problem
-from flatness.zoo.models import lenet5
 from untouched import untouched
 
 
@@ -326,10 +323,9 @@ def test_float32_agrees_to_its_rounding(case, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_statistics_of_batch_norm_are_recomputed_from_it(engine, monkeypatch):
+def test_statistics_of_batch_norm_are_recomputed(engine):
     model, data, directions = drawn("batch norm")
     found = evaluated(model, data, directions, engine, batch_norm="recomputed")
-    monkeypatch.setattr(Steps, "few", False)
     usual = evaluated(model, data, directions, "looped", batch_norm="recomputed")
     torch.testing.assert_close(found, usual, rtol=1e-12, atol=0)
     assert not torch.equal(found[:, 0], evaluated(model, data, directions, "looped")[:, 0])
@@ -354,74 +350,6 @@ def test_statistics_of_batch_norm_that_move_go_along(engine):
         assert loss == pytest.approx(float(reference), rel=1e-12)
 
 
-class Calls(TorchDispatchMode):
-    """How often convolutions and products are given so many values, and how often anything is copied."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes, self.copied = [], 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.convolution.default:
-            self.shapes.append((tuple(args[0].shape), tuple(args[1].shape)))
-        if func is torch.ops.aten.clone.default:
-            self.copied = max(self.copied, found.numel())
-        return found
-
-
-@pytest.mark.parametrize("engine", ["looped", "grouped"])
-def test_the_first_layer_runs_once_for_all_points(engine):
-    """Nine samples in two batches, four points: 3 maps of 4 channels at the 4 places of a window."""
-    model, data, directions = drawn("pooled")
-    problem = Problem(model, data, batch_size=5, progress=False)
-    with problem.guarded():
-        points = Points(problem, engine=engine, fixed_batch=True).along(directions)
-        with Calls() as calls:
-            points(COEFFICIENTS)
-    first = [weight for image, weight in calls.shapes if image[1] == 2]
-    assert first == [(48, 2, 4, 4)] * 2
-    assert len(calls.shapes) == 2 + 2 * (4 if engine == "looped" else 1)
-
-
-def test_images_of_many_networks_are_not_copied_on_their_way_through_a_grouped_convolution():
-    model, data, directions = drawn("pooled")
-    problem = Problem(model, data, batch_size=5, progress=False)
-    with problem.guarded():
-        points = Points(problem, engine="grouped", fixed_batch=True).along(directions)
-        with Calls() as calls:
-            points(COEFFICIENTS)
-    assert calls.copied < 4 * 5 * 4 * 2 * 2  # points, samples, channels and pixels after the first pooling
-
-
-@pytest.mark.parametrize("place", [0, 1, 2, -1])
-@pytest.mark.parametrize("axis", [0, 2, -1])
-def test_the_largest_entries_are_torchs_wherever_the_networks_lie(place, axis):
-    x = torch.randn(5, 3, 4, 2, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), StackedPooling():
-        found = torch.vmap(lambda own: own.amax(axis), in_dims=place)(x.movedim(0, place))
-        both = torch.vmap(lambda own: own.amax((0, 1)), in_dims=place)(x.movedim(0, place))
-    torch.testing.assert_close(found, torch.stack([own.amax(axis) for own in x]), rtol=0, atol=0)
-    torch.testing.assert_close(both, x.amax((1, 2)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("place", [0, 1, 2, 4])
-def test_stacked_pooling_is_torchs_wherever_the_networks_lie(place):
-    x = torch.randn(5, 3, 4, 7, 6, generator=torch.Generator().manual_seed(0))
-    options = {"stride": 2, "padding": 1, "ceil_mode": True}
-    reference = torch.stack([F.max_pool2d(image, 3, **options) for image in x])
-    moved = x.movedim(0, place).contiguous()
-    with torch.no_grad(), StackedPooling():
-        found = torch.vmap(lambda image: F.max_pool2d(image, 3, **options), in_dims=place)(moved)
-        indices = torch.vmap(lambda image: F.max_pool2d(image, 3, return_indices=True)[1], in_dims=place)(
-            moved
-        )
-        alone = F.max_pool2d(x[0], 3, **options)
-    torch.testing.assert_close(found, reference, rtol=0, atol=0)
-    torch.testing.assert_close(alone, reference[0], rtol=0, atol=0)
-    torch.testing.assert_close(indices, torch.stack([F.max_pool2d(i, 3, return_indices=True)[1] for i in x]))
-
-
 def test_directions_in_which_no_point_goes_are_left_out():
     model, data, directions = drawn("pooled")
     still = {name: torch.ones_like(value) for name, value in directions[0].items()}
@@ -431,28 +359,14 @@ def test_directions_in_which_no_point_goes_are_left_out():
         points.along([still, directions[0], still, directions[1], still])
         wide = torch.zeros(4, 5, dtype=torch.float64)
         wide[:, [1, 3]] = COEFFICIENTS
-        with Calls() as calls:
-            found = points(wide)
+        found = points(wide)
     torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
-    assert ((5, 2, 6, 6), (48, 2, 4, 4)) in calls.shapes
 
 
-def test_points_in_many_directions_at_once_run_as_usual():
-    model, data, directions = drawn("conv2d")
-    part = [{name: value / 2 for name, value in direction.items()} for direction in directions]
-    problem = Problem(model, data, batch_size=5, progress=False)
-    with problem.guarded():
-        points = Points(problem, engine="looped", fixed_batch=True).along([*part, *part])
-        with Calls() as calls:
-            found = points(COEFFICIENTS.repeat(1, 2))
-    torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
-    assert {weight for _, weight in calls.shapes} == {(4, 2, 3, 3)}
-
-
-@pytest.mark.parametrize("engine", ["looped", "grouped"])
-@pytest.mark.parametrize("case", ["conv2d", "normalised inside", "two views of the data"])
-@pytest.mark.parametrize("budget", [0, 2**13, 2**30])
-def test_maps_of_kept_batches_are_those_of_their_directions(budget, case, engine, monkeypatch):
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", ["conv2d", "normalised inside"])
+@pytest.mark.parametrize("budget", [0, 2**30])
+def test_batches_that_are_kept_and_those_that_are_not_give_the_same(budget, case, engine, monkeypatch):
     """Chunks in turn along both directions, one of them, both again, then along others."""
     monkeypatch.setattr("flatness.landscape.points.kept_budget", lambda device: budget)
     model, data, directions = drawn(case)
@@ -467,19 +381,6 @@ def test_maps_of_kept_batches_are_those_of_their_directions(budget, case, engine
         torch.testing.assert_close(points(-COEFFICIENTS), reference, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("engine", ["looped", "grouped"])
-def test_a_second_chunk_needs_no_maps(engine):
-    model, data, directions = drawn("pooled")
-    problem = Problem(model, data, batch_size=5, progress=False)
-    with problem.guarded():
-        points = Points(problem, engine=engine, fixed_batch=True).along(directions)
-        points(COEFFICIENTS)
-        with Calls() as calls:
-            found = points(COEFFICIENTS[:3])
-    assert not [image for image, _ in calls.shapes if image[1] == 2]
-    torch.testing.assert_close(found, expected(model, data, directions)[:3], rtol=1e-12, atol=0)
-
-
 def test_points_that_go_nowhere_do_not_change_what_is_kept():
     model, data, directions = drawn("conv2d")
     model[1] = nn.ELU(inplace=True)
@@ -490,42 +391,43 @@ def test_points_that_go_nowhere_do_not_change_what_is_kept():
     torch.testing.assert_close(found, expected(model, data, directions)[[3, 3]], rtol=1e-12, atol=0)
 
 
-def test_what_is_rounded_to_little_runs_as_usual():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(4, 3, generator=generator)
-    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
-        values = {"w": torch.randn(2, 3, generator=generator).to(dtype)}
-        directions = {"w": torch.randn(1, 2, 3, generator=generator, dtype=torch.float64)}
-        steps = Steps(values, directions, torch.full((1, 1), 3.0, dtype=torch.float64))
-        weight, data = steps.moved()["w"][0], x.to(dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            reference = F.linear(data, weight)
-            with FirstLayers(steps, [data]).at({"w": weight}, [1.0, 3.0]):
-                found = F.linear(data, weight)
-        torch.testing.assert_close(found, reference, rtol=0, atol=0)
+def viewed(net, x):
+    return net.fc(net.conv(x).view(len(x), -1))
 
 
-def test_the_windowed_engine_convolves_with_four_times_the_channels():
-    model = lenet5(seed=0).double()
-    x = torch.randn(3, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    problem = Problem(model, (x, torch.arange(3)), progress=False)
-    weights = []
+def test_a_network_that_needs_its_images_as_they_lie_in_memory_gets_them_so():
+    """Where channels lie side by side a pixel's neighbours do not, and torch refuses such a view."""
+    torch.manual_seed(0)
+    model = Network(viewed, conv=nn.Conv2d(2, 4, 3), fc=nn.Linear(64, 3)).double()
+    data = torch.randn(9, *IMAGES, dtype=torch.float64), torch.randint(3, (9,))
+    directions = [{name: torch.randn_like(value) for name, value in model.named_parameters()} for _ in "ab"]
+    found = evaluated(model, data, directions, None)
+    torch.testing.assert_close(found, expected(model, data, directions), rtol=1e-12, atol=0)
 
-    class Convolutions(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.convolution.default:
-                weights.append(tuple(args[1].shape))
-            return func(*args, **(kwargs or {}))
 
-    coefficients = torch.tensor([[0.1], [0.2]], dtype=torch.float64)
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc(x) if self.fc(x).sum() > 0 else -self.fc(x)
+
+
+class Asserts(Branches):
+    def forward(self, x):
+        assert not is_batchedtensor(self.fc.weight)
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("build", [Branches, Asserts, lambda: nn.Linear(4, 3)])
+def test_small_networks_that_vmap_takes_run_together_where_that_is_usual(build, monkeypatch):
+    monkeypatch.setattr(points_module, "_usual", lambda device, dimension: TOGETHER)
+    problem = Problem(build(), (torch.randn(5, 4), torch.randint(3, (5,))), progress=False)
     with problem.guarded():
-        direction = {name: torch.ones_like(value) / 50 for name, value in model.named_parameters()}
-        found = {}
-        for engine in ("looped", "windowed"):
-            points = Points(problem, engine=engine, fixed_batch=True).along([direction])
-            weights.clear()
-            with Convolutions():
-                found[engine] = points(coefficients)
-    # θ and one direction, four places, six channels; then two points, four places, sixteen channels.
-    assert weights == [(48, 3, 6, 6), (128, 6, 6, 6)]
-    torch.testing.assert_close(found["windowed"], found["looped"], rtol=1e-12, atol=0)
+        points = Points(problem)
+    together = isinstance(problem.model, nn.Linear)
+    assert points.engine == (TOGETHER if together else LOOPED)
+    assert (
+        "torch.vmap does not take this network; its points were evaluated one by one" in problem.notes
+    ) != together
