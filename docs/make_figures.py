@@ -14,7 +14,15 @@ from radon.raw import analyze
 
 SOURCE = Path(__file__).parents[1] / "src" / "flatness"
 # Members of families: each is one of many of its kind, and the module that lists the kind imports it.
-FAMILIES = ("catalogue", "cli", "study.experiments", "symmetry.flow.rules", "zoo.data", "zoo.models")
+FAMILIES = (
+    "catalogue",
+    "cli",
+    "study.experiments",
+    "symmetry.flow.rules",
+    "symmetry.rewriting.kinds",
+    "zoo.data",
+    "zoo.models",
+)
 LOADED = """
 import sys, torch, flatness
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from flatness.symmetry.check.invariance import check_invariance
     from flatness.symmetry.check.verdicts import InvarianceReport
     from flatness.symmetry.flow.groups import Symmetries, symmetries
-    from flatness.symmetry.rewriting.rescaling import rescale
-    from flatness.symmetry.rewriting.vertical import vertical_directions
+    from flatness.symmetry.rewriting.rescaling import rescale, vertical_directions
 
 __all__ = [
     "Comparison",
@@ -120,7 +119,7 @@ _HOME = {
     "rescale": "symmetry.rewriting.rescaling",
     "separately": "problem.ranks",
     "symmetries": "symmetry.flow.groups",
-    "vertical_directions": "symmetry.rewriting.vertical",
+    "vertical_directions": "symmetry.rewriting.rescaling",
 }
 
 # Modules that are public as such: `flatness.study.run.run`, `flatness.landscape.line`.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import flatness
 import oracle
-from flatness.symmetry.rewriting.rescaling import KINDS
+from flatness.symmetry.rewriting.kinds import KINDS
 from property.budget import LONG, count
 
 PLACES = {"torch": torch, "special": torch.special, "functional": F, "Tensor": torch.Tensor}

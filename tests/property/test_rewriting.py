@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 import flatness
-from flatness.symmetry.rewriting.rescaling import KINDS
+from flatness.symmetry.rewriting.kinds import KINDS
 from property.budget import count, for_examples
 from property.recipes import build, drawn
 from property.reference import Reference

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import flatness
+from flatness.errors import ModelError
 from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting.kinds import KINDS, invariances, kind_named
 from flatness.symmetry.rewriting.rescaling import make_rescaling, rescaled_copy
 from flatness.symmetry.trace.tracing import default_forward
 from networks import CASES
@@ -203,3 +205,21 @@ def test_scaled_and_shifted_logits_move_what_does_not_declare_it(name):
             assert key[0] not in moved
     silent = {measure.name for measure in flatness.measures() if "output" not in measure.invariances}
     assert silent <= moved
+
+
+def test_a_kind_is_called_like_its_file_and_measures_declare_only_what_kinds_know():
+    assert [kind_named(kind).kind for kind in KINDS] == list(KINDS)
+    known = [word.name for word in invariances()]
+    assert len(set(known)) == len(known)
+    assert {word for measure in flatness.measures() for word in measure.invariances} <= set(known)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_registered_kind_leaves_what_measures_declare(kind):
+    case = CASES["residual_batch_norm"]
+    data = (case.x, case.y)
+    try:
+        report = flatness.check_invariance(case.build(), data, kinds=kind, trials=1, progress=False)
+    except ModelError as error:
+        pytest.skip(f"nothing to rewrite: {error}")
+    assert report.ok, report.summary()

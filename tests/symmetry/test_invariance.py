@@ -10,7 +10,6 @@ from architectures import sequential
 from flatness.catalogue.registry import unregister_measure
 from flatness.errors import MeasureError, ModelError, OptionError
 from flatness.symmetry.check.invariance import check_invariance, own_feature_batches
-from flatness.symmetry.check.judging import reaches
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.rewriting.rescaling import make_rescaling
 from networks import CASES
@@ -204,9 +203,9 @@ def test_untouched_layers_are_told_from_invariant_ones():
         None: "moves",
     }
     found = symmetries(case.build(), case.x)
-    assert not reaches(make_rescaling(found, "layerwise"), "conv1")
-    assert reaches(make_rescaling(found, "neuronwise"), "conv1")
-    assert reaches(make_rescaling(found, "output"), "conv1")
+    assert not make_rescaling(found, "layerwise").reaches("conv1")
+    assert make_rescaling(found, "neuronwise").reaches("conv1")
+    assert make_rescaling(found, "output").reaches("conv1")
 
 
 def test_a_model_that_runs_in_its_own_precision_only_is_checked_there():
@@ -265,7 +264,7 @@ def test_the_model_comes_back_as_it_was():
         (
             {"kinds": 3},
             OptionError,
-            "Expected kinds out of layerwise, neuronwise, permutation, output but got 3.",
+            "Expected kinds out of layerwise, neuronwise, output, permutation but got 3.",
         ),
         (
             {"layer": "fc1"},
@@ -283,13 +282,13 @@ def test_the_model_comes_back_as_it_was():
         (
             {"kinds": ("layer",)},
             OptionError,
-            "Expected kind to be one of layerwise, neuronwise, permutation, output but got 'layer'. Did you "
+            "Expected kind to be one of layerwise, neuronwise, output, permutation but got 'layer'. Did you "
             "mean 'layerwise'?",
         ),
         (
             {"kinds": ()},
             OptionError,
-            "Expected at least one kind out of layerwise, neuronwise, permutation, output but got none.",
+            "Expected at least one kind out of layerwise, neuronwise, output, permutation but got none.",
         ),
         ({"low": -1}, OptionError, "Expected 0 < low ≤ high but got low=-1 and high=5.0."),
     ],

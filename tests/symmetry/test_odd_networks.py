@@ -18,7 +18,8 @@ from torch import nn
 from flatness.errors import ModelError, OptionError
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.flow.rules import RULES
-from flatness.symmetry.rewriting.rescaling import KINDS, make_rescaling, rescale
+from flatness.symmetry.rewriting.kinds import KINDS
+from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale
 from transformer_models import Compute
 
 LINEAR = {"fc1": (4, 6), "fc2": (6, 3), "gate": (4, 2), "other": (4, 6)}

@@ -15,7 +15,8 @@ from flatness.errors import ModelError
 from flatness.network.operators import OPERATORS
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.flow.rules import RULES
-from flatness.symmetry.rewriting.rescaling import KINDS, make_rescaling
+from flatness.symmetry.rewriting.kinds import KINDS
+from flatness.symmetry.rewriting.rescaling import make_rescaling
 
 
 class Tried(nn.Module):

@@ -13,8 +13,9 @@ from torch import nn
 from architectures import sequential
 from flatness.errors import LayerError, ModelError, OptionError
 from flatness.symmetry.flow.groups import symmetries
-from flatness.symmetry.rewriting.permuting import exchangeable
-from flatness.symmetry.rewriting.rescaling import KINDS, make_rescaling, rescale, rescaled_copy
+from flatness.symmetry.rewriting.kinds import KINDS
+from flatness.symmetry.rewriting.kinds.permutation import exchangeable
+from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
 from flatness.symmetry.trace.tracing import default_forward
 from networks import CASES
 
@@ -429,7 +430,7 @@ def test_whatever_is_found_in_a_random_network_leaves_its_function_as_it_is(mode
         (
             {"kind": "neuron-wise"},
             OptionError,
-            "Expected kind to be one of layerwise, neuronwise, permutation, output but got 'neuron-wise'. "
+            "Expected kind to be one of layerwise, neuronwise, output, permutation but got 'neuron-wise'. "
             "Did you mean 'neuronwise'?",
         ),
         ({"low": 0.0}, OptionError, "Expected 0 < low ≤ high but got low=0.0 and high=5.0."),

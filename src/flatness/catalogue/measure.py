@@ -18,10 +18,6 @@ from flatness.curvature.sums.squared_gradients import SquaredGradients
 from flatness.network.layers import Layer
 
 Level = Literal["unit", "layer", "network"]
-# "layerwise in chains": to layer-wise factors that multiply to 1, as those of a chain of layers do.
-Invariance = Literal[
-    "layerwise", "layerwise in chains", "neuronwise", "neuronwise except own features", "output"
-]
 Clips = Literal["entries", "sums"]
 SPECTRA = frozenset({"layer_eigenvalue", "row_eigenvalues"})
 NETWORK_NEEDS = frozenset({"traces", "spectrum"})
@@ -183,7 +179,7 @@ class Measure:
     source: str
     summary: str
     levels: tuple[Level, ...]
-    invariances: frozenset[Invariance] = frozenset()
+    invariances: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
     layer: Callable[[LayerView], Tensor | float | Valued] | None = None
     units: Callable[[LayerView], Tensor] | None = None

@@ -10,19 +10,12 @@ import typer
 from flatness.cli.answers import usage_of
 from flatness.cli.help import Command
 from flatness.cli.words import complete_measures
+from flatness.symmetry.rewriting.kinds import invariances
 
 _ROOMY, _SYMBOL = 110, 11
-_SHORT = {
-    "layerwise": "L",
-    "layerwise in chains": "(L)",
-    "neuronwise": "N",
-    "neuronwise except own features": "(N)",
-    "output": "S",
-}
 _LEGEND = (
-    "inv.: invariant to L rescaling of layers, (L) the same in a chain of layers only, N rescaling of "
-    "neurons, (N) the same except of the layer's own features, S scaling of the output. 'default' measures "
-    "take one pass over the data; the others iterate. flatness measures NAME shows the formula."
+    "'default' measures take one pass over the data; the others iterate. flatness measures NAME shows the "
+    "formula."
 )
 
 
@@ -60,9 +53,11 @@ def measures(
 def _list(known: list[Any], width: int) -> str:
     """One line a measure; the last column is the summary where there is room, else the source."""
     roomy = width >= _ROOMY
+    words = invariances()
+    known_marks = {word.name: word.mark for word in words}
     lines = [("measure", "symbol", "inv.", "default", "what it is" if roomy else "source")]
     for measure in known:
-        marks = " ".join(_SHORT.get(kind) or kind for kind in sorted(measure.invariances))
+        marks = " ".join(known_marks.get(name, name) for name in sorted(map(str, measure.invariances)))
         about = measure.summary if roomy else measure.source.partition(" (")[0]
         symbol = (
             measure.symbol if roomy or len(measure.symbol) <= _SYMBOL else f"{measure.symbol[: _SYMBOL - 1]}…"
@@ -74,7 +69,8 @@ def _list(known: list[Any], width: int) -> str:
     for line in lines:
         cells = [cell.ljust(size) for cell, size in zip(line, sizes, strict=False)]
         rows.append("  ".join([*cells, textwrap.shorten(line[4], rest, placeholder=" …")]).rstrip())
-    return "\n".join([rows[0], "─" * width, *rows[1:], "", textwrap.fill(_LEGEND, width)])
+    legend = f"inv.: unchanged when {'; '.join(f'{word.mark} {word.when}' for word in words)}. {_LEGEND}"
+    return "\n".join([rows[0], "─" * width, *rows[1:], "", textwrap.fill(legend, width)])
 
 
 def _needs_of_network(measure: Any) -> str:

@@ -14,11 +14,12 @@ from flatness.cli.help import Command
 from flatness.cli.inputs import DataWords, Inputs, NetworkWords
 from flatness.cli.values import key_values, one_or_many, split_list
 from flatness.report.sheets import csv_text
+from flatness.symmetry.rewriting.kinds import KINDS
 
 if TYPE_CHECKING:
     from flatness.symmetry.check.verdicts import InvarianceReport
 
-_KINDS = ("layerwise", "neuronwise", "permutation", "output")
+_USUAL = ("layerwise", "neuronwise")
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +42,7 @@ def check(
     kinds: Annotated[
         list[str] | None,
         typer.Option(
-            "--kinds", metavar="KINDS", help=f"Out of {', '.join(_KINDS)}; the first two by default."
+            "--kinds", metavar="KINDS", help=f"Out of {', '.join(KINDS)}; {' and '.join(_USUAL)} by default."
         ),
     ] = None,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Rewritten networks per kind.")] = 3,
@@ -66,7 +67,7 @@ def check(
         flatness check -m lenet5 -d cifar10 --trials 10 --out invariance
     """
     form = output_form(as_json, as_csv)
-    wanted = [choice(kind, "--kinds", _KINDS) for kind in split_list(kinds)] or ["layerwise", "neuronwise"]
+    wanted = [choice(kind, "--kinds", KINDS) for kind in split_list(kinds)] or list(_USUAL)
     if not 0 < low <= high < float("inf"):
         raise UsageError(f"Expected 0 < --low ≤ --high but got {low:g} and {high:g}.")
     arguments = {"kinds": wanted, "trials": trials, "samples": samples, "low": low, "high": high}
@@ -104,7 +105,7 @@ def _written(out: Path, report: InvarianceReport) -> list[str]:
     write_text(out / "invariance.csv", csv_text(report.to_frame()))
     files = ["invariance.csv"]
     for kind in dict.fromkeys(row.kind for row in report.rows):
-        if kind in _KINDS:
+        if kind in KINDS:
             files.append(f"{kind}.png")
             save_chart(
                 out / files[-1], invariance_chart(report, kind, f"Each measure over {kind} rescalings")

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_UNCHANGED = {
-    "layerwise": "whole layers are rescaled",
-    "layerwise in chains": "whole layers are rescaled, in networks that are a chain of layers",
-    "neuronwise": "single neurons are rescaled",
-    "neuronwise except own features": "single neurons are rescaled, except those that feed the layer itself",
-    "output": "the logits are scaled and shifted",
-}
+from flatness.symmetry.rewriting.kinds import invariances
 
 
 def reference_page(measure: Any) -> str:
     """The page of one measure, as Markdown."""
     options = "\n".join(f"| `{name}` | `{value!r}` |" for name, value in measure.options.items())
-    unchanged = [_UNCHANGED[kind] for kind in _UNCHANGED if kind in measure.invariances]
+    unchanged = [word.when for word in invariances() if word.name in measure.invariances]
     kept = "; ".join([*unchanged, "neurons change places"])
     rows = " and ".join(f"`reduction={name!r}`" for name in measure.reductions)
     parts = [
@@ -47,19 +41,12 @@ def reference_index(measures: Sequence[Any]) -> str:
     head = (
         "# Measures\n\nOne page a measure, written from the catalogue (`flatness.measures()`) by "
         "`make reference`. *L*: unchanged when whole layers are rescaled; *N*: single neurons; *S*: scale "
-        "and shift of the logits.\n\n| measure | what it is | source | unchanged by |\n|---|---|---|---|\n"
+        "and shift of the logits; in brackets: in part.\n\n"
+        "| measure | what it is | source | unchanged by |\n|---|---|---|---|\n"
     )
-    short = {
-        "layerwise": "L",
-        "layerwise in chains": "L in chains",
-        "neuronwise": "N",
-        "neuronwise except own features": "N, but own features",
-    }
     lines = []
     for measure in measures:
-        marks = ", ".join(
-            [mark for kind, mark in {**short, "output": "S"}.items() if kind in measure.invariances]
-        )
+        marks = ", ".join(word.mark for word in invariances() if word.name in measure.invariances)
         name = f"[`{measure.name}`]({measure.name}.md)"
         lines.append(f"| {name} | {measure.summary} | {measure.source} | {marks or '–'} |")
     return head + "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from flatness.landscape.directions import KINDS as DIRECTIONS
 from flatness.study.table import GAPS, OUTCOMES, Condition
 from flatness.study.training.losses import LOSSES
 from flatness.study.training.optimizers import OPTIMIZERS
-from flatness.symmetry.rewriting.rescaling import KINDS as RESCALINGS
+from flatness.symmetry.rewriting.kinds import KINDS as RESCALINGS
 from flatness.zoo.models.initial import SCHEMES
 
 SCALES = ("smoke", "small", "gallery", "paper")

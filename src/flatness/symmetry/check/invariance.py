@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +20,24 @@ from flatness.problem.guard import Kept, converted
 from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately
-from flatness.report.report import Report
-from flatness.symmetry.check.judging import judge, zero_values
-from flatness.symmetry.check.verdicts import OWN_FEATURES, InvarianceReport, InvarianceRow
+from flatness.report.report import Report, Result
+from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow
 from flatness.symmetry.flow.groups import Symmetries, checked, symmetries
+from flatness.symmetry.rewriting.base import Rescaling
 from flatness.symmetry.rewriting.equality import Comparison
-from flatness.symmetry.rewriting.rescaling import (
-    KINDS,
-    Rescaling,
-    check_choices,
-    make_rescaling,
-    rescaled_copy,
-)
+from flatness.symmetry.rewriting.kinds import KINDS, kind_named
+from flatness.symmetry.rewriting.rescaling import check_choices, make_rescaling, rescaled_copy
 from flatness.symmetry.trace.tracing import Forward
 
 _OF_PROBLEM = ("forward", "batch_size", "device", "seed", "progress")
 _EXAMPLE = 8
+# Relative drift that rounding explains, by the precision of the arithmetic, and what eigenvalue iterations
+# leave on top.
+_ROUNDING = {"float64": 1e-7, "float32": 1e-2}
+_COARSE = 0.2
+_ITERATION = 1e-5
+_NOT_CONVERGED = 1e-2
+_STANDARD_ERRORS = 5.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Rewriting:
     """One kind of rewriting, a few times.
 
     Attributes:
-        kind: Its name in the table.
+        kind: What measures declare about it.
         rescalings: One per trial.
         layers: The layers it is judged on; None for all of them and the network.
         measures: The measures it is judged on; None for all.
@@ -132,11 +135,11 @@ def check_invariance(
                 for rescaling in rewriting.rescalings:
                     reports.append(setting.measured(rewriting, rescaling))
                     bar.advance()
-                rows += judge(rewriting.kind, rewriting.rescalings, chosen, original, reports)
+                rows += _judged(rewriting, chosen, original, reports)
     order = {item.name: position for position, item in enumerate(chosen)}
     rows.sort(key=lambda row: order[row.measure])
     meta = {key: original.meta[key] for key in ("model", "loss", "samples", "dtype", "risk")}
-    notes = dict.fromkeys((*setting.notes, *skipped, *zero_values(rows)))
+    notes = dict.fromkeys((*setting.notes, *skipped, *_zero_values(rows)))
     return InvarianceReport(tuple(rows), tuple(notes), meta | {"trials": trials, "seed": seed})
 
 
@@ -231,27 +234,26 @@ def _rewritings(
     bounds: tuple[float, float],
 ) -> tuple[list[Rewriting], list[str]]:
     """Everything to measure, and a note for each kind that this network does not allow."""
-    low, high = bounds
+
+    def drawn(kind: str, frozen: Set[int] = frozenset()) -> list[Rescaling]:
+        low, high = bounds
+        return [make_rescaling(found, kind, seed=seed, low=low, high=high, frozen=frozen) for seed in seeds]
+
     rewritings: list[Rewriting] = []
-    refused: list[tuple[str, ModelError]] = []
+    refused: dict[str, ModelError] = {}
     for kind in kinds:
         try:
-            rescalings = [make_rescaling(found, kind, seed=seed, low=low, high=high) for seed in seeds]
+            rewritings.append(Rewriting(kind, drawn(kind)))
         except ModelError as error:
-            refused.append((kind, error))
+            refused[kind] = error
             continue
-        rewritings.append(Rewriting(kind, rescalings))
-        excepting = [item.name for item in chosen if OWN_FEATURES in item.invariances]
-        if kind == "neuronwise" and excepting:
-            for together, frozen in own_feature_batches(found, layers):
-                rescalings = [
-                    make_rescaling(found, kind, seed=seed, low=low, high=high, frozen=frozen)
-                    for seed in seeds
-                ]
-                rewritings.append(Rewriting(OWN_FEATURES, rescalings, together, excepting))
+        partial = kind_named(kind).partial or ""
+        excepting = [item.name for item in chosen if partial in item.invariances]
+        for together, frozen in own_feature_batches(found, layers) if excepting else ():
+            rewritings.append(Rewriting(partial, drawn(kind, frozen), together, excepting))
     if not rewritings:
-        raise refused[0][1]
-    return rewritings, [f"no {kind} rewriting: {error}" for kind, error in refused]
+        raise next(iter(refused.values()))
+    return rewritings, [f"no {kind} rewriting: {error}" for kind, error in refused.items()]
 
 
 def own_feature_batches(found: Symmetries, layers: list[str]) -> list[tuple[list[str], set[int]]]:
@@ -274,6 +276,91 @@ def own_feature_batches(found: Symmetries, layers: list[str]) -> list[tuple[list
         else:
             made.append(([layer], set(own)))
     return made
+
+
+def _judged(
+    rewriting: Rewriting, chosen: list[Measure], original: Report, reports: list[Report]
+) -> list[InvarianceRow]:
+    """Rows for everything that both the original and the rewritten networks were measured in."""
+    after = [_by_quantity(report) for report in reports]
+    measures = {item.name: item for item in chosen}
+    first = rewriting.rescalings[0]
+    rows = []
+    for quantity, results in _by_quantity(original).items():
+        name, layer, reduction, level = quantity
+        of_layers = rewriting.kind != first.kind  # where other layers' features are frozen for each
+        if any(quantity not in found for found in after) or (of_layers and layer is None):
+            continue
+        again = [found[quantity] for found in after]
+        drift = max(_drift(results, changed, first.reorders) for changed in again)
+        tolerance = max(_tolerance(results, changed, str(original.meta.get("dtype"))) for changed in again)
+        invariances = measures[name].invariances
+        declared = rewriting.kind in invariances if of_layers else first.leaves(invariances, layer)
+        touched = any(rescaling.reaches(layer) for rescaling in rewriting.rescalings)
+        row = InvarianceRow(
+            measure=name,
+            kind=rewriting.kind,
+            layer=layer,
+            declared=declared,
+            drift=drift,
+            holds=drift <= tolerance,
+            verdict=_verdict(declared, drift <= tolerance, touched),
+            tolerance=tolerance,
+            level=level,
+            reduction=reduction,
+            touched=touched,
+            value=_largest(results),
+            values=tuple(_largest(changed) for changed in again),
+        )
+        rows.append(row)
+    return rows
+
+
+def _verdict(declared: bool, holds: bool, touched: bool) -> str:
+    if declared:
+        return "invariant" if holds else "broken"
+    return "moves" if not holds else "unmoved" if touched else "untouched"
+
+
+def _zero_values(rows: Iterable[InvarianceRow]) -> list[str]:
+    """A note on values that are 0 throughout: no factor could move them, so that they show nothing."""
+    zero = [row for row in rows if row.level != "unit" and not any((row.value, *row.values))]
+    names = dict.fromkeys(f"{row.measure} ({row.layer or 'network'})" for row in zero)
+    return [f"0 before and after, which shows nothing: {listed(names, 6)}"] if names else []
+
+
+def _by_quantity(report: Report) -> dict[tuple[str, str | None, str | None, str], list[Result]]:
+    found: dict[tuple[str, str | None, str | None, str], list[Result]] = {}
+    for row in report.results:
+        found.setdefault((row.measure, row.layer, row.reduction, row.level), []).append(row)
+    return found
+
+
+def _drift(before: list[Result], after: list[Result], reorders: bool) -> float:
+    old, new = [row.value for row in before], [row.value for row in after]
+    if reorders:
+        old, new = sorted(old), sorted(new)
+    change = max(abs(b - a) for a, b in zip(old, new, strict=True))
+    if change == 0:
+        return 0.0
+    size = max(abs(value) for value in old)
+    return change / size if size > 0 else math.inf
+
+
+def _tolerance(before: list[Result], after: list[Result], dtype: str) -> float:
+    rows = [*before, *after]
+    allowed = _ROUNDING.get(dtype, _COARSE)
+    if any(not row.converged for row in rows):
+        allowed = max(allowed, _NOT_CONVERGED)
+    elif any(row.residual is not None for row in rows):
+        allowed = max(allowed, _ITERATION)
+    size = max(abs(row.value) for row in before)
+    error = max(math.hypot(a.stderr, b.stderr) for a, b in zip(before, after, strict=True))
+    return allowed + (_STANDARD_ERRORS * error / size if size > 0 else 0.0)
+
+
+def _largest(results: list[Result]) -> float:
+    return max((row.value for row in results), key=abs)
 
 
 def _checked_kinds(kinds: str | Iterable[str], low: float, high: float) -> list[str]:

@@ -6,11 +6,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from flatness.errors import listed
+from flatness.report.tables import format_table
 
 if TYPE_CHECKING:
     import pandas
-
-OWN_FEATURES = "neuronwise except own features"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,36 +135,17 @@ class InvarianceReport:
 
     def __str__(self) -> str:
         """A table of drifts, a row per quantity and a column per kind."""
-        found = {row.kind for row in self.rows}
-        kinds = [
-            kind
-            for kind in ("layerwise", "neuronwise", OWN_FEATURES, "permutation", "output")
-            if kind in found
-        ]
+        shown = [row for row in self.rows if row.level != "unit" or row.verdict == "broken"]
         cells: dict[tuple[str, str], dict[str, str]] = {}
-        for row in self.rows:
-            if row.level == "unit" and row.verdict != "broken":
-                continue
-            label = (
-                row.measure
-                if row.reduction is None and row.level != "unit"
-                else f"{row.measure} {row.reduction or 'units'}"
-            )
+        for row in shown:
+            of = row.reduction or ("units" if row.level == "unit" else "")
             place = "network" if row.layer is None else row.layer
-            cells.setdefault((label, place), {})[row.kind] = _cell(row)
-        heads = ["measure", "layer", *kinds]
-        lines = [
-            [label, layer, *(shown.get(kind, "") for kind in kinds)]
-            for (label, layer), shown in cells.items()
-        ]
-        widths = [max(len(line[column]) for line in [heads, *lines]) for column in range(len(heads))]
-        table = [
-            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-            for line in [heads, *lines]
-        ]
-        table.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
-        table += ["", self.summary(), *(f"note: {note}" for note in self.notes)]
-        return "\n".join(table)
+            cells.setdefault((f"{row.measure} {of}".rstrip(), place), {})[row.kind] = _cell(row)
+        # A kind that only some measures have rows of stands behind the one that it is a part of.
+        kinds = sorted({row.kind for row in shown})
+        lines = [[*quantity, *(found.get(kind, "") for kind in kinds)] for quantity, found in cells.items()]
+        table = format_table(["measure", "layer", *kinds], lines)
+        return "\n".join([table, "", self.summary(), *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 

@@ -72,6 +72,12 @@ class Symmetries:
         """The same network under the other question: which channels may change places."""
         return find_groups(Flow(self.trace, RULES, permuting=True))
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why anything is fixed, each reason once."""
+        fixed = [group for group in self.fixed if group.producers]
+        return list(dict.fromkeys(reason for group in fixed for reason in group.reasons))
+
     def features_of(self, layer: str) -> set[int]:
         """Classes of the channels that a layer takes in, its own feature layer; empty where all are fixed."""
         return _classes_of([action.columns for action in self.actions if action.layer == layer])

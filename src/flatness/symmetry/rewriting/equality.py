@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from flatness.errors import ModelError
 from flatness.problem import batches
 from flatness.problem.guard import measuring
 from flatness.symmetry.flow.groups import placed
+from flatness.symmetry.rewriting.base import Rescaling
 from flatness.symmetry.trace.tracing import Forward, difference, run
 
 # New inputs are drawn until there are about so many samples, in so many batches at most.
@@ -23,19 +24,6 @@ _EXAMPLE, _NEW, _SHUFFLED, _DATA = (
     " on the example in another order",
     " on the measured data",
 )
-
-
-class Change(Protocol):
-    """A change of parameters, and what it should do to outputs."""
-
-    @property
-    def kind(self) -> str:
-        """Its name."""
-        ...
-
-    def expected(self, output: Tensor) -> Tensor:
-        """What the changed network puts out where the original puts out `output`."""
-        ...
 
 
 class Comparison:
@@ -60,7 +48,7 @@ class Comparison:
         example = placed(model, example)
         self._outputs = [(_EXAMPLE, example, self._output(model, example)), *self._elsewhere(example)]
 
-    def check(self, changed: nn.Module, change: Change) -> None:
+    def check(self, changed: nn.Module, change: Rescaling) -> None:
         """Refuse a copy that does not put out what it should.
 
         Raises:
@@ -103,7 +91,7 @@ class Comparison:
         with measuring(model, 0):
             return run(model, batches.copied(inputs), self._forward)
 
-    def _compare(self, before: Tensor, after: Tensor, change: Change, where: str) -> None:
+    def _compare(self, before: Tensor, after: Tensor, change: Rescaling, where: str) -> None:
         drift = difference(change.expected(before), after) if before.shape == after.shape else math.inf
         precision = before.dtype if before.is_floating_point() else torch.float32
         allowed = math.sqrt(torch.finfo(precision).eps)

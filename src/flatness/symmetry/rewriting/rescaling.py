@@ -1,4 +1,4 @@
-"""Equal networks: the same function with other parameters."""
+"""Equal networks: the same function with other parameters, and the directions that lead there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import math
 import warnings
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,57 +15,10 @@ from flatness.errors import ModelError, OptionError, listed, nearest
 from flatness.problem.guard import Kept
 from flatness.problem.process_state import PROCESS
 from flatness.symmetry.flow.groups import Symmetries, checked, symmetries
-from flatness.symmetry.rewriting import logits, permuting
+from flatness.symmetry.rewriting.base import FIXED, ChannelScaling, Draw, Rescaling
 from flatness.symmetry.rewriting.equality import Comparison
-from flatness.symmetry.rewriting.factors import (
-    drawn,
-    from_layers,
-    from_units,
-    layerwise_factors,
-    neuronwise_factors,
-)
+from flatness.symmetry.rewriting.kinds import KINDS, kind_named
 from flatness.symmetry.trace.tracing import Forward, default_forward
-
-KINDS = ("layerwise", "neuronwise", "permutation", "output")
-
-
-@dataclass(frozen=True)
-class Rescaling:
-    """A change of parameters that leaves a network's function as it is (of the kind "output": its decisions).
-
-    Attributes:
-        kind: "layerwise", "neuronwise", "permutation" or "output".
-        factors: What `flatness.rescale` takes as ``factors`` to do the same again.
-        symmetries: What it acts on.
-        scales: The factor of every class of channels; for a permutation the class whose place each one takes.
-    """
-
-    kind: str
-    factors: dict[str, Any]
-    symmetries: Symmetries
-    scales: Tensor
-
-    def inverse(self) -> dict[str, Any]:
-        """The factors that undo it."""
-        if self.kind == "permutation":
-            return {name: torch.argsort(order) for name, order in self.factors.items()}
-        if self.kind == "output":
-            scale, shift = self.factors["scale"], self.factors["shift"]
-            return {"scale": 1 / scale, "shift": -shift / scale}
-        return {name: 1 / value for name, value in self.factors.items()}
-
-    def apply(self, model: nn.Module) -> None:
-        """Change the parameters and running statistics of a model in place."""
-        if self.kind == "permutation":
-            permuting.permute(model, self.symmetries, self.scales)
-            return
-        scale_parameters(model, self.symmetries, self.scales)
-        if self.kind == "output":
-            logits.shift_biases(model, self.symmetries, self.factors["shift"])
-
-    def expected(self, output: Tensor) -> Tensor:
-        """What the changed network puts out where the original put out `output`."""
-        return output if self.kind != "output" else self.factors["scale"] * output + self.factors["shift"]
 
 
 def rescale(
@@ -149,31 +101,11 @@ def make_rescaling(
     check_choices(kind, low, high, factors)
     if not hasattr(seed, "__index__"):
         raise OptionError(f"Expected seed to be an integer but got {seed!r}. For example seed=0.")
-    if kind == "permutation":
-        moved = found.permutations
-        if not permuting.exchangeable(moved):
-            raise ModelError(
-                f"Expected channels that may change places but {found.model} has none: "
-                f"{listed(_reasons(moved), 6)}."
-            )
-        goes = (
-            permuting.drawn_permutation(moved, seed)
-            if factors is None
-            else permuting.given_permutation(moved, factors)
-        )
-        return Rescaling(kind, dict(permuting.permuted_factors(moved, goes)), moved, goes)
-    if kind == "output":
-        return _output_rescaling(found, seed, low, high, factors)
-    if not found.groups:
-        raise ModelError(_nothing(found))
-    if factors is None:
-        scales = drawn(found, kind, seed, low, high, frozen)
-    else:
-        scales = from_layers(found, factors) if kind == "layerwise" else from_units(found, factors)
-    used: dict[str, Any] = dict(
-        layerwise_factors(found, scales) if kind == "layerwise" else neuronwise_factors(found, scales)
-    )
-    return Rescaling(kind, used, found, scales)
+    chosen = kind_named(kind)
+    found = chosen.acts_on(found)
+    if factors is not None:
+        return chosen.given(found, factors)
+    return chosen.drawn(found, Draw(seed, low, high, frozen))
 
 
 def rescaled_copy(
@@ -206,59 +138,9 @@ def rescaled_copy(
     return changed
 
 
-def scale_parameters(model: nn.Module, found: Symmetries, scales: Tensor) -> None:
-    """Multiply every parameter and running statistic by the factors of its channels, in place."""
-    extended = torch.cat([scales, scales.new_ones(1)])  # class −1 is the last: fixed
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    with torch.no_grad():
-        for correction, numbers in found.corrections:
-            s, variance = extended[numbers], tensors[correction.variance].double().cpu()
-            factor = (s.square() * variance + correction.eps).sqrt() / (
-                s * (variance + correction.eps).sqrt()
-            )
-            _multiply(tensors[correction.scale], factor, None)
-        for action in found.actions:
-            factor = torch.ones((), dtype=torch.float64)
-            if action.up is not None:
-                factor = factor * extended[action.up] ** action.use.power
-            if action.down is not None:
-                factor = factor / extended[action.down]
-            if not bool((factor == 1).all()):
-                _multiply(tensors[action.use.name], factor, action.use.index)
-
-
-def _multiply(values: Tensor, factor: Tensor, index: Tensor | None) -> None:
-    if index is not None:
-        whole = torch.ones(values.numel(), dtype=torch.float64)
-        whole[index.long()] = factor.expand(index.shape)
-        factor = whole.reshape(values.shape)
-    values.copy_((values.double() * factor.to(values.device)).to(values.dtype))
-
-
-def _output_rescaling(
-    found: Symmetries, seed: int, low: float, high: float, factors: Mapping[str, Any] | None
-) -> Rescaling:
-    freed, biases = logits.output_symmetry(found)
-    if factors is None:
-        generator = torch.Generator().manual_seed(seed)
-        draw = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
-        scale = math.exp(math.log(low) + (math.log(high) - math.log(low)) * draw[0])
-        shift = low + (high - low) * draw[1] if biases else 0.0
-    else:
-        scale, shift = logits.given_output(factors, biases)
-    scales = torch.ones(freed.classes, dtype=torch.float64)
-    scales[freed.output] = scale
-    if freed.inverse[freed.output] >= 0:
-        scales[freed.inverse[freed.output]] = 1 / scale
-    return Rescaling("output", {"scale": scale, "shift": shift}, freed, scales)
-
-
 def check_choices(kind: str, low: float, high: float, factors: Any = None) -> None:
     """Refuse kinds, bounds and factors that cannot be meant."""
-    if kind not in KINDS:
-        raise OptionError(
-            f"Expected kind to be one of {listed(KINDS)} but got {kind!r}.{nearest(kind, KINDS)}"
-        )
+    kind_named(kind)
     numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in (low, high))
     if not numbers or not 0 < low <= high:
         raise OptionError(f"Expected 0 < low ≤ high but got low={low!r} and high={high!r}.")
@@ -268,14 +150,90 @@ def check_choices(kind: str, low: float, high: float, factors: Any = None) -> No
         )
 
 
-def _reasons(found: Symmetries) -> list[str]:
-    """Why anything is fixed, each reason once."""
-    return list(dict.fromkeys(reason for group in found.fixed if group.producers for reason in group.reasons))
+def vertical_directions(
+    model: nn.Module, found: Symmetries, kind: str = "layerwise"
+) -> list[dict[str, Tensor]]:
+    """One direction for every factor that may be chosen, as tensors by parameter name; others are zero.
+
+    They are the derivatives of rescalings at the identity, along which a network's parameters move without
+    changing what it computes. On the quotient manifold of rangamani2019 they span the vertical space:
+    (β_1 W_1, …, β_L W_L) with Σβ = 0 (Lemma 2.4), with biases (…, γ_1 b_1, …, γ_L b_L) and
+    β_i = γ_i − γ_{i−1} (Lemma 2.6). The risk does not change along them, so its gradient is orthogonal to
+    them.
+
+    Args:
+        model: The network that the symmetries were found in.
+        found: What `flatness.symmetries` returned.
+        kind: "layerwise" (one direction per group of layers) or "neuronwise" (one per channel).
+
+    Example:
+        >>> import torch, flatness
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> found = flatness.symmetries(model, torch.randn(5, 4))
+        >>> (direction,) = flatness.vertical_directions(model, found)
+        >>> (
+        ...     torch.equal(direction["0.weight"], model[0].weight),
+        ...     torch.equal(direction["2.weight"], -model[2].weight),
+        ... )
+        (True, True)
+    """
+    if not isinstance(found, Symmetries):
+        raise OptionError(
+            f"Expected what flatness.symmetries returned but got {type(found).__name__}. Write "
+            "flatness.vertical_directions(model, flatness.symmetries(model, example))."
+        )
+    scalings = {name: one for name in KINDS if issubclass(one := kind_named(name), ChannelScaling)}
+    if kind not in scalings:
+        raise OptionError(
+            f"Expected kind to be one of {listed(scalings)} but got {kind!r}.{nearest(kind, scalings)}"
+        )
+    exponents = _exponents(found, scalings[kind].choices(found))
+    rates: dict[str, Tensor] = {}
+    parameters = dict(model.named_parameters())
+    for action in found.actions:
+        name = action.use.name
+        if name in parameters:
+            rates.setdefault(name, torch.zeros(len(exponents), *parameters[name].shape))
+            for classes, power in ((action.up, action.use.power), (action.down, -1)):
+                if classes is not None:
+                    _add_rates(rates[name], power * exponents[:, classes], action.use.index)
+    return [
+        {
+            name: rates[name][one].to(value) * value.detach()
+            if name in rates
+            else torch.zeros_like(value, requires_grad=False)
+            for name, value in parameters.items()
+        }
+        for one in range(len(exponents))
+    ]
 
 
-def _nothing(found: Symmetries) -> str:
-    return (
-        f"Expected a network in which something may be rescaled but in {found.model} everything is fixed: "
-        f"{listed(_reasons(found), 6)}. "
-        "Print flatness.symmetries(model, example) for the whole list; kind='permutation' may still work."
-    )
+def _exponents(found: Symmetries, of: Tensor) -> Tensor:
+    """The power of every factor that may be chosen in that of every class: (factors, classes + 1).
+
+    Classes with inverse factors (keys to queries) go with one choice, 1 and −1. The last column is that of
+    class −1, which is fixed.
+    """
+    inverse = torch.tensor(found.inverse or [FIXED] * found.classes, dtype=torch.int64)
+    # Rescaling what runs into a batch norm moves its running statistics too, which are no parameters.
+    elsewhere = {int(number) for _, numbers in found.corrections for number in numbers.unique()} - {FIXED}
+    rows: list[Tensor] = []
+    for number in sorted(set(of.tolist()) - {FIXED}):
+        row = torch.zeros(found.classes + 1)
+        row[:-1][of == number] = 1
+        partners = inverse[of == number]
+        row[partners[partners != FIXED]] = -1
+        moved = set(row.nonzero().flatten().tolist())
+        if not moved & elsewhere and not any(torch.equal(row, -other) for other in rows):
+            rows.append(row)
+    return torch.stack(rows) if rows else torch.zeros(0, found.classes + 1)
+
+
+def _add_rates(rates: Tensor, touched: Tensor, index: Tensor | None) -> None:
+    """Add to d log θ / d log factor, for every chosen factor, what one action does."""
+    for one, change in enumerate(touched):
+        if index is None:
+            rates[one] += change
+        else:
+            flat = rates[one].view(-1)
+            flat[index.long()] += change.expand(index.shape)

@@ -1,0 +1,268 @@
+"""What a kind of rewriting says: what it acts on, how factors are chosen and applied, what stays equal."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import LayerError, ModelError, OptionError, listed, nearest
+from flatness.symmetry.flow.channels import Action
+from flatness.symmetry.flow.groups import Symmetries
+
+FIXED = -1
+
+
+class Invariance(NamedTuple):
+    """What a measure may declare about a kind of rewriting.
+
+    Attributes:
+        name: What the measure declares.
+        mark: What stands for it in tables.
+        when: When the measure is unchanged, in words.
+    """
+
+    name: str
+    mark: str
+    when: str
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How factors are drawn.
+
+    Attributes:
+        seed: Of the random numbers.
+        low: Smallest factor.
+        high: Largest factor.
+        frozen: Classes of channels that keep their scale.
+    """
+
+    seed: int = 0
+    low: float = 0.2
+    high: float = 5.0
+    frozen: Set[int] = frozenset()
+
+    def uniform(self, count: int) -> Tensor:
+        """Numbers between 0 and 1, in float64."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(count, generator=generator, dtype=torch.float64)
+
+    def log_uniform(self, count: int) -> Tensor:
+        """Numbers between low and high whose logarithm is uniform."""
+        low, high = math.log(self.low), math.log(self.high)
+        return (low + (high - low) * self.uniform(count)).exp()
+
+
+@dataclass(frozen=True, eq=False)
+class Rescaling(ABC):
+    """A change of parameters that leaves a network's function as it is, or what `expected` says.
+
+    Attributes:
+        factors: What `flatness.rescale` takes as ``factors`` to do the same again.
+        symmetries: What it acts on.
+        scales: The factor of every class of channels; for a permutation the class whose place each one takes.
+        kind: Its name, which its file has too.
+        invariances: What measures may declare about it.
+        partial: The one among them that leaves the features of a layer itself as they are, if there is one.
+        reorders: Whether units change places, so that values of units are compared in order of size.
+    """
+
+    factors: dict[str, Any]
+    symmetries: Symmetries
+    scales: Tensor
+
+    kind: ClassVar[str]
+    invariances: ClassVar[tuple[Invariance, ...]] = ()
+    partial: ClassVar[str | None] = None
+    reorders: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def acts_on(cls, found: Symmetries) -> Symmetries:
+        """The symmetries that it takes.
+
+        Raises:
+            ModelError: When there are none in this network.
+        """
+
+    @classmethod
+    @abstractmethod
+    def drawn(cls, found: Symmetries, draw: Draw) -> Self:
+        """One at random, out of what it acts on."""
+
+    @classmethod
+    @abstractmethod
+    def given(cls, found: Symmetries, factors: Mapping[str, Any]) -> Self:
+        """The one with a user's factors.
+
+        Raises:
+            OptionError: When the factors are not of its form, or would change the function.
+        """
+
+    @abstractmethod
+    def inverse(self) -> dict[str, Any]:
+        """The factors that undo it."""
+
+    @abstractmethod
+    def apply(self, model: nn.Module) -> None:
+        """Change the parameters and running statistics of a model in place."""
+
+    @abstractmethod
+    def changed(self) -> Tensor:
+        """Whether it changes anything in each class of channels."""
+
+    def expected(self, output: Tensor) -> Tensor:
+        """What the changed network puts out where the original put out `output`."""
+        return output
+
+    def leaves(self, declared: Set[str], layer: str | None) -> bool:
+        """Whether a measure that declares this keeps its value for a layer (None: for the network)."""
+        return self.kind in declared
+
+    def reaches(self, layer: str | None) -> bool:
+        """Whether it changes a layer's weight (None: anything at all)."""
+        found = self.symmetries
+        if layer is None:
+            return bool(self.changed().any())
+        if layer not in found.layers:
+            return True
+        own = found.units_of(layer) | found.features_of(layer)
+        return bool(self.changed()[sorted(own)].any())
+
+
+class Scaling(Rescaling):
+    """A rewriting that multiplies and divides parameters by positive factors, one per class of channels."""
+
+    def changed(self) -> Tensor:
+        """Whether each class has another factor than 1."""
+        return self.scales != 1
+
+    def apply(self, model: nn.Module) -> None:
+        """Multiply every parameter and running statistic by the factors of its channels, in place."""
+        extended = with_fixed(self.scales)
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        with torch.no_grad():
+            for correction, numbers in self.symmetries.corrections:
+                s, variance = extended[numbers], tensors[correction.variance].double().cpu()
+                factor = (s.square() * variance + correction.eps).sqrt() / (
+                    s * (variance + correction.eps).sqrt()
+                )
+                _multiply(tensors[correction.scale], factor, None)
+            for action in self.symmetries.actions:
+                factor = torch.ones((), dtype=torch.float64)
+                if action.up is not None:
+                    factor = factor * extended[action.up] ** action.use.power
+                if action.down is not None:
+                    factor = factor / extended[action.down]
+                if not bool((factor == 1).all()):
+                    _multiply(tensors[action.use.name], factor, action.use.index)
+
+
+class ChannelScaling(Scaling):
+    """A scaling whose factors, of all channels that may have any, are chosen freely or layer by layer."""
+
+    @classmethod
+    def acts_on(cls, found: Symmetries) -> Symmetries:
+        """All channels that may be rescaled."""
+        if not found.groups:
+            raise ModelError(
+                f"Expected a network in which something may be rescaled but in {found.model} everything is "
+                f"fixed: {listed(found.reasons, 6)}. Print flatness.symmetries(model, example) for the whole "
+                "list; kind='permutation' may still work."
+            )
+        return found
+
+    @classmethod
+    @abstractmethod
+    def choices(cls, found: Symmetries) -> Tensor:
+        """The class whose factor each class of channels takes; −1 for those that are fixed."""
+
+    @classmethod
+    @abstractmethod
+    def scaled(cls, found: Symmetries, scales: Tensor) -> Self:
+        """The one with these factors of classes."""
+
+    @classmethod
+    def drawn(cls, found: Symmetries, draw: Draw) -> Self:
+        """Log-uniform factors, those of keys the inverse of those of queries."""
+        of = cls.choices(found)
+        factors = draw.log_uniform(found.classes)
+        scales = torch.where(of == FIXED, 1.0, factors[of.clamp(min=0)])
+        frozen = draw.frozen | {found.inverse[number] for number in draw.frozen} - {FIXED}
+        scales[torch.tensor(sorted(frozen), dtype=torch.int64)] = 1.0
+        for number, other in enumerate(found.inverse):
+            if other > number:
+                scales[other] = 1 / scales[number]
+        return cls.scaled(found, scales)
+
+    def inverse(self) -> dict[str, Any]:
+        """One over each factor."""
+        return {name: 1 / value for name, value in self.factors.items()}
+
+
+def with_fixed(scales: Tensor) -> Tensor:
+    """Factors of classes, with that of class −1 as the last: 1."""
+    return torch.cat([scales, scales.new_ones(1)])
+
+
+def _multiply(values: Tensor, factor: Tensor, index: Tensor | None) -> None:
+    if index is not None:
+        whole = torch.ones(values.numel(), dtype=torch.float64)
+        whole[index.long()] = factor.expand(index.shape)
+        factor = whole.reshape(values.shape)
+    values.copy_((values.double() * factor.to(values.device)).to(values.dtype))
+
+
+def named_layers(found: Symmetries, given: Mapping[str, Any], what: str = "factors") -> dict[str, Action]:
+    """The layers that a user gave something for, in network order."""
+    for name in given:
+        if name not in found.layers:
+            raise LayerError(
+                f"Expected {what} for layers of the model but got {name!r}.{nearest(name, found.layers)} "
+                f"Layers: {listed(found.layers, 20)}."
+            )
+    return {name: action for name, action in found.layers.items() if name in given}
+
+
+def numbers_in(value: Any, dtype: torch.dtype | None = None) -> Tensor | None:
+    """What a user gave as numbers; None where it is none."""
+    try:
+        return torch.as_tensor(value, dtype=dtype).flatten()
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def positive(name: str, value: Any, units: int) -> Tensor:
+    """Factors of a layer as a float64 tensor of one or `units` numbers, all positive."""
+    values = numbers_in(value, torch.float64)
+    wanted = "one number" if units == 1 else f"one number or {units}"
+    if values is None or values.numel() not in (1, units):
+        got = repr(value) if values is None or not values.numel() else f"{values.numel()} numbers"
+        raise OptionError(f"Expected {wanted} as the factor of {name!r} but got {got}.")
+    wrong = values[~(values.isfinite() & (values > 0))]
+    if wrong.numel():
+        raise OptionError(
+            f"Expected positive factors but got {float(wrong[0]):g} for {name!r}: a ReLU lets only positive "
+            "factors pass."
+        )
+    return values
+
+
+def contradiction(
+    found: Symmetries, name: str, value: float, forced: float, unit: int | None = None
+) -> OptionError:
+    """What to raise where a layer's factor, or that of one of its units, can only be another one."""
+    where = name if unit is None else f"unit {unit} of {name}"
+    parameter = found.layers[name].use.name
+    fixed = [g for g in found.fixed if any(slot.parameter == parameter for slot in g.producers)]
+    why = f" ({fixed[0].reasons[0]})" if fixed else ""
+    return OptionError(
+        f"Expected factors that leave the function as it is but got {value:g} for {where}, where the other "
+        f"factors allow only {forced:g}{why}. Leave {name!r} out to have it worked out."
+    )

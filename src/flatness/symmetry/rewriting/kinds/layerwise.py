@@ -1,0 +1,181 @@
+"""Layer-wise rescaling: W_i → λ_i W_i and b_i → (Π_{j≤i} λ_j) b_i (rangamani2019, §2.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from flatness.symmetry.flow.groups import Symmetries
+from flatness.symmetry.rewriting.base import (
+    FIXED,
+    ChannelScaling,
+    Invariance,
+    contradiction,
+    named_layers,
+    positive,
+    with_fixed,
+)
+
+IN_CHAINS = "layerwise in chains"
+# How far from 1 a factor, or a product of factors, may be by rounding alone.
+_UNCHANGED, _ONE = 1e-12, 1e-9
+
+
+class Layerwise(ChannelScaling):
+    """Every weight tensor is multiplied by one number; layers that meet in a sum share it."""
+
+    kind = "layerwise"
+    invariances = (
+        Invariance("layerwise", "L", "whole layers are rescaled"),
+        Invariance(IN_CHAINS, "(L)", "whole layers are rescaled, in networks that are a chain of layers"),
+    )
+
+    @classmethod
+    def choices(cls, found: Symmetries) -> Tensor:
+        """The classes of a layer's rows take one factor, and those of its columns."""
+        return LayerClasses(found).of
+
+    @classmethod
+    def scaled(cls, found: Symmetries, scales: Tensor) -> Self:
+        """With λ of every layer, W → λW, as the factors: that of its rows over that of its columns."""
+        extended = with_fixed(scales)
+        factors = {
+            name: float(extended[_first(action.rows)] / extended[_first(action.columns)])
+            for name, action in found.layers.items()
+        }
+        return cls(factors, found, scales)
+
+    @classmethod
+    def given(cls, found: Symmetries, factors: Mapping[str, Any]) -> Self:
+        """From λ of some layers: what is given holds, and layers not given make up for it.
+
+        Each λ ties the scale of a layer's output to that of its input, s_out = λ·s_in. Where that leaves a
+        choice, the scale that comes first in the network stays 1, so that later layers make up for earlier
+        ones.
+        """
+        merged = LayerClasses(found)
+        scales = _TiedScales()
+        for number, other in enumerate(found.inverse):
+            if other != FIXED and FIXED != merged.of[number] < merged.of[other]:
+                scales.invert(int(merged.of[number]), int(merged.of[other]))
+        for name, action in named_layers(found, factors).items():
+            value = float(positive(name, factors[name], 1))
+            forced = scales.tie(merged.one(action.rows), merged.one(action.columns), math.log(value))
+            if forced is not None:
+                raise contradiction(found, name, value, math.exp(forced))
+        logs = [scales.log(number) for number in merged.of.tolist()]
+        return cls.scaled(found, torch.tensor(logs, dtype=torch.float64).exp())
+
+    def leaves(self, declared: Set[str], layer: str | None) -> bool:
+        """Invariance in chains holds where the factors of all layers multiply to 1.
+
+        They do in a chain of layers, not where branches meet or a norm layer takes up a factor.
+        """
+        if self.kind in declared or IN_CHAINS not in declared:
+            return self.kind in declared
+        # A scale of a norm layer takes no columns in: it is no layer of the chain.
+        chain = [name for name, action in self.symmetries.layers.items() if action.columns is not None]
+        return abs(math.prod(self.factors.get(name, 1.0) for name in chain) - 1.0) < _ONE
+
+    def reaches(self, layer: str | None) -> bool:
+        """Whether a layer's own factor is another one than 1: those of its rows and columns may cancel."""
+        if layer is None or layer not in self.symmetries.layers:
+            return super().reaches(layer)
+        return abs(self.factors.get(layer, 1.0) - 1.0) > _UNCHANGED
+
+
+class LayerClasses:
+    """Classes joined so that every weight tensor has one factor: its rows share one, its columns share one.
+
+    Attributes:
+        of: The layer-wise class of every class; −1 where it is fixed.
+    """
+
+    def __init__(self, symmetries: Symmetries) -> None:
+        self._parent = list(range(symmetries.classes + 1))
+        for action in symmetries.actions:
+            for units in (action.rows, action.columns):
+                if units is not None:
+                    self._join(units.unique().tolist())
+        self._keep_inverses(symmetries.inverse)
+        anchor = self._root(FIXED)
+        roots = [self._root(number) for number in range(symmetries.classes)]
+        self.of = torch.tensor([FIXED if root == anchor else root for root in roots], dtype=torch.int64)
+
+    def one(self, units: Tensor | None) -> int:
+        """The layer-wise class of rows or columns; −1 for fixed ones and for none."""
+        first = _first(units)
+        return FIXED if first == FIXED else int(self.of[first])
+
+    def _keep_inverses(self, inverse: tuple[int, ...]) -> None:
+        """Join the inverses of joined classes; a class that holds its own inverse is fixed, and so is its."""
+        changed = True
+        while changed:
+            changed, first = False, {}
+            for number, other in enumerate(inverse):
+                if other != FIXED:
+                    root = self._root(number)
+                    fixed = root in (self._root(FIXED), self._root(other))
+                    target = FIXED if fixed else first.setdefault(root, other)
+                    if self._root(target) != self._root(other):
+                        self._join([target, other])
+                        changed = True
+
+    def _root(self, number: int) -> int:
+        number %= len(self._parent)
+        while self._parent[number] != number:
+            self._parent[number] = self._parent[self._parent[number]]
+            number = self._parent[number]
+        return number
+
+    def _join(self, numbers: list[int]) -> None:
+        for number in numbers[1:]:
+            one, other = self._root(number), self._root(numbers[0])
+            # The class that comes first in the network stands for all.
+            self._parent[max(one, other)] = min(one, other)
+
+
+class _TiedScales:
+    """Scales of classes that are tied to each other, log s_a = ± log s_b + step; that of class −1 is 1."""
+
+    def __init__(self) -> None:
+        self._ties: dict[int, tuple[int, int, float]] = {}
+
+    def invert(self, one: int, other: int) -> None:
+        """Let a class have the inverse scale of one that comes before it."""
+        self._ties[other] = (one, -1, 0.0)
+
+    def tie(self, out: int, into: int, step: float) -> float | None:
+        """Let log s_out be log s_into + step; where it is tied to another step already, returns that one."""
+        (a, turn_a, from_a), (b, turn_b, from_b) = self._anchored(out), self._anchored(into)
+        turn, missing = turn_a * turn_b, step + from_b - from_a
+        if a == b and (turn > 0 or a == FIXED):
+            return None if abs(missing) <= _ONE else from_a - from_b
+        if a == b:
+            self._ties[a] = (FIXED, 1, turn_a * missing / 2)
+        elif a != FIXED and (b == FIXED or a > b):
+            self._ties[a] = (b, turn, turn_a * missing)
+        else:
+            self._ties[b] = (a, turn, -turn_b * missing)
+        return None
+
+    def log(self, number: int) -> float:
+        """The logarithm of a scale, that of untied classes 0."""
+        return self._anchored(number)[2]
+
+    def _anchored(self, number: int) -> tuple[int, int, float]:
+        """The class that a class is tied to in the end, with sign and step."""
+        sign, offset = 1, 0.0
+        while number in self._ties:
+            number, turn, step = self._ties[number]
+            offset += sign * step
+            sign *= turn
+        return number, sign, offset
+
+
+def _first(units: Tensor | None) -> int:
+    return int(units.flatten()[0]) if units is not None and units.numel() else FIXED

@@ -1,0 +1,142 @@
+"""Scaled and shifted logits: not an equal function, but an equal classifier."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import ModelError, OptionError, listed, nearest
+from flatness.network.operators import OPERATORS, Operator
+from flatness.symmetry.flow.flow import Flow
+from flatness.symmetry.flow.groups import Symmetries, find_groups
+from flatness.symmetry.flow.rules import RULES
+from flatness.symmetry.rewriting.base import Draw, Invariance, Scaling
+from flatness.symmetry.trace.calls import Call, Ref, UnknownFormError
+from flatness.symmetry.trace.tracing import Trace
+
+# Operators that a shift of all entries passes unchanged: by their rule, and besides.
+_PASSING = ("copies", "layout", "pick")
+_MEANS = ("mean", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "dropout")
+# Operators that add a bias to all entries, and the names of their arguments.
+_BIASED = {
+    "linear": "input weight | bias",
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "input weight | bias stride padding dilation groups"),
+    "addmm": "bias mat1 mat2",
+    "add": "input bias",
+    "batch_norm": "input running_mean running_var | weight bias training momentum eps",
+    "layer_norm": "input normalized_shape | weight bias eps",
+}
+
+
+class Output(Scaling):
+    """All logits are multiplied by one number, and another is added to them."""
+
+    kind = "output"
+    invariances = (Invariance("output", "S", "the logits are scaled and shifted"),)
+
+    @classmethod
+    def acts_on(cls, found: Symmetries) -> Symmetries:
+        """The symmetries with one free factor for all outputs."""
+        freed = find_groups(Flow(found.trace, RULES, free_output=True))
+        if freed.output < 0:
+            why = listed(freed.reasons, 3) or "no parameter acts on them alone"
+            raise ModelError(
+                "Expected logits that can be scaled by the parameters of the last layer but in "
+                f"{found.model} they cannot: {why}. Leave a final softmax to the loss."
+            )
+        return freed
+
+    @classmethod
+    def drawn(cls, found: Symmetries, draw: Draw) -> Self:
+        """A log-uniform scale, and a uniform shift where there are biases to shift."""
+        shift = draw.low + (draw.high - draw.low) * float(draw.uniform(2)[1])
+        return cls._of(found, float(draw.log_uniform(2)[0]), shift if _final_biases(found.trace) else 0.0)
+
+    @classmethod
+    def given(cls, found: Symmetries, factors: Mapping[str, Any]) -> Self:
+        """From 'scale' and 'shift'."""
+        for key in factors:
+            if key not in ("scale", "shift"):
+                raise OptionError(
+                    "Expected factors 'scale' and 'shift' for kind='output' but got "
+                    f"{key!r}.{nearest(key, ('scale', 'shift'))}"
+                )
+        scale, shift = factors.get("scale", 1.0), factors.get("shift", 0.0)
+        if not isinstance(scale, (int, float)) or not (math.isfinite(scale) and scale > 0):
+            raise OptionError(f"Expected a positive number as the scale of the logits but got {scale!r}.")
+        if not isinstance(shift, (int, float)) or not math.isfinite(shift):
+            raise OptionError(f"Expected a number as the shift of the logits but got {shift!r}.")
+        if shift and not _final_biases(found.trace):
+            raise OptionError(
+                f"Expected a last layer with a bias to shift the logits by {shift:g} but there is none. "
+                "Leave 'shift' out."
+            )
+        return cls._of(found, float(scale), float(shift))
+
+    @classmethod
+    def _of(cls, found: Symmetries, scale: float, shift: float) -> Self:
+        scales = torch.ones(found.classes, dtype=torch.float64)
+        scales[found.output] = scale
+        if found.inverse[found.output] >= 0:
+            scales[found.inverse[found.output]] = 1 / scale
+        return cls({"scale": scale, "shift": shift}, found, scales)
+
+    def inverse(self) -> dict[str, Any]:
+        """Scale and shift that undo it."""
+        scale, shift = self.factors["scale"], self.factors["shift"]
+        return {"scale": 1 / scale, "shift": -shift / scale}
+
+    def apply(self, model: nn.Module) -> None:
+        """Scale the last layer and shift its biases, in place."""
+        super().apply(model)
+        for name in _final_biases(self.symmetries.trace) if self.factors["shift"] else []:
+            with torch.no_grad():
+                model.get_parameter(name).add_(self.factors["shift"])
+
+    def expected(self, output: Tensor) -> Tensor:
+        """Scaled and shifted logits."""
+        return self.factors["scale"] * output + self.factors["shift"]
+
+    def reaches(self, layer: str | None) -> bool:
+        """Every layer's curvature sees the scale of the logits."""
+        return True
+
+
+def _final_biases(trace: Trace) -> list[str]:
+    """Names of the biases that, all shifted by one number, shift every output by it; empty without such."""
+    made = {ref.index: call for call in trace.calls for ref in call.outputs()}
+    taken = Counter(index for call in trace.calls for index in {ref.index for ref in call.refs()})
+    waiting, names = [trace.output], []
+    while waiting:
+        ref = waiting.pop()
+        if ref != trace.output and taken[ref.index] > 1:
+            return []  # shifted, it would also change what else it goes into
+        call = made.get(ref.index)
+        if call is not None and _passes(call):
+            waiting += [ref for ref in call.refs() if trace.values[ref.index].floating]
+            continue
+        bias = _bias(call)
+        value = trace.values[bias.index] if isinstance(bias, Ref) else None
+        if value is None or value.kind != "parameter" or value.name is None:
+            return []
+        names.append(value.name)
+    return names if len(set(names)) == len(names) else []
+
+
+def _passes(call: Call) -> bool:
+    return call.name in _MEANS or OPERATORS.get(call.name, Operator()).flow in _PASSING
+
+
+def _bias(call: Call | None) -> Any:
+    """The bias that a call adds, if it does."""
+    if call is None or call.name not in _BIASED:
+        return None
+    try:
+        return call.bound(_BIASED[call.name]).get("bias")
+    except UnknownFormError:
+        return None
