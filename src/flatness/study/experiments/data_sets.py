@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import joblib
 
+from flatness.files import write_text
 from flatness.problem.progress import ProgressBar
+from flatness.report.sheets import csv_text
 from flatness.study.experiments.experiment import Row, chunks, positive, whole
 
+if TYPE_CHECKING:
+    import pandas
+
 One = Callable[..., Row]
-"""(separation, number of the data set, **options) → its row."""
+"""(separation, number of the data set, **options) → its row. It declares the options and their defaults."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What an experiment found, a row per data set."""
+
+    rows: tuple[Row, ...]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The rows as a table."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self.rows))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as CSV."""
+        write_text(path, csv_text(self.to_frame()))
+
+    def by_separation(self) -> Iterator[tuple[float, list[Row]]]:
+        """Every class separation, from the smallest, with its rows."""
+        for separation in sorted({row["separation"] for row in self.rows}):
+            yield separation, [row for row in self.rows if row["separation"] == separation]
+
+
+def options_of(one: One) -> dict[str, Any]:
+    """The options of an experiment on one data set, with their defaults."""
+    parameters = inspect.signature(one).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def all_rows(
     one: One, separations: Sequence[float], datasets: int, jobs: int, progress: bool, **options: Any
 ) -> tuple[Row, ...]:
-    """The rows of all data sets, in several processes of one thread each."""
+    """The rows of all data sets, in several processes."""
     calls = [
         joblib.delayed(one)(separation, number, **options)
         for separation in separations
@@ -31,7 +67,7 @@ def all_rows(
     return tuple(rows)
 
 
-def units_of(options: Mapping[str, Any], *counted: str) -> list[Row]:
+def units_of(options: Mapping[str, Any], counted: Sequence[str]) -> list[Row]:
     """Units of a few data sets of one separation each; `counted` are options of at least 1."""
     positive(options, "separations")
     whole(options, "datasets", *counted)

@@ -24,12 +24,11 @@ from flatness.generalization.local_losses import local_losses
 from flatness.generalization.representativeness import cross_validated
 from flatness.losses import Loss, resolve_loss
 from flatness.measuring.measure import measure
-from flatness.study.experiments.data_sets import all_rows, rows_of, units_of
+from flatness.study.experiments.data_sets import Rows, all_rows, options_of, rows_of, units_of
 from flatness.study.experiments.experiment import Experiment, Row, positive, trend
 from flatness.study.experiments.four_gaussians import FourGaussians
 from flatness.study.experiments.published_script import published_script_bound
 from flatness.study.experiments.reversed_network import reversed_network
-from flatness.study.experiments.rows import Rows
 
 SEPARATIONS = (0.5, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
 _TEST = 20_000
@@ -74,6 +73,27 @@ def petzka2021_bound(
     separations: Sequence[float] = SEPARATIONS,
     datasets: int = 20,
     *,
+    jobs: int = 1,
+    progress: bool = True,
+    **options: Any,
+) -> BoundExperiment:
+    """Run the experiment.
+
+    Args:
+        separations: Class separations c.
+        datasets: Data sets per separation.
+        jobs: Processes.
+        progress: Whether to show a bar.
+        options: Those of `bound_of_one`: ``samples``, ``folds``, ``delta``, ``draws``, ``kernel``,
+            ``penalty``, ``published_script`` and ``seed``.
+    """
+    return BoundExperiment(all_rows(bound_of_one, separations, datasets, jobs, progress, **options))
+
+
+def bound_of_one(
+    separation: float,
+    number: int,
+    *,
     samples: int = 600,
     folds: int = 3,
     delta: float = 0.1,
@@ -82,14 +102,12 @@ def petzka2021_bound(
     penalty: float = 1.0,
     published_script: bool = True,
     seed: int = 0,
-    jobs: int = 1,
-    progress: bool = True,
-) -> BoundExperiment:
-    """Run the experiment.
+) -> Row:
+    """The bound, its terms and the gap on one data set.
 
     Args:
-        separations: Class separations c.
-        datasets: Data sets per separation.
+        separation: Class separation c.
+        number: Of the data set.
         samples: n.
         folds: Folds of the cross-validation.
         delta: δ.
@@ -98,40 +116,7 @@ def petzka2021_bound(
         penalty: Of the ridge regression.
         published_script: Whether to compute, beside the paper's bound, what its published script does.
         seed: Seed of everything random.
-        jobs: Processes, of one thread each.
-        progress: Whether to show a bar.
     """
-    rows = all_rows(
-        _one,
-        separations,
-        datasets,
-        jobs,
-        progress,
-        samples=samples,
-        folds=folds,
-        delta=delta,
-        draws=draws,
-        kernel=kernel,
-        penalty=penalty,
-        published_script=published_script,
-        seed=seed,
-    )
-    return BoundExperiment(rows)
-
-
-def _one(
-    separation: float,
-    number: int,
-    *,
-    samples: int,
-    folds: int,
-    delta: float,
-    draws: int,
-    kernel: str,
-    penalty: float,
-    published_script: bool,
-    seed: int,
-) -> Row:
     place = int(np.random.SeedSequence([seed, round(1000 * separation), number]).generate_state(1)[0])
     distribution = FourGaussians.draw(separation, place)
     z, y = distribution.sample(samples, place)
@@ -204,11 +189,7 @@ def _units(options: Mapping[str, Any]) -> list[Row]:
             "Expected at least 2 folds in [experiment] and two samples for each but got "
             f"folds = {options['folds']}, samples = {options['samples']}."
         )
-    return units_of(options, "samples", "folds", "draws")
-
-
-def _summary(rows: Sequence[Row]) -> list[Row]:
-    return BoundExperiment(tuple(rows)).summary()
+    return units_of(options, ("samples", "folds", "draws"))
 
 
 def _verdict(table: Sequence[Row]) -> str:
@@ -224,23 +205,12 @@ def _verdict(table: Sequence[Row]) -> str:
 
 BOUND = Experiment(
     name="petzka2021_bound",
-    options={
-        "separations": SEPARATIONS,
-        "datasets": 100,
-        "samples": 600,
-        "folds": 3,
-        "delta": 0.1,
-        "draws": 100,
-        "kernel": "uniform",
-        "penalty": 1.0,
-        "published_script": True,
-        "seed": 0,
-    },
+    options={"separations": SEPARATIONS, "datasets": 100, **options_of(bound_of_one)},
     scales={"smoke": {"datasets": 3}, "small": {"datasets": 20}},
     counted="data sets",
     units=_units,
-    work=functools.partial(rows_of, _one),
-    summary=_summary,
+    work=functools.partial(rows_of, bound_of_one),
+    summary=lambda rows: BoundExperiment(tuple(rows)).summary(),
     verdict=_verdict,
 )
 """Fig. 4 as a study."""

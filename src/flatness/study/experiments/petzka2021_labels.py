@@ -8,7 +8,7 @@ paper leaves open.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,10 @@ from flatness.generalization.kernels import UniformBall
 from flatness.generalization.local_losses import moves
 from flatness.measuring.measure import measure
 from flatness.study.correlate import COEFFICIENTS, correlation
-from flatness.study.experiments.data_sets import all_rows, rows_of, units_of
+from flatness.study.experiments.data_sets import Rows, all_rows, options_of, rows_of, units_of
 from flatness.study.experiments.experiment import Experiment, Row, trend
 from flatness.study.experiments.four_gaussians import FourGaussians
 from flatness.study.experiments.reversed_network import reversed_network
-from flatness.study.experiments.rows import Rows
 
 SEPARATIONS = (0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
 _MEANS = ("gap", "relative_flatness", "flips")
@@ -53,8 +52,9 @@ class LabelsExperiment(Rows):
             )
         found = []
         for separation, rows in self.by_separation():
-            flat = np.array([row["relative_flatness"] for row in rows])
-            gap = np.array([row["gap"] for row in rows])
+            flat, gap, flips = (
+                np.array([row[name] for row in rows]) for name in ("relative_flatness", "gap", "flips")
+            )
             value = correlation(flat, gap, kind, resamples=resamples, permutations=0)
             found.append(
                 {
@@ -64,7 +64,7 @@ class LabelsExperiment(Rows):
                     "high": value.high,
                     "gap": float(gap.mean()),
                     "relative_flatness": float(flat.mean()),
-                    "flips": float(np.mean([row["flips"] for row in rows])),
+                    "flips": float(np.mean(flips)),
                 }
             )
         return found
@@ -74,33 +74,41 @@ def petzka2021_labels(
     separations: Sequence[float] = SEPARATIONS,
     datasets: int = 100,
     *,
-    training: int = 500,
-    test: int = 4500,
-    penalty: float = 1.0,
-    seed: int = 0,
     jobs: int = 1,
     progress: bool = True,
+    **options: Any,
 ) -> LabelsExperiment:
     """Run the experiment.
 
     Args:
         separations: Class separations c.
         datasets: Data sets, each with its own distribution and network, per separation.
-        training: Training samples of each.
-        test: Test samples of each.
+        jobs: Processes.
+        progress: Whether to show a bar.
+        options: Those of `labels_of_one`: ``training``, ``test``, ``penalty`` and ``seed``.
+    """
+    return LabelsExperiment(all_rows(labels_of_one, separations, datasets, jobs, progress, **options))
+
+
+def labels_of_one(
+    separation: float,
+    number: int,
+    *,
+    training: int = 500,
+    test: int = 4500,
+    penalty: float = 1.0,
+    seed: int = 0,
+) -> Row:
+    """One data set and its network; everything but what the row says is then forgotten.
+
+    Args:
+        separation: Class separation c.
+        number: Of the data set.
+        training: Training samples.
+        test: Test samples.
         penalty: Of the ridge regression (scikit-learn's default is 1).
         seed: Seed of everything random.
-        jobs: Processes, of one thread each.
-        progress: Whether to show a bar.
     """
-    options = {"training": training, "test": test, "penalty": penalty, "seed": seed}
-    return LabelsExperiment(all_rows(_one, separations, datasets, jobs, progress, **options))
-
-
-def _one(
-    separation: float, number: int, training: int, test: int, penalty: float, seed: int
-) -> dict[str, Any]:
-    """One data set and its network; everything but the training and test sets is then forgotten."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -131,10 +139,6 @@ def _one(
         torch.set_num_threads(threads)
 
 
-def _units(options: Mapping[str, Any]) -> list[Row]:
-    return units_of(options, "training", "test")
-
-
 def _summary(rows: Sequence[Row]) -> list[Row]:
     found = LabelsExperiment(tuple(rows))
     kinds = {kind: found.correlations(kind) for kind in COEFFICIENTS}
@@ -158,18 +162,11 @@ def _verdict(table: Sequence[Row]) -> str:
 
 LABELS = Experiment(
     name="petzka2021_labels",
-    options={
-        "separations": SEPARATIONS,
-        "datasets": 100,
-        "training": 500,
-        "test": 4500,
-        "penalty": 1.0,
-        "seed": 0,
-    },
+    options={"separations": SEPARATIONS, "datasets": 100, **options_of(labels_of_one)},
     scales={"smoke": {"separations": [0.5, 1.0, 2.0, 5.0], "datasets": 10}, "small": {"datasets": 30}},
     counted="data sets",
-    units=_units,
-    work=functools.partial(rows_of, _one),
+    units=functools.partial(units_of, counted=("training", "test")),
+    work=functools.partial(rows_of, labels_of_one),
     summary=_summary,
     verdict=_verdict,
 )
