@@ -23,9 +23,8 @@ import flatness
 from flatness.show.plots.charts import save_intervals
 from flatness.show.plots.study import write_figures
 from flatness.study import Study
-from flatness.study.analysis.experiment_text import belongs, cell
+from flatness.study.analysis.experiment import ExperimentStudy, belongs, cell
 from flatness.study.correlate import Correlation, correlation
-from flatness.study.run.experimenting import ExperimentStudy
 
 GALLERY = Path(__file__).parent / "gallery"
 RECORDS = GALLERY / "records"

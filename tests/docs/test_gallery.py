@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 import flatness
+from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.lines import lines_key
-from flatness.study.run.experimenting import ExperimentStudy
-from flatness.study.run.measuring import measuring_key
+from flatness.study.run.measurement import measuring_key
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "gallery").glob("*.md"))

@@ -10,10 +10,10 @@ import flatness
 from flatness.errors import SpecError
 from flatness.show.plots.study import write_figures
 from flatness.study import ExperimentStudy, read_spec
-from flatness.study.analysis.experiment_text import table_lines
+from flatness.study.analysis.experiment import summary_table
 from flatness.study.experiments.experiment import trend
 from flatness.study.experiments.petzka2021_labels import petzka2021_labels
-from flatness.study.run import experimenting
+from flatness.study.run import experiments
 
 LABELS = {
     "title": "labels",
@@ -81,9 +81,9 @@ def test_a_failed_unit_is_a_record_with_its_reason_and_can_be_tried_again(tmp_pa
         raise RuntimeError("no luck\nat all")
 
     with monkeypatch.context() as broken:
-        one = experimenting.experiment("petzka2021_labels", "a test")
+        one = experiments.experiment("petzka2021_labels", "a test")
         broken.setattr(
-            experimenting, "experiment", lambda *_: type("Broken", (), {"work": staticmethod(fails)})
+            experiments, "experiment", lambda *_: type("Broken", (), {"work": staticmethod(fails)})
         )
         failed = run(labels(separations=[1.0]), tmp_path)
     assert failed.counts() == {"failed": 2}
@@ -188,7 +188,7 @@ def test_a_trend_needs_points_and_a_table_keeps_its_width():
             "p": None,
         }
     ]
-    assert table_lines(rows, 24) == [
+    assert summary_table(rows, 24).split("\n") == [
         " at  n         value",
         "────────────────────",
         "0.5  3  0.333 ± 0.01",

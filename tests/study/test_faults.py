@@ -15,9 +15,8 @@ from flatness.errors import StudyError
 from flatness.study.folder import records
 from flatness.study.folder.records import Folder
 from flatness.study.objects import load_split
-from flatness.study.run import work
+from flatness.study.run import networks
 from flatness.study.training import train
-from flatness.study.training.cohorts import Unit
 from studies import configurations, study
 
 ONE = {"learning_rate": 0.1, "seed": 1}
@@ -198,27 +197,18 @@ def test_old_training_states_without_a_digest_are_gone_on_with(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "rotten"])
-@pytest.mark.parametrize("helping", [False, True])
-def test_damaged_weights_are_set_aside_and_trained_anew(damage, helping, whole, out):
-    """By the process that trained them, or by one that only measures and finds them damaged."""
+def test_damaged_weights_are_set_aside_and_trained_anew(damage, whole, out):
     wanted = study(measure={"measures": ["relative_flatness", "hessian_trace", "weight_norm"]})
     lost = list(whole.records)[1]
     path = out / "weights" / f"{lost}.safetensors"
     path.write_bytes(path.read_bytes()[:-100]) if damage == "cut" else rotten(path)
-    if helping:
-        spec = flatness.study.read_spec(wanted)
-        work.do_unit(Unit(spec.configurations, trains=False), work.Orders(str(out), spec.parts, "cpu"))
     found = run(wanted, out)
     assert found.counts() == {"finished": 6}
     assert (out / "weights" / f"{lost}.safetensors.damaged").exists()
-    assert found.notes == (
-        []
-        if helping
-        else [
-            f"A file that was damaged is set aside as weights/{lost}.safetensors.damaged; what it held was "
-            "done anew."
-        ]
-    )
+    assert found.notes == [
+        f"A file that was damaged is set aside as weights/{lost}.safetensors.damaged; what it held was done "
+        "anew."
+    ]
     mine, theirs = (one.to_frame().set_index("key")[COLUMNS].loc[lost] for one in (found, whole))
     assert list(mine) == pytest.approx(list(theirs), rel=1e-4)  # alone this time: rounded otherwise
 
@@ -296,8 +286,8 @@ PLACES = {
     "training state": (train, "write_tensors"),
     "weights": (records, "replacing"),
     "record": (records, "write_text"),
-    "reading weights": (work, "read_checkpoint"),
-    "the user's own code": (work, "measured"),
+    "reading weights": (networks, "read_checkpoint"),
+    "the user's own code": (networks, "measured"),
 }
 
 
@@ -323,7 +313,7 @@ def test_an_error_of_the_disk_behind_another_error_fails_no_network(tmp_path, mo
             raise flatness.errors.CheckpointError("Expected a checkpoint that can be read.") from error
 
     with monkeypatch.context() as patch:
-        patch.setattr(work, "read_checkpoint", unreadable)
+        patch.setattr(networks, "read_checkpoint", unreadable)
         with pytest.raises(StudyError, match="No network is marked as failed"):
             run(SHORT, tmp_path)
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 2

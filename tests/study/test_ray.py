@@ -10,7 +10,7 @@ import pytest
 
 import flatness
 from flatness.errors import OptionError
-from flatness.study.run import ray_backend
+from flatness.study.run import executors
 from studies import study
 
 INSTALLED = importlib.util.find_spec("ray") is not None
@@ -39,7 +39,7 @@ def test_without_ray_the_message_says_what_to_install(tmp_path, monkeypatch):
     def absent(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(ray_backend, "importlib", SimpleNamespace(import_module=absent))
+    monkeypatch.setattr(executors, "importlib", SimpleNamespace(import_module=absent))
     with pytest.raises(OptionError) as caught:
         flatness.study.run(study(), tmp_path, executor="ray")
     assert str(caught.value) == (

@@ -7,7 +7,7 @@ import pytest
 from flatness.errors import MeasureError, SpecError
 from flatness.study import names, read_spec
 from flatness.study.configuration import digest
-from flatness.study.run.experimenting import unit_key
+from flatness.study.experiments.experiment import unit_key
 from flatness.study.spec.spec import Spec
 from studies import SMALL, configurations, study
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from flatness.study.analysis.summary import _table_lines
+from flatness.study.analysis.summary import correlations_table
 from made_up import made_up_study
 
 NAMES = ["relative_flatness:network:sum", "riemannian_spectral_norm_nodewise:features.denseblock1"]
@@ -17,27 +17,31 @@ def frame(names, rescaled=True):
     return pd.DataFrame([{"quantity": name, **shared, "kendall_low": -0.125, **more} for name in names])
 
 
+def lines(table, width):
+    return correlations_table(table, table, width).split("\n")
+
+
 @pytest.mark.parametrize("width", [80, 100, 120])
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES])
 def test_no_line_is_wider_than_the_terminal(names, width):
     table = frame(names)
-    assert max(map(len, _table_lines(table, table, width))) <= width
+    assert max(map(len, lines(table, width))) <= width
 
 
 def test_what_is_left_out_at_80_columns_and_how_names_are_cut():
     table = frame(NAMES)
-    narrow = _table_lines(table, table, 80)
+    narrow = lines(table, 80)
     assert narrow[0] == "quantity                             Kendall τ        Pearson      Ψ  rescaled r"
-    assert narrow[2] == "relative_flatness:network:sum  +0.50 [-0.12, +0.50]     +0.50  +0.50       -0.25"
-    assert narrow[3].startswith("riemannian_spec…es.denseblock1 +0.50")
-    wide = _table_lines(table, table, 120)
+    assert narrow[2] == "relative_flatness:network:sum   +0.50 [-0.12, +0.50]    +0.50  +0.50       -0.25"
+    assert narrow[3].startswith("riemannian_spec…es.denseblock1  +0.50")
+    wide = lines(table, 120)
     assert "Spearman" in wide[0]
     assert NAMES[1] in wide[3]
 
 
 def test_all_columns_stay_where_they_fit():
     table = frame(NAMES[:1], rescaled=False)
-    assert "Spearman" in _table_lines(table, table, 80)[0]
+    assert "Spearman" in lines(table, 80)[0]
 
 
 def test_a_study_without_networks_fits_into_the_terminal():

@@ -1,8 +1,8 @@
 """Studies: many networks trained, measured and held against their generalisation gap."""
 
+from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study
 from flatness.study.folder.archive import pack, unpack
-from flatness.study.run.experimenting import ExperimentStudy
 from flatness.study.run.run import load, run
 from flatness.study.spec.spec import Spec, names, read_spec
 

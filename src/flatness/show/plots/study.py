@@ -15,9 +15,9 @@ from flatness.show.charts import Chart, Mark
 from flatness.show.plots.charts import save_chart, save_intervals
 from flatness.show.plots.generalization import save_bounds, save_correlations
 from flatness.show.plots.landscape import save_line
+from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study
 from flatness.study.folder.environment import code_digest
-from flatness.study.run.experimenting import ExperimentStudy
 from flatness.study.table import AXIS_LABELS
 
 if TYPE_CHECKING:

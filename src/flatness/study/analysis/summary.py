@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+import textwrap
 from typing import Any
 
-from flatness.study.analysis.experiment_text import wrapped
+from flatness.report.tables import Column, format_table
 from flatness.study.analysis.lines import compared
 from flatness.study.table import AXIS_LABELS
 
 _SHOWN = 16
-_INTERVAL = 21  # characters of a coefficient with its interval
-_SHORTEST = 16
+_TITLES = {"pearson": "Pearson", "spearman": "Spearman", "granulated": "Ψ", "pearson_rescaled": "rescaled r"}
+_INTERVAL, _NUMBER = 22, 5  # characters of a coefficient with its interval and a gap, and of one without
 
 
 def summary_text(study: Any, width: int | None = None) -> str:
     """The summary of a `Study` that the terminal shows."""
-    width = width or shutil.get_terminal_size((100, 24)).columns
+    width = width or terminal_width()
     counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in study.counts().items())
     kept = study.kept()
     left = "; ".join(f"{n} {reason}" for reason, n in study.filtered_out().items())
@@ -55,7 +55,7 @@ def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
     lines = wrapped(
         f"{head}Correlation with the gap ({gap}), n = {len(kept)}, 95 % bootstrap intervals", width
     )
-    lines += _table_lines(table, shown.head(_SHOWN), width)
+    lines.append(correlations_table(table, shown.head(_SHOWN), width))
     if len(shown) > _SHOWN:
         lines.append(f"… and {len(shown) - _SHOWN} more in correlations.csv")
     family = table["null_95_family"].iloc[0]
@@ -74,47 +74,31 @@ def without_measures(study: Any, part: str) -> str:
     return f"For comparison, τ over all {n} of what is known without a measure: {known}." if known else ""
 
 
-def _table_lines(table: Any, shown: Any, width: int) -> list[str]:
+def correlations_table(table: Any, shown: Any, width: int) -> str:
     """A line per quantity, no wider than the terminal; Spearman's ρ gives way where names would be cut."""
-    columns = {"pearson": "Pearson", "spearman": "Spearman"}
-    columns |= {
-        column: title
-        for column, title in (("granulated", "    Ψ"), ("pearson_rescaled", "rescaled r"))
-        if column in table and table[column].notna().any()
-    }
-    longest = max(len(name) for name in shown["quantity"]) + 1
-    if longest > _left(columns, width):
-        del columns["spearman"]
-    first = max(min(longest, _left(columns, width)), _SHORTEST)
-    head = "  ".join([f"{'quantity':{first}}{'Kendall τ':^{_INTERVAL}}", *columns.values()])
-    lines = [head, "─" * len(head)]
-    for _, row in shown.iterrows():
-        interval = f"{row['kendall']:+.2f} [{row['kendall_low']:+.2f}, {row['kendall_high']:+.2f}]"
-        cells = [_cell(row[column], len(title)) for column, title in columns.items()]
-        name = _shortened(row["quantity"], first - 1)
-        lines.append("  ".join([f"{name:{first}}{interval:^{_INTERVAL}}", *cells]))
-    return lines
+    columns = {name: title for name, title in _TITLES.items() if name in table and table[name].notna().any()}
+    longest = max(map(len, shown["quantity"]))
+    if longest + _INTERVAL + sum(2 + max(len(title), _NUMBER) for title in columns.values()) > width:
+        columns.pop("spearman", None)
+    rows = [
+        [
+            row["quantity"],
+            f"{row['kendall']:+.2f} [{row['kendall_low']:+.2f}, {row['kendall_high']:+.2f}]",
+            *("–" if math.isnan(row[name]) else f"{row[name]:+.2f}" for name in columns),
+        ]
+        for row in shown.to_dict("records")
+    ]
+    numbers = [Column(title, "right") for title in columns.values()]
+    return format_table(
+        [Column("quantity", narrow="middle"), Column("Kendall τ", "center"), *numbers], rows, width
+    )
 
 
-def _cell(value: float, size: int) -> str:
-    """A coefficient, or a dash where there is none.
-
-    >>> _cell(0.756, 7), _cell(float("nan"), 3)
-    ('  +0.76', '  –')
-    """
-    return f"{'–':>{size}}" if math.isnan(value) else f"{value:>+{size}.2f}"
+def wrapped(text: str, width: int) -> list[str]:
+    """A paragraph in lines of at most this width."""
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def _left(columns: Mapping[str, str], width: int) -> int:
-    """Characters that these columns leave to the names."""
-    return width - _INTERVAL - sum(2 + len(title) for title in columns.values())
-
-
-def _shortened(name: str, size: int) -> str:
-    """Cut in the middle: a name's end says which layer.
-
-    >>> _shortened("relative_flatness:network:sum", 23)
-    'relative_fl…network:sum'
-    """
-    tail = (size - 1) // 2
-    return name if len(name) <= size else f"{name[: size - 1 - tail]}…{name[len(name) - tail :]}"
+def terminal_width() -> int:
+    """Columns of the terminal; 100 where there is none."""
+    return shutil.get_terminal_size((100, 24)).columns

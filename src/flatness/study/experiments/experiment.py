@@ -9,8 +9,11 @@ from typing import Any
 from scipy import stats
 
 from flatness.errors import SpecError, nearest
+from flatness.study.configuration import digest
 
 Row = dict[str, Any]
+DONE = "done"
+"""The status of a unit of work that has its rows."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ def _kind(default: Any) -> tuple[tuple[type, ...], str]:
     if isinstance(default, float):
         return (int, float), "a number"
     return ((str,), "text") if isinstance(default, str) else ((list, tuple), "a list")
+
+
+def unit_key(name: str, unit: Mapping[str, Any]) -> str:
+    """The name of the record of a unit of work: its content and that of nothing else."""
+    return digest({"experiment": name, "unit": dict(unit)})
 
 
 def whole(options: Mapping[str, Any], *names: str) -> None:

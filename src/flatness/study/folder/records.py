@@ -80,22 +80,6 @@ class Folder:
                 remove_parts(self.path)
             yield
 
-    @contextmanager
-    def claimed(self, key: str) -> Iterator[bool]:
-        """Whether a network is this process's to measure; inside, no other of the run is given it."""
-        with readable_disk_errors(self.path):
-            lock = opened(self._claim(key))
-        with lock as file:
-            yield _lock(file)
-
-    def forget_claims(self) -> None:
-        """Remove the files behind `claimed`, when nobody is at work any more."""
-        for file in self.measuring.glob(self._claim("*").name):
-            file.unlink(missing_ok=True)
-
-    def _claim(self, key: str) -> Path:
-        return self.measuring / f"{key}.lock"
-
     def record(self, key: str) -> dict[str, Any] | None:
         """The record of a network, or None."""
         path = self.records / f"{key}.json"

@@ -7,8 +7,8 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,22 +16,25 @@ import torch
 
 from flatness.errors import OptionError, StudyError
 from flatness.problem.progress import ProgressBar
+from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study
 from flatness.study.configuration import Configuration, digest
+from flatness.study.experiments.experiment import unit_key
 from flatness.study.folder.archive import SUFFIX, read_archive
 from flatness.study.folder.in_hand import done_alone, forget_notes
 from flatness.study.folder.plain_files import refuse_links
 from flatness.study.folder.records import FAILED, SO_FAR, Folder
 from flatness.study.objects import check_same_data
 from flatness.study.run.executors import check_executor, execute, execute_alone
-from flatness.study.run.experimenting import ExperimentStudy, do_experiment, give_up_unit, unit_key
+from flatness.study.run.experiments import do_task, give_up_task
+from flatness.study.run.networks import do_network, give_up, measure_network, train_unit
+from flatness.study.run.orders import Orders
 from flatness.study.run.watch import Watch
-from flatness.study.run.work import Orders, do_unit, give_up
 from flatness.study.spec.grid import label
 from flatness.study.spec.origin import ORIGIN, check_trust, holds_study, is_own, mark_of
 from flatness.study.spec.sources import check_sources, found_checkpoints
 from flatness.study.spec.spec import Spec, make_spec, read_spec
-from flatness.study.training.cohorts import Unit, helping, units, usual_at_once, usual_device, usual_jobs
+from flatness.study.training.cohorts import Unit, units, usual_at_once, usual_device, usual_jobs
 
 
 def run(
@@ -61,8 +64,8 @@ def run(
         executor: "local" for processes on this machine, "ray" for a Ray cluster.
         scale: "smoke" (a few networks through the whole pipeline), "small", "gallery" (what the gallery
             shows of a study that is too large as printed) or "paper".
-        jobs: Processes at a time; None for one per GPU, or one per core without a GPU. Those that have
-            nothing left to train measure what the others have trained.
+        jobs: Processes at a time; None for one per GPU, or one per core without a GPU. Networks are measured
+            once all of them are trained.
         device: Where to train and measure; None for a GPU where there is one.
         minutes: Time after which to save everything and return what there is.
         checkpoint_every: Seconds between two checkpoints of networks that are trained.
@@ -109,8 +112,15 @@ def run(
     held, damaged = folder.study_name(), folder.damaged()
     # A folder from elsewhere stays one, whatever runs there: other files came with it.
     own = trust or not holds_study(folder.path) or is_own(folder.path)
-    work = _run_networks if chosen.experiment is None else _run_experiment
-    done = work(chosen, folder, orders, _Manner(executor, jobs, retry, progress, own))
+    prepare = _networks if chosen.experiment is None else _experiment
+    work = prepare(chosen, folder, orders, jobs, progress)
+    with folder.locked():
+        folder.set_aside_damaged()
+        if retry:
+            _forget_failures(folder)
+        _check_data(folder, work.networks, work.orders)
+        folder.write_study(_saved(chosen, work.networks, folder, own))
+        done = _done(work, folder, executor)
     study = load(out)
     study.notes += [
         f"A file that was damaged is set aside as {name}; what it held was done anew."
@@ -132,81 +142,78 @@ def run(
 
 
 @dataclass(frozen=True)
-class _Manner:
-    """How a run goes about its work; `own` says whether its folder counts as the user's own."""
+class _Work:
+    """What there is to do.
 
-    executor: str
-    jobs: int
-    retry: bool
-    progress: bool
-    own: bool
+    Attributes:
+        orders: What every task is told.
+        networks: The networks of the study.
+        phases: What is done first, then, …: tasks, what does one, and processes at a time.
+        alone: By key, what may have to be done in a process of its own.
+        do_alone: What does it.
+        give_up: What leaves a record of a task that killed its process, from what it was at and how often.
+        shown: Shows how far it is, while something is done.
+        ended: Called after every task.
+    """
+
+    orders: Orders
+    networks: Sequence[Configuration]
+    phases: Sequence[tuple[Sequence[Any], Callable[[Any, Orders], bool], int]]
+    alone: Mapping[str, Any]
+    do_alone: Callable[[Any, Orders], bool]
+    give_up: Callable[[Any, str, int, Orders], None]
+    shown: AbstractContextManager[Any]
+    ended: Callable[[], object] = lambda: None
 
 
-def _run_networks(spec: Spec, folder: Folder, orders: Orders, how: _Manner) -> bool:
-    """Whether all of it is done; False when time ran out."""
-    work = plan_units(spec, torch.device(orders.device))
+def _networks(spec: Spec, folder: Folder, orders: Orders, jobs: int, progress: bool) -> _Work:
+    """Cohorts are trained, all of them; then networks are measured."""
+    place = torch.device(orders.device)
+    work = plan_units(spec, place)
     orders = replace(orders, data=check_sources(spec, [unit.configurations[0] for unit in work]))
-    with _opened(folder, how.retry):
-        networks = [one for unit in work for one in unit.configurations]
-        _check_data(folder, networks, orders)
-        folder.write_study(_saved(spec, networks, folder, how.own))
-        units_alone = {one.key: Unit((one,)) for one in networks}
-
-        def set_aside_killer(unit: Unit, doing: str, times: int) -> None:
-            give_up(unit.configurations[0], doing, times, folder, orders)
-
-        alone = functools.partial(execute_alone, orders=orders, do=do_unit)
-        if how.executor == "local" and not done_alone(folder, units_alone, alone, set_aside_killer):
-            return False
-        jobs = min(how.jobs, max(len(networks), 1))  # one more would have nothing to do, not even to measure
-        # Machines of a cluster, and Windows, may not see each other's claims.
-        seen = how.executor == "local" and os.name == "posix"
-        helpers = helping(work, jobs, torch.device(orders.device)) if seen else []
-        with Watch(folder, [one.key for one in networks], how.progress):
-            done = all(list(execute([*work, *helpers], orders, how.executor, jobs, do_unit)))
-        if done:
-            forget_notes(folder)
-        return done
+    networks = [one for unit in work for one in unit.configurations]
+    # A single cohort on a CPU has all of its cores for itself, in one process, also when it is measured.
+    measuring = 1 if len(work) == 1 and place.type == "cpu" else min(jobs, len(networks))
+    return _Work(
+        orders,
+        networks,
+        [(work, train_unit, min(jobs, len(work))), (networks, measure_network, measuring)],
+        {one.key: one for one in networks},
+        do_network,
+        give_up,
+        Watch(folder, [one.key for one in networks], progress),
+    )
 
 
-def _run_experiment(spec: Spec, folder: Folder, orders: Orders, how: _Manner) -> bool:
-    """Whether all units of the experiment are done; False when time ran out."""
+def _experiment(spec: Spec, folder: Folder, orders: Orders, jobs: int, progress: bool) -> _Work:
     experiment = spec.experiment
     assert experiment is not None
     tasks = [(experiment.name, unit) for unit in spec.units]
-    with _opened(folder, how.retry), ProgressBar(experiment.counted, len(tasks), how.progress) as bar:
-        folder.write_study(_saved(spec, [], folder, how.own))
-        by_key = {unit_key(*task): task for task in tasks}
-        alone = functools.partial(execute_alone, orders=orders, do=do_experiment)
-
-        def set_aside_killer(task: Any, _: str, times: int) -> None:
-            give_up_unit(task, times, orders)
-
-        if how.executor == "local" and not done_alone(folder, by_key, alone, set_aside_killer):
-            return False
-        ended = []
-        for done in execute(tasks, orders, how.executor, how.jobs, do_experiment):
-            ended.append(done)
-            bar.advance()
-        if all(ended):
-            forget_notes(folder)
-    return all(ended)
+    bar = ProgressBar(experiment.counted, len(tasks), progress)
+    by_key = {unit_key(*task): task for task in tasks}
+    return _Work(orders, (), [(tasks, do_task, jobs)], by_key, do_task, give_up_task, bar, bar.advance)
 
 
-@contextmanager
-def _opened(folder: Folder, retry: bool) -> Iterator[None]:
-    """The folder for this run alone; records of another version are refused before any work."""
-    with folder.locked():
-        folder.set_aside_damaged()
-        if retry:
-            _forget_failures(folder)
-        try:
-            yield
-        finally:
-            folder.forget_claims()
+def _done(work: _Work, folder: Folder, executor: str) -> bool:
+    """Do it; False when time ran out."""
+    alone = functools.partial(execute_alone, orders=work.orders, do=work.do_alone)
+    if executor == "local" and not done_alone(
+        folder, work.alone, alone, lambda task, doing, times: work.give_up(task, doing, times, work.orders)
+    ):
+        return False
+    with work.shown:
+        for tasks, do, jobs in work.phases:
+            ended = []
+            for done in execute(tasks, work.orders, executor, jobs, do):
+                ended.append(done)
+                work.ended()
+            if not all(ended):
+                return False
+    forget_notes(folder)
+    return True
 
 
-def _check_data(folder: Folder, networks: list[Configuration], orders: Orders) -> None:
+def _check_data(folder: Folder, networks: Sequence[Configuration], orders: Orders) -> None:
     """Refuse to add networks to others that were trained on other data of the same name."""
     marks = {digest(one.content()["data"]): orders.mark(one.data) for one in networks}
     for record in folder.all_records():
@@ -266,7 +273,7 @@ def plan_units(spec: Spec, device: torch.device) -> list[Unit]:
     return work
 
 
-def _saved(spec: Spec, networks: list[Configuration], folder: Folder, own: bool) -> dict[str, Any]:
+def _saved(spec: Spec, networks: Sequence[Configuration], folder: Folder, own: bool) -> dict[str, Any]:
     """What `load` needs: the content at its scale, so that it means the same when the file has changed."""
     listed = [
         {"key": one.key, "part": one.part, "axes": dict(one.axes), "label": label(one)} for one in networks

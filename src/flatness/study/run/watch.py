@@ -6,16 +6,16 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from flatness.files import write_text
+from flatness.files import ShapeError, parse_json, write_text
 from flatness.problem.progress import ProgressBar
-from flatness.study.folder.records import SO_FAR, Folder
-from flatness.study.training.train import Cohort
+from flatness.study.folder.records import FAILED, SO_FAR, Folder
+from flatness.study.training.train import DIVERGED, Cohort
 
 _LOOK_EVERY, _LINE_EVERY = 1.0, 60.0
-_FINAL = ('"evaluation"', '"status": "failed"', '"status": "diverged"')
 
 
 class Progress:
@@ -50,7 +50,8 @@ class Watch:
         # In hundredths of a network, so that epochs show.
         self._bar = ProgressBar("training and measuring", 200 * len(keys), enabled)
         self._done = 0
-        self._final: set[str] = set()
+        # Of networks with a record: when it was written, and whether it is final.
+        self._known: dict[str, tuple[int, bool]] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -95,18 +96,22 @@ class Watch:
 
     def _count(self) -> tuple[int, int, float]:
         """Networks that are trained, those of them that are final, and shares of those that train."""
-        trained = len(self._final)
         for key in self._keys:
-            if key in self._final:
-                continue
+            path = self._folder.records / f"{key}.json"
             try:
-                text = (self._folder.records / f"{key}.json").read_text(encoding="utf-8")
-            except OSError:
+                written = path.stat().st_mtime_ns
+                if self._known.get(key, (0, False))[0] != written:
+                    self._known[key] = (written, _is_final(parse_json(path.read_bytes())))
+            except (OSError, ShapeError):
                 continue
-            trained += 1
-            if any(sign in text for sign in _FINAL) and f'"{SO_FAR}"' not in text:
-                self._final.add(key)
-        return trained, len(self._final), sum(map(_share, self._folder.training.glob("*.json")))
+        final = sum(final for _, final in self._known.values())
+        return len(self._known), final, sum(map(_share, self._folder.training.glob("*.json")))
+
+
+def _is_final(record: Mapping[str, Any]) -> bool:
+    """Whether a record is one that nothing is added to any more, as far as it tells by itself."""
+    ended = "evaluation" in record or record.get("status") in (FAILED, DIVERGED)
+    return ended and SO_FAR not in record
 
 
 def _share(path: Path) -> float:

@@ -15,15 +15,9 @@ _AT_ONCE = {"cuda": 128, "cpu": 16}
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker does at a time: networks that train together, then are measured one by one.
-
-    Attributes:
-        configurations: The networks.
-        trains: False for a worker that only measures what others have trained.
-    """
+    """Networks that train together."""
 
     configurations: tuple[Configuration, ...]
-    trains: bool = True
 
     @property
     def id(self) -> str:
@@ -46,16 +40,6 @@ def units(configurations: Sequence[Configuration], at_once: int) -> list[Unit]:
         for group in groups.values()
         for start in range(0, len(group), at_once)
     ]
-
-
-def helping(work: Sequence[Unit], jobs: int, device: torch.device) -> list[Unit]:
-    """What workers do that have nothing to train any more: measure networks of the others.
-
-    A single cohort on a CPU has all of its cores for itself, in one process.
-    """
-    alone = jobs == 1 or (len(work) == 1 and device.type == "cpu")
-    everything = tuple(one for unit in work for one in unit.configurations)
-    return [] if alone else [Unit(everything, trains=False)] * jobs
 
 
 def _plain(value: object) -> object:

@@ -1,82 +1,24 @@
-"""A study that is an experiment: units of work, each with a record of its own, and what they add up to."""
+"""A study that is an experiment: what its units of work add up to, as tables and in a few lines."""
 
 from __future__ import annotations
 
 import functools
-import shutil
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from flatness.errors import StudyError
 from flatness.files import write_text
 from flatness.report.sheets import csv_text
-from flatness.study.analysis.experiment_text import table_lines, wrapped
-from flatness.study.configuration import digest
-from flatness.study.experiments.catalogue import experiment
-from flatness.study.folder.in_hand import in_hand
-from flatness.study.folder.records import FAILED, Folder, readable_disk_errors
-from flatness.study.run.work import Orders, end_with, reason_of, stamp
+from flatness.report.tables import Column, format_table
+from flatness.study.analysis.summary import terminal_width, wrapped
+from flatness.study.experiments.experiment import unit_key
+from flatness.study.folder.records import FAILED, readable_disk_errors
 from flatness.study.spec.spec import Spec
 from flatness.study.table import PENDING
-from flatness.study.training.train import OutOfTimeError
 
 if TYPE_CHECKING:
     import pandas
-
-DONE = "done"
-
-
-def unit_key(name: str, unit: Mapping[str, Any]) -> str:
-    """The name of a unit's record: its content and that of nothing else."""
-    return digest({"experiment": name, "unit": dict(unit)})
-
-
-def do_experiment(task: tuple[str, Mapping[str, Any]], orders: Orders) -> bool:
-    """Bring one unit of an experiment to its record, if it has none; False when time ran out.
-
-    Args:
-        task: The experiment's name and the unit.
-        orders: As for `work.do_unit`.
-    """
-    end_with(orders.parent)
-    (name, unit), folder = task, Folder(orders.folder)
-    key = unit_key(name, unit)
-    if folder.record(key) is not None:
-        return True
-    if time.time() > orders.until:
-        return False
-    started, threads = time.perf_counter(), torch.get_num_threads()
-    record: dict[str, Any] = {"experiment": name, "unit": dict(unit), **stamp(orders)}
-    torch.set_num_threads(1)  # units run side by side
-    try:
-        with in_hand(folder, key, "measuring", [key]):
-            record |= {"status": DONE, "reason": "", "rows": experiment(name, "the study").work(unit)}
-    except OutOfTimeError:
-        return False
-    except (StudyError, KeyboardInterrupt):
-        raise
-    except OSError:
-        with readable_disk_errors(folder.path):
-            raise
-    except Exception as error:
-        record |= {"status": FAILED, "reason": reason_of(error), "rows": []}
-    finally:
-        torch.set_num_threads(threads)
-    folder.write_record(key, {**record, "seconds": round(time.perf_counter() - started, 3)})
-    return True
-
-
-def give_up_unit(task: tuple[str, Mapping[str, Any]], times: int, orders: Orders) -> None:
-    """Leave a record of a unit that killed its process again and again."""
-    name, unit = task
-    reason = f"killed its process {times} times, perhaps for want of memory. --retry tries it again."
-    record = {"experiment": name, "unit": dict(unit), **stamp(orders), "status": FAILED, "rows": []}
-    Folder(orders.folder).write_record(unit_key(name, unit), {**record, "reason": reason})
 
 
 class ExperimentStudy:
@@ -139,7 +81,7 @@ class ExperimentStudy:
 
     def text(self, width: int | None = None) -> str:
         """The summary that the terminal shows."""
-        width = width or shutil.get_terminal_size((100, 24)).columns
+        width = width or terminal_width()
         counts = ", ".join(f"{n} {status}" for status, n in self.counts().items())
         lines = [f"{self.spec.title} ({self.spec.name}, scale {self.spec.scale})"]
         lines.append(f"{self.spec.size} in {len(self.spec.units)} units of work: {counts}.")
@@ -148,7 +90,7 @@ class ExperimentStudy:
         for told in (*self.notes, *(f"{n} failed: {reason}" for reason, n in self.failures().items())):
             lines += wrapped(told, width)
         if self.summary:
-            lines += ["", *table_lines(self.summary, width)]
+            lines += ["", summary_table(self.summary, width)]
             lines += ["", *wrapped(self.experiment.verdict(self.summary), width)]
         return "\n".join(lines)
 
@@ -163,3 +105,31 @@ def _frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     import pandas as pd
 
     return pd.DataFrame(list(rows))
+
+
+def summary_table(rows: Sequence[Mapping[str, Any]], width: int) -> str:
+    """A line per row, intervals beside their values; columns that do not fit go below."""
+    names = [name for name in rows[0] if not belongs(name, rows[0])]
+    columns = [Column(name.replace("_", " "), "right") for name in names]
+    return format_table(columns, [[cell(row, name) for name in names] for row in rows], width)
+
+
+def belongs(name: str, row: Mapping[str, Any]) -> bool:
+    """Whether a column is the error or an end of the interval of another."""
+    return any(name.endswith(end) and name.removesuffix(end) in row for end in ("_stderr", "_low", "_high"))
+
+
+def cell(row: Mapping[str, Any], name: str) -> str:
+    """A value with its interval or error."""
+    text = _number(row[name])
+    if f"{name}_low" in row:
+        return f"{text} [{_number(row[f'{name}_low'])}, {_number(row[f'{name}_high'])}]"
+    return f"{text} ± {row[f'{name}_stderr']:.1g}" if f"{name}_stderr" in row else text
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if 1e3 <= abs(value) < 1e5 else f"{value:.3g}"

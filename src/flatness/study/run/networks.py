@@ -1,0 +1,245 @@
+"""What is done with a network of a study: it is trained, in a cohort, then measured; its record tells."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.errors import CheckpointError, StudyError
+from flatness.files import set_aside
+from flatness.study.analysis.lines import lines_key, walked
+from flatness.study.configuration import Configuration, digest
+from flatness.study.folder.in_hand import in_hand
+from flatness.study.folder.records import FAILED, SO_FAR, Folder, readable_disk_errors
+from flatness.study.objects import Split, check_same_data, load_split, make_model, training_targets
+from flatness.study.run.measurement import measured, measuring_key
+from flatness.study.run.orders import Orders, done_in_time, failures_told, tf32
+from flatness.study.run.watch import Progress
+from flatness.study.training.cohorts import Unit
+from flatness.study.training.evaluate import evaluation
+from flatness.study.training.train import CONVERGED, DIVERGED, Cohort, Training
+from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
+
+
+def train_unit(unit: Unit, orders: Orders) -> bool:
+    """Train the networks of a cohort that have no record; False when time ran out."""
+    return done_in_time(orders, functools.partial(_train, unit, orders=orders))
+
+
+def measure_network(one: Configuration, orders: Orders) -> bool:
+    """Bring a trained network to its final record; False when time ran out."""
+    return done_in_time(orders, functools.partial(_finish, one, orders=orders))
+
+
+def do_network(one: Configuration, orders: Orders) -> bool:
+    """Train a network by itself and measure it; False when time ran out."""
+    return train_unit(Unit((one,)), orders) and measure_network(one, orders)
+
+
+def _train(unit: Unit, folder: Folder, orders: Orders) -> None:
+    """Train what has no record; half of it at a time when memory runs out."""
+
+    def waiting() -> list[Configuration]:
+        return [one for one in unit.configurations if not one.checkpoint and folder.record(one.key) is None]
+
+    def fail(reason: str) -> None:
+        for one in now:
+            if folder.record(one.key) is None:
+                _fail(one, folder, orders, f"training: {reason}")
+
+    at_once = len(unit.configurations)
+    while left := waiting():
+        now = left[:at_once]
+        split = _split(now[0].data, orders)
+        part = unit.id if len(now) == len(left) else digest([one.key for one in now])
+        file = folder.training / f"{part}.pt"
+        done = functools.partial(_keep_trained, folder=folder, orders=orders)
+        deadline = time.monotonic() + orders.until - time.time()
+        try:
+            with (
+                failures_told(folder, fail),
+                readable_disk_errors(folder.path),
+                in_hand(folder, part, "training", [one.key for one in now]),
+                _training_kernels(now[0].train.get("tf32", True)),
+            ):
+                Cohort(now, split, file, orders.every).train(done, deadline, Progress(file))
+        except torch.OutOfMemoryError:
+            if len(now) == 1:
+                raise
+            at_once = len(now) // 2
+            torch.cuda.empty_cache()
+        file.with_suffix(".json").unlink(missing_ok=True)
+
+
+@contextmanager
+def _training_kernels(rounded: bool) -> Iterator[None]:
+    """Convolutions by cuDNN's own rules and not by a race, which takes others when the device is busy."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        with tf32(rounded):
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _keep_trained(
+    one: Configuration, weights: dict[str, Tensor], training: Training, *, folder: Folder, orders: Orders
+) -> None:
+    """Keep a network that has just ended: first its weights, then its record."""
+    record: dict[str, Any] = {
+        **_head(one, orders),
+        "status": training.status,
+        "reason": training.reason,
+        "training": {**asdict(training), "epochs": len(training.losses)},
+    }
+    if training.status != DIVERGED:
+        record["weights"] = folder.write_weights(one.key, weights)
+    folder.write_record(one.key, record)
+
+
+def _finish(one: Configuration, folder: Folder, orders: Orders) -> None:
+    """Evaluate and measure a trained network; whatever fails becomes its reason."""
+    record = folder.record(one.key)
+    if record is None:
+        record = {**_head(one, orders), "status": CONVERGED, "reason": "trained elsewhere"}
+    elif _is_final(record, orders.parts[one.part]):
+        return
+    orders.check_time()
+    split = _split(one.data, orders)
+    try:
+        with failures_told(folder, lambda why: _fail(one, folder, orders, f"measuring: {why}", record)):
+            model = _loaded(one, folder, record.get("weights")).to(split.train[0].device).eval()
+            with in_hand(folder, one.key, "measuring", [one.key]):
+                _measure(one, model, split, record, folder, orders)
+    except _DamagedWeightsError:  # the record goes by them, and goes with them
+        folder.forget_record(one.key)
+        _train(Unit((one,)), folder, orders)
+        _finish(one, folder, orders)
+
+
+def _is_final(record: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether there is nothing left to do for a network that has this record."""
+    if record["status"] in (FAILED, DIVERGED):
+        return True
+    if not _is_measured(record, settings):
+        return "evaluation" in record
+    walked_or_not_asked = lines_key(settings) in (None, record.get("lines", {}).get("key"))
+    return record.get("measuring", {}).get("key") == measuring_key(settings) and walked_or_not_asked
+
+
+def _is_measured(record: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether a network that did not diverge is one of those that are measured."""
+    return record["status"] == CONVERGED or settings.get("measure", {}).get("which") == "all"
+
+
+def _measure(
+    one: Configuration, model: nn.Module, split: Split, record: dict[str, Any], folder: Folder, orders: Orders
+) -> None:
+    """Put losses, measures and lines into the record, and the record into the folder after each."""
+    settings, seed = orders.parts[one.part], one.axes.get("seed", 0)
+    train, loss = (split.train[0], training_targets(split, one)), one.train.get("loss", "cross_entropy")
+
+    def write(**more: Any) -> None:
+        folder.write_record(one.key, {**record, **more, **orders.stamp()})
+
+    def keep(found: dict[str, Any]) -> None:
+        write(**{SO_FAR: found})
+        orders.check_time()
+
+    if "evaluation" not in record:
+        record["evaluation"] = evaluation(model, train, split.test, loss)
+    if not all(math.isfinite(record["evaluation"][name]) for name in ("train_loss", "test_loss")):
+        record |= {"status": DIVERGED, "reason": "the loss of the trained network is not finite"}
+    elif _is_measured(record, settings):
+        if record.get("measuring", {}).get("key") != measuring_key(settings):
+            before = record.pop(SO_FAR, None)
+            record["measuring"] = measured(model, train, loss, seed, one.key, settings, before, keep)
+            write()  # lines may take long
+        if lines_key(settings) not in (None, record.get("lines", {}).get("key")):
+            record["lines"] = walked(model, train, loss, seed, settings)
+    write()
+
+
+class _DamagedWeightsError(StudyError):
+    """Weights that a run wrote are not what was written; they have been set aside."""
+
+
+def _loaded(one: Configuration, folder: Folder, written: str | None) -> nn.Module:
+    """The network with its weights; `written` is the digest of the file that the record knows, if it does."""
+    model = make_model(one)
+    path = folder.weights_of(one.key)
+    if one.checkpoint:
+        _check_unchanged(one)
+        fit_checkpoint(model, read_checkpoint(one.checkpoint), one.checkpoint)
+        return model
+    if not path.exists():
+        raise CheckpointError(f"Expected its weights in {path} but they are gone. --retry trains it anew.")
+    try:
+        if written not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
+            raise CheckpointError(f"Expected the weights that were written but {path} has others.")
+        weights = read_checkpoint(path)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        set_aside(path)
+        raise _DamagedWeightsError(str(error)) from error
+    fit_checkpoint(model, weights, str(path))
+    return model
+
+
+def _check_unchanged(one: Configuration) -> None:
+    """Refuse a checkpoint that is not the one under whose digest its record will be."""
+    found = hashlib.sha256(Path(one.checkpoint).read_bytes()).hexdigest()
+    if found != one.fingerprint:
+        raise StudyError(
+            f"Expected {one.checkpoint} as it was when the run began but it has other content now: sha256 "
+            f"{found} instead of {one.fingerprint}. Run the same command again."
+        )
+
+
+def give_up(one: Configuration, doing: str, times: int, orders: Orders) -> None:
+    """Leave a record of a network that killed its process again and again."""
+    reason = f"{doing}: killed its process {times} times, perhaps for want of memory. --retry tries it again."
+    folder = Folder(orders.folder)
+    _fail(one, folder, orders, reason, folder.record(one.key))
+
+
+def _fail(
+    one: Configuration, folder: Folder, orders: Orders, reason: str, record: Mapping[str, Any] | None = None
+) -> None:
+    folder.write_record(one.key, {**(record or _head(one, orders)), "status": FAILED, "reason": reason})
+
+
+def _head(one: Configuration, orders: Orders) -> dict[str, Any]:
+    mark = orders.mark(one.data)
+    known = {} if mark is None else {"data": dict(mark)}
+    return {"part": one.part, "configuration": one.content(), **known, **orders.stamp()}
+
+
+_SPLITS: dict[tuple[str, str, str], Split] = {}
+
+
+def _split(data: Mapping[str, Any], orders: Orders) -> Split:
+    """The data on the device; those of the last network are kept, since the next one mostly has the same.
+
+    A process may work for several runs, and a file may be written anew in between: each loads its data.
+    """
+    asked = (digest(dict(data)), orders.device, orders.run)
+    if asked not in _SPLITS:
+        _SPLITS.clear()
+        found = load_split(data)
+        mark = orders.mark(data)
+        check_same_data(found.mark, None if mark is None else mark["digest"], "this run, as it began")
+        _SPLITS[asked] = found.to(torch.device(orders.device))
+    return _SPLITS[asked]
