@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import flatness
-from flatness.curvature.operators.quadrature import LanczosRuns
+from flatness.curvature.operators.lanczos import LanczosRuns
 from flatness.errors import LayerError, OptionError
 from flatness.landscape import Density, density
 from flatness.landscape.density_result import SpectralQuadrature

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatness.curvature.operators.lanczos import TopEigenvalues
-from flatness.curvature.operators.spectrum import default_tolerance
+from flatness.curvature.operators.lanczos import TopEigenvalues, default_tolerance
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.generalization.kernels import kernel_of

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatness.curvature.operators.lanczos import LanczosRuns, random_signs
 from flatness.curvature.operators.network_spectrum import SpectrumRequest, inverse_metric_root
-from flatness.curvature.operators.quadrature import LanczosRuns, random_signs
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.errors import OptionError, listed, nearest

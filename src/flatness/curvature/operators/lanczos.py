@@ -1,11 +1,15 @@
-"""Largest eigenvalues of many symmetric operators side by side, from matrix-vector products alone.
+"""Spectra of symmetric operators from matrix-vector products alone.
 
-Lanczos with full reorthogonalisation and thick restarts, batched: B operators on R^N advance in step, so that
-one pass over the data serves all of them. The caller drives it: ``solver.tell(products(solver.query()))``
-until ``solver.done``.
+Lanczos with full reorthogonalisation, twice: without it eigenvalues come back as ghosts. It is batched: B
+operators on R^N advance in step, so that one pass over the data serves all of them. The caller drives it,
+``solver.tell(products(solver.query()))`` until ``solver.done``; `in_step` does so for several.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,10 +17,97 @@ from torch import Tensor
 # Ritz vectors kept on a restart: of the upper end, which is wanted, and of the lower.
 _KEPT_ON_RESTART, _KEPT_BELOW = 4, 2
 _CHECK_EVERY = 4
+# What a basis may take, and the fewest and the most vectors of it.
+_BASIS_BYTES, _SMALLEST_BASIS, _LARGEST_BASIS = 512 * 2**20, 12, 64
 
 
-class TopEigenvalues:
-    """λ_max of each of B symmetric N×N operators.
+class Solver(Protocol):
+    """What asks for products."""
+
+    @property
+    def done(self) -> bool:
+        """Whether no more products are wanted."""
+        ...
+
+    def query(self) -> Tensor:
+        """The vectors (B, N) whose products are wanted next."""
+        ...
+
+    def tell(self, products: Tensor) -> None:
+        """Take the products (B, N) of the last `query`."""
+        ...
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def in_step(
+    solvers: Mapping[Key, Solver],
+    products: Callable[[dict[Key, Tensor]], Mapping[Key, Tensor]],
+    agreed: Callable[[list[Key]], list[Key]] = list,
+) -> None:
+    """Advance several solvers until all are done, with one call of `products` for a product of each.
+
+    Args:
+        solvers: The solvers, by any key.
+        products: The products of what those that are not done ask for.
+        agreed: Which go on, given those that would: several processes do as the first one decides.
+    """
+    while active := agreed([key for key, solver in solvers.items() if not solver.done]):
+        answers = products({key: solvers[key].query() for key in active})
+        for key in active:
+            solvers[key].tell(answers[key])
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """Relative residual to aim at: below it, rounding of the products themselves dominates."""
+    return 1e-7 if dtype == torch.float64 else 1e-5
+
+
+def basis_limit(numbers: int) -> int:
+    """Vectors of a basis that fit into memory, where one for every operator has so many numbers."""
+    return max(_SMALLEST_BASIS, min(_LARGEST_BASIS, _BASIS_BYTES // (8 * numbers)))
+
+
+class _Basis:
+    """Orthonormal bases V (B, j, N) of Krylov spaces, and T = V A Vᵀ (B, j, j) of all vectors but the last.
+
+    Args:
+        start: The first vectors (B, N), float64.
+    """
+
+    def __init__(self, start: Tensor) -> None:
+        self._basis = (start / start.norm(dim=1, keepdim=True)).unsqueeze(1)
+        self._T = start.new_zeros(len(start), 0, 0)
+        self._scale = start.new_zeros(len(start))
+
+    def query(self) -> Tensor:
+        """The vectors (B, N) whose products are wanted next."""
+        return self._basis[:, -1]
+
+    def _projected(self, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Take products: the directions that they add (B, N), their lengths, and where there is none (B,)."""
+        V, w = self._basis, products.double()
+        j, self._scale = V.shape[1], torch.maximum(self._scale, w.norm(dim=1))
+        h = torch.einsum("bjn,bn->bj", V, w)
+        w = w - torch.einsum("bjn,bj->bn", V, h)
+        again = torch.einsum("bjn,bn->bj", V, w)
+        w = w - torch.einsum("bjn,bj->bn", V, again)
+        T = w.new_zeros(len(w), j, j)
+        T[:, : j - 1, : j - 1] = self._T
+        T[:, :, j - 1] = T[:, j - 1, :] = h + again
+        self._T = T
+        beta = w.norm(dim=1)
+        # What is left of an exhausted space is rounding, in units of the largest product so far.
+        exhausted = (beta <= 1e-13 * self._scale) | (j >= V.shape[2])
+        return torch.where(exhausted[:, None], 0.0, w / beta.clamp(min=1e-300)[:, None]), beta, exhausted
+
+    def _grow(self, directions: Tensor) -> None:
+        self._basis = torch.cat([self._basis, directions.unsqueeze(1)], dim=1)
+
+
+class TopEigenvalues(_Basis):
+    """λ_max of each of B symmetric N×N operators, by Lanczos with thick restarts.
 
     Args:
         shape: (B, N).
@@ -46,7 +137,7 @@ class TopEigenvalues:
         *,
         tolerance: float = 1e-7,
         max_products: int = 300,
-        basis_limit: int = 64,
+        basis_limit: int = _LARGEST_BASIS,
         seed: int = 0,
         start: Tensor | None = None,
     ) -> None:
@@ -54,8 +145,7 @@ class TopEigenvalues:
         if start is None:
             generator = torch.Generator().manual_seed(seed)
             start = torch.randn(B, N, generator=generator, dtype=torch.float64, device="cpu").to(device)
-        self._basis = (start / start.norm(dim=1, keepdim=True)).unsqueeze(1)
-        self._T = torch.zeros(B, 0, 0, dtype=torch.float64, device=device)
+        super().__init__(start)
         self._tolerance, self._max_products = tolerance, max_products
         self._basis_limit = min(N, max(basis_limit, 2 * (_KEPT_ON_RESTART + _KEPT_BELOW)))
         self.values = torch.zeros(B, dtype=torch.float64, device=device)
@@ -73,40 +163,18 @@ class TopEigenvalues:
         """Whether every operator has converged or the products are used up."""
         return self.products >= self._max_products or bool(self.converged.all())
 
-    def query(self) -> Tensor:
-        """The vectors (B, N) whose products are wanted next."""
-        return self._basis[:, -1]
-
     def tell(self, products: Tensor) -> None:
         """Take the products A v (B, N) of the last `query`."""
         self.products += 1
-        w = products.double()
-        scale = w.norm(dim=1, keepdim=True)
-        V, j = self._basis, self._basis.shape[1]
-        h = torch.einsum("bjn,bn->bj", V, w)
-        w = w - torch.einsum("bjn,bj->bn", V, h)
-        again = torch.einsum("bjn,bn->bj", V, w)
-        w = w - torch.einsum("bjn,bj->bn", V, again)
-        h = h + again
-        T = torch.zeros(len(w), j, j, dtype=torch.float64, device=w.device)
-        T[:, : j - 1, : j - 1] = self._T
-        T[:, :, j - 1] = h
-        T[:, j - 1, :] = h
-        self._T = T
-        if len(w) == 1:
-            self.history.append(float(torch.linalg.eigvalsh(T[0])[-1]))
-        beta = w.norm(dim=1)
-        exhausted = (beta <= 1e-13 * scale[:, 0]) | (j >= V.shape[2])
+        directions, beta, exhausted = self._projected(products)
+        j = self._T.shape[1]
+        if len(beta) == 1:
+            self.history.append(float(torch.linalg.eigvalsh(self._T[0])[-1]))
         full = j >= self._basis_limit
-        if (
-            full
-            or j % _CHECK_EVERY == 0
-            or bool((exhausted & ~self.converged).any())
-            or self.products >= self._max_products
-        ):
+        last = self.products >= self._max_products
+        if full or last or j % _CHECK_EVERY == 0 or bool((exhausted & ~self.converged).any()):
             self._update(beta, exhausted, full)
-        direction = torch.where(exhausted[:, None], 0.0, w / beta.clamp(min=1e-300)[:, None])
-        self._basis = torch.cat([self._basis, direction.unsqueeze(1)], dim=1)
+        self._grow(directions)
 
     def verify(self, products: Tensor) -> None:
         """Take A v of the final `vectors`: residuals then include the rounding of the products."""
@@ -134,3 +202,111 @@ class TopEigenvalues:
             kept = [*range(_KEPT_BELOW), *range(-_KEPT_ON_RESTART, 0)]
             self._basis = torch.einsum("bjn,bjk->bkn", self._basis, y[:, :, kept])
             self._T = torch.diag_embed(theta[:, kept])
+
+
+class PowerMethod:
+    """The eigenvalue of largest size of one symmetric operator; its results are named as in `TopEigenvalues`.
+
+    Algorithm 1 of rangamani2019, in coordinates in which the metric is the identity: multiply, normalise,
+    stop when the vector changes by less than the tolerance. It finds |λ|_max; Lanczos needs fewer products.
+    It knows nothing of the smallest eigenvalue.
+
+    Args:
+        start: The first vector (1, N).
+        tolerance: Accepted ‖v_{t+1} − v_t‖, up to sign.
+        max_products: Give up after this many products.
+    """
+
+    def __init__(self, start: Tensor, *, tolerance: float, max_products: int) -> None:
+        self.vectors = start / start.norm()
+        self.values = self.smallest = self.smallest_residuals = start.new_full((1,), float("nan"))
+        self.residuals = torch.full_like(self.values, float("inf"))
+        self.converged = torch.zeros(1, dtype=torch.bool, device=start.device)
+        self.products = 0
+        self.history: list[float] = []
+        self._tolerance, self._max_products = tolerance, max_products
+
+    @property
+    def done(self) -> bool:
+        """Whether the vector stands still or the products are used up."""
+        return bool(self.converged) or self.products >= self._max_products
+
+    def query(self) -> Tensor:
+        """The vector (1, N) whose product is wanted next."""
+        return self.vectors
+
+    def tell(self, products: Tensor) -> None:
+        """Take the product A v (1, N) of the last `query`."""
+        self.products += 1
+        v = self.vectors
+        self.values = (v * products).sum(1)
+        self.residuals = (products - self.values[:, None] * v).norm(dim=1)
+        self.history.append(float(self.values))
+        length = products.norm()
+        if float(length) == 0:
+            self.converged = torch.ones_like(self.converged)
+            return
+        # A negative eigenvalue turns the vector around at every product; that is no change.
+        following = products / (length if float(self.values) >= 0 else -length)
+        self.converged = (following - v).norm(dim=1) < self._tolerance
+        self.vectors = following
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    """Nodes and weights of several runs.
+
+    Attributes:
+        nodes: θ, (runs, steps).
+        weights: τ, (runs, steps); each run's sum to 1. Runs that ended early have weights 0 at their end.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+
+
+class LanczosRuns(_Basis):
+    """Stochastic Lanczos quadrature: the density of a symmetric operator's eigenvalues, from R runs in step.
+
+    For a random unit vector v with independent entries, E[vᵀ f(A) v] = tr f(A) / N. Lanczos from v gives a T
+    whose eigenvalues θ_i and squared first components τ_i of eigenvectors are a Gauss quadrature:
+    Σ τ_i f(θ_i) = vᵀ f(A) v for polynomials f of degree up to 2m − 1, m steps.
+
+    Args:
+        start: Starting vectors, (runs, N), float64.
+        steps: Most steps; at most N are made.
+    """
+
+    def __init__(self, start: Tensor, steps: int) -> None:
+        super().__init__(start)
+        self.steps = min(steps, start.shape[1])
+        self._ended = torch.zeros(len(start), dtype=torch.bool, device=start.device)
+
+    @property
+    def made(self) -> int:
+        """Number of steps made."""
+        return self._T.shape[1]
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are made, or every run has found all that its vector reaches."""
+        return self.made >= self.steps or bool(self._ended.all())
+
+    def tell(self, products: Tensor) -> None:
+        """Take the products of the last `query`."""
+        directions, _, exhausted = self._projected(products)
+        self._ended = self._ended | exhausted
+        self._grow(directions)
+
+    def quadrature(self) -> Quadrature:
+        """Nodes and weights after the steps made so far, on the host."""
+        # Steps after a run's end are blocks of zeros of their own, which the first component does not reach.
+        nodes, vectors = torch.linalg.eigh(self._T.cpu())
+        return Quadrature(nodes, vectors[:, 0].square())
+
+
+def random_signs(runs: int, mask: Tensor, seed: int) -> Tensor:
+    """Starting vectors of random signs where the mask is set, 0 elsewhere: (runs, N)."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 2, (runs, len(mask)), generator=generator, device="cpu")
+    return torch.where(mask, (2.0 * bits.double() - 1.0).to(mask.device), 0.0)

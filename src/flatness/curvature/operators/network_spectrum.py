@@ -21,9 +21,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from flatness.curvature.operators.lanczos import TopEigenvalues
-from flatness.curvature.operators.power import PowerMethod
-from flatness.curvature.operators.spectrum import default_tolerance
+from flatness.curvature.operators.lanczos import (
+    PowerMethod,
+    TopEigenvalues,
+    basis_limit,
+    default_tolerance,
+    in_step,
+)
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.sums.squared_gradients import SquaredGradients
@@ -34,7 +38,6 @@ Metric = Literal["euclidean", "layerwise", "nodewise", "fisher"]
 Parameters = Literal["all", "weights"]
 Solver = Literal["lanczos", "power"]
 METRICS, PARAMETERS, SOLVERS = get_args(Metric), get_args(Parameters), get_args(Solver)
-_BASIS_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,14 @@ def network_spectra(
     """
     space = operator.space
     roots = [inverse_metric_root(space, request, squared_gradients) for request in requests]
-    solvers = [_solver(space, *pair) for pair in zip(requests, roots, strict=True)]
-    while active := [i for i, solver in enumerate(solvers) if not solver.done]:
-        answers = operator([roots[i] * solvers[i].query().flatten() for i in active])
-        for i, answer in zip(active, answers, strict=True):
-            product = roots[i] * answer
-            solvers[i].tell(product if isinstance(solvers[i], PowerMethod) else product[None])
-    return [_solved(operator, *pair) for pair in zip(solvers, roots, strict=True)]
+    solvers = {i: _solver(space, *pair) for i, pair in enumerate(zip(requests, roots, strict=True))}
+
+    def products(queries: dict[int, Tensor]) -> dict[int, Tensor]:
+        answers = operator([roots[i] * query[0] for i, query in queries.items()])
+        return {i: (roots[i] * answer)[None] for i, answer in zip(queries, answers, strict=True)}
+
+    in_step(solvers, products)
+    return [_solved(operator, solver, roots[i]) for i, solver in solvers.items()]
 
 
 def inverse_metric_root(
@@ -165,17 +169,12 @@ def _solver(space: ParameterSpace, request: SpectrumRequest, root: Tensor) -> To
     start = torch.where(root > 0, start, 0.0)
     if not bool(start.any()):
         start = torch.ones_like(start)
+    limits = {"max_products": request.max_products}
     if request.solver == "power":
-        tolerance = 1e-4 if request.tolerance is None else request.tolerance
-        return PowerMethod(start, tolerance=tolerance, max_products=request.max_products)
-    tolerance = default_tolerance(space.problem.dtype) if request.tolerance is None else request.tolerance
+        return PowerMethod(start[None], tolerance=request.tolerance or 1e-4, **limits)
+    tolerance = request.tolerance or default_tolerance(space.problem.dtype)
     return TopEigenvalues(
-        (1, N),
-        root.device,
-        tolerance=tolerance,
-        max_products=request.max_products,
-        basis_limit=max(12, min(64, _BASIS_BYTES // (8 * N))),
-        start=start[None],
+        (1, N), root.device, tolerance=tolerance, basis_limit=basis_limit(N), start=start[None], **limits
     )
 
 
@@ -183,23 +182,6 @@ def _solved(operator: HessianOperator, solver: TopEigenvalues | PowerMethod, roo
     assert operator.gradient is not None
     assert operator.risk is not None
     parts = operator.space.split(root)
-    common = {
-        "products": solver.products,
-        "gradient_norm": float((root * operator.gradient).norm()),
-        "risk": operator.risk,
-        "dropped": tuple(name for name, part in parts.items() if not bool(part.any())),
-        "history": tuple(solver.history),
-    }
-    if isinstance(solver, PowerMethod):
-        return NetworkSpectrum(
-            solver.value,
-            float("nan"),
-            solver.residual,
-            float("nan"),
-            root * solver.vector,
-            solver.converged,
-            **common,
-        )
     return NetworkSpectrum(
         float(solver.values[0]),
         float(solver.smallest[0]),
@@ -207,5 +189,9 @@ def _solved(operator: HessianOperator, solver: TopEigenvalues | PowerMethod, roo
         float(solver.smallest_residuals[0]),
         root * solver.vectors[0],
         bool(solver.converged[0]),
-        **common,
+        products=solver.products,
+        gradient_norm=float((root * operator.gradient).norm()),
+        risk=operator.risk,
+        dropped=tuple(name for name, part in parts.items() if not bool(part.any())),
+        history=tuple(solver.history),
     )

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from flatness.curvature.operators.lanczos import TopEigenvalues
+from flatness.curvature.operators.lanczos import TopEigenvalues, basis_limit, default_tolerance, in_step
 from flatness.curvature.operators.layer_operator import LayerOperators
 from flatness.curvature.operators.parameter_operator import ParameterOperators
 from flatness.curvature.operators.product_operator import ProductOperators
 from flatness.curvature.sums.routes import Routes
 from flatness.problem.problem import Problem
-
-_BASIS_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,6 @@ class Spectrum:
     residuals: Tensor
     converged: bool
     products: int
-
-
-def default_tolerance(dtype: torch.dtype) -> float:
-    """Relative residual to aim at: below it, rounding of the products themselves dominates."""
-    return 1e-7 if dtype == torch.float64 else 1e-5
 
 
 def top_eigenvalues(
@@ -67,33 +61,31 @@ def top_eigenvalues(
             None works with signals of all output directions, where those are the Hessian.
         operators: Products of another kind.
     """
-    if operators is not None:
-        pass
-    elif curvature is None:
-        operators = LayerOperators(problem, routes, normaliser, keep)
-    else:
-        operators = ProductOperators(problem, routes, normaliser, keep, curvature)
+    if operators is None:
+        operators = (
+            LayerOperators(problem, routes, normaliser, keep)
+            if curvature is None
+            else ProductOperators(problem, routes, normaliser, keep, curvature)
+        )
     matrices = {route.name: route.layer.matrix() for route in routes.layers}
-    solvers: dict[tuple[str, str], TopEigenvalues] = {}
-    for name, parts in wanted.items():
-        G, d, m = matrices[name].shape
-        for part in parts:
-            shape = (1, G * d * m) if part == "whole" else (G * d, m)
-            solvers[name, part] = TopEigenvalues(
-                shape,
-                matrices[name].device,
-                tolerance=tolerance if tolerance is not None else default_tolerance(problem.dtype),
-                max_products=max_products,
-                basis_limit=max(12, min(64, _BASIS_BYTES // (8 * G * d * m))),
-                seed=problem.seed,
-            )
-    shapes = {name: matrix.shape for name, matrix in matrices.items()}
+    tolerance = default_tolerance(problem.dtype) if tolerance is None else tolerance
+    solvers = {
+        (name, part): TopEigenvalues(
+            (rows, matrices[name].numel() // rows),
+            matrices[name].device,
+            tolerance=tolerance,
+            max_products=max_products,
+            basis_limit=basis_limit(matrices[name].numel()),
+            seed=problem.seed,
+        )
+        for name, parts in wanted.items()
+        for part in parts
+        for rows in (1 if part == "whole" else matrices[name].shape[:2].numel(),)
+    }
+    products = partial(_products, operators, {name: matrix.shape for name, matrix in matrices.items()})
     # Several processes go on as the first one decides: rounding may differ between their devices.
-    while active := problem.ranks.first([key for key, solver in solvers.items() if not solver.done]):
-        answers = _products(operators, {key: solvers[key].query() for key in active}, shapes)
-        for key in active:
-            solvers[key].tell(answers[key])
-    answers = _products(operators, {key: solver.vectors for key, solver in solvers.items()}, shapes)
+    in_step(solvers, products, problem.ranks.first)
+    answers = products({key: solver.vectors for key, solver in solvers.items()})
     for key, solver in solvers.items():
         solver.verify(answers[key])
     return {key: _finished(solver) for key, solver in solvers.items()}
@@ -101,8 +93,8 @@ def top_eigenvalues(
 
 def _products(
     operators: LayerOperators | ProductOperators | ParameterOperators,
-    vectors: dict[tuple[str, str], Tensor],
     shapes: dict[str, torch.Size],
+    vectors: dict[tuple[str, str], Tensor],
 ) -> dict[tuple[str, str], Tensor]:
     """Products of each (layer, part) with its vectors, in one pass over the data."""
     queries: dict[str, list[tuple[str, Tensor]]] = {}

@@ -9,7 +9,9 @@ with η = VΦ: at many positions that has a fraction of the noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +23,9 @@ from flatness.curvature.sums.layer_sums import working_numbers
 from flatness.curvature.sums.routes import LayerRoute
 from flatness.curvature.sums.statistic import SignalPair
 from flatness.losses.signs import Signs
+from flatness.network.affine import AffineModule
 from flatness.network.layers import Layer
+from flatness.network.recording import Record
 
 
 class LayerPairs:
@@ -140,3 +144,92 @@ def laid_out_like(layer: Layer, values: Tensor, shape: torch.Size) -> Tensor:
         laid_out = layer.signals(loose, len(values))
         # Values that are differentiated further on must be so here, too.
         return torch.autograd.grad(laid_out, loose, values, create_graph=values.requires_grad)[0]
+
+
+class Direction(NamedTuple):
+    """A signal η for one target, and what takes it together with h."""
+
+    signal: Tensor
+    take: Callable[[Collector, Tensor], None]
+
+
+class Target(ABC):
+    """What the sampled engine probes: a module, with the edge where signals come back.
+
+    Args:
+        name: The module's name.
+        edge: Where signals come back.
+        like: Any tensor of the type and on the device of the signals.
+        shape: The shape of the signals.
+        n: Number of samples.
+    """
+
+    def __init__(self, name: str, edge: Any, like: Tensor, shape: torch.Size, n: int) -> None:
+        self.name, self.edge, self.shape, self.n = name, edge, shape, n
+        self._like = like
+
+    @abstractmethod
+    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
+        """Add a pair of signals to the sums."""
+
+    def random_direction(self, signs: Signs) -> Direction:
+        """A random direction with E ηηᵀ = 1."""
+        return self._given(signs.like(self._like.new_empty(self.shape)))
+
+    def every_direction(self) -> Iterator[Direction]:
+        """e_k for every entry k of one sample's signal, in all samples at once."""
+        zeros = self._like.new_zeros(self.shape)
+        for k in range(zeros.numel() // self.n):
+            one = torch.zeros_like(zeros).reshape(self.n, -1)
+            one[:, k] = 1.0
+            yield self._given(one.reshape(self.shape))
+
+    def _given(self, signal: Tensor) -> Direction:
+        return Direction(signal, lambda collector, h: self.add(collector, signal, h))
+
+
+class LayerTarget(Target):
+    """A layer; what is probed is its preactivations."""
+
+    def __init__(self, pairs: LayerPairs, edge: Any, shape: torch.Size) -> None:
+        super().__init__(pairs.name, edge, pairs.x, shape, pairs.n)
+        self.pairs = pairs
+
+    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
+        """Add a pair of signals to the layer's statistics."""
+        self.pairs.add(collector, eta, h)
+
+    def random_direction(self, signs: Signs) -> Direction:
+        """Signs shaped like z where a sample meets W once, η = VΦ with signs V at many positions."""
+        if self.pairs.plain:
+            return super().random_direction(signs)
+        drawn = WeightSigns(self.pairs, signs)
+        return Direction(drawn.signal(self.shape), drawn.add)
+
+
+class SharedTarget(Target):
+    """A weight used more than once; what is probed is its copies, (n, G, d, m), see `WeightCopies`."""
+
+    def __init__(self, pairs: LayerPairs, copies: Tensor) -> None:
+        super().__init__(pairs.name, copies, pairs.W, copies.shape, pairs.n)
+        self.pairs = pairs
+
+    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
+        """Take directions of the weights and what the curvature makes of them."""
+        for part in self.pairs.slices():
+            self.pairs.add_gradients(collector, eta[part], h[part], part.start)
+
+
+class AffineTarget(Target):
+    """A norm layer or PReLU."""
+
+    def __init__(self, module: AffineModule, record: Record) -> None:
+        super().__init__(module.name, record.z_edge, record.x, record.z_shape, record.z_shape[0])
+        self.module, self.x = module, record.x
+
+    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
+        """Add a pair of signals to the diagonals of scale and shift."""
+        first = self.module.gradients(self.x, eta)
+        second = first if h is eta else self.module.gradients(self.x, h)
+        for name, a in first.items():
+            collector.put(name, {"diagonal": a * second[name]})

@@ -33,10 +33,10 @@ from torch import Tensor
 from flatness.curvature.parameters.parameter_space import explained
 from flatness.curvature.sums.folds import Collector, FoldedSums
 from flatness.curvature.sums.groups import SampleGroups, stepwise
-from flatness.curvature.sums.pair_statistics import LayerPairs
-from flatness.curvature.sums.probe_targets import (
+from flatness.curvature.sums.pair_statistics import (
     AffineTarget,
     Direction,
+    LayerPairs,
     LayerTarget,
     SharedTarget,
     Target,
@@ -198,17 +198,16 @@ class SampledEngine:
     def _targets(self, n: int) -> list[Target]:
         targets: list[Target] = []
         for route in self.routes.layers:
+            spread = self.spreads.get(route.name)
             if isinstance(route.layer, SharedLayer):
-                x, V = self._recording.calls[route.name][0].x, self._copies.copies[route.name]
-                pairs = LayerPairs(route, x, n, self.spreads.get(route.name), bias=False)
-                targets.append(SharedTarget(route.name, V, V.shape, pairs))
-                continue
-            record = self._recording.one(route.name)
-            pairs = LayerPairs(route, record.x, n, self.spreads.get(route.name), self.routes.network)
-            targets.append(LayerTarget(route.name, record.z_edge, record.z_shape, pairs))
-        for module in self.routes.affine:
-            record = self._recording.one(module.name)
-            targets.append(AffineTarget(module.name, record.z_edge, record.z_shape, module, record.x))
+                x = self._recording.calls[route.name][0].x
+                pairs = LayerPairs(route, x, n, spread, bias=False)
+                targets.append(SharedTarget(pairs, self._copies.copies[route.name]))
+            else:
+                record = self._recording.one(route.name)
+                pairs = LayerPairs(route, record.x, n, spread, self.routes.network)
+                targets.append(LayerTarget(pairs, record.z_edge, record.z_shape))
+        targets += [AffineTarget(module, self._recording.one(module.name)) for module in self.routes.affine]
         return [target for target in targets if target.edge is not None]
 
     def _gauss_newton(self, items: Items, targets: list[Target], probes: Probes) -> None:
