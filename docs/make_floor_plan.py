@@ -1,7 +1,7 @@
 """Draw docs/pictures/floor-plan.png: the rooms of src/flatness, from the imports that are really there.
 
-Run it with ``make plan``. A room stands above every room that it imports. Arrows are imports, the width says how
-many; those that can also be gone by way of another room are left out.
+Run it with ``make plan``. A room stands above every room that it imports. Arrows are imports, and their width
+says how many; those that can also be gone by way of another room are left out.
 """
 
 from __future__ import annotations
