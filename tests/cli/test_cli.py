@@ -12,7 +12,7 @@ import flatness
 from command import command, environment, longest_line, run
 from flatness.catalogue.registry import measures
 from flatness.cli import words
-from flatness.losses.resolve import LOSS_NAMES
+from flatness.losses import LOSS_NAMES
 from flatness.zoo.models import MODELS
 
 COMMANDS = ("demo", "measure", "measures", "compare", "check", "bound", "landscape", "study")

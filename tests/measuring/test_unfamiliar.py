@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_module
 import flatness
 import oracle
 from flatness.errors import LayerError
-from flatness.network.layers.registry import _VIEWS
+from flatness.network.layers import _VIEWS
 from small import Net, data, measure
 from untouched import untouched
 

@@ -10,7 +10,7 @@ import flatness
 from flatness.curvature.operators.network_spectrum import _lengths
 from flatness.network.attention import stacked_projections
 from flatness.network.layers import find_layers
-from flatness.problem.guard import measuring
+from flatness.problem.guard import Guard
 
 
 def normal(*shape):
@@ -47,7 +47,7 @@ def test_opened_attention_computes_the_same(batch_first, mask):
         masks = MASKS[mask](n, L, S)
         for weights in ({}, {"average_attn_weights": False}, {"need_weights": False}):
             expected = module(*given, **masks, **weights)
-            with measuring(module, 0):
+            with Guard(module, 0):
                 found = module(*given, **masks, **weights)
                 assert list(find_layers(module)) == ["out_proj", "q", "k", "v"]
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -59,7 +59,7 @@ def test_a_sample_without_a_batch():
     padding = {"key_padding_mask": torch.tensor([False, True, False, False])}
     for options in ({}, padding, {"need_weights": False}):
         expected = module(x, x, x, **options)
-        with measuring(module, 0):
+        with Guard(module, 0):
             torch.testing.assert_close(module(x, x, x, **options), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -80,7 +80,7 @@ def test_transformers_compute_the_same(batch_first, norm_first):
         "src_key_padding_mask": torch.tensor([[False] * 4, [False, False, True, True], [False] * 4]),
     }
     expected = model(source, target, **masks)
-    with measuring(model, 0):
+    with Guard(model, 0):
         torch.testing.assert_close(model(source, target, **masks), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -88,10 +88,10 @@ def test_everything_is_set_back_also_after_an_error():
     model = nn.TransformerEncoderLayer(6, 2, 8).double()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
-    with measuring(model, 0):
+    with Guard(model, 0):
         assert not torch.backends.mha.get_fastpath_enabled()
         assert not torch.backends.cuda.flash_sdp_enabled()
-    with measuring(model, 0), pytest.raises(RuntimeError):
+    with Guard(model, 0), pytest.raises(RuntimeError):
         model(normal(4, 3, 5))
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
     assert not model.self_attn.batch_first
@@ -107,7 +107,7 @@ def test_a_subclass_with_a_forward_pass_of_its_own_stays_as_it_is():
 
     module, x = Doubled(6, 2).double().eval(), normal(4, 3, 6)
     expected = module(x, x, x)
-    with measuring(module, 0):
+    with Guard(module, 0):
         torch.testing.assert_close(module(x, x, x), expected)
         assert list(find_layers(module)) == ["out_proj"]
 

@@ -240,7 +240,7 @@ class ScaledLayer(LinearLayer):
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr("flatness.network.layers.registry._VIEWS", dict(flatness.layers.registry._VIEWS))
+    monkeypatch.setattr("flatness.network.layers._VIEWS", dict(flatness.network.layers._VIEWS))
     flatness.register_layer(Scaled, ScaledLayer)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import flatness
 import oracle
-from flatness.network.layers.registry import _VIEWS
+from flatness.network.layers import _VIEWS
 
 
 class Doubling(torch.nn.Linear):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import flatness
-from flatness.network.weight_normalization import normalized, plain_weight_norm
+from flatness.problem.guard import normalized, plain_weight_norm
 
 STEP = 1e-5
 

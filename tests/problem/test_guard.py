@@ -11,7 +11,8 @@ from torch import nn
 
 import flatness
 from flatness.errors import ModelError, NotFiniteError
-from flatness.problem.guard import check_model, measuring
+from flatness.problem.guard import Guard
+from flatness.problem.model import check_model
 from small import Net, assert_same, data, measure, network, reference
 from untouched import refusal, untouched
 
@@ -228,7 +229,7 @@ def test_the_context_restores_after_an_exception():
     model = Restless().train()
 
     def fail():
-        with measuring(model, 3):
+        with Guard(model, 3):
             assert not model.training
             model(data()[0])
             draws = torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002

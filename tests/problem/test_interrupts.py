@@ -10,9 +10,8 @@ from torch import nn
 
 import flatness
 from entry_points import calls
-from flatness.problem.guard import measuring
-from flatness.problem.interrupts import UnsplitStack
-from flatness.problem.process_state import PROCESS
+from flatness.problem.guard import Guard
+from flatness.problem.process_state import PROCESS, UnsplitStack
 from interrupting import by_exception, by_signal, by_signals, first_and_last, interrupted, lines_of
 from small import data
 from untouched import snapshot
@@ -79,7 +78,7 @@ def test_signals_at_every_line_of_entering_and_leaving_leave_nothing_changed():
     model, (x, y) = _network()[:2].train(), data(12)
 
     def work():
-        with measuring(model, 0):
+        with Guard(model, 0):
             model(x)
 
     _assert_unsplit(work, model, (x, y), _restoring, by_signals)
@@ -90,7 +89,7 @@ def test_an_exception_at_every_line_of_entering_and_leaving_leaves_nothing_chang
     model, (x, y) = _network()[:2].train(), data(12)
 
     def work():
-        with measuring(model, 0):
+        with Guard(model, 0):
             model(x)
 
     _assert_unsplit(work, model, (x, y), _own, by_exception)

@@ -15,7 +15,7 @@ import flatness
 import oracle
 from entry_points import calls
 from flatness.errors import ModelError
-from flatness.problem.guard import measuring
+from flatness.problem.guard import Guard
 from flatness.problem.snapshot import Snapshot
 from small import data, network
 from untouched import refusal, untouched
@@ -201,7 +201,7 @@ def test_sparse_tensors_are_measured_with_and_restored(layout):
         flatness.measure(other, (x, y), progress=False).meta["model_fingerprint"]
         != report.meta["model_fingerprint"]
     )
-    with measuring(sparse, 0):
+    with Guard(sparse, 0):
         values.fill_(7)
     assert torch.equal(sparse.mixing.to_dense(), dense)
 
@@ -247,7 +247,7 @@ def test_what_hangs_on_a_model_but_is_not_its_own_is_left_alone():
     model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.data_set = torch.utils.data.TensorDataset(torch.zeros(3))
     model.program = SimpleNamespace(replay=np.zeros(9 * 2**20))
-    with measuring(model, 0):
+    with Guard(model, 0):
         model.optimizer.param_groups[0]["lr"] = 0.2
         model.data_set.tensors[0].add_(1)
         model.program.replay += 1

@@ -17,8 +17,7 @@ from torch.utils.data import (
 
 import flatness
 from flatness.errors import DataError
-from flatness.problem.second_reading import check_second_reading
-from flatness.problem.sources import Source
+from flatness.problem.sources import Source, check_second_reading
 from small import assert_same, data, dataset, measure, network, reference
 from untouched import refusal, untouched
 

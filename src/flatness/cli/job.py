@@ -22,7 +22,7 @@ from flatness.cli.sources import Data, load_model
 from flatness.cli.values import one_or_many
 from flatness.errors import LayerError, MeasureError, OptionError
 from flatness.network.layers import find_layers, select_layers
-from flatness.problem.guard import measuring
+from flatness.problem.guard import Guard
 from flatness.show.pages.page import Page
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 
@@ -75,7 +75,7 @@ def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
         chosen = select_measures(words)
         resolve_options(chosen, request.settings["options"])
         layers = one_or_many(request.layers)
-        with measuring(model, 0):
+        with Guard(model, 0):
             available = find_layers(model)
         select_layers(available, list(available), layers)
     except (MeasureError, OptionError, LayerError) as error:

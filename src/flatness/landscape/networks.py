@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatness.errors import CheckpointError, LayerError, ModelError, NotFiniteError, listed
 from flatness.network.layers.view import Layer
 from flatness.problem.batches import describe
-from flatness.problem.guard import unwrap
+from flatness.problem.model import unwrap
 
 # What modules save beside parameters and buffers has a name that ends so.
 _BESIDE = "_extra_state"

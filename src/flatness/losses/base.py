@@ -66,14 +66,6 @@ class Loss(ABC):
         """Return the checks of a batch that need a look at its numbers."""
         return []
 
-    def harmless(self, items: Items, wrong: list[Tensor]) -> Items | None:
-        """Return items that can be computed with though the masks of `checks` say that some are wrong.
-
-        Nothing about the wrong ones is kept but that they do not stop the device. None for a loss whose
-        checks cannot wait.
-        """
-        return None
-
     @abstractmethod
     def values(self, items: Items) -> Tensor:
         """Return the numerators ℓ_i of the risk, shape (n,), differentiable in the logits."""
@@ -164,18 +156,12 @@ def random_signs(like: Tensor, generator: Signs | torch.Generator) -> Tensor:
 
 def refuse(checks: list[Check]) -> None:
     """Raise the error of the first mask with an entry set; if none has, the device is asked only once."""
-    if not checks or not any_wrong([mask for mask, _ in checks]):
+    if not checks or not torch.stack([mask.any() for mask, _ in checks]).any():
         return
     for mask, explain in checks:
         wrong = mask.nonzero()
         if len(wrong):
             raise explain(tuple(wrong[0].tolist()))
-
-
-def any_wrong(masks: list[Tensor]) -> Tensor:
-    """Whether any entry of any mask is set, on the device."""
-    found = [mask.any() for mask in masks]
-    return found[0] if len(found) == 1 else torch.stack(found).any()
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -36,10 +36,6 @@ class Elementwise(Loss):
         """Refuse targets out of range."""
         return [self._check(items.target)]
 
-    def harmless(self, items: Items, wrong: list[Tensor]) -> Items | None:
-        """Return the items as they are: wrong numbers give wrong numbers here."""
-        return items
-
     def normaliser(self, items: Items) -> Tensor:
         """Return n."""
         return count(items)

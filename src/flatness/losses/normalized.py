@@ -77,10 +77,6 @@ class NormalizedCrossEntropy(CrossEntropy):
         ):
             yield s.to(dtype), sign.to(dtype)
 
-    def harmless(self, items: Items, wrong: list[Tensor]) -> Items | None:
-        """Return None: eigenvectors of what is not finite do not exist, and stop the pass."""
-        return None
-
     def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
         """Draw two vectors, for the positive and the negative part; beyond `dense_limit` classes in O(K)."""
         if items.logits.shape[2] <= self.dense_limit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,10 +67,6 @@ class CrossEntropy(Loss):
     def checks(self, items: Items) -> list[Check]:
         """Refuse targets that are no classes."""
         return [self._index_check(items) if _hard(items) else _probability_check(items.target)]
-
-    def harmless(self, items: Items, wrong: list[Tensor]) -> Items | None:
-        """Return the items with class 0 for targets that are none: a GPU stops for good at such an index."""
-        return replace(items, target=items.target.masked_fill(wrong[0], 0)) if _hard(items) else items
 
     def values(self, items: Items) -> Tensor:
         """Return Σ_T of the weighted, smoothed cross-entropies: shape (n,)."""

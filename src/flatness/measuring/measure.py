@@ -152,7 +152,6 @@ def _report(
 ) -> Report:
     """Measure one group of measures that share a loss."""
     fingerprint = ModelFingerprint(problem.model)
-    problem.source.meanwhile = fingerprint.take
     with problem.guarded():
         with problem.ranks.stage():
             chosen = make_plan(problem, measures=group.names, options=group.options, **planning)

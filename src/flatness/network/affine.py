@@ -18,7 +18,6 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flatness.network.layers import own_parameters
 from flatness.network.memory import ran_out
-from flatness.network.parts import named_modules
 
 
 def _batch_norm(module: Any, x: Tensor) -> Tensor:
@@ -108,7 +107,7 @@ class AffineModule:
 def find_affine(model: nn.Module) -> dict[str, AffineModule]:
     """Every norm layer and PReLU that owns parameters, by name."""
     found = {}
-    for name, module in named_modules(model):
+    for name, module in model.named_modules():
         for kind, normalise in _NORMALISED:
             if isinstance(module, kind) and own_parameters(module):
                 found[name] = AffineModule(name, module, normalise)

@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatness.network.parts import named_modules
-
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _SEQUENCES = ("src", "tgt", "memory")
 
@@ -65,7 +63,7 @@ class Projection(nn.Module):
 def open_attention(model: nn.Module) -> list[str]:
     """Open every `nn.MultiheadAttention` of a model, and say which ones; the caller sets modules back."""
     opened = []
-    for name, module in named_modules(model):
+    for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and _is_stock(module, nn.MultiheadAttention):
             for key, projection in _projections(module).items():
                 module.add_module(key, projection)
@@ -92,7 +90,7 @@ def _projections(module: nn.MultiheadAttention) -> dict[str, Projection]:
 
 def stacked_projections(model: nn.Module) -> set[str]:
     """Names of the parameters that hold the query, key and value projections, one above the other."""
-    own = [module for _, module in named_modules(model) if isinstance(module, nn.MultiheadAttention)]
+    own = [module for _, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     stacked = {id(value) for module in own for value in (module.in_proj_weight, module.in_proj_bias)}
     return {name for name, value in model.named_parameters() if id(value) in stacked}
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from flatness.errors import ModelError, NotFiniteError
 from flatness.losses import Items, resolve_loss
 from flatness.losses.base import refuse
-from flatness.network.parts import modules
 from flatness.problem import batches
-from flatness.problem.alignment import Alignment
 from flatness.problem.arguments import check_options, usable_device
-from flatness.problem.autocast import Suppressed
 from flatness.problem.forward import DefaultForward, Forward, line_for
-from flatness.problem.guard import Guard, check_model, converted, measuring, unwrap
+from flatness.problem.guard import Guard, Suppressed
+from flatness.problem.model import check_model, converted, unwrap
+from flatness.problem.own_loss import Alignment
 from flatness.problem.process_state import PROCESS
 from flatness.problem.sources import Source, different_lengths
 from flatness.problem.stream import StreamedData
@@ -44,8 +43,8 @@ class Problem(StreamedData):
 
     Attributes:
         notes: What happened that the user should know.
-        copy_batches: Whether the model gets copies of its inputs, because it writes into them; None until it
-            has run once, on a copy.
+        copy_batches: Whether the model gets copies of its inputs, because a run showed that it writes into
+            them; None until it has run once, on a copy.
         first_outputs: What the samples gave that were looked at first, if any were; passes that run the model
             as it is hold their outputs against it.
         ranks: The processes that measure together, each on its part of the data; one alone by default.
@@ -73,7 +72,7 @@ class Problem(StreamedData):
         check_model(model)
         # Another thread may be at work on the model: it is looked at, and copied, as it is afterwards.
         with PROCESS.lock:
-            if any(module.training for module in modules(model)):
+            if any(module.training for module in model.modules()):
                 notes.append("the model was in training mode; measured in evaluation mode, then restored")
             self.model = converted(model, usable_device(device), dtype)
             self._original = None if self.model is model else model
@@ -83,7 +82,7 @@ class Problem(StreamedData):
             notes.append(
                 f"computed in {parameter.dtype}: about two digits; pass dtype=torch.float32 for more"
             )
-        source = Source(data, seed, parameter.device)
+        source = Source(data, seed)
         super().__init__(
             source, resolved, parameter.device, parameter.dtype, batch_size=batch_size, progress=progress
         )
@@ -98,7 +97,7 @@ class Problem(StreamedData):
         """A context in which the model is in evaluation mode, and after which it is as it was."""
         if torch.is_autocast_enabled(self.device.type):
             self.notes.append("autocast was on; measured without it")
-        self._guard = measuring(self.model, self.seed, self._original)
+        self._guard = Guard(self.model, self.seed, self._original)
         self._guard.push(self._note_autocast)
         return self._guard
 
@@ -148,8 +147,7 @@ class Problem(StreamedData):
             batch = batches.copied(batch)
         before = batches.versions(batch)
         returned = self.forward(self.model, batch)
-        if self.copy_batches is None:
-            self.copy_batches = batches.versions(batch) != before
+        self.copy_batches = bool(self.copy_batches) or batches.versions(batch) != before
         if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
             raise ModelError(
                 f"Expected forward to return (output, target) but got {batches.describe(returned)}. "
@@ -178,16 +176,10 @@ class Problem(StreamedData):
         Args:
             output: What the model returned.
             target: What the batch holds beside the inputs.
-            look: Whether to look at their numbers, for which the device is waited for; a pass over the data
-            collects
-                what it finds wrong and looks later.
+            look: Whether to look at their numbers, for which the device is waited for.
         """
         with self._located():
-            if not look:
-                return self.loss.lay_out(output, target)
-            if self._screen is not None:
-                return self._screen.items(output, target)
-            return self.loss.items(output, target)
+            return self.loss.items(output, target) if look else self.loss.lay_out(output, target)
 
     def look(self, items: Items) -> None:
         """Look at the numbers of what was laid out without; the device is waited for."""

@@ -9,18 +9,18 @@ that is no more than a quarter of what is free there, else on the host.
 from __future__ import annotations
 
 import random
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-
-from flatness.network.parts import dense_parts, named_parameters
-from flatness.problem.reachable import GENERATORS, reachable, slots_of
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 # Integers as wide as a number: as such, NaN equals itself and −0 is not 0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -97,48 +97,54 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = {id(value): name for name, value in named_parameters(model).items()}
         self.parameters: dict[str, HeldTensor] = {}
         self._restored = False
-        self._steps: list[Callable[[], object]] = []
-        # Most dicts of a module are empty: its hooks.
-        self._empty: list[dict[Any, Any]] = []
-        tensors: list[tuple[Tensor, bool]] = []
-        arrays: list[tuple[np.ndarray, bool]] = []
-        for value, aside in reachable(model):
-            if type(value) in (dict, OrderedDict) and not value:
-                self._empty.append(value)
-            elif isinstance(value, Tensor):
-                for part in dense_parts(value):
-                    tensors.append((part, aside))
-                    if id(value) in named:
-                        named[id(part)] = named[id(value)]
-            elif isinstance(value, np.ndarray):
-                arrays.append((value, aside))
-            else:
-                self._steps.append(_putting_back(value))
-        room = max(_ASIDE_BYTES, sum(_bytes(tensor) for tensor, _ in tensors if id(tensor) in named))
-        places = _places([tensor for tensor, _ in tensors])
-        for array, aside in arrays:
-            if not aside or array.nbytes <= room:
-                self._steps.append(_putting_back(array))
-        for tensor, aside in tensors:
+        found = list(reachable(model))
+        names = {id(value): name for name, value in model.named_parameters()}
+        tensors = [
+            (part, aside, names.get(id(value)))
+            for value, aside in found
+            if isinstance(value, Tensor)
+            for part in dense_parts(value)
+        ]
+        room = max(_ASIDE_BYTES, sum(_bytes(tensor) for tensor, _, name in tensors if name is not None))
+        places = _places([tensor for tensor, *_ in tensors])
+        self._steps = [_putting_back(value) for value, aside in found if _is_copied(value, room, aside)]
+        for tensor, aside, name in tensors:
             if _has_numbers(tensor) and (not aside or _bytes(tensor) <= room):
                 held = HeldTensor(tensor, places[tensor.device])
                 self._steps.append(held.restore)
-                if id(tensor) in named:
-                    self.parameters[named[id(tensor)]] = held
+                if name is not None:
+                    self.parameters[name] = held
 
     def restore(self) -> None:
         """Put everything back as it was, once; what has not changed is not written to."""
         if not self._restored:
             with torch.inference_mode(False), torch.no_grad():
-                for entries in self._empty:
-                    if entries:
-                        entries.clear()
                 for step in self._steps:
                     step()
             self._restored = True
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a tensor's numbers: itself, or what a sparse one consists of; none of others."""
+    if tensor.layout is torch.strided:
+        return [] if tensor.is_nested else [tensor]
+    held = tensor.detach()
+    if held.layout is torch.sparse_coo:
+        return [held._indices(), held._values()]
+    if held.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [held.crow_indices(), held.col_indices(), held.values()]
+    if held.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [held.ccol_indices(), held.row_indices(), held.values()]
+    return []
+
+
+def _is_copied(value: Any, room: int, aside: bool) -> bool:
+    """Whether what is no tensor is put back: arrays of others only where they are small."""
+    if isinstance(value, np.ndarray):
+        return not aside or value.nbytes <= room
+    return not isinstance(value, Tensor)
 
 
 def _has_numbers(tensor: Tensor) -> bool:
@@ -182,12 +188,8 @@ def _putting_back(value: Any) -> Callable[[], object]:
     """What puts back the content of a container, an array, a generator or an object with slots."""
     if isinstance(value, dict):
         return partial(_put_back_dict, value, dict(value))
-    if isinstance(value, (list, bytearray)):
-        return partial(_put_back_list, value, list(value))
-    if isinstance(value, deque):
-        return partial(_put_back_deque, value, list(value))
-    if isinstance(value, set):
-        return partial(_put_back_set, value, set(value))
+    if isinstance(value, (list, bytearray, deque, set)):
+        return partial(_put_back_items, value, list(value))
     if isinstance(value, np.ndarray):
         return partial(_put_back_array, value, value.copy())
     if isinstance(value, GENERATORS):
@@ -208,21 +210,11 @@ def _put_back_dict(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
             kind.__setitem__(entries, key, value)
 
 
-def _put_back_list(items: Any, before: list[Any]) -> None:
-    if [id(item) for item in items] != [id(item) for item in before]:
-        items[:] = before
-
-
-def _put_back_deque(items: deque[Any], before: list[Any]) -> None:
-    if [id(item) for item in items] != [id(item) for item in before]:
+def _put_back_items(items: Any, before: list[Any]) -> None:
+    order = set if isinstance(items, set) else list
+    if order(map(id, items)) != order(map(id, before)):
         items.clear()
-        items.extend(before)
-
-
-def _put_back_set(members: set[Any], before: set[Any]) -> None:
-    if {id(member) for member in members} != {id(member) for member in before}:
-        members.clear()
-        members.update(before)
+        (items.update if isinstance(items, set) else items.extend)(before)
 
 
 def _put_back_array(array: np.ndarray, before: np.ndarray) -> None:
@@ -247,3 +239,110 @@ def _generator(value: Any) -> Callable[[], object]:
         return partial(value.set_state, value.get_state())
     bits = value.bit_generator
     return partial(setattr, bits, "state", bits.state)
+
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""Random generators that someone may own."""
+
+_LEAVES = (Tensor, np.ndarray, bytearray, *GENERATORS)
+_CONTAINERS = (dict, list, deque, set)
+# What belongs to a program rather than to a model, though a module may point at it.
+_ASIDE = (type, torch.optim.Optimizer, Dataset, DataLoader, Sampler)
+_ROOTS_ASIDE = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", *sys.stdlib_module_names}
+
+
+class _Kind(NamedTuple):
+    """What can be changed in values of a class, and how to go on from them.
+
+    Attributes:
+        holds: Whether the value itself can be changed in place.
+        has_items: Whether it is a container.
+        attributes: Whether its `__dict__` is part of a model.
+        slots: Its slots, if they are.
+        aside: Whether it is an object that is no module.
+        leads_on: Whether there is anything about such a value.
+    """
+
+    holds: bool = False
+    has_items: bool = False
+    attributes: bool = False
+    slots: tuple[str, ...] = ()
+    aside: bool = False
+    leads_on: bool = True
+
+
+def reachable(model: nn.Module) -> Iterator[tuple[Any, bool]]:
+    """All that can change and that a model's attributes lead to, through containers and plain objects.
+
+    Not followed are classes, functions, and objects of the standard library, of torch and of trainers:
+    optimizers, data sets and loaders are not the model's.
+
+    Yields:
+        Each once: the `__dict__` of a module or object, a dict, list, deque, set or bytearray, a tensor, an
+        array, a random generator or an object with slots; and whether the way there leads through an object
+        that is no module.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[Any, bool]] = [(module, False) for module in model.modules()]
+    while waiting:
+        value, aside = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        kind = _kind(type(value))
+        aside = aside or kind.aside
+        if kind.holds:
+            yield value, aside
+        inside = _inside(value, kind)
+        own = _own_attributes(value) if kind.attributes else None
+        if own is not None and id(own) not in seen:
+            seen.add(id(own))
+            yield own, aside
+            inside = [*inside, *own.values()]
+        waiting.extend([(inner, aside) for inner in inside if _kind(type(inner)).leads_on])
+
+
+def _inside(value: Any, kind: _Kind) -> Iterable[Any]:
+    """What a container or the slots of an object hold."""
+    if kind.has_items:
+        return value.values() if isinstance(value, dict) else value
+    return [getattr(value, name) for name in slots_of(value)] if kind.slots else ()
+
+
+@lru_cache(maxsize=4096)
+def _kind(kind: type) -> _Kind:
+    if issubclass(kind, nn.Module):
+        return _Kind(attributes=True)
+    if issubclass(kind, _LEAVES):
+        return _Kind(holds=True)
+    container = issubclass(kind, _CONTAINERS)
+    root = kind.__module__.partition(".")[0]
+    followed = kind is SimpleNamespace or (root not in _ROOTS_ASIDE and not issubclass(kind, _ASIDE))
+    slots = _slots(kind) if followed else ()
+    return _Kind(
+        holds=container or bool(slots),
+        has_items=container or issubclass(kind, tuple),
+        attributes=followed,
+        slots=slots,
+        aside=followed and not container and not issubclass(kind, tuple),
+        leads_on=followed or container or issubclass(kind, tuple),
+    )
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    declared = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = [(own,) if isinstance(own, str) else tuple(own) for own in declared]
+    return tuple(name for own in names for name in own if not name.startswith("__"))
+
+
+def slots_of(value: Any) -> list[str]:
+    """The slots of an object that may be part of a model, those that are set."""
+    return [name for name in _kind(type(value)).slots if hasattr(value, name)]
+
+
+def _own_attributes(value: Any) -> dict[str, Any] | None:
+    try:
+        own = value.__dict__
+    except Exception:  # a proxy or a descriptor of someone's own may raise anything
+        return None
+    return own if type(own) is dict else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatness.errors import DataError
-from flatness.problem.batches import describe, sample_codes, size_of, tensors_in
-from flatness.problem.second_reading import check_second_reading, reads_by_index
+from flatness.problem.batches import copied, describe, on_host, sample_codes, size_of, tensors_in
 
 _BATCH = 256
-_LONG_BATCH = 65536
 EMPTY = "Expected at least one sample but the data is empty. Check the data set and the loader's drop_last."
 
 
@@ -27,22 +26,17 @@ class Source:
     Args:
         data: A DataLoader, a pair of tensors, a Dataset, or any re-iterable of batches.
         seed: Random states that loaders draw from are set to this before every pass.
-        device: Where the model runs: it gets batches that are there as they are, others as copies.
 
     Attributes:
         samples: Number of samples of a full pass; None before the first.
         fingerprint: What tells this data set from another, whatever its order; None before the first pass.
-        meanwhile: Work for the host: called once, when a pass has handed out its last batch and before the
-            device that works on it is waited for.
     """
 
-    def __init__(self, data: Any, seed: int, device: torch.device | None = None) -> None:
+    def __init__(self, data: Any, seed: int) -> None:
         self.data = _reiterable(data)
         self.seed = seed
-        self._device = device
         self.samples: int | None = None
         self.fingerprint: int | None = None
-        self.meanwhile: Callable[[], object] | None = None
         self._first_samples: Tensor | None = None
         self._checked = self.is_pair
 
@@ -50,10 +44,6 @@ class Source:
     def is_pair(self) -> bool:
         """Whether the data are two tensors, which are batched here."""
         return isinstance(self.data, _TensorPair)
-
-    @property
-    def _on_gpu(self) -> bool:
-        return isinstance(self.data, _TensorPair) and self.data.x.is_cuda and len(self.data) > 0
 
     def first(self) -> Any:
         """The first batch that holds any sample.
@@ -82,39 +72,21 @@ class Source:
         Raises:
             DataError: After the last batch, when this pass saw other samples than the first one.
         """
-        seen, code, met = 0, None, None
+        seen, sums, met = 0, [], []
         first = self._first_samples if self.samples is None else None
         with self._replayable(self.seed):
-            if self._on_gpu:
-                # A GPU takes as long for few samples as for many.
-                long = self._batches(_LONG_BATCH)
-                code = torch.stack([sample_codes(batch).sum() for batch in long]).sum()
             for batch in self._batches(size):
                 seen += size_of(batch)
-                if self._on_gpu:
-                    yield batch
-                    continue
-                # A model may write into what it is given. Of a copy, the codes come after it was used: a GPU
-                # is busy with it by then, and need not wait for them.
-                codes = None if self._gives_copies(batch) else sample_codes(batch)
-                yield batch
-                codes = sample_codes(batch) if codes is None else codes
+                codes = sample_codes(batch)  # before it is used: a model may write into what it is given
                 # Kept where they are: a GPU is asked for them once, after the last batch.
-                code = codes.sum() if code is None else code.to(codes.device) + codes.sum()
+                sums.append(codes.sum())
                 if first is not None:
-                    here = torch.isin(first.to(codes.device), codes)
-                    met = here if met is None else met.to(codes.device) | here
-        if self.meanwhile is not None:
-            work, self.meanwhile = self.meanwhile, None
-            work()
-        self._check(
-            seen, 0 if code is None else int(code), first is None or (met is not None and bool(met.all()))
-        )
-
-    def _gives_copies(self, batch: Any) -> bool:
-        """Whether all of a batch goes to another device before the model sees it."""
-        kind = None if self._device is None else self._device.type
-        return kind is not None and all(tensor.device.type != kind for tensor in tensors_in(batch))
+                    met.append(torch.isin(first.to(codes.device), codes))
+                yield batch
+        # Codes add up modulo 2^64, as int64 does.
+        code = int(torch.stack(on_host(sums)).sum()) if sums else 0
+        again = first is None or (bool(met) and bool(torch.stack(on_host(met)).any(0).all()))
+        self._check(seen, code, again)
 
     def evenly(self, most: int) -> int:
         """At most that many samples per batch, so that the batches of a pair of tensors are equally long."""
@@ -123,21 +95,18 @@ class Source:
 
     def expected_batches(self, size: int) -> int | None:
         """How many batches a pass has, where that is known."""
-        try:
-            return -(-len(self.data) // size) if self.is_pair else len(self.data)
-        except TypeError:
-            return None
+        return -(-len(self.data) // size) if self.is_pair else _length(self.data)
 
     def expected_samples(self) -> int | None:
         """How many samples a pass has, where that is known without one."""
         if self.samples is not None:
             return self.samples
-        try:
-            if isinstance(self.data, list | tuple):
+        if isinstance(self.data, list | tuple):
+            try:
                 return sum(map(size_of, self.data))
-            return len(self.data if self.is_pair else self.data.dataset)
-        except (DataError, TypeError, AttributeError, NotImplementedError):
-            return None
+            except DataError:  # a pass says so
+                return None
+        return _length(self.data if self.is_pair else getattr(self.data, "dataset", None))
 
     def _batches(self, size: int) -> Iterator[Any]:
         return self.data.batches(size) if isinstance(self.data, _TensorPair) else iter(self.data)
@@ -184,6 +153,14 @@ def different_lengths(x: Tensor, y: Tensor) -> DataError:
     )
 
 
+def _length(data: Any) -> int | None:
+    """How long something says it is; None where it does not: data that are read in order need not know."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 class _TensorPair:
     """Inputs and targets held as two tensors."""
 
@@ -228,3 +205,97 @@ def _reiterable(data: Any) -> Any:
             "torch.as_tensor makes one of an array."
         )
     return data
+
+
+# Samples that are read twice, at least and of one batch at most: what changes every other sample shows in 16.
+_FEWEST, _MOST = 16, 64
+
+
+def reads_by_index(data: Any) -> bool:
+    """Whether these are samples of a data set that a loader picks by their numbers, and hands out as read.
+
+    A loader with an iteration of its own may add to what was read; it is believed where it leaves samples
+    out, as others are left out whenever it shuffles.
+    """
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return False
+    return type(data).__iter__ is DataLoader.__iter__ or _chooses(data)
+
+
+def _chooses(loader: DataLoader) -> bool:
+    """Whether not all samples are handed out, or some several times."""
+    samplers = (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    names = ("drop_last", "replacement")
+    return any(getattr(owner, name, False) for owner in (loader, *samplers) for name in names)
+
+
+def check_second_reading(loader: DataLoader) -> None:
+    """Read the first samples twice, one reading after the other, and refuse those that differ.
+
+    Generators have moved on by the second reading, so that whatever is drawn for a sample is another draw.
+    Where the loader has worker processes, one of its kind reads: some data sets can only be used there.
+
+    Raises:
+        DataError: If a sample is not the same when it is read again.
+    """
+    groups = _groups(loader)
+    once = len(groups)
+    first: list[Any] = []
+    for number, batch in enumerate(_reader(loader, groups * 2)):
+        if number < once:
+            first.append(copied(batch))  # a data set may use its memory again
+        elif (change := _change(first[number - once], batch)) is not None:
+            samples = sum(map(size_of, first))
+            raise DataError(
+                f"Expected the same samples whenever the data are read but the first {samples}, read twice, "
+                f"{change}. Measure without random augmentation: switch off random crops, flips, noise and "
+                "mixing in the data set and its collation, or pass list(loader), which draws them once."
+            )
+
+
+def _groups(loader: DataLoader) -> list[Any]:
+    """What the loader's sampler asks for first: numbers of samples, batch by batch."""
+    if loader.batch_sampler is None:
+        return list(islice(loader.sampler, _FEWEST))
+    found: list[list[Any]] = []
+    for group in loader.batch_sampler:
+        found.append(list(group)[:_MOST])
+        if sum(map(len, found)) >= _FEWEST:
+            break
+    return found
+
+
+def _reader(loader: DataLoader, groups: list[Any]) -> Iterator[Any]:
+    """The batches that a loader makes of these samples, in this order, by at most one worker process."""
+    batched = loader.batch_sampler is not None
+    chosen: dict[str, Any] = {"batch_sampler": groups} if batched else {"batch_size": None, "sampler": groups}
+    return iter(
+        DataLoader(
+            loader.dataset,
+            **chosen,
+            collate_fn=loader.collate_fn,
+            num_workers=min(1, loader.num_workers),
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            timeout=loader.timeout,
+        )
+    )
+
+
+def _change(batch: Any, again: Any) -> str | None:
+    """How two readings differ; None where they do not."""
+    pairs = list(zip(tensors_in(batch), tensors_in(again), strict=False))
+    if any(one.shape != other.shape for one, other in pairs):
+        return "have other shapes"
+    changes = [_largest(one, other) for one, other in pairs]
+    return f"differ by up to {max(changes):.3g}" if any(changes) else None
+
+
+def _largest(one: Tensor, other: Tensor) -> float:
+    """The largest change of an entry; NaN is equal to NaN."""
+    same = (one == other) | ((one != one) & (other != other))
+    if bool(same.all()):
+        return 0.0
+    kind = torch.complex128 if one.is_complex() else torch.float64
+    change = (one.to(kind) - other.to(kind)).abs()[~same]
+    return float(change.nan_to_num(torch.inf).max())

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from flatness.errors import DataError, FlatnessError, LossError, OutOfMemoryError
+from flatness.errors import DataError, LossError, OutOfMemoryError
 from flatness.losses import Loss
 from flatness.network.memory import batch_budgets, fits
 from flatness.problem import batches
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import Ranks
 from flatness.problem.repeating import FirstOutputs
-from flatness.problem.screen import Screen, screens
 from flatness.problem.sources import Source
 
 _DEFAULT_BATCH = 256
@@ -61,8 +60,6 @@ class StreamedData(ABC):
         self.first_outputs: FirstOutputs | None = None
         self.micro_batch = int(batch_size or _DEFAULT_BATCH)
         self._fixed_batch = batch_size
-        self._screening = screens(device)
-        self._screen: Screen | None = None
         # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.
         self._origin = (0, 0, 0)
         self._examples = 0
@@ -120,28 +117,21 @@ class StreamedData(ABC):
             first: How many samples to stop after.
         """
         before = self.micro_batch
-        screen = self._screen = Screen(self.loss, self.device) if self._screening else None
         try:
-            self._pass(step, label, first, screen)
-            self._ask(screen)
+            self._pass(step, label, first)
             if self.first_outputs is not None:
                 self.first_outputs.check()
         except LossError:
             # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.
-            self._screen = None
             self._find_bad_loss()
             raise
-        except FlatnessError:
-            self._ask(screen)
+        except OutOfMemoryError:
+            self.micro_batch = before  # another step may take less
             raise
-        finally:
-            self._screen = None
         if self.micro_batch < before:
             self.notes.append(f"out of memory: went on with micro-batches of {self.micro_batch}")
 
-    def _pass(
-        self, step: Callable[[Any], None], label: str, first: int | None, screen: Screen | None
-    ) -> None:
+    def _pass(self, step: Callable[[Any], None], label: str, first: int | None) -> None:
         seen, length = 0, self.micro_batch
         if self._fixed_batch is None:
             length = self.source.evenly(length)
@@ -151,20 +141,8 @@ class StreamedData(ABC):
                 self._steps(step, batch, size if first is None else min(size, first - seen), number, seen)
                 seen += size
                 bar.advance()
-                if screen is not None and screen.due:
-                    self._ask(screen)
                 if first is not None and seen >= first:
                     break
-
-    def _ask(self, screen: Screen | None) -> None:
-        """Raise with the first wrong target if the screen has seen one."""
-        if screen is not None and self._screen is not None and screen.found():
-            self._screen = None
-            self._find_bad_loss()
-            raise DataError(
-                "Expected the same targets on every pass but got wrong ones on one pass and none on the "
-                "next. Measure on data that stays the same."
-            )
 
     def _steps(self, step: Callable[[Any], None], batch: Any, size: int, number: int, seen: int) -> None:
         start, self._examples = 0, 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 
 from flatness.errors import ModelError, listed
-from flatness.problem.reachable import reachable
+from flatness.problem.snapshot import reachable
 
 
 class Substitution:

@@ -179,14 +179,11 @@ class LayerOperators:
     def _keep(self) -> None:
         """Keep all slices; without room for them, none."""
         kept: list[dict[str, HessianSlice]] = []
-        before = self._problem.micro_batch
         try:
             self._stream(kept.append)
         except OutOfMemoryError:
-            kept.clear()
-            self._problem.micro_batch = before
-        else:
-            self._kept = kept
+            return
+        self._kept = kept
 
     def _stream(self, visit: Callable[[dict[str, HessianSlice]], None]) -> None:
         routes = self._routes

@@ -1,15 +1,15 @@
 """Modules seen as matrices: a weight W, the features Φ it multiplies, the signals δ that come back."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from flatness.errors import LayerError, listed, nearest
+from flatness.network.attention import Projection
 from flatness.network.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
 from flatness.network.layers.linear import LinearLayer, ProjectionLayer, TransposedLinearLayer
-from flatness.network.layers.registry import (
-    SUPPORTED,
-    find_layers,
-    own_parameters,
-    register_layer,
-    select_layers,
-    view_of,
-)
 from flatness.network.layers.view import Layer
 
 __all__ = [
@@ -26,3 +26,129 @@ __all__ = [
     "select_layers",
     "view_of",
 ]
+
+
+_VIEWS: dict[type[nn.Module], type[Layer]] = {
+    nn.Linear: LinearLayer,
+    Projection: ProjectionLayer,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvolutionLayer),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), TransposedConvolutionLayer),
+}
+# Kinds of other packages, which are not imported for it. What such a module computes is held against its view
+# before it is measured.
+_VIEWS_BY_NAME: dict[str, type[Layer]] = {"Conv1D": TransposedLinearLayer}
+SUPPORTED = "Linear, Conv1d to Conv3d, ConvTranspose1d to 3d, MultiheadAttention, GPT-2's Conv1D"
+"""The supported kinds of modules, for messages."""
+
+
+def register_layer(module_type: type[nn.Module], view: type[Layer]) -> None:
+    """Teach the library a new kind of layer.
+
+    Args:
+        module_type: The torch module; its subclasses are covered too.
+        view: A subclass of `flatness.Layer` that says what W, Φ and δ are for it.
+
+    Example:
+        >>> import torch, flatness
+        >>> class Scaled(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return torch.nn.functional.linear(2 * x, self.weight, self.bias)
+        >>> class ScaledLayer(flatness.LinearLayer):
+        ...     def features(self, x, n):
+        ...         return 2 * super().features(x, n)
+        >>> flatness.register_layer(Scaled, ScaledLayer)
+    """
+    if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+        raise LayerError(
+            f"Expected a subclass of torch.nn.Module but got {module_type!r}. Pass the class, not a module."
+        )
+    if not (isinstance(view, type) and issubclass(view, Layer)):
+        raise LayerError(
+            f"Expected a subclass of flatness.Layer but got {view!r}. Derive a class that says what W, Φ and "
+            "δ are."
+        )
+    _VIEWS[module_type] = view
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a module itself holds; `parameters(recurse=False)` takes ten times as long."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def view_of(module: nn.Module) -> type[Layer] | None:
+    """The registered view of a module, by its nearest base class; None when there is none."""
+    for kind in type(module).__mro__:
+        if kind in _VIEWS:
+            return _VIEWS[kind]
+        weight = getattr(module, "weight", None) if kind.__name__ in _VIEWS_BY_NAME else None
+        if isinstance(weight, Tensor) and weight.dim() == 2:
+            return _VIEWS_BY_NAME[kind.__name__]
+    return None
+
+
+def find_layers(model: nn.Module) -> dict[str, Layer]:
+    """Every supported layer of a model, by name, in the order of registration."""
+    found: dict[str, Layer] = {}
+    for name, module in model.named_modules():
+        view = view_of(module)
+        if view is not None:
+            found[name] = view(name, module)
+    return found
+
+
+def select_layers(
+    available: Mapping[str, Layer],
+    called: list[str],
+    layers: str | Iterable[str] | None,
+    *,
+    last: str | None = None,
+    modules: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Resolve the `layers` argument to names, in the order in which the network calls them.
+
+    Args:
+        available: The supported layers of the model.
+        called: Names of the layers that ran in a forward pass, in order.
+        layers: None for all, "last", a name, or a list of names. A layer called "last" goes by its name.
+        last: What "last" means; the one called last by default.
+        modules: Kinds of all modules of the model by name, for messages.
+    """
+    if layers is None:
+        return called
+    if isinstance(layers, str) and layers == "last" and "last" not in available:
+        return [last] if last is not None else called[-1:]
+    names = _names(layers, available)
+    for name in names:
+        if name not in available:
+            raise _unsupported(name, available, modules or {})
+        if name not in called:
+            raise LayerError(
+                f"Expected a layer that the forward pass uses but {name!r} was never called. "
+                f"Layers that were: {listed(called)}."
+            )
+    return [name for name in called if name in set(names)]
+
+
+def _names(layers: str | Iterable[str], available: Mapping[str, Layer]) -> list[str]:
+    """The names that a user wrote, at least one."""
+    if not isinstance(layers, Iterable):
+        raise LayerError(
+            f"Expected layers to be None, 'last', a name or a list of names but got {type(layers).__name__}. "
+            f"Supported layers of this model: {listed(available) or 'none'}."
+        )
+    names = [layers] if isinstance(layers, str) else list(layers)
+    if not names:
+        raise LayerError(
+            "Expected at least one layer but got an empty list. Supported layers of this model: "
+            f"{listed(available)}."
+        )
+    return names
+
+
+def _unsupported(name: str, available: Mapping[str, Layer], modules: Mapping[str, str]) -> LayerError:
+    kind = modules.get(name)
+    what = f"{name!r}, which is a {kind}." if kind else f"{name!r}.{nearest(name, available)}"
+    return LayerError(
+        f"Expected the name of a supported layer but got {what} "
+        f"Supported layers of this model: {listed(available) or 'none'}."
+    )

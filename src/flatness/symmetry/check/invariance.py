@@ -16,7 +16,8 @@ from flatness.catalogue.registry import select_measures
 from flatness.errors import ModelError, OptionError, OutOfMemoryError, listed, nearest
 from flatness.measuring.measure import measure
 from flatness.problem import batches
-from flatness.problem.guard import Kept, converted
+from flatness.problem.guard import Kept
+from flatness.problem.model import converted
 from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flatness.problem import batches
-from flatness.problem.guard import check_model, measuring, unwrap
+from flatness.problem.guard import Guard
+from flatness.problem.model import check_model, unwrap
 from flatness.symmetry.flow.channels import Action, Group, Slot, counted, layer_of
 from flatness.symmetry.flow.flow import Flow
 from flatness.symmetry.flow.rules import RULES
@@ -136,7 +137,7 @@ def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None
            └─ 3 channels: 2 (rows, bias); the network's output
     """
     model = checked(model)
-    with measuring(model, 0):
+    with Guard(model, 0):
         recorded = trace(model, placed(model, example), forward or default_forward)
     return find_groups(Flow(recorded, RULES))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatness.errors import ModelError
 from flatness.problem import batches
-from flatness.problem.guard import measuring
+from flatness.problem.guard import Guard
 from flatness.symmetry.flow.groups import placed
 from flatness.symmetry.rewriting.base import Rescaling
 from flatness.symmetry.trace.tracing import Forward, difference, run
@@ -88,7 +88,7 @@ class Comparison:
         return output if finite else "it puts out NaN or infinity"
 
     def _output(self, model: nn.Module, inputs: Any) -> Tensor:
-        with measuring(model, 0):
+        with Guard(model, 0):
             return run(model, batches.copied(inputs), self._forward)
 
     def _compare(self, before: Tensor, after: Tensor, change: Rescaling, where: str) -> None:

@@ -1,0 +1,200 @@
+"""The model that is to be measured: unwrapped, checked, and converted where that is asked for."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable
+from types import FunctionType
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
+
+from flatness.errors import ModelError, NotFiniteError, listed
+from flatness.problem.guard import is_compiled, refuse_measured
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The model inside DataParallel, DistributedDataParallel, torch.compile and Lightning Fabric; notes."""
+    notes: list[str] = []
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            notes.append(f"unwrapped {type(model).__name__}")
+            model = model.module
+        elif is_compiled(model):
+            notes.append("unwrapped torch.compile")
+            model = model._orig_mod  # type: ignore[assignment]
+        elif _is_of_fabric(model):
+            notes.append("unwrapped Lightning Fabric")
+            model = model._original_module  # type: ignore[assignment]
+        else:
+            return model, notes
+
+
+def _is_of_fabric(module: nn.Module) -> bool:
+    """Whether Lightning Fabric set the module up: then it casts inputs as only autocast understands."""
+    package = type(module).__module__.split(".")[0]
+    return type(module).__name__ == "_FabricModule" and package in ("lightning", "lightning_fabric")
+
+
+def check_model(model: object) -> None:
+    """Refuse what cannot be measured, with the reason."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"Expected a torch.nn.Module but got {type(model).__name__}. Pass the model itself, with its "
+            "weights loaded."
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "Expected an eager torch.nn.Module but got a TorchScript module, whose layers cannot be "
+            "recorded. Pass the model before scripting."
+        )
+    refuse_measured(model)
+    if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
+        raise ModelError(
+            "Expected plain layers but got a PEFT model, whose adapters change what a layer's weight is. "
+            "Call model.merge_and_unload() and measure the merged model."
+        )
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError(
+            f"Expected a model with parameters but {type(model).__name__} has none. Pass the network whose "
+            "weights were trained."
+        )
+    _check_kinds(parameters)
+    _check_batch_norm(model)
+    _check_finite(parameters)
+
+
+# Which parameters cannot be measured, and what is said then.
+_REFUSED: list[tuple[Callable[[nn.Parameter], bool], str]] = [
+    (
+        lambda value: isinstance(value, UninitializedParameter),
+        "Expected initialised parameters but got lazy ones: {}. Run one forward pass first.",
+    ),
+    (
+        lambda value: value.is_meta,
+        "Expected parameters with values but got meta tensors: {}. Load the weights first.",
+    ),
+    (
+        lambda value: hasattr(value, "full_tensor"),
+        "Expected whole parameters but got sharded ones (DTensor): {}. Gather them into an unsharded copy of "
+        "the model and measure that.",
+    ),
+]
+
+
+def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
+    for is_refused, said in _REFUSED:
+        names = [name for name, value in parameters.items() if is_refused(value)]
+        if names:
+            raise ModelError(said.format(listed(names)))
+    odd = [f"{name} ({value.dtype})" for name, value in parameters.items() if not value.is_floating_point()]
+    if odd:
+        raise ModelError(
+            f"Expected real floating-point parameters but got {listed(odd)}. Second derivatives of complex "
+            "or integer parameters are not defined here; dequantise or use a real model."
+        )
+
+
+def _check_batch_norm(model: nn.Module) -> None:
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    without = [name or "the model itself" for name, module in norms if module.running_mean is None]
+    if without:
+        raise ModelError(
+            f"Expected batch norm with running statistics but got none in {listed(without)}: there each "
+            "sample's output depends on its batch, and a loss per sample does not exist. Train with "
+            "track_running_stats=True, or set running_mean and running_var."
+        )
+
+
+def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
+    # Norms first, all in one call and one question to each device: NaN and infinity stay in a norm. Those of
+    # large numbers may overflow.
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for value in parameters.values():
+        if value.layout is not torch.strided or value.element_size() < 2:
+            # Sparse ones and those of eight bits have no norm.
+            kinds.setdefault((value.device, torch.float64), []).append(
+                value.detach().sum(dtype=torch.float64)
+            )
+        elif value.numel():
+            kinds.setdefault((value.device, value.dtype), []).append(value.detach())
+    norms = (torch.stack(torch._foreach_norm(same)).sum(dtype=torch.float64) for same in kinds.values())
+    if all(math.isfinite(float(norm)) for norm in norms):
+        return
+    broken = [name for name, value in parameters.items() if not bool(value.detach().isfinite().all())]
+    if broken:
+        raise NotFiniteError(
+            f"Expected finite weights but got NaN or infinity in {listed(broken)}. "
+            "Training diverged, or the checkpoint is damaged: measure an earlier one."
+        )
+
+
+def converted(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    """The model itself when nothing is to change, else a copy on that device and in that dtype.
+
+    Tensors made under `torch.inference_mode` cannot be differentiated through: such a model is copied too.
+
+    Raises:
+        ModelError: If the model cannot be copied, or has parameters of several types and none is asked for.
+    """
+    sample = next(model.parameters())
+    types = {value.dtype for value in model.parameters()}
+    if dtype is None and len(types) > 1:
+        raise _several_types(model)
+    same_device = device is None or (sample.device.type, sample.device.index or 0) == (
+        device.type,
+        device.index or 0,
+    )
+    inference = any(value.is_inference() for value in (*model.parameters(), *model.buffers()))
+    if same_device and (dtype is None or types == {dtype}) and not inference:
+        return model
+    _check_own_forward(model)
+    try:
+        with torch.inference_mode(False):
+            duplicate = copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got: "
+            f"{error}. Convert the model yourself and leave device and dtype out."
+        ) from error
+    return duplicate.to(device=device, dtype=dtype)
+
+
+def _several_types(model: nn.Module) -> ModelError:
+    """The error about weights of several types, which do not meet in one product."""
+    first: dict[torch.dtype, str] = {}
+    for name, value in model.named_parameters():
+        first.setdefault(value.dtype, name)
+    widest = max(first, key=lambda kind: (torch.finfo(kind).bits, torch.finfo(kind).eps < 1e-2))
+    kinds = [f"{str(kind).removeprefix('torch.')} ({name})" for kind, name in first.items()]
+    return ModelError(
+        f"Expected parameters of one floating-point type but got {listed(kinds)}. Pass dtype={widest}, which "
+        "measures a copy of the model in that type."
+    )
+
+
+def _check_own_forward(model: nn.Module) -> None:
+    """Refuse to copy a function that stands in for a forward: the copy's would still run the original."""
+    replaced = [
+        name or "the model itself"
+        for name, module in model.named_modules()
+        if isinstance(own := vars(module).get("forward"), FunctionType) and _knows_modules(own)
+    ]
+    if replaced:
+        raise ModelError(
+            "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got a "
+            f"function in place of the forward of {listed(replaced)}, which would run the original. Convert "
+            "the model yourself and leave device and dtype out."
+        )
+
+
+def _knows_modules(function: FunctionType) -> bool:
+    """Whether a function holds anything, or reads a module or a method of one by a global name."""
+    names = inspect.getclosurevars(function)
+    owners = (getattr(value, "__self__", value) for value in names.globals.values())
+    return bool(names.nonlocals) or any(isinstance(owner, nn.Module) for owner in owners)
