@@ -12,10 +12,9 @@ from torch import nn
 from flatness.cli.answers import UsageError, choice, usage_of
 from flatness.cli.words import DTYPES, LOSSES, SPLITS
 from flatness.errors import ModelError, nearest
-from flatness.integrations.timm import build_timm
 from flatness.zoo.data import DATASETS, is_known, load
 from flatness.zoo.models import MODELS, build
-from flatness.zoo.objects import SourceError, blamed_on_code, import_object, names_code
+from flatness.zoo.objects import SourceError, blamed_on_code, build_timm, import_object, names_code
 
 
 @dataclass(frozen=True)

@@ -269,12 +269,14 @@ def _unrecorded(reports: Sequence[Report], pairs: Sequence[Pair]) -> list[str]:
 
 def _data_errors(pairs: Sequence[Pair], names: Sequence[str]) -> list[str]:
     """Which errors include that of the data: some measures have none, and some reports."""
-    sides = [[pair.a.results for pair in pairs], [pair.b.results for pair in pairs]]
     # Of every network of a side, whether any of its values knows it.
-    networks = [[any(map(_knows_data, rows)) for rows in zip(*side, strict=True)] for side in sides]
-    if not any(map(any, networks)):
+    a, b = (
+        [any(map(_knows_data, rows)) for rows in zip(*side, strict=True)]
+        for side in ([pair.a.results for pair in pairs], [pair.b.results for pair in pairs])
+    )
+    if not any(a + b):
         return []
-    without = [name for name, known in zip(names, networks, strict=True) if not all(known)]
+    without = [name for name, known in zip(names, (a, b), strict=True) if not all(known)]
     if without:
         whose = " and ".join(without)
         return [f"not every network of {whose} was measured with data_stderr: errors are too small"]

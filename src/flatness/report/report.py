@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.errors import ReportError, listed, nearest
 from flatness.files import EVERY, NUMBER, TEXT, WHOLE, YES_NO, Optional, json_text, read_saved, write_text
-from flatness.report.latex import latex_report
-from flatness.report.notebook import report_html, result_html
-from flatness.report.sheets import csv_text
 from flatness.report.tables import WHOLE_MODEL, cell_of, format_report
 
 if TYPE_CHECKING:
@@ -122,6 +119,8 @@ class Result:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        from flatness.report.notebook import result_html
+
         return result_html(self)
 
 
@@ -170,7 +169,7 @@ class Report:
         found = whole if len(whole) == 1 else matching
         if len(found) == 1:
             return found[0]
-        candidates = [row.where() for row in (matching or rows) if row.unit is None or unit is not None]
+        candidates = [row.where() for row in matching or rows if row.unit is None or unit is not None]
         raise ReportError(
             f"Expected {measure!r} with {_words(asked) or 'no further choice'} to name one row but "
             f"{len(matching)} match. Choose one of: {listed(candidates, separator='; ')}."
@@ -203,6 +202,8 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        from flatness.report.notebook import report_html
+
         return report_html(self)
 
     def to_json(self) -> str:
@@ -226,10 +227,14 @@ class Report:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `to_frame` as CSV."""
+        from flatness.report.sheets import csv_text
+
         write_text(path, csv_text(self.to_frame()))
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str:
         """The table of layers as a LaTeX tabular (booktabs); written to `path` if given."""
+        from flatness.report.latex import latex_report
+
         text = latex_report(self)
         if path is not None:
             write_text(path, text)

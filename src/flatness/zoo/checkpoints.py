@@ -48,26 +48,24 @@ def _expanded(path: str) -> list[Path]:
     if os.path.isfile(path):
         return [Path(path)]
     if os.path.isdir(path):
-        files = [
-            f
-            for f in Path(path).iterdir()
-            if f.suffix in SUFFIXES and f.is_file() and f.name not in _NOT_WEIGHTS
-        ]
-        if not files:
-            raise CheckpointError(
-                f"Expected checkpoints ({', '.join(SUFFIXES)}) in the folder {path} but it has none. "
-                "Name the files themselves."
-            )
-        return sorted(files, key=natural_order)
-    files = [Path(f) for f in glob.glob(path, recursive=True) if os.path.isfile(f)]
-    if not files:
+        files = [file for file in Path(path).iterdir() if _is_checkpoint(file)]
+        missing = (
+            f"Expected checkpoints ({', '.join(SUFFIXES)}) in the folder {path} but it has none. "
+            "Name the files themselves."
+        )
+    else:
+        files = [file for file in map(Path, glob.glob(path, recursive=True)) if file.is_file()]
         folder = os.path.dirname(path) or "."
         around = os.listdir(folder) if os.path.isdir(folder) else []
-        raise CheckpointError(
-            f"Expected a checkpoint, a folder or a pattern but there is no {path}."
-            f"{nearest(os.path.basename(path), around)}"
-        )
+        hint = nearest(os.path.basename(path), around)
+        missing = f"Expected a checkpoint, a folder or a pattern but there is no {path}.{hint}"
+    if not files:
+        raise CheckpointError(missing)
     return sorted(files, key=natural_order)
+
+
+def _is_checkpoint(file: Path) -> bool:
+    return file.suffix in SUFFIXES and file.is_file() and file.name not in _NOT_WEIGHTS
 
 
 def natural_order(path: Path) -> list[tuple[int, int, str]]:
@@ -184,18 +182,7 @@ def fit_checkpoint(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -
     """
     wanted = model.state_dict()
     fitted, notes = _without_wrappers(dict(tensors), wanted)
-    missing = [key for key in wanted if key not in fitted and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in fitted if key not in wanted]
-    shapes = [
-        f"{key} {list(fitted[key].shape)} for {list(value.shape)}"
-        for key, value in wanted.items()
-        if key in fitted and fitted[key].shape != value.shape
-    ]
-    problems = [
-        f"{label} {listed(keys, _SHOWN_KEYS)}"
-        for label, keys in (("missing:", missing), ("unexpected:", unexpected), ("other shapes:", shapes))
-        if keys
-    ]
+    problems = _problems(fitted, wanted)
     if problems:
         raise CheckpointError(
             f"Expected the weights of {type(model).__name__} but {name} does not fit: {'; '.join(problems)}. "
@@ -205,11 +192,24 @@ def fit_checkpoint(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -
     return notes
 
 
+def _problems(fitted: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Tensors that are missing, too many or of another shape, a few of each."""
+    missing = [key for key in wanted if key not in fitted and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in fitted if key not in wanted]
+    shapes = [
+        f"{key} {list(fitted[key].shape)} for {list(value.shape)}"
+        for key, value in wanted.items()
+        if key in fitted and fitted[key].shape != value.shape
+    ]
+    found = {"missing": missing, "unexpected": unexpected, "other shapes": shapes}
+    return [f"{what}: {listed(keys, _SHOWN_KEYS)}" for what, keys in found.items() if keys]
+
+
 def _without_wrappers(
     tensors: dict[str, Tensor], wanted: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], list[str]]:
     notes: list[str] = []
-    if any("_orig_mod." in key for key in tensors) and not any("_orig_mod." in key for key in wanted):
+    if "_orig_mod." in " ".join(tensors) and "_orig_mod." not in " ".join(wanted):
         tensors = {key.replace("_orig_mod.", ""): value for key, value in tensors.items()}
         notes.append("took torch.compile's prefix '_orig_mod.' off the checkpoint's names")
     shorter, taken = tensors, []

@@ -1,4 +1,4 @@
-"""Objects by name, ``package.module:factory``, and plain words about names and code that do not work."""
+"""Objects by name, ``package.module:factory`` or ``timm:NAME``, and plain words where there are none."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from flatness.errors import FlatnessError, OptionError, nearest
+from torch import nn
+
+from flatness.errors import FlatnessError, ModelError, OptionError, nearest
 
 
 class SourceError(FlatnessError, RuntimeError):
@@ -43,11 +46,20 @@ def import_object(spec: str, what: str, refusal: type[FlatnessError] = OptionErr
         file = ".py" in module_name or "/" in module_name
         hint = " Write it without .py and with dots for slashes." if file else ""
         raise refusal(f"Expected {what} to be package.module:name but got {spec!r}.{hint}")
+    module = _imported(module_name, what, refusal)
+    try:
+        return functools.reduce(getattr, path.split("."), module)
+    except AttributeError as error:
+        names = [name for name in vars(module) if not name.startswith("_")]
+        raise refusal(f"Expected a name in {module_name} but got {path!r}.{nearest(path, names)}") from error
+
+
+def _imported(module_name: str, what: str, refusal: type[FlatnessError]) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         with blamed_on_code(SourceError, f"Expected {module_name} to import", ModuleNotFoundError):
-            module = importlib.import_module(module_name)
+            return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise SourceError(
@@ -57,11 +69,6 @@ def import_object(spec: str, what: str, refusal: type[FlatnessError] = OptionErr
             f"Expected {what} to name a module that can be imported here but there is no {error.name!r}."
             f"{nearest(error.name, _modules_here())}"
         ) from error
-    try:
-        return functools.reduce(getattr, path.split("."), module)
-    except AttributeError as error:
-        names = [name for name in vars(module) if not name.startswith("_")]
-        raise refusal(f"Expected a name in {module_name} but got {path!r}.{nearest(path, names)}") from error
 
 
 def _modules_here() -> list[str]:
@@ -83,3 +90,28 @@ def blamed_on_code(kind: type[FlatnessError], expected: str, *passed_on: type[Ex
         raise
     except Exception as error:
         raise kind(f"{expected} but it raised {type(error).__name__}: {error}") from error
+
+
+def build_timm(name: str, **options: Any) -> nn.Module:
+    """Build a network of timm.
+
+    Args:
+        name: As `timm.create_model` takes it, for example ``resnet18``.
+        **options: Passed on, for example ``num_classes=10`` or ``pretrained=True``.
+
+    Raises:
+        ModelError: When timm is not installed or has no such network.
+    """
+    try:
+        timm: Any = importlib.import_module("timm")
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"Expected the package timm for 'timm:{name}' but it is not installed. "
+            "Run: pip install 'flatness[timm]'."
+        ) from error
+    known = timm.list_models()
+    if name.partition(".")[0] not in known:
+        raise ModelError(
+            f"Expected one of timm's {len(known)} networks but got {name!r}.{nearest(name, known)}"
+        )
+    return timm.create_model(name, **options)

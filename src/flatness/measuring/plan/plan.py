@@ -11,7 +11,6 @@ from flatness.curvature.sums.parameter_probes import ParameterRoutes
 from flatness.curvature.sums.routes import LayerRoute, Routes
 from flatness.errors import listed
 from flatness.network.layers import Layer
-from flatness.report.notebook import outline_html
 
 
 @dataclass
@@ -150,4 +149,6 @@ class Plan:
         return "exact, all directions" if self.complete else "sampled"
 
     def _repr_html_(self) -> str:
+        from flatness.report.notebook import outline_html
+
         return outline_html(str(self))

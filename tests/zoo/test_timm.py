@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from flatness.errors import ModelError
-from flatness.integrations.timm import build_timm
+from flatness.zoo.objects import build_timm
 
 
 @pytest.fixture
