@@ -10,7 +10,7 @@ from torch import nn
 from flatness.errors import CheckpointError, ModelError, OptionError
 from flatness.landscape import Surface, surface
 from flatness.landscape.points import Points
-from flatness.landscape.trajectory import principal_plane
+from flatness.landscape.surfaces import principal_plane
 from untouched import untouched
 
 QUIET = {"progress": False}

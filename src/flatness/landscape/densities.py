@@ -16,7 +16,7 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.errors import OptionError, listed, nearest
 from flatness.landscape.arguments import whole_number
 from flatness.landscape.density_result import KIND, Density, SpectralQuadrature
-from flatness.landscape.filling import resumed
+from flatness.landscape.filling import identity_of, resumed
 from flatness.landscape.networks import (
     Member,
     Networks,
@@ -26,7 +26,6 @@ from flatness.landscape.networks import (
     without_weight,
 )
 from flatness.landscape.points import LOOPED, Points
-from flatness.landscape.setting import RISK, identity_of
 from flatness.landscape.storage import Array
 from flatness.measuring.plan.planner import make_plan
 from flatness.network.layers import find_layers, select_layers
@@ -117,7 +116,7 @@ def density(
         "progress": progress,
     }
     problems = [Problem(member.model, data, loss, **setting) for member in members]
-    identity = identity_of(problems) | {
+    settings = {
         "metric": metric,
         "layers": layers,
         "parameters": parameters,
@@ -125,7 +124,7 @@ def density(
         "steps": steps,
         "curvature": curvature,
     }
-    return _Census(members, problems, identity, resume).run()
+    return _Census(members, problems, settings, resume).run()
 
 
 def _check(metric: Any, parameters: Any, curvature: Any) -> None:
@@ -180,13 +179,12 @@ class _Census:
 
     def _go_on(self) -> None:
         """Take over the networks that an earlier run finished."""
-        if self.resume is None:
-            return
-        first = self.problems[0]
-        with first.guarded():
-            risk = Points(first, engine=LOOPED).loss
-        self.asked |= {"data": f"{first.fingerprint or 0:x}", RISK: risk}
-        if resumed(self.resume, KIND, self.asked) is None:
+        risk, first = None, self.problems[0]
+        if self.resume is not None:
+            with first.guarded():
+                risk = Points(first, engine=LOOPED).loss
+        self.asked = identity_of(self.problems, risk, **self.asked)
+        if self.resume is None or resumed(self.resume, KIND, self.asked) is None:
             return
         before = Density.load(self.resume)
         self.facts = dict(before.meta)

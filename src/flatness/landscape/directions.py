@@ -1,30 +1,48 @@
-"""From what the user asks for to directions in the parameter space of a network."""
+"""From what the user asks for to directions in the parameter space of a network.
+
+    layer    V_i · ‖W_i‖ / ‖V_i‖ for every parameter tensor W_i               (rangamani2019, §4.2)
+    filter   the same for every filter: the incoming weights of one output    (Li et al. 2018, §4)
+
+V has independent standard normal entries, in units of the network's own weights; what is zero does not move.
+Directions with a meaning are the top eigenvectors of the Hessian, and W·A, which perturbs features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flatness.curvature.operators.lanczos import TopEigenvalues
+from flatness.curvature.operators.spectrum import default_tolerance
+from flatness.curvature.parameters.hessian_operator import HessianOperator
+from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.errors import LayerError, OptionError, listed, nearest
+from flatness.generalization.kernels import kernel_of
+from flatness.generalization.matrices import random_directions
 from flatness.landscape.arguments import digest
-from flatness.landscape.curvature_directions import (
-    feature_directions,
-    takes_feature_directions,
-    top_eigenvectors,
+from flatness.landscape.networks import (
+    by_name,
+    given_direction,
+    own_weights,
+    parameter_names,
+    without_weight,
 )
-from flatness.landscape.networks import own_weights, parameter_names, without_weight
-from flatness.landscape.random_directions import filter_normalized, layer_normalized
 from flatness.network.layers import find_layers, select_layers
+from flatness.network.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
+from flatness.network.layers.linear import LinearLayer, TransposedLinearLayer
+from flatness.network.layers.view import Layer
 from flatness.problem.batches import describe
 from flatness.problem.problem import Problem
 
 KINDS = ("layer", "filter", "eigenvectors", "relative_flatness")
 """Directions by name."""
 _PARAMETERS = ("all", "weights")
+_BASIS = 48
+_MOST_PRODUCTS = 300
 
 
 @dataclass(frozen=True)
@@ -186,58 +204,169 @@ def given_directions(model: nn.Module, given: Any) -> list[dict[str, Tensor]]:
     """
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     size = sum(value.numel() for value in parameters.values())
-    shapes = [value.shape for value in parameters.values()]
     if isinstance(given, Tensor) and given.dim() == 2 and given.shape[1] == size:
         given = list(given)
-    if isinstance(given, (Mapping, Tensor)):
-        return [_one_direction(parameters, given, size)]
-    if isinstance(given, (list, tuple)) and given:
-        tensors = all(isinstance(part, Tensor) for part in given)
-        if tensors and [part.shape for part in given] == shapes:
-            return [_one_direction(parameters, dict(zip(parameters, given, strict=True)), size)]
-        return [
-            _one_direction(
-                parameters,
-                dict(zip(parameters, part, strict=True))
-                if isinstance(part, (list, tuple)) and len(part) == len(parameters)
-                else part,
-                size,
-            )
-            for part in given
-        ]
-    raise OptionError(
-        f"Expected directions to be one of {', '.join(KINDS)}, a dict of tensors by parameter name, a vector "
-        f"of {size} numbers, or a list of these but got {describe(given)}. For example directions='layer'."
-    )
+    if isinstance(given, (Mapping, Tensor)) or _shapes(given) == _shapes(parameters.values()):
+        given = [given]
+    if not isinstance(given, (list, tuple)) or not given:
+        raise OptionError(
+            f"Expected directions to be one of {', '.join(KINDS)}, a dict of tensors by parameter name, a "
+            f"vector of {size} numbers, or a list of these but got {describe(given)}. For example "
+            "directions='layer'."
+        )
+    rows = [isinstance(part, (list, tuple)) and len(part) == len(parameters) for part in given]
+    named = [
+        dict(zip(parameters, part, strict=True)) if row else part
+        for part, row in zip(given, rows, strict=True)
+    ]
+    return [given_direction(parameters, part) for part in named]
 
 
-def _one_direction(parameters: Mapping[str, Tensor], given: Any, size: int) -> dict[str, Tensor]:
-    if isinstance(given, Tensor) and given.dim() == 1 and len(given) == size:
-        pieces = given.detach().split([value.numel() for value in parameters.values()])
-        given = {
-            name: piece.reshape(value.shape)
-            for (name, value), piece in zip(parameters.items(), pieces, strict=True)
-        }
-    if not isinstance(given, Mapping) or not all(isinstance(value, Tensor) for value in given.values()):
-        raise OptionError(
-            f"Expected a direction to be a dict of tensors by parameter name or a vector of {size} numbers "
-            f"but got {describe(given)}. For example {{name: torch.randn_like(p) for name, p in "
-            "model.named_parameters()}."
+def _shapes(tensors: Any) -> list[torch.Size] | None:
+    """Of a list of tensors; None for anything else."""
+    parts: list[Any] = [] if isinstance(tensors, str) or not isinstance(tensors, Iterable) else list(tensors)
+    tensors_only = bool(parts) and all(isinstance(part, Tensor) for part in parts)
+    return [part.shape for part in parts] if tensors_only else None
+
+
+def layer_normalized(model: nn.Module, names: Iterable[str], generator: torch.Generator) -> dict[str, Tensor]:
+    """A random direction with the length of each parameter tensor, biases and norm parameters included."""
+    parameters = dict(model.named_parameters())
+    direction = {}
+    for name in names:
+        W = parameters[name].detach().double()
+        V = _normal(W, generator)
+        direction[name] = V * _ratio(W.norm(), V.norm())
+    return direction
+
+
+def filter_normalized(
+    model: nn.Module, names: Iterable[str], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """A random direction with the length of each filter.
+
+    A filter is what one output unit or channel sees: a row of a linear weight, a slice of a convolution's.
+    Of a parameter with one number per unit (a bias, a norm's scale or shift) every entry is a filter of its
+    own and moves by its own size, up or down.
+    """
+    parameters = dict(model.named_parameters())
+    views = {layer.weight_name: layer for layer in find_layers(model).values()}
+    direction = {}
+    for name in names:
+        W = parameters[name].detach().double()
+        V = _normal(W, generator)
+        if W.dim() < 2:
+            direction[name] = V.sign() * W.abs()
+            continue
+        filters = _filters(W, views.get(name))
+        lengths = _filters(V, views.get(name)).flatten(1).norm(dim=1)
+        ratios = _ratio(filters.flatten(1).norm(dim=1), lengths)
+        direction[name] = V * _spread(ratios, W, views.get(name))
+    return direction
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(like.device)
+
+
+def _ratio(wanted: Tensor, drawn: Tensor) -> Tensor:
+    return torch.where(drawn > 0, wanted / drawn.clamp(min=1e-300), 0.0)
+
+
+def _filters(W: Tensor, layer: Layer | None) -> Tensor:
+    """A parameter with its filters first."""
+    if isinstance(layer, TransposedLinearLayer):
+        return W.transpose(0, 1)
+    if isinstance(layer, TransposedConvolutionLayer):
+        # (in, out / G, …): each group of inputs has outputs of its own.
+        return W.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
+    return W
+
+
+def _spread(ratios: Tensor, W: Tensor, layer: Layer | None) -> Tensor:
+    """One number per filter, for every entry of the parameter."""
+    if isinstance(layer, TransposedLinearLayer):
+        return ratios.expand(W.shape)
+    if isinstance(layer, TransposedConvolutionLayer):
+        per_group = ratios.unflatten(0, (layer.groups, 1, -1))
+        full = per_group.expand(-1, W.shape[0] // layer.groups, -1).flatten(0, 1)
+        return full.reshape(*full.shape, *[1] * (W.dim() - 2)).expand(W.shape)
+    return ratios.reshape(-1, *[1] * (W.dim() - 1)).expand(W.shape)
+
+
+@dataclass(frozen=True)
+class Eigenvectors:
+    """Directions of the largest eigenvalues.
+
+    Attributes:
+        directions: Of unit length.
+        values: The eigenvalues, largest first.
+        residuals: ‖Hv − λv‖ of each.
+        converged: Whether every iteration met its tolerance.
+    """
+
+    directions: list[dict[str, Tensor]]
+    values: list[float]
+    residuals: list[float]
+    converged: bool
+
+
+def top_eigenvectors(problem: Problem, names: Iterable[str], count: int) -> Eigenvectors:
+    """Eigenvectors of the largest eigenvalues of the Hessian in the named parameters, of unit length.
+
+    One after the other by Lanczos, each in the space orthogonal to those before it.
+    """
+    space = ParameterSpace(problem, names)
+    operator = HessianOperator(space)
+    generator = torch.Generator().manual_seed(problem.seed)
+    found: list[Tensor] = []
+    values, residuals, converged = [], [], True
+    for _ in range(min(count, space.dimension)):
+        start = torch.randn(space.dimension, generator=generator, dtype=torch.float64, device="cpu")
+        solver = TopEigenvalues(
+            (1, space.dimension),
+            problem.device,
+            tolerance=default_tolerance(problem.dtype),
+            max_products=_MOST_PRODUCTS,
+            basis_limit=_BASIS,
+            start=_without(start.to(problem.device), found)[None],
         )
-    unknown = [name for name in given if name not in parameters]
-    if unknown:
-        raise OptionError(
-            f"Expected directions of this network's parameters but got {listed(unknown)}."
-            f"{nearest(unknown[0], parameters)} Its parameters: {listed(parameters)}."
-        )
-    for name, value in given.items():
-        if value.shape != parameters[name].shape:
-            raise OptionError(
-                f"Expected a direction of shape {list(parameters[name].shape)} for {name!r} but got "
-                f"{list(value.shape)}. Directions have the shapes of the parameters they move."
-            )
-        if not bool(value.isfinite().all()):
-            raise OptionError(
-                f"Expected a finite direction but got NaN or infinity for {name!r}. Check how it was made."
-            )
-    return {name: value.detach().double() for name, value in given.items()}
+        while not solver.done:
+            (product,) = operator([solver.query()[0]])
+            solver.tell(_without(product, found)[None])
+        vector = _without(solver.vectors[0], found)
+        found.append(vector / vector.norm())
+        values.append(float(solver.values[0]))
+        residuals.append(float(solver.residuals[0]))
+        converged = converged and bool(solver.converged[0])
+    return Eigenvectors([by_name(space.parameters, vector) for vector in found], values, residuals, converged)
+
+
+def _without(vector: Tensor, found: list[Tensor]) -> Tensor:
+    for other in found:
+        vector = vector - (other @ vector) * other
+    return vector
+
+
+def feature_directions(layers: Mapping[str, Layer], generator: torch.Generator) -> dict[str, Tensor]:
+    """W·A in every layer, A a random orthogonal matrix each: t moves features by t of their length.
+
+    E(W + t W A) − E(W) is feature robustness (petzka2021, eq. 7); over A its curvature averages to κ_Tr / m.
+
+    Args:
+        layers: The layers, by the name of their weight.
+        generator: Where A comes from.
+    """
+    kernel = kernel_of("orthogonal", None)
+    direction = {}
+    for name, layer in layers.items():
+        V = random_directions(layer.matrix(), kernel, 1, generator)[0].to(layer.weight.device)
+        laid = V[0].T if isinstance(layer, TransposedLinearLayer) else V.reshape(layer.weight.shape)
+        direction[name] = laid
+    return direction
+
+
+def takes_feature_directions(layer: Layer) -> bool:
+    """Whether W is the whole weight of a module, row by row."""
+    return type(layer) in (LinearLayer, ConvolutionLayer, TransposedLinearLayer)

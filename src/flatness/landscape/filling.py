@@ -1,4 +1,7 @@
-"""A table of points filled chunk by chunk: what is there is not computed again, Ctrl-C keeps what is done."""
+"""A table of points filled chunk by chunk: what is there is not computed again, Ctrl-C keeps what is done.
+
+And what a landscape remembers: how it was made, and what tells it apart from others.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,14 @@ import torch
 from flatness.errors import OptionError, ReportError, listed
 from flatness.files import check_folder
 from flatness.landscape.points import Points
-from flatness.landscape.setting import RISK
-from flatness.landscape.storage import Array, read_arrays
+from flatness.landscape.storage import Array, Saved, read_arrays
+from flatness.measuring.rows.provenance import model_fingerprint
+from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
+from flatness.version import __version__
+
+RISK = "value_of_the_loss"
+"""E at θ of the first network: functions, and modules without parameters, look the same when they are not."""
 
 _SAVE_EVERY = 5.0
 _ROUNDING = {"rel_tol": 1e-3, "abs_tol": 1e-6}  # by which a loss may differ between devices and batch sizes
@@ -53,15 +61,12 @@ class Table:
         done = np.zeros((rows, points), dtype=bool)
         return cls(nothing, nothing.copy(), done, ProgressBar("landscape", rows * points, progress))
 
-    def take(self, arrays: dict[str, Array]) -> None:
-        """Go on from what an earlier run computed."""
-        for name in ("loss", "accuracy", "done"):
-            own = getattr(self, name)
-            own[:] = arrays[name].reshape(own.shape)
-        self.bar.advance(int(self.done.sum()))
-
     def keep_in(
-        self, path: str | os.PathLike[str] | None, kind: str, asked: dict[str, Any], found: Callable[[], Any]
+        self,
+        path: str | os.PathLike[str] | None,
+        kind: str,
+        asked: dict[str, Any],
+        found: Callable[[], Saved],
     ) -> None:
         """Go on from a file of an earlier run, if there is one, and keep what is computed in it.
 
@@ -69,11 +74,13 @@ class Table:
             path: The file; None for none.
             kind: What it holds.
             asked: What must have been asked for then, too.
-            found: What there is to save at any time; it has a method `save`.
+            found: What there is to save at any time.
         """
-        before = resumed(path, kind, asked)
-        if before is not None:
-            self.take(before)
+        before = resumed(path, kind, asked) or {}
+        for name, values in ((name, before[name]) for name in ("loss", "accuracy", "done") if before):
+            own = getattr(self, name)
+            own[:] = values.reshape(own.shape)
+        self.bar.advance(int(self.done.sum()))
         if path is not None:
             self.save = lambda: found().save(path)
 
@@ -143,3 +150,48 @@ def _same(name: str, before: Any, now: Any) -> bool:
     if name == RISK and isinstance(before, float):
         return math.isclose(before, now, **_ROUNDING)
     return before == now
+
+
+def identity_of(problems: list[Problem], risk: float | None, **settings: Any) -> dict[str, Any]:
+    """What must be the same for an earlier run to be gone on from; known after a pass over the data.
+
+    Args:
+        problems: The networks, on the same data.
+        risk: E at θ of the first; None where no earlier run is gone on from.
+        **settings: What the call asks for besides.
+    """
+    first = problems[0]
+    return {
+        "networks": [model_fingerprint(problem.model) for problem in problems],
+        "loss": repr(first.loss),
+        "weight_decay": first.weight_decay,
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "seed": first.seed,
+        **settings,
+        **({} if risk is None else {"data": f"{first.fingerprint or 0:x}", RISK: risk}),
+    }
+
+
+def facts_of(points: Points, batch_norm: str, kind: str) -> dict[str, Any]:
+    """What captions say.
+
+    Args:
+        points: The network that was evaluated.
+        batch_norm: What was asked for.
+        kind: The kind of directions; between two networks buffers move too.
+    """
+    problem = points.problem
+    facts: dict[str, Any] = {
+        "loss": problem.loss.name,
+        "model": type(problem.model).__name__,
+        "samples": problem.samples,
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "device": problem.device.type,
+        "engine": points.engine,
+        "flatness": __version__,
+    }
+    if points.has_batch_norm:
+        along = kind == "between" and batch_norm == "as_is"
+        facts["batch_norm"] = "interpolated" if along else batch_norm
+        facts["micro_batch"] = points.batch or problem.micro_batch
+    return facts

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flatness.errors import OptionError, listed, nearest
-from flatness.files import TEXT
 from flatness.landscape.captions import AXES, batch_norm_words, data_words, number_of
-from flatness.landscape.storage import Array, read_arrays, write_arrays
+from flatness.landscape.storage import Array, Saved
 
 if TYPE_CHECKING:
     import pandas
 
-KIND = "line"
-_ARRAYS = ("positions", "loss", "accuracy", "done")
-_META = {name: [TEXT] for name in ("groups", "labels", "notes")}
-
 
 @dataclass(frozen=True)
-class Line:
+class Line(Saved):
     """Loss and accuracy along lines in parameter space.
 
     Attributes:
@@ -36,6 +30,10 @@ class Line:
         meta: Where it comes from: directions, data, loss, settings.
         notes: What the user should know.
     """
+
+    kind = "line"
+    array_fields = ("positions", "loss", "accuracy", "done")
+    text_fields = ("groups", "labels", "notes")
 
     positions: Array
     loss: Array
@@ -119,20 +117,6 @@ class Line:
                 "accuracy": self.accuracy.ravel(),
             }
         )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write arrays and meta to an .npz file, at once or not at all."""
-        arrays = {name: getattr(self, name) for name in ("positions", "loss", "accuracy", "done")}
-        named = {"groups": list(self.groups), "labels": list(self.labels), "notes": list(self.notes)}
-        write_arrays(path, KIND, arrays, {**self.meta, **named})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Line:
-        """Read what `save` wrote."""
-        _, arrays, meta = read_arrays(path, KIND, arrays=lambda _: _ARRAYS, meta=_META)
-        groups, labels, notes = (tuple(meta.pop(name)) for name in ("groups", "labels", "notes"))
-        arrays = {name: arrays[name] for name in _ARRAYS}
-        return cls(**arrays, groups=groups, labels=labels, meta=meta, notes=notes)
 
     def __str__(self) -> str:
         """The caption, and where each group starts and how far it rises."""

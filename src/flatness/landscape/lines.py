@@ -21,11 +21,10 @@ from flatness.landscape.arguments import (
     whole_number,
 )
 from flatness.landscape.directions import Asked, Chosen, check_asked, choose_directions
-from flatness.landscape.filling import Table
-from flatness.landscape.line_result import KIND, Line
+from flatness.landscape.filling import Table, facts_of, identity_of
+from flatness.landscape.line_result import Line
 from flatness.landscape.networks import Member, Networks, Weights, difference, members_of, state_of
 from flatness.landscape.points import Points
-from flatness.landscape.setting import RISK, facts_of, identity_of
 from flatness.landscape.storage import Array
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
@@ -124,7 +123,7 @@ def line(
         "progress": progress,
     }
     problems = [Problem(member.model, data, loss, **setting) for member in members]
-    identity = identity_of(problems) | {
+    settings = {
         "directions": asked.identity if between is None else f"between {digest(state_of(between))}",
         "count": count,
         "span": [float(positions[0]), float(positions[-1])],
@@ -135,7 +134,7 @@ def line(
         "batch_size": batch_size if batch_norm == "recomputed" else None,
     }
     walk = _Walk(
-        members, problems, asked, between, positions, batch_norm, batch_size is not None, identity, resume
+        members, problems, asked, between, positions, batch_norm, batch_size is not None, settings, resume
     )
     return walk.run()
 
@@ -173,7 +172,7 @@ class _Walk:
     positions: Array
     batch_norm: str
     fixed_batch: bool
-    identity: dict[str, Any]
+    settings: dict[str, Any]
     resume: str | os.PathLike[str] | None
     labels: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -228,8 +227,8 @@ class _Walk:
     def _table(self, points: Points) -> Table:
         problem = points.problem
         table = Table.empty(len(self.members) * self.rows, len(self.positions), problem.progress)
-        self.identity |= {"data": f"{problem.fingerprint or 0:x}", RISK: points.loss}
-        table.keep_in(self.resume, KIND, self.identity, lambda: self._line(table))
+        self.facts["asked"] = identity_of(self.problems, points.loss, **self.settings)
+        table.keep_in(self.resume, Line.kind, self.facts["asked"], lambda: self._line(table))
         return table
 
     def _remember(self, member: Member, points: Points, chosen: Chosen) -> None:
@@ -252,6 +251,6 @@ class _Walk:
             done=table.done,
             groups=tuple(member.group for member in self.members for _ in range(self.rows)),
             labels=(*self.labels, *["not reached"] * missing),
-            meta={**self.facts, "asked": self.identity},
+            meta=dict(self.facts),
             notes=tuple(dict.fromkeys([*table.notes(), *self.notes])),
         )

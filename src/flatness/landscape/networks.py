@@ -1,4 +1,4 @@
-"""Which networks a call is about: one, several that make one curve, or several curves by name."""
+"""Which networks a call is about, and how weights and directions that a user gives fit them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.errors import CheckpointError, LayerError, ModelError, NotFiniteError, listed
+from flatness.errors import (
+    CheckpointError,
+    LayerError,
+    ModelError,
+    NotFiniteError,
+    OptionError,
+    listed,
+    nearest,
+)
 from flatness.network.layers.view import Layer
 from flatness.problem.batches import describe
 from flatness.problem.model import unwrap
@@ -131,31 +139,14 @@ def difference(model: nn.Module, weights: Any, what: str) -> dict[str, Tensor]:
         NotFiniteError: When they hold NaN or infinity where the model does not.
     """
     here, there = state_of(model), state_of(weights)
-    missing = [name for name in here if name not in there]
-    unexpected = [name for name in there if name not in here]
-    shapes = [
-        f"{name} {list(there[name].shape)} for {list(value.shape)}"
-        for name, value in here.items()
-        if name in there and there[name].shape != value.shape
-    ]
-    problems = [
-        f"{label} {listed(names, 4)}"
-        for label, names in (("missing:", missing), ("unexpected:", unexpected), ("other shapes:", shapes))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"Expected {what} to be weights of the same network but they differ: {'; '.join(problems)}. Pass "
-            "checkpoints of one architecture."
-        )
-    moved: dict[str, Tensor] = {}
-    owners: set[int] = set()
+    _check_same_names(here, there, what)
+    # A tied parameter has several names in a state dict; it moves once.
+    first: dict[Any, str] = {}
     for name, value in here.items():
-        # A tied parameter has several names in a state dict; it moves once.
-        if value.data_ptr() in owners and value.numel():
-            continue
-        owners.add(value.data_ptr())
-        other = there[name].to(value.device, torch.float64)
+        first.setdefault(value.data_ptr() if value.numel() else name, name)
+    moved: dict[str, Tensor] = {}
+    for name in first.values():
+        value, other = here[name], there[name].to(here[name].device, torch.float64)
         # Masks of attention hold −∞ in both.
         moved[name] = torch.where(other == value, 0.0, other - value.double())
     broken = [name for name, move in moved.items() if not bool(move.isfinite().all())]
@@ -165,3 +156,67 @@ def difference(model: nn.Module, weights: Any, what: str) -> dict[str, Tensor]:
             "diverged, or the checkpoint is damaged: leave it out."
         )
     return moved
+
+
+def _check_same_names(here: Mapping[str, Tensor], there: Mapping[str, Tensor], what: str) -> None:
+    """Refuse weights with other names or shapes."""
+    shapes = [
+        f"{name} {list(there[name].shape)} for {list(value.shape)}"
+        for name, value in here.items()
+        if name in there and there[name].shape != value.shape
+    ]
+    differences = {
+        "missing:": [name for name in here if name not in there],
+        "unexpected:": [name for name in there if name not in here],
+        "other shapes:": shapes,
+    }
+    problems = [f"{label} {listed(names, 4)}" for label, names in differences.items() if names]
+    if problems:
+        raise CheckpointError(
+            f"Expected {what} to be weights of the same network but they differ: {'; '.join(problems)}. Pass "
+            "checkpoints of one architecture."
+        )
+
+
+def by_name(parameters: Mapping[str, Tensor], vector: Tensor) -> dict[str, Tensor]:
+    """The pieces of a flat vector, each in the shape and on the device of its parameter."""
+    pieces = vector.split([value.numel() for value in parameters.values()])
+    return {
+        name: piece.reshape(value.shape).to(value.device)
+        for (name, value), piece in zip(parameters.items(), pieces, strict=True)
+    }
+
+
+def given_direction(parameters: Mapping[str, Tensor], given: Any) -> dict[str, Tensor]:
+    """A user's direction, a vector or tensors by parameter name, as tensors by name in float64."""
+    size = sum(value.numel() for value in parameters.values())
+    if isinstance(given, Tensor) and given.dim() == 1 and len(given) == size:
+        given = by_name(parameters, given.detach())
+    if not isinstance(given, Mapping) or not all(isinstance(value, Tensor) for value in given.values()):
+        raise OptionError(
+            f"Expected a direction to be a dict of tensors by parameter name or a vector of {size} numbers "
+            f"but got {describe(given)}. For example {{name: torch.randn_like(p) for name, p in "
+            "model.named_parameters()}."
+        )
+    unknown = [name for name in given if name not in parameters]
+    if unknown:
+        raise OptionError(
+            f"Expected directions of this network's parameters but got {listed(unknown)}."
+            f"{nearest(unknown[0], parameters)} Its parameters: {listed(parameters)}."
+        )
+    for name, value in given.items():
+        _check_move(name, value, parameters[name])
+    return {name: value.detach().double() for name, value in given.items()}
+
+
+def _check_move(name: str, value: Tensor, parameter: Tensor) -> None:
+    """Refuse a change of a parameter that is of another shape, or not finite."""
+    if value.shape != parameter.shape:
+        raise OptionError(
+            f"Expected a direction of shape {list(parameter.shape)} for {name!r} but got "
+            f"{list(value.shape)}. Directions have the shapes of the parameters they move."
+        )
+    if not bool(value.isfinite().all()):
+        raise OptionError(
+            f"Expected a finite direction but got NaN or infinity for {name!r}. Check how it was made."
+        )

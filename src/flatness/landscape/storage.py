@@ -5,18 +5,60 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flatness.errors import ReportError
-from flatness.files import ANY, ShapeError, check_shape, json_text, parse_json, replacing
+from flatness.files import ANY, TEXT, ShapeError, check_shape, json_text, parse_json, replacing
 from flatness.report.unpacking import UNREADABLE, TooLargeError, array_names, check_unpacked, read_array
 
 Array = NDArray[Any]
 _VERSION = 1
 _META = "meta"
+
+
+class Saved:
+    """A dataclass of arrays, names and `meta` that saves and loads itself.
+
+    Attributes:
+        kind: What the file says it is.
+        array_fields: Fields that hold an array.
+        text_fields: Fields that hold texts.
+        meta: What else is known.
+    """
+
+    kind: ClassVar[str]
+    array_fields: ClassVar[tuple[str, ...]]
+    text_fields: ClassVar[tuple[str, ...]]
+    meta: dict[str, Any]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write arrays and meta to an .npz file, at once or not at all."""
+        texts = {name: list(getattr(self, name)) for name in self.text_fields}
+        write_arrays(path, self.kind, self._arrays(), {**self.meta, **texts})
+
+    def _arrays(self) -> dict[str, Array]:
+        return {name: getattr(self, name) for name in self.array_fields}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote."""
+        shape = {name: [TEXT] for name in cls.text_fields}
+        _, arrays, meta = read_arrays(path, cls.kind, arrays=cls._names, meta=shape)
+        return cls(**cls._fields(arrays, meta), **{"meta": meta})
+
+    @classmethod
+    def _names(cls, meta: dict[str, Any]) -> list[str]:
+        """What the arrays of a saved one are called."""
+        return list(cls.array_fields)
+
+    @classmethod
+    def _fields(cls, arrays: dict[str, Array], meta: dict[str, Any]) -> dict[str, Any]:
+        """All fields but `meta`, whose entries that are fields are taken out of it."""
+        texts = {name: tuple(meta.pop(name)) for name in cls.text_fields}
+        return {**{name: arrays[name] for name in cls.array_fields}, **texts}
 
 
 def write_arrays(

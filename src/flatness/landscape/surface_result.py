@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatness.files import TEXT
 from flatness.landscape.captions import AXES, batch_norm_words, data_words
-from flatness.landscape.storage import Array, read_arrays, write_arrays
+from flatness.landscape.storage import Array, Saved
 
 if TYPE_CHECKING:
     import pandas
 
-KIND = "surface"
-_ARRAYS = ("x", "y", "loss", "accuracy", "done")
 _PATH = "path "
-_META = {name: [TEXT] for name in ("paths", "labels", "notes")}
 
 
 @dataclass(frozen=True)
-class Surface:
+class Surface(Saved):
     """Loss and accuracy over a plane in parameter space.
 
     Attributes:
@@ -38,6 +33,10 @@ class Surface:
         meta: Where it comes from: directions, data, loss, settings.
         notes: What the user should know.
     """
+
+    kind = "surface"
+    array_fields = ("x", "y", "loss", "accuracy", "done")
+    text_fields = ("paths", "labels", "notes")
 
     x: Array
     y: Array
@@ -73,21 +72,20 @@ class Surface:
         columns = {"x": x, "y": y, "loss": self.loss, "accuracy": self.accuracy}
         return pandas.DataFrame({name: values.ravel() for name, values in columns.items()})
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write arrays and meta to an .npz file, at once or not at all."""
-        arrays = {name: getattr(self, name) for name in _ARRAYS}
-        arrays |= {f"{_PATH}{place}": spots for place, spots in enumerate(self.paths.values())}
-        named = {"paths": list(self.paths), "labels": list(self.labels), "notes": list(self.notes)}
-        write_arrays(path, KIND, arrays, {**self.meta, **named})
+    def _arrays(self) -> dict[str, Array]:
+        return super()._arrays() | {
+            f"{_PATH}{place}": spots for place, spots in enumerate(self.paths.values())
+        }
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Surface:
-        """Read what `save` wrote."""
-        _, arrays, meta = read_arrays(path, KIND, arrays=_names, meta=_META)
-        paths = {name: arrays[f"{_PATH}{place}"] for place, name in enumerate(meta.pop("paths"))}
-        labels, notes = tuple(meta.pop("labels")), tuple(meta.pop("notes"))
-        arrays = {name: arrays[name] for name in _ARRAYS}
-        return cls(**arrays, paths=paths, labels=labels, meta=meta, notes=notes)
+    def _names(cls, meta: dict[str, Any]) -> list[str]:
+        return [*cls.array_fields, *(f"{_PATH}{place}" for place in range(len(meta["paths"])))]
+
+    @classmethod
+    def _fields(cls, arrays: dict[str, Array], meta: dict[str, Any]) -> dict[str, Any]:
+        found = super()._fields(arrays, meta)
+        paths = {name: arrays[f"{_PATH}{place}"] for place, name in enumerate(found["paths"])}
+        return {**found, "paths": paths}
 
     def __str__(self) -> str:
         """The caption, and where the lowest point is."""
@@ -102,8 +100,3 @@ class Surface:
         return "\n  ".join([*lines, *self.notes])
 
     __repr__ = __str__
-
-
-def _names(meta: dict[str, Any]) -> list[str]:
-    """What the arrays of a saved surface are called."""
-    return [*_ARRAYS, *(f"{_PATH}{place}" for place in range(len(meta["paths"])))]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatness.errors import ModelError, OptionError
 from flatness.landscape.arguments import (
@@ -21,16 +22,18 @@ from flatness.landscape.arguments import (
     positions_of,
 )
 from flatness.landscape.directions import Asked, Chosen, check_asked, choose_directions
-from flatness.landscape.filling import Table
-from flatness.landscape.networks import state_of
+from flatness.landscape.filling import Table, facts_of, identity_of
+from flatness.landscape.networks import by_name, difference, state_of
 from flatness.landscape.points import Points
-from flatness.landscape.setting import RISK, facts_of, identity_of
 from flatness.landscape.storage import Array
-from flatness.landscape.surface_result import KIND, Surface
-from flatness.landscape.trajectory import Plane, principal_plane, trajectories_of
+from flatness.landscape.surface_result import Surface
+from flatness.problem.batches import describe
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+
+# Of the extent of trajectories, to be left on each side of them.
+_ROOM = 0.2
 
 
 @separately()
@@ -157,7 +160,7 @@ class _Survey:
             x, y = self._axes(plane)
             points.along(chosen.vectors)
             table = Table.empty(1, len(x) * len(y), problem.progress)
-            identity = self._identity(x, y) | {RISK: points.loss}
+            identity = identity_of([problem], points.loss, **self._settings(x, y))
             kind = self.asked.kind if plane is None else "trajectory"
             meta = {**chosen.facts, "directions": kind, **facts_of(points, self.batch_norm, kind)}
             meta["asked"] = identity
@@ -176,7 +179,7 @@ class _Survey:
                     notes=tuple(dict.fromkeys([*table.notes(), *chosen.notes, *problem.notes])),
                 )
 
-            table.keep_in(self.resume, KIND, identity, found)
+            table.keep_in(self.resume, Surface.kind, identity, found)
             problem.progress = False
             with table.bar:
                 table.fill(0, points, _grid(x, y))
@@ -203,12 +206,12 @@ class _Survey:
             ends = plane.ends()
         return positions_of(ends[0], self.counts[0]), positions_of(ends[1], self.counts[1])
 
-    def _identity(self, x: Array, y: Array) -> dict[str, Any]:
+    def _settings(self, x: Array, y: Array) -> dict[str, Any]:
         name = self.asked.identity
         if self.trajectories is not None:
             steps = {name: [state_of(step) for step in steps] for name, steps in self.trajectories.items()}
             name = f"trajectory {digest(steps)}"
-        return identity_of([self.problem]) | {
+        return {
             "directions": name,
             "span": [[float(axis[0]), float(axis[-1])] for axis in (x, y)],
             "points": list(self.counts),
@@ -216,7 +219,6 @@ class _Survey:
             "layers": self.asked.layers,
             "batch_norm": self.batch_norm,
             "batch_size": self.batch_size if self.batch_norm == "recomputed" else None,
-            "data": f"{self.problem.fingerprint or 0:x}",
         }
 
 
@@ -224,3 +226,82 @@ def _grid(x: Array, y: Array) -> torch.Tensor:
     """(ny·nx, 2): the points of the grid, row by row."""
     across, up = np.meshgrid(x, y)
     return torch.from_numpy(np.stack([across.ravel(), up.ravel()], axis=1))
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Two directions of unit length, and where the checkpoints lie on the plane they span.
+
+    Attributes:
+        directions: The principal directions, tensors by parameter name.
+        paths: Coordinates of the checkpoints of each trajectory, (checkpoints, 2).
+        shares: For each trajectory, the share of its squared distances from θ that lies in the plane.
+    """
+
+    directions: list[dict[str, Tensor]]
+    paths: dict[str, Array]
+    shares: dict[str, float]
+
+    def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Ranges of both axes that hold all paths, and θ, with some room."""
+        spots = np.concatenate([*self.paths.values(), np.zeros((1, 2))])
+        low, high = spots.min(0), spots.max(0)
+        # A path that hardly leaves one axis still gets a picture with two.
+        room = _ROOM * np.maximum(high - low, 0.25 * (high - low).max())
+        x, y = zip((low - room).tolist(), (high + room).tolist(), strict=True)
+        return x, y
+
+
+def trajectories_of(given: Any) -> dict[str, list[Any]]:
+    """Trajectories by name: a list of weights is one of them."""
+    named = given if _is_named(given) else {"trajectory": given}
+    for name, checkpoints in named.items():
+        if not isinstance(checkpoints, (list, tuple)) or not checkpoints:
+            raise OptionError(
+                "Expected a trajectory to be a list of networks or state dicts, or a dict of such lists "
+                "by name, "
+                f"but {name!r} is {describe(checkpoints)}. For example trajectory=[torch.load(p) for p in "
+                "paths]."
+            )
+    return {str(name): list(checkpoints) for name, checkpoints in named.items()}
+
+
+def _is_named(given: Any) -> bool:
+    return isinstance(given, Mapping) and not any(isinstance(value, Tensor) for value in given.values())
+
+
+def principal_plane(model: nn.Module, trajectories: Mapping[str, list[Any]]) -> Plane:
+    """The plane through θ in which the checkpoints lie best, by least squares.
+
+    Directions are the first two right singular vectors of the matrix of all θ_i − θ: not centred, so that
+    the network itself is on the plane. Only parameters count, not buffers.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    rows, owners = [], []
+    for name, checkpoints in trajectories.items():
+        for place, weights in enumerate(checkpoints, 1):
+            moved = difference(model, weights, f"checkpoint {place} of {name!r}")
+            rows.append(torch.cat([moved[parameter].flatten().cpu() for parameter in names]))
+            owners.append(name)
+    M = torch.stack(rows)
+    # The small Gram matrix has the same singular values; there are far fewer checkpoints than parameters.
+    values, U = torch.linalg.eigh(M @ M.T)
+    if len(values) < 2 or float(values[-2]) <= 1e-12 * float(values[-1]):
+        raise OptionError(
+            "Expected checkpoints that span a plane with the network but they lie on one line. Pass at "
+            "least two "
+            "that differ from the network and from each other."
+        )
+    V = (M.T @ U[:, [-1, -2]]) / values[[-1, -2]].sqrt()
+    coordinates = M @ V
+    # Signs are arbitrary: the farthest checkpoint lies on the positive side.
+    far = coordinates.abs().argmax(0)
+    signs = coordinates[far, torch.arange(2)].sign()
+    V, coordinates = V * signs, coordinates * signs
+    paths, shares = {}, {}
+    for name in trajectories:
+        own = torch.tensor([owner == name for owner in owners])
+        paths[name] = coordinates[own].numpy()
+        total = float(M[own].square().sum())
+        shares[name] = float(coordinates[own].square().sum()) / total if total else 1.0
+    return Plane([by_name(dict(model.named_parameters()), vector) for vector in V.T], paths, shares)
