@@ -11,35 +11,28 @@ from torch.utils._pytree import tree_flatten
 
 # How Python asks a tensor for a number; `t.float()` and `t.int()` are other operators.
 _NUMBERS = frozenset("__float__ __int__ __bool__ __index__ __complex__ __long__".split())  # noqa: SIM905
-_SYNONYMS = {
-    **{
-        "radd": "add",
-        "iadd": "add",
-        "isub": "sub",
-        "subtract": "sub",
-        "rmul": "mul",
-        "imul": "mul",
-        "multiply": "mul",
-    },
-    **{"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "imatmul": "matmul"},
-    **{
-        "negative": "neg",
-        "absolute": "abs",
-        "arctan": "atan",
-        "concat": "cat",
-        "concatenate": "cat",
-        "swapaxes": "transpose",
-    },
-    **{
-        "swapdims": "transpose",
-        "moveaxis": "movedim",
-        "greater": "gt",
-        "less": "lt",
-        "greater_equal": "ge",
-        "less_equal": "le",
-    },
-    **{"clip": "clamp", "native_dropout": "dropout", "special_expit": "sigmoid"},
+# Other spellings of an operator, by its name.
+_SPELLINGS = {
+    "add": "radd iadd",
+    "sub": "isub subtract",
+    "mul": "rmul imul multiply",
+    "div": "truediv itruediv true_divide divide",
+    "matmul": "imatmul",
+    "neg": "negative",
+    "abs": "absolute",
+    "atan": "arctan",
+    "cat": "concat concatenate",
+    "transpose": "swapaxes swapdims",
+    "movedim": "moveaxis",
+    "gt": "greater",
+    "lt": "less",
+    "ge": "greater_equal",
+    "le": "less_equal",
+    "clamp": "clip",
+    "dropout": "native_dropout",
+    "sigmoid": "special_expit",
 }
+_SYNONYMS = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,15 +15,12 @@ from flatness.symmetry.trace.calls import Call
 def linear(flow: Flow, call: Call) -> Any:
     """Follow z = W x + b along the last dimension."""
     given = call.bound("input weight | bias")
-    W = flow.entry(given["weight"])
-    x = flow.labels(given["input"])
+    W, x = flow.entry(given["weight"]), flow.labels(given["input"])
     if not isinstance(W, ParameterView):
         return _add_bias(flow, _product(flow, call, x, W.transpose(-1, -2)), given.get("bias"))
     if len(W.shape) != 2:
         return None
-    d, m = W.shape
-    rows, columns = flow.classes.fresh(d), flow.per_channel(x, -1)
-    _weight(flow, W, rows, columns, lambda r: r.reshape(d, 1), lambda c: c.reshape(1, m))
+    rows = _weighted(flow, W, flow.per_channel(x, -1))
     _bias(flow, given.get("bias"), rows)
     return rows.expand(flow.shape(call))
 
@@ -47,73 +43,38 @@ def _matmul(flow: Flow, call: Call, first: Any, second: Any) -> Any:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _product(flow, call, a, b)
     if isinstance(b, ParameterView) and isinstance(a, Tensor) and len(b.shape) == 2:
-        m, d = b.shape
-        rows, columns = flow.classes.fresh(d), flow.per_channel(a, -1)
-        _weight(flow, b, rows, columns, lambda r: r.reshape(1, d), lambda c: c.reshape(m, 1))
-        return rows.expand(flow.shape(call))
+        return _weighted(flow, b, flow.per_channel(a, -1), transposed=True).expand(flow.shape(call))
     if isinstance(a, ParameterView) and isinstance(b, Tensor) and len(a.shape) == 2 and b.dim() > 1:
-        d, m = a.shape
-        rows, columns = flow.classes.fresh(d), flow.per_channel(b, -2)
-        _weight(flow, a, rows, columns, lambda r: r.reshape(d, 1), lambda c: c.reshape(1, m))
-        return rows.reshape(d, 1).expand(flow.shape(call))
+        return _weighted(flow, a, flow.per_channel(b, -2)).reshape(-1, 1).expand(flow.shape(call))
     return None
 
 
 def conv(flow: Flow, call: Call) -> Any:
     """A convolution with groups: weight (O, C/G, …)."""
-    given = call.bound("input weight | bias stride padding dilation groups")
-    W, groups = flow.entry(given["weight"]), given.get("groups", 1)
-    if not isinstance(W, ParameterView):
-        return None
-    x, spatial = flow.labels(given["input"]), len(W.shape) - 2
-    out = W.shape[0]
-    columns = flow.per_channel(x, x.dim() - spatial - 1)
-    taps = [1] * spatial
-    if flow.permuting and groups == out == len(columns):
-        # One filter per channel: channel and filter move together.
-        columns = flow.settled(columns)
-        flow.uses.append(
-            Use(W.name, W.index, up=columns.reshape(out, 1, *taps), rows=columns, up_part="filters")
-        )
-        _bias(flow, given.get("bias"), columns)
-        return columns.reshape(out, *taps).expand(flow.shape(call))
-    rows = flow.classes.fresh(out)
-
-    each = out // groups if groups > 1 else 1  # without groups, all filters see the same channels
-    _weight(
-        flow, W, rows, columns, lambda r: r.reshape(out, 1, *taps), lambda c: _grouped(c, groups, each, taps)
-    )
-    _bias(flow, given.get("bias"), rows)
-    return rows.reshape(out, *taps).expand(flow.shape(call))
+    return _convolved(flow, call, call.bound("input weight | bias stride padding dilation groups"))
 
 
 def conv_transpose(flow: Flow, call: Call) -> Any:
     """A transposed convolution with groups: weight (C, O/G, …)."""
     given = call.bound("input weight | bias stride padding output_padding groups dilation")
+    return _convolved(flow, call, given, transposed=True)
+
+
+def _convolved(flow: Flow, call: Call, given: dict[str, Any], *, transposed: bool = False) -> Any:
     W, groups = flow.entry(given["weight"]), given.get("groups", 1)
     if not isinstance(W, ParameterView):
         return None
-    x, spatial = flow.labels(given["input"]), len(W.shape) - 2
-    channels, per_group = W.shape[:2]
-    taps = [1] * spatial
-    rows, columns = flow.classes.fresh(per_group * groups), flow.per_channel(x, x.dim() - spatial - 1)
-    each = channels // groups if groups > 1 else 1
-    _weight(
-        flow,
-        W,
-        rows,
-        columns,
-        lambda r: _grouped(r, groups, each, taps),
-        lambda c: c.reshape(channels, 1, *taps),
-    )
+    taps = [1] * (len(W.shape) - 2)
+    x = flow.labels(given["input"])
+    columns = flow.per_channel(x, x.dim() - len(taps) - 1)
+    if flow.permuting and not transposed and groups == W.shape[0] == len(columns):
+        # One filter per channel: channel and filter move together.
+        rows = flow.settled(columns)
+        flow.uses.append(Use(W.name, W.index, up=rows.reshape(-1, 1, *taps), rows=rows, up_part="filters"))
+    else:
+        rows = _weighted(flow, W, columns, groups=groups, transposed=transposed)
     _bias(flow, given.get("bias"), rows)
     return rows.reshape(-1, *taps).expand(flow.shape(call))
-
-
-def _grouped(values: Tensor, groups: int, each: int, taps: list[int]) -> Tensor:
-    """Numbers of units, repeated for the `each` units they meet in their group: (groups·each, units, …)."""
-    per_group = len(values) // groups
-    return values.reshape(groups, 1, per_group).expand(-1, each, -1).reshape(groups * each, per_group, *taps)
 
 
 def embedding(flow: Flow, call: Call) -> Any:
@@ -174,18 +135,27 @@ def _product(flow: Flow, call: Call, a: Tensor, b: Tensor) -> Any:
     return flow.fixed_output(call)[0]
 
 
-def _weight(
-    flow: Flow,
-    W: ParameterView,
-    rows: Tensor,
-    columns: Tensor,
-    by_row: Callable[[Tensor], Tensor],
-    by_column: Callable[[Tensor], Tensor],
-) -> None:
-    """Note a weight; `by_row` and `by_column` lay numbers of its output and input units out like it."""
+def _weighted(
+    flow: Flow, W: ParameterView, columns: Tensor, *, groups: int = 1, transposed: bool = False
+) -> Tensor:
+    """Note a weight (O, C/G, …), or (C, O/G, …) if transposed; returns the labels of its output units."""
+    first, second, *taps = W.shape
+    rows = flow.classes.fresh(second * groups if transposed else first)
+
+    def alone(units: Tensor) -> Tensor:
+        return units.reshape(-1, 1, *[1] * len(taps))
+
+    def grouped(units: Tensor) -> Tensor:
+        # Without groups, all units of the first dimension meet the same ones of the second.
+        each, inside = first // groups if groups > 1 else 1, len(units) // groups
+        repeated = units.reshape(groups, 1, inside).expand(-1, each, -1)
+        return repeated.reshape(groups * each, inside, *[1] * len(taps))
+
+    by_row, by_column = (grouped, alone) if transposed else (alone, grouped)
     units = by_row(torch.arange(len(rows))), by_column(torch.arange(len(columns)))
     labels = by_row(rows), by_column(columns)
     flow.uses.append(Use(W.name, W.index, *labels, "rows", "columns", rows, columns, units))
+    return rows
 
 
 def _add_bias(flow: Flow, labels: Any, bias: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flatness.symmetry.flow.groups import Symmetries
+from flatness.symmetry.flow.labels import Classes
 from flatness.symmetry.rewriting.base import (
     FIXED,
     ChannelScaling,
@@ -37,7 +38,7 @@ class Layerwise(ChannelScaling):
     @classmethod
     def choices(cls, found: Symmetries) -> Tensor:
         """The classes of a layer's rows take one factor, and those of its columns."""
-        return LayerClasses(found).of
+        return _layer_classes(found)
 
     @classmethod
     def scaled(cls, found: Symmetries, scales: Tensor) -> Self:
@@ -57,17 +58,18 @@ class Layerwise(ChannelScaling):
         choice, the scale that comes first in the network stays 1, so that later layers make up for earlier
         ones.
         """
-        merged = LayerClasses(found)
+        of = torch.cat([_layer_classes(found), torch.tensor([FIXED])])
         scales = _TiedScales()
         for number, other in enumerate(found.inverse):
-            if other != FIXED and FIXED != merged.of[number] < merged.of[other]:
-                scales.invert(int(merged.of[number]), int(merged.of[other]))
+            if other != FIXED and FIXED != of[number] < of[other]:
+                scales.invert(int(of[number]), int(of[other]))
         for name, action in named_layers(found, factors).items():
             value = float(positive(name, factors[name], 1))
-            forced = scales.tie(merged.one(action.rows), merged.one(action.columns), math.log(value))
+            out, into = (int(of[_first(units)]) for units in (action.rows, action.columns))
+            forced = scales.tie(out, into, math.log(value))
             if forced is not None:
                 raise contradiction(found, name, value, math.exp(forced))
-        logs = [scales.log(number) for number in merged.of.tolist()]
+        logs = [scales.log(number) for number in of[:-1].tolist()]
         return cls.scaled(found, torch.tensor(logs, dtype=torch.float64).exp())
 
     def leaves(self, declared: Set[str], layer: str | None) -> bool:
@@ -88,55 +90,22 @@ class Layerwise(ChannelScaling):
         return abs(self.factors.get(layer, 1.0) - 1.0) > _UNCHANGED
 
 
-class LayerClasses:
-    """Classes joined so that every weight tensor has one factor: its rows share one, its columns share one.
+def _layer_classes(found: Symmetries) -> Tensor:
+    """Classes joined so that every weight has one factor: its rows share one, its columns share one.
 
-    Attributes:
-        of: The layer-wise class of every class; −1 where it is fixed.
+    Returns:
+        The layer-wise class of every class; −1 where it is fixed.
     """
-
-    def __init__(self, symmetries: Symmetries) -> None:
-        self._parent = list(range(symmetries.classes + 1))
-        for action in symmetries.actions:
-            for units in (action.rows, action.columns):
-                if units is not None:
-                    self._join(units.unique().tolist())
-        self._keep_inverses(symmetries.inverse)
-        anchor = self._root(FIXED)
-        roots = [self._root(number) for number in range(symmetries.classes)]
-        self.of = torch.tensor([FIXED if root == anchor else root for root in roots], dtype=torch.int64)
-
-    def one(self, units: Tensor | None) -> int:
-        """The layer-wise class of rows or columns; −1 for fixed ones and for none."""
-        first = _first(units)
-        return FIXED if first == FIXED else int(self.of[first])
-
-    def _keep_inverses(self, inverse: tuple[int, ...]) -> None:
-        """Join the inverses of joined classes; a class that holds its own inverse is fixed, and so is its."""
-        changed = True
-        while changed:
-            changed, first = False, {}
-            for number, other in enumerate(inverse):
-                if other != FIXED:
-                    root = self._root(number)
-                    fixed = root in (self._root(FIXED), self._root(other))
-                    target = FIXED if fixed else first.setdefault(root, other)
-                    if self._root(target) != self._root(other):
-                        self._join([target, other])
-                        changed = True
-
-    def _root(self, number: int) -> int:
-        number %= len(self._parent)
-        while self._parent[number] != number:
-            self._parent[number] = self._parent[self._parent[number]]
-            number = self._parent[number]
-        return number
-
-    def _join(self, numbers: list[int]) -> None:
-        for number in numbers[1:]:
-            one, other = self._root(number), self._root(numbers[0])
-            # The class that comes first in the network stands for all.
-            self._parent[max(one, other)] = min(one, other)
+    classes = Classes()
+    labels = torch.cat([classes.fresh(found.classes), classes.fixed((1,), "fixed")])  # class −1 is the last
+    for number, other in enumerate(found.inverse):
+        if other != FIXED:
+            classes.invert(labels[number], labels[other])
+    for action in found.actions:
+        for units in (action.rows, action.columns):
+            if units is not None:
+                classes.unite_along(labels[units.flatten()], [0])
+    return classes.roots(labels[:-1])
 
 
 class _TiedScales:
