@@ -13,7 +13,7 @@ from flatness.errors import OptionError
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.flow.labels import Classes
 from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
-from flatness.symmetry.trace.tracing import default_forward
+from flatness.symmetry.trace.forward_pass import default_forward
 from measuring.test_transformer_layers import MODELS, built, inputs
 
 SEQUENCE = (5, 4)

@@ -15,7 +15,7 @@ from flatness.errors import ModelError
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.rewriting.kinds import KINDS, invariances, kind_named
 from flatness.symmetry.rewriting.rescaling import make_rescaling, rescaled_copy
-from flatness.symmetry.trace.tracing import default_forward
+from flatness.symmetry.trace.forward_pass import default_forward
 from networks import CASES
 
 NETWORKS = (

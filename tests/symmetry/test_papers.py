@@ -11,7 +11,7 @@ import oracle
 from architectures import sequential
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
-from flatness.symmetry.trace.tracing import default_forward
+from flatness.symmetry.trace.forward_pass import default_forward
 from flatness.zoo.models import rangamani2019_c1, rangamani2019_f1
 from manifold import RiemannianHessian, lanczos, power_method
 

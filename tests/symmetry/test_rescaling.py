@@ -16,7 +16,7 @@ from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.rewriting.kinds import KINDS
 from flatness.symmetry.rewriting.kinds.permutation import exchangeable
 from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
-from flatness.symmetry.trace.tracing import default_forward
+from flatness.symmetry.trace.forward_pass import default_forward
 from networks import CASES
 
 FIXED = [name for name, case in CASES.items() if not symmetries(case.build(), case.x[:1]).groups]

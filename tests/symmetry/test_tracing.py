@@ -9,7 +9,7 @@ from architectures import sequential
 from flatness.errors import ModelError, NondeterministicError, NotFiniteError
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.rewriting.rescaling import rescale
-from flatness.symmetry.trace.tracing import default_forward, trace
+from flatness.symmetry.trace.forward_pass import default_forward, trace
 from networks import CASES
 
 

@@ -138,13 +138,17 @@ def read_graph(
         blocked = _union(operands) if pieces is None else pieces.curved_in(operands)
         if not blocked or node is exempt:
             continue
-        # Of what wrote into a view it is known which operators it may have been, not which it was.
-        writes = [f"{write} on a view" for write in curved_in_place]
-        found = writes if _is_written(node) else [operator_name(node)]
         for name in _named(blocked, layers):
-            curved[name] += [one for one in found if one not in curved[name]]
+            curved[name] += [one for one in _culprits(node, curved_in_place) if one not in curved[name]]
     reached = frozenset(_named(reach.get(output.grad_fn, 0), layers))
     return NetworkGraph(curved, reached, _reads(nodes), frozenset(operators))
+
+
+def _culprits(node: Any, curved_in_place: Sequence[str]) -> list[str]:
+    """What makes a node curved; of what wrote into a view, all operators that it may have been."""
+    if _is_written(node):
+        return [f"{write} on a view" for write in curved_in_place]
+    return [operator_name(node)]
 
 
 def reads(value: Tensor) -> dict[int, int]:

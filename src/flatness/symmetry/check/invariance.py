@@ -28,7 +28,7 @@ from flatness.symmetry.rewriting.base import Rescaling
 from flatness.symmetry.rewriting.equality import Comparison
 from flatness.symmetry.rewriting.kinds import KINDS, kind_named
 from flatness.symmetry.rewriting.rescaling import check_choices, make_rescaling, rescaled_copy
-from flatness.symmetry.trace.tracing import Forward
+from flatness.symmetry.trace.forward_pass import Forward
 
 _OF_PROBLEM = ("forward", "batch_size", "device", "seed", "progress")
 _EXAMPLE = 8

@@ -19,8 +19,7 @@ from flatness.network.operators import OPERATORS, Operator
 from flatness.symmetry.flow.labels import ANY, Classes, compact, distinct
 from flatness.symmetry.flow.uses import NormCorrection, ParameterView, Use, entries_used
 from flatness.symmetry.trace.calls import Call, Ref, UnknownFormError, Value
-from flatness.symmetry.trace.dependence import way_through
-from flatness.symmetry.trace.tracing import Trace
+from flatness.symmetry.trace.forward_pass import Trace, way_through
 
 Rule = Callable[["Flow", Call], Any]
 """Follows one call: gives the labels of what it returned (or moved parameters), or None to end the chain."""
@@ -233,8 +232,12 @@ class Flow:
         operands = [ref for ref in call.refs() if self._labelled(ref) and self.value(ref).floating]
         if any(0 in self.value(ref).shape for ref in operands):
             return f"the example has no entries for {call}"
-        if not operands or word is None or word == _CREATION:
-            return None
+        return (
+            None if not operands or word in (None, _CREATION) else self._loss(call, outputs, operands, word)
+        )
+
+    def _loss(self, call: Call, outputs: list[Ref], operands: list[Ref], word: str | None) -> str | None:
+        """What a call takes away from floating-point operands, if anything."""
         counted = any(not self.value(ref).floating and ref.index in self._used for ref in outputs)
         if counted and word not in _UNMOVED:
             return f"{call} turns it into whole numbers"

@@ -16,7 +16,7 @@ from flatness.symmetry.flow.channels import Action, Group, Slot, counted, layer_
 from flatness.symmetry.flow.flow import Flow
 from flatness.symmetry.flow.rules import RULES
 from flatness.symmetry.flow.uses import NormCorrection
-from flatness.symmetry.trace.tracing import Forward, Trace, default_forward, trace
+from flatness.symmetry.trace.forward_pass import Forward, Trace, default_forward, trace
 
 _STATISTICS = ("running mean", "running variance")
 
@@ -162,55 +162,52 @@ def checked(model: nn.Module) -> nn.Module:
 
 def find_groups(flow: Flow) -> Symmetries:
     """Number the free classes of a followed pass and sort its channels into groups."""
-    every = torch.cat([flow.classes.root_table(free_only=False), torch.tensor([-1])])
-    free = torch.cat([flow.classes.root_table(), torch.tensor([-1])])  # the label of a zero, −1, is the last
-    used = [labels.flatten() for use in flow.uses for labels in (use.rows, use.columns) if labels is not None]
-    roots = free[torch.cat(used).long()].unique() if used else torch.empty(0, dtype=torch.int64)
-    number = torch.full((len(free),), -1, dtype=torch.int64)
-    number[roots[roots >= 0]] = torch.arange(int((roots >= 0).sum()))
-    table = torch.where(free >= 0, number[free], -1)
+    table, roots = _numbered_classes(flow)
 
     def numbered(labels: Tensor | None) -> Tensor | None:
         return None if labels is None else table[labels.long()]
 
-    actions = tuple(
+    actions = [
         Action(use, *(numbered(part) for part in (use.up, use.down, use.rows, use.columns)))
         for use in flow.uses
-    )
-    groups = _families(flow, every)
+    ]
+    partners = [flow.classes.inverse(root) for root in roots]
+    groups = _families(flow)
     return Symmetries(
         model=flow.trace.model,
         groups=tuple(group for group in groups if not group.reasons),
         fixed=tuple(group for group in groups if group.reasons),
         held={use.name: use.held for use in flow.uses if use.held is not None},
-        actions=actions,
+        actions=tuple(actions),
         corrections=tuple((correction, table[correction.labels.long()]) for correction in flow.corrections),
-        classes=int((roots >= 0).sum()),
+        classes=len(roots),
         trace=flow.trace,
         output=int(table[flow.output.flatten()[:1].long()]) if flow.output.numel() else -1,
-        inverse=tuple(_inverses(flow, roots[roots >= 0].tolist(), number)),
+        inverse=tuple(-1 if partner is None else int(table[partner]) for partner in partners),
         companies=tuple((table[labels.long()], places) for labels, places in flow.companies),
     )
 
 
-def _inverses(flow: Flow, roots: list[int], number: Tensor) -> list[int]:
-    """The number of the class with inverse factors, for every root of a class."""
-    partners = [flow.classes.inverse(root) for root in roots]
-    return [-1 if partner is None else int(number[partner]) for partner in partners]
+def _numbered_classes(flow: Flow) -> tuple[Tensor, list[int]]:
+    """The number of every label's class, and the roots of the classes by number.
+
+    Fixed classes, those that meet no parameter and the last entry, for the label −1 of a zero, have −1.
+    """
+    free = torch.cat([flow.classes.root_table(), torch.tensor([-1])])
+    used = [labels.flatten() for use in flow.uses for labels in (use.rows, use.columns) if labels is not None]
+    roots = free[torch.cat(used).long()].unique() if used else torch.empty(0, dtype=torch.int64)
+    roots = roots[roots >= 0]
+    number = torch.full((len(free),), -1, dtype=torch.int64)
+    number[roots] = torch.arange(len(roots))
+    return torch.where(free >= 0, number[free], -1), roots.tolist()
 
 
-def _families(flow: Flow, roots: Tensor) -> tuple[Group, ...]:
+def _families(flow: Flow) -> tuple[Group, ...]:
     """Classes that meet the same parameters in the same way, side by side."""
     touched: dict[int, list[_Touch]] = {}
     for number, use in enumerate(flow.uses):
         for labels, up in ((use.rows, True), (use.columns, False)):
-            places: dict[int, list[int]] = {}
-            for unit, root in enumerate(
-                roots[labels.flatten().long()].tolist() if labels is not None else ()
-            ):
-                places.setdefault(root, []).append(unit)
-            places.pop(-1, None)
-            for root, units in places.items():
+            for root, units in _units_by_root(flow, labels).items():
                 touched.setdefault(root, []).append(_Touch(number, up, up, units))
     for root in sorted(touched):
         # Classes with inverse factors are one group: what multiplies the one divides the other.
@@ -219,12 +216,19 @@ def _families(flow: Flow, roots: Tensor) -> tuple[Group, ...]:
             touched[root] += [replace(touch, producing=not touch.up) for touch in touched.pop(partner)]
     families: dict[Any, list[int]] = {}
     for root, slots in sorted(touched.items()):
-        key = (
-            tuple((touch.number, touch.producing, len(touch.units)) for touch in slots),
-            flow.classes.reasons(root),
-        )
-        families.setdefault(key, []).append(root)
+        met = tuple((touch.number, touch.producing, len(touch.units)) for touch in slots)
+        families.setdefault((met, flow.classes.reasons(root)), []).append(root)
     return tuple(_group(flow, members, [touched[root] for root in members]) for members in families.values())
+
+
+def _units_by_root(flow: Flow, labels: Tensor | None) -> dict[int, list[int]]:
+    """The units of each class among labels, one per unit."""
+    places: dict[int, list[int]] = {}
+    roots = [] if labels is None else flow.classes.roots(labels.flatten(), free_only=False).tolist()
+    for unit, root in enumerate(roots):
+        if root >= 0:
+            places.setdefault(root, []).append(unit)
+    return places
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flatness.problem import batches
 from flatness.problem.guard import Guard
 from flatness.symmetry.flow.groups import placed
 from flatness.symmetry.rewriting.base import Rescaling
-from flatness.symmetry.trace.tracing import Forward, difference, run
+from flatness.symmetry.trace.forward_pass import Forward, difference, run
 
 # New inputs are drawn until there are about so many samples, in so many batches at most.
 _SAMPLES, _BATCHES = 16, 8

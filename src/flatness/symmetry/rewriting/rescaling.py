@@ -18,7 +18,7 @@ from flatness.symmetry.flow.groups import Symmetries, checked, symmetries
 from flatness.symmetry.rewriting.base import FIXED, ChannelScaling, Draw, Rescaling
 from flatness.symmetry.rewriting.equality import Comparison
 from flatness.symmetry.rewriting.kinds import KINDS, kind_named
-from flatness.symmetry.trace.tracing import Forward, default_forward
+from flatness.symmetry.trace.forward_pass import Forward, default_forward
 
 
 def rescale(

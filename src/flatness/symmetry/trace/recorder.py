@@ -1,4 +1,4 @@
-"""The recorder behind `tracing`: intercepts every call into torch while a network runs."""
+"""The recorder behind `forward_pass`: intercepts every call into torch while a network runs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from flatness.symmetry.flow.flow import Flow
 from flatness.symmetry.flow.labels import ANY, places_in_class
 from flatness.symmetry.flow.rules.elementwise import add
 from flatness.symmetry.flow.uses import ParameterView
-from flatness.symmetry.trace.calls import Call, Ref
+from flatness.symmetry.trace.calls import Call, Ref, UnknownFormError, references
 
 _RESHAPED = ("view", "reshape", "expand", "broadcast_to", "view_as", "reshape_as", "expand_as")
 # Layouts that leave entries in their order.
@@ -32,26 +32,38 @@ _PICKS = {
 
 def layout(flow: Flow, call: Call) -> Any:
     """Labels move as entries do: the same operator, applied to labels."""
-    function, args, kwargs = call.function, call.args, call.kwargs
-    if call.in_place is not None or "out" in kwargs:
+    if call.in_place is not None or "out" in call.kwargs:
         return None
-    if call.name in _RESHAPED:
-        if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):
-            return None  # other numbers out of the same memory
-        function = torch.broadcast_to if call.name.startswith(("expand", "broadcast")) else torch.reshape
-        args, kwargs = (call.first(), flow.shape(call)), {}
     if flow.permuting and call.name == "roll" and not call.bound("input shifts | dims").get("dims"):
         return None  # entries go on in the next sample
-    refs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Ref)]
+    function, args, kwargs = (
+        _reshaping(flow, call) if call.name in _RESHAPED else (call.function, call.args, call.kwargs)
+    )
+    refs = references((args, kwargs))
     if len(refs) == 1 and isinstance(view := flow.entry(refs[0]), ParameterView):
-        return _parameter_layout(function, args, kwargs, view)
+        moved_entries = _called(function, args, kwargs, lambda ref: view.entries().clone())
+        return [ParameterView(view.name, tuple(index.shape), index) for index in moved_entries]
 
     def moved(labels: dict[Ref, Tensor]) -> list[Tensor]:
-        given = tree_map(lambda leaf: labels[leaf] if isinstance(leaf, Ref) else leaf, (args, kwargs))
-        return _tensors(function(*given[0], **given[1]))
+        return _called(function, args, kwargs, labels.__getitem__)
 
     labels = {ref: flow.labels(ref) for ref in refs}
     return moved(labels) if call.name in _IN_ORDER else _followed_parts(flow, labels, moved)
+
+
+def _reshaping(flow: Flow, call: Call) -> tuple[Any, Any, Any]:
+    """One function for all operators that only change a shape, which their result has."""
+    if any(isinstance(argument, torch.dtype) for argument in (*call.args, *call.kwargs.values())):
+        raise UnknownFormError(call.name)  # other numbers out of the same memory
+    function = torch.broadcast_to if call.name.startswith(("expand", "broadcast")) else torch.reshape
+    return function, (call.first(), flow.shape(call)), {}
+
+
+def _called(function: Any, args: Any, kwargs: Any, of: Callable[[Ref], Any]) -> list[Tensor]:
+    """The tensors that a function returns where every reference stands for what `of` gives."""
+    args, kwargs = tree_map(lambda leaf: of(leaf) if isinstance(leaf, Ref) else leaf, (args, kwargs))
+    returned = function(*args, **kwargs)
+    return [leaf for leaf in tree_flatten(returned)[0] if isinstance(leaf, Tensor)]
 
 
 def _followed_parts(
@@ -84,44 +96,43 @@ def _one_place_each(labels: Tensor) -> bool:
     return len(torch.unique(labels)) == labels.numel()
 
 
-def _parameter_layout(function: Any, args: Any, kwargs: Any, view: ParameterView) -> Any:
-    """Entries of a parameter move."""
-    args, kwargs = tree_map(
-        lambda leaf: view.entries().clone() if isinstance(leaf, Ref) else leaf, (args, kwargs)
-    )
-    return [
-        ParameterView(view.name, tuple(index.shape), index) for index in _tensors(function(*args, **kwargs))
-    ]
-
-
 def pick(flow: Flow, call: Call) -> Any:
     """Entries picked by an index: a layout where it is constant, else only from entries that are alike."""
     source, indices = call.first(), [ref for ref in call.refs() if ref != call.first()]
     if "out" in call.kwargs or any(flow.value(ref).floating for ref in indices):
         return None
-    entry, constant = flow.entry(source), all(flow.is_constant(ref) for ref in indices)
+    entry = flow.entry(source)
     touched = _touched(flow, call, len(entry.shape))
     if not indices and (not flow.permuting or len(touched) < 2):
         return layout(flow, call)
     if isinstance(entry, ParameterView):
         return None
-    reason = f"{call} picks by an index that depends on the data"
-    for ref in indices:
-        flow.decided(ref, reason)
-    if call.name in ("gather", "take_along_dim") and flow.permuting:
-        touched = list(range(entry.dim()))
-    alike = all(flow.same_along(entry, dim) for dim in touched)
-    if not alike and (not constant or (flow.permuting and len(touched) > 1)):
-        return flow.stop(call, reason if not constant else f"{call} picks other entries of other channels")
+    reason = _unlike(flow, call, entry, indices, touched)
+    if reason is not None:
+        return flow.stop(call, reason)
 
     def moved(labels: dict[Ref, Tensor]) -> list[Tensor]:
-        args, kwargs = tree_map(
-            lambda leaf: labels.get(leaf, flow.value(leaf).tensor) if isinstance(leaf, Ref) else leaf,
-            (call.args, call.kwargs),
-        )
-        return _tensors(call.function(*args, **kwargs))
+        def of(ref: Ref) -> Any:
+            return labels.get(ref, flow.value(ref).tensor)
+
+        return _called(call.function, call.args, call.kwargs, of)
 
     return _followed_parts(flow, {source: entry}, moved)
+
+
+def _unlike(flow: Flow, call: Call, entry: Tensor, indices: list[Ref], touched: list[int]) -> str | None:
+    """Why labels cannot follow entries that an index picks; None where they can."""
+    by_data = f"{call} picks by an index that depends on the data"
+    for ref in indices:
+        flow.decided(ref, by_data)
+    if call.name in ("gather", "take_along_dim") and flow.permuting:
+        touched = list(range(entry.dim()))
+    if all(flow.same_along(entry, dim) for dim in touched):
+        return None
+    if not all(flow.is_constant(ref) for ref in indices):
+        return by_data
+    several = flow.permuting and len(touched) > 1
+    return f"{call} picks other entries of other channels" if several else None
 
 
 def _touched(flow: Flow, call: Call, dims: int) -> list[int]:
@@ -183,8 +194,7 @@ def pad(flow: Flow, call: Call) -> Any:
 def set_item(flow: Flow, call: Call) -> Any:
     """Entries that are written over share the class of what is written."""
     target, index, source = call.args
-    picked = [leaf for leaf in tree_flatten(index)[0] if isinstance(leaf, Ref)]
-    if any(not flow.is_constant(ref) for ref in picked):
+    if any(not flow.is_constant(ref) for ref in references(index)):
         return flow.stop(call, f"{call} writes by an index that depends on the data")
     where = tree_map(lambda leaf: flow.value(leaf).tensor if isinstance(leaf, Ref) else leaf, index)
     labels = flow.labels(target).clone()
@@ -241,7 +251,3 @@ def pooling(flow: Flow, call: Call) -> Any:
     spatial = digits[0] if digits else labels.dim() - 2
     one = flow.classes.unite_along(labels, range(labels.dim() - spatial, labels.dim()))
     return [one.expand(flow.shape(call))] * len(call.outputs())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

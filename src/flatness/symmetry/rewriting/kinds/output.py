@@ -17,7 +17,7 @@ from flatness.symmetry.flow.groups import Symmetries, find_groups
 from flatness.symmetry.flow.rules import RULES
 from flatness.symmetry.rewriting.base import Draw, Invariance, Scaling
 from flatness.symmetry.trace.calls import Call, Ref, UnknownFormError
-from flatness.symmetry.trace.tracing import Trace
+from flatness.symmetry.trace.forward_pass import Trace
 
 # Operators that a shift of all entries passes unchanged: by their rule, and besides.
 _PASSING = ("copies", "layout", "pick")
@@ -120,23 +120,24 @@ def _final_biases(trace: Trace) -> list[str]:
         if call is not None and _passes(call):
             waiting += [ref for ref in call.refs() if trace.values[ref.index].floating]
             continue
-        bias = _bias(call)
-        value = trace.values[bias.index] if isinstance(bias, Ref) else None
-        if value is None or value.kind != "parameter" or value.name is None:
+        name = _bias_name(trace, call)
+        if name is None or name in names:
             return []
-        names.append(value.name)
-    return names if len(set(names)) == len(names) else []
+        names.append(name)
+    return names
 
 
 def _passes(call: Call) -> bool:
     return call.name in _MEANS or OPERATORS.get(call.name, Operator()).flow in _PASSING
 
 
-def _bias(call: Call | None) -> Any:
-    """The bias that a call adds, if it does."""
+def _bias_name(trace: Trace, call: Call | None) -> str | None:
+    """The name of the parameter that a call adds as a bias, if it does."""
     if call is None or call.name not in _BIASED:
         return None
     try:
-        return call.bound(_BIASED[call.name]).get("bias")
+        bias = call.bound(_BIASED[call.name]).get("bias")
     except UnknownFormError:
         return None
+    value = trace.values[bias.index] if isinstance(bias, Ref) else None
+    return value.name if value is not None and value.kind == "parameter" else None

@@ -1,9 +1,8 @@
 """One forward pass, written down operator by operator.
 
 The model runs on a real example while every call into torch is intercepted, so that any Python in its forward
-pass is
-fine: modules, functions, methods, operators, loops and branches. What is recorded holds for inputs like the
-    example.
+pass is fine: modules, functions, methods, operators, loops and branches. What is recorded holds for inputs
+like the example, and for all others where their way through the network does not depend on the data.
 """
 
 from __future__ import annotations
@@ -22,6 +21,13 @@ from flatness.symmetry.trace.calls import Call, Ref, Value
 from flatness.symmetry.trace.recorder import Location, Recorder, Unrecorded, located
 
 Forward = Callable[[nn.Module, Any], Any]
+
+# Operators that put out as many entries as the data say; Python code can read that off a shape.
+_SHAPED_BY_DATA = frozenset(
+    """
+    nonzero nonzero_static argwhere masked_select unique unique_consecutive unique_dim bincount one_hot
+    """.split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True)
@@ -172,3 +178,47 @@ def difference(expected: Tensor, output: Tensor) -> float:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else "no message"
+
+
+def way_through(trace: Trace) -> str | None:
+    """Why other data may take another way than the example did; None when they cannot.
+
+    Numbers that Python reads may decide a branch. Where they come from floating-point data, any branch is
+    possible. Where they come from whole numbers and masks alone, as lengths and paddings do, the example
+    shows all of the network as long as it uses every parameter.
+    """
+    # Values that come from the data, and whether floating-point numbers went into them.
+    data = {index: value.floating for index, value in enumerate(trace.values) if value.kind == "input"}
+    partial = _unused_parameters(trace)
+    for call in trace.calls:
+        given = [data[ref.index] for ref in call.refs() if ref.index in data]
+        if given and not call.enclosed and _is_read(trace, call) and (any(given) or partial):
+            return f"Python code reads the data ({call}), so that other data may take another way"
+        for ref in call.outputs() if given else ():
+            data[ref.index] = any(given) or trace.values[ref.index].floating
+    return None
+
+
+def _unused_parameters(trace: Trace) -> bool:
+    used = {trace.values[ref.index].name for call in trace.calls for ref in call.refs()}
+    return any(value.kind == "parameter" and value.name not in used for value in trace.values)
+
+
+def _is_read(trace: Trace, call: Call) -> bool:
+    """Whether a call shows Python code something about values."""
+    if not call.outputs() or call.name in _SHAPED_BY_DATA:
+        return True
+    if call.name == "where":
+        return len(call.refs()) == 1
+    if call.name in ("getitem", "setitem"):
+        return call.name == "getitem" and any(_is_mask(trace, ref) for ref in call.refs()[1:])
+    return call.name in ("repeat_interleave", "tensor_split") and len(call.refs()) > 1
+
+
+def _is_mask(trace: Trace, ref: Ref) -> bool:
+    value = trace.values[ref.index]
+    return (
+        value.kind != "constant"
+        and value.tensor is not None
+        and str(value.dtype) in ("torch.bool", "torch.uint8")
+    )
