@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo env lint format test figures reference pictures gallery clean
+.PHONY: help demo env lint format test figures plan reference pictures gallery clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -37,6 +37,9 @@ test: lint  ## lint, then all tests and the examples in docstrings
 
 figures: $(STAMP)  ## how the code is laid out: modules, lines, importers, branching
 	$(BIN)/python docs/make_figures.py
+
+plan: $(STAMP)  ## draw the rooms of src/flatness, from their imports, into docs/pictures
+	$(BIN)/python docs/make_floor_plan.py
 
 reference: $(STAMP)  ## write docs/reference from the catalogue
 	$(BIN)/python docs/make_reference.py

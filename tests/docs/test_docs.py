@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PAGES = (
     "getting-started",
     "concepts/sampling",
@@ -62,3 +66,32 @@ def test_links_between_pages_lead_somewhere():
         if not (page.parent / target).exists()
     ]
     assert missing == []
+
+
+def test_what_the_guide_for_contributors_adds_works(tmp_path):
+    """Its files go into a copy of the sources, its lines below those that they name; its tests run there."""
+    shutil.copytree(
+        ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n# (\S+\.py)(?:, below: ([^\n]+))?\n(.*?)```", guide, re.DOTALL)
+    assert len(blocks) == guide.count("```python")
+    for name, line, content in blocks:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if line:
+            before = file.read_text(encoding="utf-8")
+            assert before.count(f"{line}\n") == 1, line
+            content = before.replace(f"{line}\n", f"{line}\n{content}")
+        file.write_text(content, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    path = os.pathsep.join([str(tmp_path / "src"), str(ROOT / "tests")])
+    outcome = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "tests"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert outcome.returncode == 0, outcome.stdout
+    assert "8 passed" in outcome.stdout  # a statistic is measured in two ways

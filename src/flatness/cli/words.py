@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 from importlib import resources
 
-LOSSES = ("cross_entropy", "nll", "mse", "squared_error", "bce", "normalized_cross_entropy")
 METHODS = ("auto", "exact", "sampled")
 CURVATURES = ("hessian", "gauss_newton", "finite_differences")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -79,3 +78,16 @@ def _sources(package: str) -> Iterator[ast.Module]:
     for file in sorted(resources.files("flatness").joinpath(package).iterdir(), key=lambda file: file.name):
         if file.name.endswith(".py"):
             yield ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _losses() -> tuple[str, ...]:
+    """Names of the losses, read from the source."""
+    for tree in _sources("losses"):
+        for node in tree.body:
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_NAMED":
+                assert isinstance(node.value, ast.Dict)
+                return tuple(ast.literal_eval(key) for key in node.value.keys if key is not None)
+    return ()
+
+
+LOSSES = _losses()
