@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader
 import flatness
 from flatness.errors import DataError
 from flatness.landscape.points import Points
-from flatness.measuring.examine.randomness import Draws
 from flatness.problem.problem import Problem
 from flatness.zoo.models import lenet5
 from labelled_models import Tokens, sentences
@@ -41,15 +40,6 @@ def test_fingerprints_do_not_depend_on_the_device(data_on):
     there = measure(network().to("cuda"), given, batch_size=5).meta
     assert there["data_fingerprint"] == reference().meta["data_fingerprint"]
     assert there["model_fingerprint"] == reference().meta["model_fingerprint"]
-
-
-def test_draws_on_the_device_are_noticed():
-    model = network().to("cuda")
-    draws = Draws(model, 0)
-    assert not draws.any()
-    draws = Draws(model, 0)
-    torch.rand(3, device="cuda")
-    assert draws.any()
 
 
 def test_many_classes_have_the_risk_and_curvature_of_the_cpu():

@@ -11,6 +11,7 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.sums.squared_gradients import squared_gradients
 from flatness.errors import DifferentiabilityError, LossError
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.request import measure_request
 from flatness.problem.problem import Problem
 from networks import CASES, ragged_batches
 from untouched import untouched
@@ -153,8 +154,7 @@ def test_squared_gradients_are_those_of_a_loop_over_samples(name):
     model = case.build()
     problem = Problem(model, ragged_batches(case.x, case.y, (7, len(case.x) - 7)), progress=False)
     with untouched(model), problem.guarded():
-        planning = {"layers": None, "method": "auto", "curvature": "hessian", "options": None}
-        plan = make_plan(problem, measures="weight_norm", **planning)
+        plan = make_plan(problem, measure_request("weight_norm"))
         assert plan.gradient_routes.layers
         found = squared_gradients(ParameterSpace(problem), plan.gradient_routes).means
         plan.gradient_routes.layers.pop()

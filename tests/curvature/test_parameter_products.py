@@ -15,6 +15,7 @@ from flatness.curvature.sums.folds import FOLDS
 from flatness.curvature.sums.parameter_probes import ParameterEngine
 from flatness.curvature.sums.sampled import Budget
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.request import measure_request
 from flatness.measuring.scatter import Scatter
 from flatness.network.layers import find_layers
 from flatness.problem.problem import Problem
@@ -183,8 +184,7 @@ def test_random_directions_of_a_parameter_have_honest_errors():
     problem = Problem(model, (x, y), progress=False)
     found = {"layer": [], "rest": []}
     with problem.guarded():
-        setting = {"measures": "hessian_trace", "layers": None, "curvature": "hessian", "options": None}
-        plan = make_plan(problem, method="sampled", **setting)
+        plan = make_plan(problem, measure_request("hessian_trace", method="sampled"))
         assert plan.by_parameters.rest == ["encoder.bias"]
         for seed in range(60):
             problem.seed = seed
@@ -218,8 +218,7 @@ def test_diagonal_and_block_traces_of_a_parameter():
     model, (x, y) = built(tied_autoencoder), inputs((4,))
     problem = Problem(model, (x, y), batch_size=4, progress=False)
     with problem.guarded():
-        setting = {"measures": "hessian_trace", "layers": None, "curvature": "hessian", "options": None}
-        plan = make_plan(problem, method="exact", **setting)
+        plan = make_plan(problem, measure_request("hessian_trace", method="exact"))
         plan.by_parameters.layers[0].needs = frozenset({"diagonal", "block_traces"})
         found = ParameterEngine(problem, plan.by_parameters, {}, 2, 0).run().statistics
     H = oracle.layer_hessian(model, oracle.mean_risk(x, y, F.cross_entropy), "encoder")

@@ -1,7 +1,6 @@
 """Sampled curvature: unbiased, with standard errors that mean what they say, and exact in all directions."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -16,11 +15,14 @@ from flatness.curvature.sums.folds import FOLDS
 from flatness.curvature.sums.kinds import STATISTICS
 from flatness.curvature.sums.moments import feature_spreads
 from flatness.curvature.sums.sampled import Budget, sampled_statistics
+from flatness.measuring.plan import plan as plan_module
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.request import measure_request
 from flatness.measuring.rows.finalisation import finalise
-from flatness.measuring.rows.views import layer_views, network_view
+from flatness.measuring.run import run as running
+from flatness.measuring.run.exploration import Explored
 from flatness.measuring.scatter import Scatter
-from flatness.measuring.walk import Walked
+from flatness.measuring.views import layer_views, network_view
 from flatness.problem.problem import Problem
 from networks import CASES, ragged_batches
 from small import Net, data, measure
@@ -70,11 +72,7 @@ def test_every_measure_of_small_smooth_layers_is_exact(name):
 
 def routed(problem, **arguments):
     """A plan with all statistics of all layers, and the features' spreads."""
-    chosen = make_plan(
-        problem,
-        **{"measures": "default", "layers": None, "method": "sampled", "curvature": "hessian"} | arguments,
-        options=None,
-    )
+    chosen = make_plan(problem, measure_request(**{"measures": "default", "method": "sampled"} | arguments))
     for route in chosen.layer_routes.values():
         route.needs = frozenset(STATISTICS)
     layers = {name: route.layer for name, route in chosen.layer_routes.items()}
@@ -153,15 +151,13 @@ def rows_over_seeds(model, x, y, measures, budget, seeds):
     problem = Problem(model, (x, y), progress=False)
     rows = []
     with problem.guarded():
-        chosen = make_plan(
-            problem, measures=measures, layers=None, method="sampled", curvature="hessian", options=None
-        )
+        chosen = make_plan(problem, measure_request(measures, method="sampled"))
         for seed in range(seeds):
             problem.seed = seed
             sums = sampled_statistics(problem, chosen.sampling, {}, budget)
             views = layer_views(problem, chosen, sums.statistics, {}, {})
             network = network_view(problem, chosen, sums.statistics)
-            rows.append(finalise(chosen, views, network, Walked(), "cross_entropy", Scatter.of(sums)))
+            rows.append(finalise(chosen, views, network, Explored(), Scatter.of(sums)))
     return rows
 
 
@@ -263,7 +259,7 @@ def test_many_classes_are_sampled_and_agree_with_the_exact_engine():
 
 def test_eigenvalues_of_many_classes_take_products(monkeypatch):
     case = CASES["cnn_grouped"]
-    monkeypatch.setattr(sys.modules["flatness.measuring.plan.planner"], "AFFORDABLE_PASSES", 1)
+    monkeypatch.setattr(plan_module, "AFFORDABLE_PASSES", 1)
     model = case.build()
     for curvature in ("hessian", "gauss_newton"):
         report = flatness.measure(
@@ -313,14 +309,13 @@ def test_the_number_of_probes_is_settled_before_they_are_drawn(monkeypatch):
     # probes are counted.
     model, x, y = wide()
     drawn = []
-    module = sys.modules["flatness.measuring.run.pilot"]
-    original = module.sampled_statistics
+    original = running.sampled_statistics
 
     def counted(problem, routes, spreads, budget, groups=None):
         drawn.append(budget)
         return original(problem, routes, spreads, budget, groups)
 
-    monkeypatch.setattr(module, "sampled_statistics", counted)
+    monkeypatch.setattr(running, "sampled_statistics", counted)
     report = flatness.measure(model, (x, y), measures="hessian_trace", method="sampled", progress=False)
     (budget,) = drawn
     how = "all layers together" if budget.joint else "layer by layer"

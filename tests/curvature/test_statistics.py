@@ -10,6 +10,7 @@ from flatness import Problem, Statistics
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.errors import DataError, OptionError
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.request import measure_request
 from small import data, network, reference
 
 
@@ -18,14 +19,8 @@ def part(start, stop):
     x, y = data()
     problem = Problem(network(), (x[start:stop], y[start:stop]), progress=False)
     with problem.guarded():
-        plan = make_plan(
-            problem,
-            measures=["hessian_trace", "relative_flatness", "neuron_flatness", "neuron_flatness_incoming"],
-            layers=None,
-            method="exact",
-            curvature="hessian",
-            options=None,
-        )
+        names = ["hessian_trace", "relative_flatness", "neuron_flatness", "neuron_flatness_incoming"]
+        plan = make_plan(problem, measure_request(names, method="exact"))
         return exact_statistics(problem, plan.routes, {})
 
 

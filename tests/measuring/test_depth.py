@@ -9,6 +9,7 @@ import flatness
 import oracle
 from flatness.curvature.sums.sampled import MOST_GROUPS, Budget, sampled_statistics
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.request import measure_request
 from flatness.measuring.scatter import Scatter
 from flatness.problem.problem import Problem
 
@@ -58,14 +59,7 @@ def _residual_budget(model, x, y, probes):
     """Traces of all hidden layers, layer by layer, with their standard errors and the passes of a probe."""
     problem = Problem(model, (x, y), progress=False)
     with problem.guarded():
-        plan = make_plan(
-            problem,
-            measures="hessian_trace",
-            layers=None,
-            method="sampled",
-            curvature="hessian",
-            options=None,
-        )
+        plan = make_plan(problem, measure_request("hessian_trace", method="sampled"))
         sums = sampled_statistics(problem, plan.sampling, {}, Budget(None, probes, joint=False, folds=32))
     errors = Scatter.of(sums).folds
     return {

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle
 from flatness.errors import LayerError, ModelError, NondeterministicError, NotExactError
+from flatness.measuring.plan import treatment
 from flatness.network.layers import LinearLayer
 from small import Net, assert_same, data, measure, reference
 from untouched import refusal, untouched
@@ -30,7 +31,7 @@ CURVED = (
 
 def curved(monkeypatch, *arguments, **options):
     """The refusal of smooth layers by method="exact" when products are too many; then measured anyway."""
-    monkeypatch.setattr("flatness.measuring.plan.decision.LARGEST_BRUTE_FORCE", 0)
+    monkeypatch.setattr(treatment, "LARGEST_BRUTE_FORCE", 0)
     return refusal(NotExactError, *arguments, method="exact", **options)
 
 

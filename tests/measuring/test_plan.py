@@ -8,6 +8,7 @@ from torch import nn
 
 import flatness
 from flatness.errors import NotExactError, OptionError
+from flatness.measuring.plan import treatment
 from networks import CASES
 from small import MEASURES, Net, data, measure, network
 from untouched import refusal, untouched
@@ -32,7 +33,7 @@ def test_a_plan_says_what_runs_and_why():
     assert made.needs_spread == ["fc1", "head"]
     assert made.streams
     assert made.curvature == "hessian"
-    assert made.notes == []
+    assert made.notes == ()
 
 
 def test_a_plan_prints_in_words():
@@ -140,7 +141,7 @@ def test_measuring_and_planning_take_the_same_arguments():
 
 def test_planning_refuses_what_measuring_refuses(monkeypatch):
     case, options = CASES["mlp_tanh"], {"method": "exact"}
-    monkeypatch.setattr("flatness.measuring.plan.decision.LARGEST_BRUTE_FORCE", 0)
+    monkeypatch.setattr(treatment, "LARGEST_BRUTE_FORCE", 0)
     message = refusal(NotExactError, case.build(), (case.x, case.y), **options)
     with pytest.raises(NotExactError) as error:
         plan(case.build(), (case.x, case.y), **options)
@@ -149,7 +150,7 @@ def test_planning_refuses_what_measuring_refuses(monkeypatch):
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_zoo_is_exact_where_it_is_and_refused_where_not(name, monkeypatch):
-    monkeypatch.setattr("flatness.measuring.plan.decision.LARGEST_BRUTE_FORCE", 0)
+    monkeypatch.setattr(treatment, "LARGEST_BRUTE_FORCE", 0)
     case = CASES[name]
     model = case.build()
     layers = [layer for layer in case.exact if layer not in case.reused]
@@ -223,7 +224,7 @@ def test_gauss_newton_is_offered_and_marked():
 
 
 def test_a_network_trace_that_is_not_exact_is_left_out_with_the_reason(monkeypatch):
-    monkeypatch.setattr("flatness.measuring.plan.decision.LARGEST_BRUTE_FORCE", 0)
+    monkeypatch.setattr(treatment, "LARGEST_BRUTE_FORCE", 0)
     model = Net(lambda self, x: self.head(self.fc1(x).tanh()))
     report = measure(model, data(), layers="head", method="exact")
     assert report.notes == (

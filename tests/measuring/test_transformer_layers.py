@@ -11,7 +11,9 @@ import transformer_models as nets
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.sums.squared_gradients import squared_gradients
 from flatness.errors import NotExactError
+from flatness.measuring.plan import treatment
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.request import measure_request
 from flatness.problem.problem import Problem
 from networks import token_cross_entropy
 from small import measure
@@ -197,7 +199,7 @@ def test_values_of_attention_are_exact_where_nothing_smooth_follows(monkeypatch)
         assert report.value("relative_flatness", layer=layer) == pytest.approx(
             oracle.relative_flatness(W, H), rel=1e-8
         )
-    monkeypatch.setattr("flatness.measuring.plan.decision.LARGEST_BRUTE_FORCE", 0)
+    monkeypatch.setattr(treatment, "LARGEST_BRUTE_FORCE", 0)
     assert refusal(NotExactError, model, (x, y), layers="attn.q", method="exact").startswith(
         "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the "
         "layer and uses its weight once, but got attn.q: Softmax after it."
@@ -256,14 +258,7 @@ def test_squared_gradients_are_those_of_a_loop_over_samples(name):
     model, (x, y) = built(build), inputs(shape)
     problem = Problem(model, (x, y), progress=False)
     with problem.guarded():
-        plan = make_plan(
-            problem,
-            measures=["hessian_trace"],
-            layers=None,
-            method="auto",
-            curvature="gauss_newton",
-            options=None,
-        )
+        plan = make_plan(problem, measure_request("hessian_trace", curvature="gauss_newton"))
         found = squared_gradients(ParameterSpace(problem), plan.gradient_routes).means
     expected = torch.zeros_like(found)
     for i in range(len(x)):

@@ -8,6 +8,7 @@ from torch import nn
 import flatness
 import oracle
 from flatness.errors import NotExactError
+from flatness.measuring.plan import treatment
 
 
 def fixed(*shape):
@@ -112,7 +113,7 @@ def test_curved_operators_are_named_and_measured_in_all_directions(name, monkeyp
     report = flatness.measure(model, (x, y), measures="hessian_trace", progress=False)
     H = oracle.layer_hessian(model, oracle.mean_risk(x, y, F.cross_entropy), "conv")
     assert report.value("hessian_trace", layer="conv") == pytest.approx(oracle.hessian_trace(H), rel=1e-8)
-    monkeypatch.setattr("flatness.measuring.plan.decision.LARGEST_BRUTE_FORCE", 0)
+    monkeypatch.setattr(treatment, "LARGEST_BRUTE_FORCE", 0)
     with pytest.raises(NotExactError) as caught:
         flatness.measure(model, (x, y), measures="hessian_trace", progress=False, method="exact")
     assert f"conv: {named} after it" in str(caught.value)

@@ -78,6 +78,7 @@ class Valued:
         method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for.
         residual: ‖Hv − λv‖ of the eigenvalue behind it, if any.
         terms: What the value is made of, by name: numbers, texts, lists and dictionaries of them.
+        over: What a value of the network is about, in words, where that is not all parameters.
     """
 
     value: float
@@ -87,6 +88,7 @@ class Valued:
     method: str = "exact"
     residual: float | None = None
     terms: Mapping[str, Any] | None = None
+    over: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ def _minimum(view: NetworkView) -> Valued:
     """The minimum of Σ_l α_l⁻² Tr H_l over Π α_l = 1, where all terms are the traces' geometric mean."""
     traces = {name or "the model itself": float(trace) for name, trace in view.layer_traces.items()}
     L = len(traces)
-    notes = [f"over the weights of {', '.join(traces)}; biases and norm layers are no part of it"]
+    over = f"the weights of {', '.join(traces)}; biases and norm layers are no part of it"
     low = [name for name, trace in traces.items() if trace <= 0]
     if not traces:  # no signal arrives anywhere: the loss has no curvature on these outputs
         return Valued(0.0, ("no layer has any curvature",), converged=False)
     if low:
         # A trace of 0 makes the infimum 0; below 0 there is none, and the value says no more than that.
-        notes.append(f"traces that are not positive count as 0: {', '.join(low)}; no minimum is attained")
-        return Valued(0.0, tuple(notes), converged=False)
-    return Valued(L * math.exp(sum(math.log(trace) for trace in traces.values()) / L), tuple(notes))
+        note = f"traces that are not positive count as 0: {', '.join(low)}; no minimum is attained"
+        return Valued(0.0, (note,), converged=False, over=over)
+    return Valued(L * math.exp(sum(math.log(trace) for trace in traces.values()) / L), over=over)
 
 
 minimum_sharpness = register_measure(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import LayerError, listed
-from flatness.generalization.perturbed_layer import PerturbedLayer
+from flatness.generalization.perturbing import PerturbedLayer
 from flatness.measuring.examine.examination import examine
 from flatness.measuring.examine.examined import Examined
 from flatness.network.graph import only_layout_between
@@ -60,10 +60,10 @@ def choose_layer(problem: Problem, layer: str) -> ChosenLayer:
         )
     examined = examine(problem)
     name = _selected(problem, examined, layer)
-    record = examined.records[name]
+    record, call = examined.records[name], examined.calls[name]
     n = examined.items.logits.shape[0]
     view = examined.layers[name]
-    sizes = [(entry.x.numel() + entry.z_shape.numel()) // n for entry in examined.records.values()]
+    sizes = [(entry.x.numel() + entry.z_shape.numel()) // n for entry in examined.calls.values()]
     each = problem.dtype.itemsize * 2 * (sum(sizes) + examined.items.logits.numel() // n)
     problem.fit_memory(each, backward=False)
     return ChosenLayer(
@@ -72,9 +72,9 @@ def choose_layer(problem: Problem, layer: str) -> ChosenLayer:
         perturbed=PerturbedLayer(problem, view, each),
         features=view.matrix().shape[2],
         outputs=view.output_units,
-        positions=max(1, record.z_shape.numel() // (n * view.output_units)),
-        last=record.z_edge is not None and only_layout_between(examined.items.logits, record.z_edge),
-        curved=tuple(examined.graph.curved.get(name, ())),
+        positions=max(1, call.z_shape.numel() // (n * view.output_units)),
+        last=call.z_edge is not None and only_layout_between(examined.items.logits, call.z_edge),
+        curved=record.operators,
     )
 
 
@@ -86,15 +86,14 @@ def _selected(problem: Problem, examined: Examined, layer: str) -> str:
             "none. Call layers as modules, not through their weights."
         )
     (name,) = select_layers(examined.layers, examined.called, layer, last=examined.last, modules=kinds)
-    following = [other for other in examined.called if other not in examined.idle]
-    if name in examined.idle:
+    record = examined.records[name]
+    following = [other for other in examined.called if not examined.records[other].idle]
+    if record.idle:
         raise LayerError(
             f"Expected a layer that the output follows from but nothing follows {name!r}: the output does "
             f"not depend on it. Layers that it depends on: {listed(following) or 'none'}."
         )
-    reason = examined.refused.get(name)
-    if name in examined.reused:
-        reason = f"its weight is used {examined.reused[name]} times"
+    reason = record.refused if record.shared is None else record.used_again
     if reason is not None:
         raise LayerError(
             f"Expected a layer that a sample meets in one place but {name!r} cannot be changed alone: "
@@ -115,7 +114,7 @@ def require_vectors(chosen: ChosenLayer) -> None:
 
 def require_all_through(chosen: ChosenLayer) -> None:
     """Refuse layers that something goes around: ψ would not be a function of their features alone."""
-    if not chosen.perturbed.everything_passes():
+    if not chosen.perturbed.grows:
         raise LayerError(
             "Expected a layer that everything passes through, so that ψ is a function of its features, but "
             f"something goes around {chosen.name!r}. Choose another layer, such as 'last'."

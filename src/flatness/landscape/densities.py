@@ -28,6 +28,7 @@ from flatness.landscape.networks import (
 from flatness.landscape.points import LOOPED, Points
 from flatness.landscape.storage import Array
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.request import measure_request
 from flatness.network.layers import find_layers, select_layers
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
@@ -203,14 +204,8 @@ class _Census:
         return Density(dict(self.spectra), meta, tuple(dict.fromkeys(self.notes)))
 
     def _network(self, name: str, problem: Problem) -> None:
-        plan = make_plan(
-            problem,
-            measures="riemannian_spectral_norm",
-            layers=None,
-            method="auto",
-            curvature=self.asked["curvature"],
-            options=None,
-        )
+        request = measure_request("riemannian_spectral_norm", curvature=self.asked["curvature"])
+        plan = make_plan(problem, request)
         space = ParameterSpace(problem)
         operator = HessianOperator(space, curvature=self.asked["curvature"], graph_bytes=plan.graph_bytes)
         parts = _parts(space, self.asked)

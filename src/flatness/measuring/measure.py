@@ -1,4 +1,4 @@
-"""`flatness.measure`: plan, stream, finalise."""
+"""`flatness.measure`: request, plan, run, rows; and `flatness.plan`, which stops after the second."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import nn
 
 from flatness.catalogue.registry import LossGroup, by_loss
 from flatness.curvature.sums.groups import SampleGroups
-from flatness.errors import DataError, LossError, OptionError, ProcessError, listed
+from flatness.errors import DataError, LossError, ProcessError, listed
 from flatness.losses import resolve_loss
 from flatness.losses.elementwise import Elementwise
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
-from flatness.measuring.rows.data_errors import with_data_errors
-from flatness.measuring.rows.finalisation import finalise
-from flatness.measuring.rows.provenance import ModelFingerprint, facts, provenance, shares, with_own_risk
-from flatness.measuring.rows.views import layer_views, network_view
+from flatness.measuring.request import MeasureRequest, measure_request
+from flatness.measuring.rows.finalisation import report_rows
+from flatness.measuring.rows.provenance import facts, provenance, shares, with_own_risk
+from flatness.measuring.run.exploration import explore
 from flatness.measuring.run.run import run_plan
-from flatness.measuring.walk import walk
+from flatness.measuring.views import layer_views
 from flatness.problem.forward import DefaultForward, Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
@@ -97,7 +97,7 @@ def measure(
         'exact'
     """
     started = time.perf_counter()
-    _check_precision(precision, max_passes)
+    ranks = Ranks.current()
     setting = {
         # One for all losses: the user's says how outputs and labels are paired.
         "forward": forward or DefaultForward(resolve_loss(loss)),
@@ -106,9 +106,9 @@ def measure(
         "device": device,
         "dtype": dtype,
         "seed": seed,
-        "progress": progress,
+        "progress": progress and ranks.rank == 0,
     }
-    planning = {
+    words = {
         "layers": layers,
         "method": method,
         "curvature": curvature,
@@ -116,17 +116,16 @@ def measure(
         "max_passes": max_passes,
     }
     reports: list[Report] = []
-    ranks = Ranks.current()
-    setting["progress"] = progress and ranks.rank == 0
     groups = by_loss(measures, options)
     for group in groups:
         try:
             with ranks.stage():
+                request = measure_request(group.names, group.options, **words)
                 _check_classes(loss, group)
                 problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
             problem.ranks = ranks
             everything = measures == "all"
-            reports.append(_report(problem, group, planning, started, data_stderr, everything=everything))
+            reports.append(_report(problem, request, started, data_stderr, everything=everything))
         except (LossError, DataError, ProcessError) as error:
             # "all" means all that exist here: a measure defined with another loss may not fit the data.
             fitting = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
@@ -142,47 +141,24 @@ def measure(
 
 
 def _report(
-    problem: Problem,
-    group: LossGroup,
-    planning: dict[str, Any],
-    started: float,
-    data_stderr: bool,
-    *,
-    everything: bool,
+    problem: Problem, request: MeasureRequest, started: float, data_stderr: bool, *, everything: bool
 ) -> Report:
     """Measure one group of measures that share a loss."""
-    fingerprint = ModelFingerprint(problem.model)
     with problem.guarded():
         with problem.ranks.stage():
-            chosen = make_plan(problem, measures=group.names, options=group.options, **planning)
+            plan = make_plan(problem, request)
         if problem.ranks.count > 1:
-            problem.ranks.check_same(facts(problem, chosen))
-        run = run_plan(problem, chosen, SampleGroups() if data_stderr else None)
-        statistics, spectra, spreads = run.statistics, run.spectra, run.spreads
-        views = layer_views(problem, chosen, statistics, spectra, spreads)
-        found = walk(problem, chosen, views, everything=everything)
-        network = network_view(problem, chosen, statistics)
-        results = finalise(chosen, views, network, found, problem.loss.name, run.scatter, run.remarks)
-        _note_precision(chosen, results)
-        if run.groups is not None:
-            for part in run.groups.parts:
-                part.all_reduce(problem.ranks)
-            left = [
-                finalise(
-                    chosen,
-                    layer_views(problem, chosen, part, spectra, spreads),
-                    network_view(problem, chosen, part),
-                    found,
-                    problem.loss.name,
-                )
-                for part in run.groups.without_each(statistics)
-            ]
-            results = with_data_errors(results, left, chosen.measures, statistics.samples)
+            problem.ranks.check_same(facts(problem, plan))
+        run = run_plan(problem, plan, SampleGroups() if data_stderr else None)
+        views = layer_views(problem, plan, run.statistics, run.spectra, run.spreads)
+        explored = explore(problem, plan, views, everything=everything)
+        results = report_rows(problem, plan, run, explored, views)
     seconds = time.perf_counter() - started
-    meta = provenance(problem, chosen, statistics, seconds, fingerprint.result())
+    meta = provenance(problem, plan, run.statistics, seconds)
     if problem.ranks.count > 1:
         meta |= shares(problem)
-    return Report(tuple(results), meta, (*problem.notes, *chosen.notes))
+    notes = (*problem.notes, *plan.notes, *run.notes, *explored.notes, *_missed_precision(plan, results))
+    return Report(tuple(results), meta, notes)
 
 
 def _check_classes(loss: Any, group: LossGroup) -> None:
@@ -216,40 +192,28 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
     given = bound.arguments
     given.pop("data_stderr")
     given["forward"] = given["forward"] or DefaultForward(resolve_loss(given["loss"]))
-    _check_precision(given["precision"], given["max_passes"])
     groups = by_loss(given.pop("measures"), given.pop("options"))
-    planning = {key: given.pop(key) for key in ("layers", "method", "curvature", "precision", "max_passes")}
+    words = {key: given.pop(key) for key in ("layers", "method", "curvature", "precision", "max_passes")}
     plans = []
     for group in groups:
+        request = measure_request(group.names, group.options, **words)
         problem = Problem(**{**given, "loss": given["loss"] if group.loss is None else group.loss})
         with problem.guarded():
-            plans.append(make_plan(problem, measures=group.names, options=group.options, **planning))
-    plans[0].others = plans[1:]
-    return plans[0]
+            plans.append(make_plan(problem, request))
+    return replace(plans[0], others=tuple(plans[1:]))
 
 
-def _check_precision(precision: Any, max_passes: Any) -> None:
-    if not isinstance(precision, (int, float)) or not 0 < precision < 1:
-        raise OptionError(
-            f"Expected precision to be a relative standard error between 0 and 1 but got {precision!r}. "
-            "For example precision=0.01."
-        )
-    if not hasattr(max_passes, "__index__") or max_passes < 2:
-        raise OptionError(
-            f"Expected max_passes to be an integer of at least 2 but got {max_passes!r}. Two probes of each "
-            "sample are the fewest that have a standard error."
-        )
-
-
-def _note_precision(chosen: Plan, results: list[Result]) -> None:
-    """Say so when sampled values of layers did not reach the precision asked for."""
+def _missed_precision(plan: Plan, results: list[Result]) -> list[str]:
+    """What to say when sampled values of layers did not reach the precision asked for."""
     layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
-    missed = [row for row in layers if row.stderr > 1.25 * chosen.precision * abs(row.value)]
-    if missed:
-        worst = max(missed, key=lambda row: row.stderr / max(abs(row.value), 1e-300))
-        share = f"{worst.stderr / abs(worst.value):.2g}" if worst.value else "a value of 0"
-        chosen.notes.append(
-            f"aimed at a standard error of {chosen.precision:.2g} of each layer's value but {len(missed)} of "
-            f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
-            f"{share}: raise max_passes, now {chosen.max_passes}"
-        )
+    precision = plan.request.precision
+    missed = [row for row in layers if row.stderr > 1.25 * precision * abs(row.value)]
+    if not missed:
+        return []
+    worst = max(missed, key=lambda row: row.stderr / max(abs(row.value), 1e-300))
+    share = f"{worst.stderr / abs(worst.value):.2g}" if worst.value else "a value of 0"
+    return [
+        f"aimed at a standard error of {precision:.2g} of each layer's value but {len(missed)} of "
+        f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
+        f"{share}: raise max_passes, now {plan.request.max_passes}"
+    ]

@@ -1,4 +1,4 @@
-"""What a plan is asked for: the words of the user, checked, and what follows from them alone."""
+"""What is asked for: the words of the user, checked once, and what follows from them alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from flatness.catalogue.registry import resolve_options, select_measures
 from flatness.curvature.operators.network_spectrum import SpectrumRequest
 from flatness.errors import OptionError, listed, nearest
 
-_SPECTRUM_PART = {"layer_eigenvalue": "whole", "row_eigenvalues": "rows"}
+SPECTRUM_PARTS = {"layer_eigenvalue": "whole", "row_eigenvalues": "rows"}
+"""The eigenvalue problem of a layer that gives what a measure needs."""
 
 # Products per batch that method="exact" does at most for layers with smooth operators after them.
 LARGEST_BRUTE_FORCE = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class MeasureRequest:
     """What to measure, and how.
 
     Attributes:
@@ -47,7 +48,7 @@ class Asked:
     @property
     def layer_spectra(self) -> list[str]:
         """The eigenvalue problems to solve for every layer."""
-        return [_SPECTRUM_PART[need] for need in sorted(self._all_needs & SPECTRA)]
+        return [SPECTRUM_PARTS[need] for need in sorted(self._all_needs & SPECTRA)]
 
     @property
     def network_spectra(self) -> dict[str, SpectrumRequest]:
@@ -69,15 +70,19 @@ class Asked:
         return any(measure.network_needs or measure.explore for measure in self.measures)
 
     @property
-    def walks(self) -> bool:
+    def of_trace(self) -> bool:
+        """Whether any measure needs the trace over all parameters."""
+        return any("traces" in measure.network_needs for measure in self.measures)
+
+    @property
+    def explores(self) -> bool:
         """Whether any measure iterates or ascends over the network's parameters."""
-        explores = any(measure.explore is not None for measure in self.measures)
-        return explores or any("spectrum" in measure.network_needs for measure in self.measures)
+        return any(measure.explore or "spectrum" in measure.network_needs for measure in self.measures)
 
     @property
     def beyond_layers(self) -> bool:
         """Whether any measure has a value of its own for the network."""
-        return self.walks or any(measure.network is not None for measure in self.measures)
+        return self.explores or any(measure.network is not None for measure in self.measures)
 
     @property
     def differences(self) -> bool:
@@ -85,32 +90,42 @@ class Asked:
         return self.curvature == "finite_differences"
 
     @property
-    def most_directions(self) -> int:
-        """Entries of a parameter up to which products take all of them in turn."""
-        return most_directions(self.method, self.max_passes)
+    def enumeration_limit(self) -> int:
+        """The largest parameter whose entries are probed one by one: what random directions may cost."""
+        return {"exact": LARGEST_BRUTE_FORCE, "sampled": 0}.get(self.method, self.max_passes)
 
     @property
     def _all_needs(self) -> frozenset[str]:
         return frozenset().union(*(measure.needs for measure in self.measures))
 
 
-def asked_for(
+def measure_request(
     measures: str | Iterable[str],
-    options: Mapping[str, Mapping[str, Any]] | None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
     *,
-    layers: str | Iterable[str] | None,
-    method: str,
-    curvature: str,
-    precision: float,
-    max_passes: int,
-) -> Asked:
+    layers: str | Iterable[str] | None = None,
+    method: str = "auto",
+    curvature: str = "hessian",
+    precision: float = 0.01,
+    max_passes: int = 100,
+) -> MeasureRequest:
     """The words of the user, or an error about the first that is unknown."""
     _check_choice("method", method, ("auto", "exact", "sampled"))
     _check_choice("curvature", curvature, ("hessian", "gauss_newton", "finite_differences"))
+    if not isinstance(precision, (int, float)) or not 0 < precision < 1:
+        raise OptionError(
+            f"Expected precision to be a relative standard error between 0 and 1 but got {precision!r}. "
+            "For example precision=0.01."
+        )
+    if not hasattr(max_passes, "__index__") or max_passes < 2:
+        raise OptionError(
+            f"Expected max_passes to be an integer of at least 2 but got {max_passes!r}. Two probes of each "
+            "sample are the fewest that have a standard error."
+        )
     chosen = select_measures(measures)
     resolved = resolve_options(chosen, options)
     chosen = [item.adapted(resolved[item.name]) if item.adapted else item for item in chosen]
-    return Asked(chosen, resolved, layers, method, curvature, precision, max_passes)
+    return MeasureRequest(chosen, resolved, layers, method, curvature, precision, max_passes)
 
 
 def _spectrum_request(options: Mapping[str, Any]) -> SpectrumRequest:
@@ -124,8 +139,3 @@ def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> Non
             f"Expected {argument} to be one of {listed(choices)} but got {value!r}.{nearest(value, choices)} "
             f"The default is {choices[0]!r}."
         )
-
-
-def most_directions(method: str, max_passes: int) -> int:
-    """Entries of a parameter up to which products take all of them in turn: what random ones may cost."""
-    return {"exact": LARGEST_BRUTE_FORCE, "sampled": 0}.get(method, max_passes)

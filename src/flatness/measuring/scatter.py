@@ -99,25 +99,21 @@ class Scatter:
             at: f(S).
             clips: What f clips at 0.
         """
-        if not self.folds or not view.traces:
-            return None
-        changes = {name: self._trace_folds(sources.get(name, ())) for name in view.traces}
-        away = {name: replicates(change) for name, change in changes.items() if change is not None}
-        if not away:
-            return None
+        found = {name: self._trace_folds(sources.get(name, ())) for name in view.traces}
         own = {name: self._layer_folds(name) for name in view.layer_traces}
-        layers = {name: replicates(folds) for name, folds in own.items() if folds is not None}
+        traces, layers = (
+            {name: part for name, part in folds.items() if part is not None} for folds in (found, own)
+        )
+        if not traces:
+            return None
+        away, layers_away = _Replicates(traces), _Replicates(layers)
+        centre = {name: _centre(trace, found[name], clips) for name, trace in view.traces.items()}
         owners = {name: _centre(trace, own[name], clips) for name, trace in view.layer_traces.items()}
-        centre = {name: _centre(trace, changes[name], clips) for name, trace in view.traces.items()}
-        moved = []
-        for k in range(len(next(iter(away.values())))):
-            traces = {
-                name: trace + away[name][k] if name in away else trace for name, trace in centre.items()
-            }
-            of_layers = {
-                name: trace + layers[name][k] if name in layers else trace for name, trace in owners.items()
-            }
-            moved.append(value(replace(view, traces=traces, layer_traces=of_layers)) - at)
+        moved = [
+            value(replace(view, traces=_Moved(centre, away, k), layer_traces=_Moved(owners, layers_away, k)))
+            - at
+            for k in range(away.count)
+        ]
         return torch.tensor(moved, dtype=torch.float64, device="cpu")
 
     def _layer_folds(self, layer: str) -> Tensor | None:
@@ -146,8 +142,12 @@ class _Replicates:
     def __init__(self, folds: Mapping[str, Tensor]) -> None:
         self._folds = folds
         self._made: dict[str, Tensor] = {}
-        one = next(iter(folds.values()))
-        self.count = len(replicates(one.reshape(len(one), -1)[:, :1]))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        one = next(iter(self._folds.values()))
+        return len(replicates(one.reshape(len(one), -1)[:, :1]))
 
     def __contains__(self, name: str) -> bool:
         return name in self._folds

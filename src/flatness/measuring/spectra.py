@@ -9,7 +9,8 @@ from torch import nn
 
 from flatness.curvature.operators.network_spectrum import NetworkSpectrum
 from flatness.measuring.plan.planner import make_plan
-from flatness.measuring.walk import walk
+from flatness.measuring.request import measure_request
+from flatness.measuring.run.exploration import explore
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 
@@ -89,7 +90,5 @@ def network_spectrum(
         progress=progress,
     )
     with problem.guarded():
-        plan = make_plan(
-            problem, measures=name, layers=None, method="auto", curvature=curvature, options={name: options}
-        )
-        return walk(problem, plan, []).spectra[name]
+        plan = make_plan(problem, measure_request(name, {name: options}, curvature=curvature))
+        return explore(problem, plan, []).spectra[name]

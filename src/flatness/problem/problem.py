@@ -45,8 +45,6 @@ class Problem(StreamedData):
         notes: What happened that the user should know.
         copy_batches: Whether the model gets copies of its inputs, because a run showed that it writes into
             them; None until it has run once, on a copy.
-        first_outputs: What the samples gave that were looked at first, if any were; passes that run the model
-            as it is hold their outputs against it.
         ranks: The processes that measure together, each on its part of the data; one alone by default.
         watch: Called with the outputs of every forward pass, laid out as predictions; a plan checks here what
             it relies on.
@@ -132,13 +130,6 @@ class Problem(StreamedData):
         items = self.laid_out(*self.outputs(batch), look=look)
         if self.watch is not None:
             self.watch(items.logits)
-        return items
-
-    def items_again(self, batch: Any) -> Items:
-        """`items` in a pass with the model as it is: `stream` checks that the first samples give the same."""
-        items = self.items(batch)
-        if self.first_outputs is not None:
-            self.first_outputs.compare(batch, items.logits)
         return items
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:

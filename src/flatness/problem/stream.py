@@ -15,7 +15,6 @@ from flatness.network.memory import batch_budgets, fits
 from flatness.problem import batches
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import Ranks
-from flatness.problem.repeating import FirstOutputs
 from flatness.problem.sources import Source
 
 _DEFAULT_BATCH = 256
@@ -37,7 +36,6 @@ class StreamedData(ABC):
     Attributes:
         notes: What happened that the user should know.
         micro_batch: How many samples are worked on at a time.
-        first_outputs: What the first samples gave, if that was looked at; checked after every pass.
         ranks: The processes that measure together, each on its part of the data; one alone by default.
     """
 
@@ -57,7 +55,6 @@ class StreamedData(ABC):
         self.progress = progress
         self.notes: list[str] = []
         self.ranks = Ranks()
-        self.first_outputs: FirstOutputs | None = None
         self.micro_batch = int(batch_size or _DEFAULT_BATCH)
         self._fixed_batch = batch_size
         # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.
@@ -119,8 +116,6 @@ class StreamedData(ABC):
         before = self.micro_batch
         try:
             self._pass(step, label, first)
-            if self.first_outputs is not None:
-                self.first_outputs.check()
         except LossError:
             # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.
             self._find_bad_loss()

@@ -47,7 +47,7 @@ def exact_statistics(
         def found(batch: Any, samples: Tensor) -> Statistics:
             recording.clear()
             with torch.set_grad_enabled(routes.backward):
-                items = problem.items_again(batch)
+                items = problem.items(batch)
             part = _batch_statistics(problem, routes, recording, items, heads, spreads)
             recording.clear()
             return part

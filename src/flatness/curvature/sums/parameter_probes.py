@@ -51,7 +51,6 @@ class ParameterRoutes:
         rest: Parameters of which the trace is wanted only, probed together.
         curvature: "hessian", "gauss_newton" or "finite_differences".
         complete: Which of the layers take all directions; with None, the rest does.
-        may_complete: Whether a pilot may add to them what all directions are cheaper for.
     """
 
     layers: list[LayerRoute] = field(default_factory=list)
@@ -59,7 +58,6 @@ class ParameterRoutes:
     rest: list[str] = field(default_factory=list)
     curvature: str = "hessian"
     complete: frozenset[str | None] = frozenset()
-    may_complete: bool = False
 
     def only(self, *, complete: bool) -> ParameterRoutes:
         """Those that take all directions, or the others."""

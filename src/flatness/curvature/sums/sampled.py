@@ -168,7 +168,7 @@ class SampledEngine:
         recording.clear()
         self._copies.prepare(batches.size_of(batch))
         with torch.enable_grad():
-            items = self.problem.items_again(batch)
+            items = self.problem.items(batch)
         n = items.logits.shape[0]
         parts = {name: FoldedSums(part.count) for name, part in self.parts.items()}
         targets = self._targets(n)

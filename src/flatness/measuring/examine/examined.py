@@ -1,8 +1,10 @@
-"""What examining a network finds, and what the user should know of it."""
+"""What examining a network finds, layer by layer, and what the user should know of it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -12,109 +14,149 @@ from flatness.measuring.examine.reuse import reparametrised
 from flatness.network.affine import AffineModule
 from flatness.network.graph import NetworkGraph
 from flatness.network.layers import Layer, own_parameters
-from flatness.network.layers.shared import SharedLayer
+from flatness.network.layers.shared import EmbeddingLayer, SharedLayer
 from flatness.network.parts import named_modules, named_parameters
 from flatness.network.recording import Record
 
 
-@dataclass
+@dataclass(frozen=True)
+class LayerRecord:
+    """What a few samples showed of one layer or norm layer.
+
+    Attributes:
+        name: Its name in the model.
+        view: The layer as W and Φ, or the norm layer.
+        call: What was recorded of its last call; None where it did not run.
+        operators: Those between it and the output that are not piecewise linear.
+        uses: How often its weight is used.
+        shared: Where that is more than once, the weight with all its uses that are seen.
+        refused: Why signals at its calls do not give its curvature; None when they do.
+        via_parameter: Whether products with the Hessian of its parameter give it instead, where it is
+            refused: some uses of the weight are not seen, or samples are not told apart.
+        idle: Whether it ran but does not influence the output.
+        unused: Whether it did not run and nothing else used its parameters.
+        marked: What arrives at it when `marker` is sent back, if its output may be the network's.
+    """
+
+    name: str
+    view: Layer | AffineModule
+    call: Record | None = None
+    operators: tuple[str, ...] = ()
+    uses: int = 1
+    shared: SharedLayer | None = None
+    refused: str | None = None
+    via_parameter: bool = False
+    idle: bool = False
+    unused: bool = False
+    marked: Tensor | None = None
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no method gives its curvature."""
+        return self.refused is not None and not self.via_parameter
+
+    @property
+    def curved(self) -> str | None:
+        """Why its Hessian is more than its Gauss-Newton part, in words; None when it is not."""
+        if self.via_parameter:
+            return self.refused
+        if self.shared is not None:
+            return self.used_again
+        return f"{listed(self.operators, 4)} after it" if self.operators else None
+
+    @property
+    def meets_samples_once(self) -> bool:
+        """Whether signals at its one call give its curvature, sample by sample."""
+        return self.shared is None and not self.via_parameter
+
+    @property
+    def used_again(self) -> str:
+        """How often its weight is used, in words."""
+        return f"its weight is used {self.uses} times"
+
+
+@dataclass(frozen=True)
 class Examined:
     """A network, seen through one recorded forward pass.
 
     Attributes:
         items: The outputs, with their graph.
-        layers: The supported layers, by name.
-        affine: The norm layers and PReLUs that ran, by name.
-        called: Names of the layers that ran, in the order of their first call.
-        records: What was recorded, by name; the last call of each.
         graph: What the autograd graph says.
-        refused: Why a layer, or a norm layer, cannot be measured exactly whatever follows it.
-        loose: Those of the refused that can be measured through their parameter, which no module call shows
-            sample by sample: some uses of the weight are not seen, or samples are not told apart.
-        shared: Layers whose weight is used more than once, all uses seen unless they are loose.
-        reused: How often their weight is used.
-        inputs: What the modules that use their weight were given, call by call.
-        idle: Layers that ran but do not influence the output.
-        silent: Layers and norm layers that did not run and whose parameters nothing else used.
+        records: What was seen of every module looked at, by name.
+        called: Names of the layers that ran, in the order of their first call.
+        affine: The norm layers and PReLUs that ran, by name, in that order.
         overwrites: Whether the network overwrites what layers were given.
         writers: Names of `autograd.Function`s that write into what they are given.
-        settled: Whether this says all; else what is overwritten was not copied, or what writes not noted.
-        marked: What arrives at modules whose output may be the network's when `marker` is sent back.
         notes: What the user should know.
     """
 
     items: Items
-    layers: dict[str, Layer]
-    affine: dict[str, AffineModule]
-    called: list[str]
-    records: dict[str, Record]
     graph: NetworkGraph
-    refused: dict[str, str] = field(default_factory=dict)
-    loose: set[str] = field(default_factory=set)
-    shared: dict[str, SharedLayer] = field(default_factory=dict)
-    reused: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    idle: set[str] = field(default_factory=set)
-    silent: list[str] = field(default_factory=list)
+    records: dict[str, LayerRecord]
+    called: list[str]
+    affine: dict[str, AffineModule]
     overwrites: bool = False
-    writers: list[str] = field(default_factory=list)
-    settled: bool = True
-    marked: dict[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    writers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        """The supported layers; embeddings are looked at only because their table is another's weight."""
+        return {
+            name: record.view
+            for name, record in self.records.items()
+            if isinstance(record.view, Layer) and not isinstance(record.view, EmbeddingLayer)
+        }
+
+    @cached_property
+    def calls(self) -> dict[str, Record]:
+        """The last call of every module that ran."""
+        return {name: record.call for name, record in self.records.items() if record.call is not None}
+
+    @property
+    def unused(self) -> list[str]:
+        """Layers and norm layers that did not run and whose parameters nothing else used."""
+        return [name for name, record in self.records.items() if record.unused]
 
     @property
     def last(self) -> str | None:
         """The layer that ran last among those the output depends on."""
-        return next((name for name in reversed(self.called) if name not in self.idle), None)
+        return next((name for name in reversed(self.called) if not self.records[name].idle), None)
 
 
-def add_notes(model: nn.Module, examined: Examined, misread: list[str]) -> None:
-    """Say what was left out, and what is measured otherwise than one may think."""
-    notes = examined.notes
-    silent = [name for name in examined.layers if name in examined.silent]
-    if silent:
-        notes.append(f"never called in the forward pass and left out: {listed(silent)}")
-    bypassed = [
-        name for name in examined.layers if name not in examined.records and name not in examined.silent
-    ]
-    if bypassed:
-        notes.append(
-            f"their weights are used without calling them, and they are left out: {listed(bypassed)}"
-        )
-    if misread:
-        notes.append(
-            f"compute something else than their class says and are left out: {listed(misread)}; "
-            "flatness.register_layer can teach it"
-        )
-    idle = [name for name in examined.called if name in examined.idle]
-    if idle:
-        notes.append(f"the output does not depend on: {listed(idle)}")
-    known = {*examined.layers, *examined.affine, *examined.silent, *misread}
-    others = [
-        (name, module)
-        for name, module in named_modules(model)
-        if module._parameters and name not in known and own_parameters(module)
-    ]
-    covered = _covered(model, examined) if others else set()
-    unknown = [
-        f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in others
-        if any(id(value) not in covered for value in own_parameters(module))
-    ]
-    notes += [
-        f"{listed(names)}: W is the effective weight, made from other parameters ({kind})"
-        for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items()
-    ]
+def notes_on(model: nn.Module, examined: Examined, misread: list[str]) -> list[str]:
+    """What was left out, and what is measured otherwise than one may think."""
+    layers, records = examined.layers, examined.records
+    not_called = [name for name in layers if records[name].call is None]
+    made = reparametrised({name: layers[name] for name in examined.called})
     frozen = [name for name, value in named_parameters(model).items() if not value.requires_grad]
-    if frozen:
-        notes.append(f"frozen (requires_grad=False) and measured like all others: {listed(frozen, 4)}")
-    if unknown:
-        notes.append(
-            f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it"
-        )
+    teach = "flatness.register_layer can teach it"
+    said = [
+        ("never called in the forward pass and left out: {}", [n for n in not_called if records[n].unused]),
+        (
+            "their weights are used without calling them, and they are left out: {}",
+            [name for name in not_called if not records[name].unused],
+        ),
+        (f"compute something else than their class says and are left out: {{}}; {teach}", misread),
+        ("the output does not depend on: {}", [name for name in examined.called if records[name].idle]),
+        *(
+            (f"{{}}: W is the effective weight, made from other parameters ({kind})", names)
+            for kind, names in made.items()
+        ),
+        ("frozen (requires_grad=False) and measured like all others: {}", [listed(frozen, 4)] * bool(frozen)),
+        (f"not a supported layer and left out: {{}}; {teach}", _unknown(model, examined, misread)),
+    ]
+    return [text.format(listed(names)) for text, names in said if names]
 
 
-def _covered(model: nn.Module, examined: Examined) -> set[int]:
-    """The parameters that are weights and biases of layers, by `id`."""
-    names = {name for layer in examined.layers.values() for name in (layer.weight_name, layer.bias_name)}
-    return {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in names}
+def _unknown(model: nn.Module, examined: Examined, misread: Collection[str]) -> list[str]:
+    """Modules with parameters of their own that no layer or norm layer accounts for."""
+    known = {*examined.layers, *examined.affine, *examined.unused, *misread}
+    parts = {name for layer in examined.layers.values() for name in (layer.weight_name, layer.bias_name)}
+    named = model.named_parameters(remove_duplicate=False)
+    covered = {id(value) for name, value in named if name in parts}
+    return [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in named_modules(model)
+        if name not in known and any(id(value) not in covered for value in own_parameters(module))
+    ]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from flatness.errors import FlatnessError, ModelError, NondeterministicError, listed
 from flatness.losses import Items
-from flatness.measuring.examine.randomness import Draws
+from flatness.measuring.examine.unfamiliar import follows_weights, is_familiar
+from flatness.network.affine import AffineModule
+from flatness.network.layers import Layer
 from flatness.network.memory import ran_out
 from flatness.problem import batches
 from flatness.problem.guard import changing_weights
@@ -26,11 +31,41 @@ _TYPES = (
 )
 
 
-def first_run(problem: Problem, example: Any) -> Items:
+def check_example(problem: Problem, example: Any) -> None:
+    """Run the example, and refuse a model that fails on it, is random or mixes samples."""
+    items = settled_run(problem, example)
+    alone = run_alone(problem, example, {}).logits
+    with torch.no_grad():
+        again = problem.items(batches.copied(example)).logits
+    check_runs(problem, example, items, again, alone)
+
+
+def settled_run(problem: Problem, example: Any) -> Items:
+    """The first run of the example; parameters that it writes to are measured as it left them.
+
+    Some networks keep weights within a norm by writing to them in forward. Autograd does not see that, and
+    differentiates where it led to. They are refused unless a second run leaves the weights alone.
+    """
+    items = _first_run(problem, example)
+    names = problem.written_weights()
+    if not names:
+        return items
+    items = _first_run(problem, example)
+    again = problem.written_weights()
+    if again:
+        raise changing_weights(again)
+    problem.notes.append(
+        f"forward passes write to {listed(names)}: measured at the weights that they leave, without "
+        "derivatives of the writing, and restored"
+    )
+    return items
+
+
+def _first_run(problem: Problem, example: Any) -> Items:
     """Run the example as it is: errors of the model become one that shows what it was given."""
     try:
         with torch.no_grad():
-            output, target = run_whole(problem, example)
+            output, target = problem.outputs(batches.copied(example))
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         if isinstance(error, FlatnessError) or ran_out(error):
             raise
@@ -45,42 +80,94 @@ def first_run(problem: Problem, example: Any) -> Items:
     return items
 
 
-def run_whole(problem: Problem, example: Any) -> tuple[Tensor, Any]:
-    """Output and target of the example. A model that writes into its input is given copies from here on."""
-    batch = batches.copied(example)
-    before = batches.versions(batch)
-    output, target = problem.outputs(batch)
-    problem.copy_batches = problem.copy_batches or batches.versions(batch) != before
-    return output, target
+@dataclass
+class Alone:
+    """What the first sample shows when it runs alone.
+
+    Attributes:
+        logits: Its output, laid out as predictions.
+        inputs: The inputs that modules saw, by name, call by call.
+        misread: Modules whose output is not what their view says.
+    """
+
+    logits: Tensor
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    misread: list[str] = field(default_factory=list)
 
 
-def check_example(problem: Problem, example: Any) -> None:
-    """Run the example, and refuse a model that fails on it, is random or mixes samples."""
-    draws = Draws(problem.model, problem.seed)
-    items = first_run(problem, example)
-    if settle_weights(problem, example):
-        items = first_run(problem, example)
-    alone = first_sample(problem, example).logits
-    check_runs(problem, example, items, alone, draws)
+def run_alone(
+    problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule], *, copy_inputs: bool = False
+) -> Alone:
+    """Run the first sample of the example, and hold every module's output against its view.
 
-
-def first_sample(problem: Problem, example: Any, *, look: bool = True) -> Items:
-    """What the model makes of the example's first sample alone.
-
-    A model that writes into it is given copies from here on.
+    Inputs that the network overwrites later on are not what modules saw: with such, it is run once more.
 
     Args:
         problem: The model, data and loss.
         example: A few samples.
-        look: Whether the sample's target is to be checked.
+        views: The modules to look at.
+        copy_inputs: Whether to copy what they see.
     """
+    inputs: dict[str, list[Tensor]] = {}
+    versions: list[tuple[Tensor, int]] = []
+    misread: list[str] = []
+
+    def hook(name: str, view: Layer | AffineModule) -> Any:
+        familiar = is_familiar(view)
+        # The size of a transposed convolution's output is an argument of the call.
+        known = isinstance(view, Layer) and familiar and not isinstance(view.module, _ConvTransposeNd)
+        own = dict(view.module._parameters)
+        nested = False
+
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            nonlocal nested
+            if nested:
+                return
+            x = args[0] if args else kwargs.get("input")
+            if isinstance(x, Tensor) and _is_transformed(x):
+                misread.append(name)
+            elif isinstance(x, Tensor) and isinstance(output, Tensor):
+                if any(module._parameters.get(key) is not value for key, value in own.items()):
+                    misread.append(name)  # torch.func.functional_call: it runs with other weights
+                copied = copy_inputs or x.is_inference()
+                inputs.setdefault(name, []).append(x.detach().clone() if copied else x.detach())
+                if not copied:
+                    versions.append((inputs[name][-1], x._version))
+                if known or name in misread:
+                    return
+                nested = True
+                fine = view.explains(x, output, 1)
+                if not fine or not (familiar or follows_weights(view, args, kwargs, output)):
+                    misread.append(name)
+                nested = False
+
+        return check
+
+    made = {name: hook(name, view) for name, view in views.items()}
+    handles = [
+        view.module.register_forward_hook(made[name], with_kwargs=True) for name, view in views.items()
+    ]
     try:
-        batch = batches.copied(batches.rows(example, 0, 1))
-        before = batches.versions(batch)
+        logits = _first_sample(problem, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if any(x._version != version for x, version in versions):
+        return run_alone(problem, example, views, copy_inputs=True)
+    return Alone(logits, inputs, misread)
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether a tensor belongs to `torch.func`: it stands for one sample, or carries a derivative along."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
+
+
+def _first_sample(problem: Problem, example: Any) -> Tensor:
+    """The logits of the example's first sample alone; the example's targets have been looked at already."""
+    try:
         with torch.no_grad():
-            items = problem.items(batch, look=look)
-        problem.copy_batches = problem.copy_batches or batches.versions(batch) != before
-        return items
+            output, target = problem.outputs(batches.copied(batches.rows(example, 0, 1)))
+            return problem.laid_out(output, target, look=False).logits
     except FlatnessError:
         raise
     except Exception as error:
@@ -93,99 +180,41 @@ def first_sample(problem: Problem, example: Any, *, look: bool = True) -> Items:
         ) from error
 
 
-def settle_weights(problem: Problem, example: Any) -> bool:
-    """Whether the first pass wrote to parameters: they are measured as it left them, if they stay there.
-
-    Some networks keep weights within a norm by writing to them in forward. Autograd does not see that, and
-    differentiates where it led to. Call it after the first run of the example.
-    """
-    names = problem.written_weights()
-    if not names:
-        return False
-    first_run(problem, example)
-    again = problem.written_weights()
-    if again:
-        raise changing_weights(again)
-    problem.notes.append(
-        f"forward passes write to {listed(names)}: measured at the weights that they leave, without "
-        "derivatives of the writing, and restored"
-    )
-    return True
-
-
-def explain(problem: Problem, example: Any, error: Exception) -> None:
-    """Raise, after an error of another run, what the example run as it is raises, if it does."""
-    if not ran_out(error):
-        first_run(problem, example)
-
-
-def check_runs(problem: Problem, example: Any, items: Items, alone: Tensor, draws: Draws) -> None:
+def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alone: Tensor) -> None:
     """Refuse a model that is random or mixes samples, or a loss that is not finite on the example.
-
-    A run that drew no random numbers and gave the first sample the output that it has alone is believed;
-    otherwise the example is run as it is, to tell what is the matter.
 
     Args:
         problem: The model, data and loss.
         example: The samples that were run.
-        items: What a run of them gave.
+        first: What a run without gradients gave.
+        again: Logits of another run, perhaps with gradients, which may have chosen other kernels.
         alone: Logits of the first sample run alone.
-        draws: What noted random numbers that these two runs drew.
     """
-    logits = items.logits.detach()
+    logits, again = first.logits, again.detach()
     with torch.no_grad():
-        total = problem.loss.values(items).sum(dtype=torch.float64)
-        scale, change, total = largest([logits, _apart(logits, alone)], total)
+        total = float(problem.loss.values(first).sum(dtype=torch.float64))
     if not math.isfinite(total):
         problem.locate_bad_loss()
-    if draws.any() or not change <= _SAME_BATCH * scale:
-        _check_first(problem, example, first_run(problem, example), logits, alone)
-
-
-def _apart(logits: Tensor, alone: Tensor) -> Tensor:
-    """How far the first sample's output is from what it is alone."""
-    if alone.shape != logits[:1].shape:
-        return torch.full_like(logits[:1], torch.inf)
-    return logits[:1] - alone
-
-
-def largest(parts: list[Tensor], *numbers: Tensor) -> list[float]:
-    """The largest size of an entry of each part, then the numbers: one question to the device for all."""
-    parts = [part if part.is_floating_point() else part.abs().double() for part in parts]
-    sizes = torch._foreach_norm(parts, torch.inf)
-    alike = len({size.dtype for size in sizes}) == 1
-    packed = torch.stack(sizes if alike else [size.double() for size in sizes]).double()
-    return (torch.cat([packed, torch.stack(numbers).double()]) if numbers else packed).tolist()
-
-
-def _check_first(problem: Problem, example: Any, first: Items, again: Tensor, alone: Tensor) -> None:
-    """Tell from the run of the example as it is whether the model is random or mixes samples."""
-    logits = first.logits
-    with torch.no_grad():
-        total = problem.loss.values(first).sum(dtype=torch.float64)
-        parts = [logits, logits - again, _apart(logits, alone)]
-        scale, change, change_alone, total = largest(parts, total)
-    if not math.isfinite(total):
-        problem.locate_bad_loss()
-    scale = max(scale, 1e-30)
+    scale, change = max(largest(logits), 1e-30), largest(logits - again)
     if change > _SAME_BATCH * scale:
-        _check_repeated(problem, example, first, scale)
-    if logits.shape[0] > 1 and change_alone > _OTHER_BATCH * scale:
+        with torch.no_grad():
+            repeated = problem.items(batches.copied(example)).logits
+        change = largest(logits - repeated)
+        if change > _SAME_BATCH * scale:
+            raise NondeterministicError(
+                "Expected the same output for the same batch but two runs in evaluation mode differ by "
+                f"{change:.3g}. Look for F.dropout(x) without training=self.training, for noise, or for "
+                "random sampling inside forward."
+            )
+    change = largest(logits[:1] - alone) if alone.shape == logits[:1].shape else math.inf
+    if logits.shape[0] > 1 and change > _OTHER_BATCH * scale:
         raise ModelError(
             f"Expected each sample's output to depend on that sample alone but it changes by "
-            f"{change_alone:.3g} when the rest of the batch is left out. Samples must come first in every "
+            f"{change:.3g} when the rest of the batch is left out. Samples must come first in every "
             "tensor, and no layer may use statistics of the batch."
         )
 
 
-def _check_repeated(problem: Problem, example: Any, first: Items, scale: float) -> None:
-    """Run the example once more, just as the first time: gradients may have chosen other kernels."""
-    with torch.no_grad():
-        again = problem.items(batches.copied(example))
-    change = float((first.logits - again.logits).abs().max())
-    if change > _SAME_BATCH * scale:
-        raise NondeterministicError(
-            "Expected the same output for the same batch but two runs in evaluation mode differ by "
-            f"{change:.3g}. Look for F.dropout(x) without training=self.training, for noise, or for "
-            "random sampling inside forward."
-        )
+def largest(values: Tensor) -> float:
+    """The largest size of an entry."""
+    return float(values.abs().max()) if values.numel() else 0.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -15,18 +16,20 @@ from flatness.network.layers.shared import EmbeddingLayer, SharedLayer, Use
 from flatness.network.parts import named_modules
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reuse:
-    """What a recorded forward pass says about weights used more than once.
+    """What a recorded forward pass says about one weight that is used more than once.
 
     Attributes:
-        refused: How often a weight is used, for modules some of whose uses are not seen.
-        shared: Layers that modules use more than once, by name; those of one weight have the same
-            `SharedLayer`. Of those that are refused it has the uses that are seen.
+        times: How often it is used.
+        shared: The layer with all its uses that are seen; None where there is no such layer: for norm layers,
+            and for weights that one module call and something else use.
+        all_seen: Whether there are no others.
     """
 
-    refused: dict[str, int] = field(default_factory=dict)
-    shared: dict[str, SharedLayer] = field(default_factory=dict)
+    times: int
+    shared: SharedLayer | None
+    all_seen: bool
 
 
 def tied_embeddings(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, EmbeddingLayer]:
@@ -61,7 +64,7 @@ def reparametrised(layers: Mapping[str, Layer]) -> dict[str, list[str]]:
 
 def find_reuse(
     views: Mapping[str, Layer | AffineModule], calls: Mapping[str, int], uses: Mapping[int, int]
-) -> Reuse:
+) -> dict[str, Reuse]:
     """Hold the reads of every parameter in the graph against those that recorded calls explain.
 
     Args:
@@ -70,31 +73,30 @@ def find_reuse(
         uses: How many operators read a parameter on the way to the output, by the parameter's `id`.
     """
     per_call = {name: _read_by(views[name]) for name in calls}
-    explained: dict[int, int] = {}
+    explained: Counter[int] = Counter()
     for name, found in per_call.items():
-        for parameter, count in found.items():
-            explained[parameter] = explained.get(parameter, 0) + count * calls[name]
+        explained.update({parameter: count * calls[name] for parameter, count in found.items()})
     families: dict[int, list[str]] = {}
     for name in calls:
         families.setdefault(_weight_key(views[name]), []).append(name)
-    reuse = Reuse()
+    reuse: dict[str, Reuse] = {}
     for members in families.values():
         total = sum(calls[name] for name in members)
+        shared = _shared([views[name] for name in members]) if total > 1 else None
         for name in members:
             unseen = max((uses.get(key, 0) - explained[key] for key in per_call[name]), default=0)
-            if unseen > 0 or (total > 1 and isinstance(views[name], AffineModule)):
-                reuse.refused[name] = total + max(unseen, 0)
-        if total > 1 and not any(isinstance(views[name], AffineModule) for name in members):
-            reuse.shared |= _shared([views[name] for name in members])
+            if total > 1 or unseen > 0:
+                all_seen = shared is not None and unseen <= 0
+                reuse[name] = Reuse(total + max(unseen, 0), shared, all_seen)
     return reuse
 
 
-def _shared(members: list[Layer | AffineModule]) -> dict[str, SharedLayer]:
+def _shared(members: list[Layer | AffineModule]) -> SharedLayer | None:
     layers = [view for view in members if isinstance(view, Layer)]
-    main = next(view for view in layers if not isinstance(view, EmbeddingLayer))
-    uses = [Use(view.name, view, isinstance(view, EmbeddingLayer)) for view in layers]
-    shared = SharedLayer(main, uses)
-    return {view.name: shared for view in layers if not isinstance(view, EmbeddingLayer)}
+    main = next((view for view in layers if not isinstance(view, EmbeddingLayer)), None)
+    if main is None or len(layers) < len(members):
+        return None
+    return SharedLayer(main, [Use(view.name, view, isinstance(view, EmbeddingLayer)) for view in layers])
 
 
 def _weight_key(view: Layer | AffineModule) -> int:
@@ -103,16 +105,15 @@ def _weight_key(view: Layer | AffineModule) -> int:
     return id(weight) if isinstance(weight, nn.Parameter) else id(view.module)
 
 
-def _read_by(view: Layer | AffineModule) -> dict[int, int]:
+def _read_by(view: Layer | AffineModule) -> Counter[int]:
     """How many operators read each parameter when the module runs once, by the parameter's `id`."""
-    found: dict[int, int] = {}
+    found: Counter[int] = Counter()
     for key in ("weight", "bias"):
         value = getattr(view.module, key, None)
         if isinstance(value, nn.Parameter):
-            found[id(value)] = found.get(id(value), 0) + 1
+            found[id(value)] += 1
         elif isinstance(value, Tensor):
-            for parameter, count in reads(value).items():
-                found[parameter] = found.get(parameter, 0) + count
+            found.update(reads(value))
     for parameter in view.module.parameters(recurse=False):
         found.setdefault(id(parameter), 1)
     return found

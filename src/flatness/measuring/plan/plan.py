@@ -2,77 +2,120 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from flatness.catalogue.measure import Measure
-from flatness.curvature.operators.network_spectrum import SpectrumRequest
 from flatness.curvature.sums.parameter_probes import ParameterRoutes
 from flatness.curvature.sums.routes import LayerRoute, Routes
 from flatness.errors import listed
+from flatness.measuring.plan.treatment import AFFORDABLE_PASSES, Treatment
+from flatness.measuring.request import MeasureRequest
 from flatness.network.layers import Layer
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
     """What would run, and why. Print it.
 
     Attributes:
-        measures: The measures to compute.
+        request: What was asked for.
         layers: Names of the layers to measure, in network order.
-        routes: How the shared pass treats every layer.
-        reasons: For every layer, why its curvature is exact.
-        spectra: For every layer, the eigenvalue problems to solve ("whole", "rows").
-        options: Options by measure.
-        curvature: "hessian" or "gauss_newton".
-        notes: What is left out, and why.
-        loss: Name of the loss.
-        others: Plans for measures that are defined with another loss; each is a pass of its own.
-        kept_bytes: Bytes per sample that the eigenvalue iterations keep if they fit.
-        network_spectra: Spectra of the network's Hessian to find, by measure.
-        gradient_routes: Layers and norm layers whose per-sample gradients come from one backward pass.
-        graph_bytes: Rough size of one sample's graph of first derivatives.
-        called: Every layer that the forward pass calls, measured or not, by name.
-        sampling: Layers and norm layers that go through the sampled engine.
-        complete: Whether it takes all directions instead of random ones, and is exact.
-        methods: "exact" or "sampled", for every layer.
-        precision: The relative standard error that sampled values of layers aim at.
-        max_passes: The most probes per sample.
+        treatments: How every layer gets its curvature, by name: those to measure, and those layers and norm
+            layers that only the trace over the network asks for.
         rank: Output directions per sample.
-        by_parameters: Layers and parameters that take products with the Hessian of a parameter.
-        differences: Whether those products are central differences of gradients.
+        network: Whether all parameters of the network are being traced.
+        rest: Parameters that only that trace asks for and that take Hessian products.
+        rest_complete: Whether those take all directions.
+        copy_inputs: Whether what layers are given must be copied because the network overwrites it.
+        gradient_routes: Layers and norm layers whose per-sample gradients come from one backward pass.
+        called: Every layer that the forward pass calls, measured or not, by name.
         aliases: What `named_parameters` calls a parameter, by every name it has.
-        by_products: Layers whose eigenvalues take Hessian products by two backward passes each.
-        shapes: (G, d, m) of every measured layer, so that a plan is printed without a look at the model.
+        loss: Name of the loss.
+        graph_bytes: Rough size of one sample's graph of first derivatives.
+        micro_batch: How many samples are worked on at a time.
+        notes: What is left out, and why.
+        others: Plans for measures that are defined with another loss; each is a pass of its own.
     """
 
-    measures: list[Measure]
+    request: MeasureRequest
     layers: list[str]
-    routes: Routes
-    reasons: dict[str, str]
-    spectra: dict[str, list[str]]
-    options: dict[str, dict[str, Any]]
-    curvature: str
-    micro_batch: int
-    notes: list[str] = field(default_factory=list)
-    kept_bytes: int = 0
-    loss: str = ""
-    others: list[Plan] = field(default_factory=list)
-    network_spectra: dict[str, SpectrumRequest] = field(default_factory=dict)
-    gradient_routes: Routes = field(default_factory=lambda: Routes([]))
+    treatments: dict[str, Treatment]
+    rank: int
+    network: bool
+    rest: list[str]
+    rest_complete: bool
+    copy_inputs: bool
+    gradient_routes: Routes
+    called: dict[str, Layer]
+    aliases: dict[str, str]
+    loss: str
     graph_bytes: int = 0
-    called: dict[str, Layer] = field(default_factory=dict)
-    sampling: Routes = field(default_factory=lambda: Routes([]))
-    complete: bool = False
-    methods: dict[str, str] = field(default_factory=dict)
-    precision: float = 0.01
-    max_passes: int = 100
-    rank: int = 1
-    by_products: frozenset[str] = frozenset()
-    by_parameters: ParameterRoutes = field(default_factory=ParameterRoutes)
-    differences: bool = False
-    aliases: dict[str, str] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    micro_batch: int = 0
+    notes: tuple[str, ...] = ()
+    others: tuple[Plan, ...] = field(default=())
+
+    @property
+    def measures(self) -> list[Measure]:
+        """The measures to compute."""
+        return self.request.measures
+
+    @property
+    def curvature(self) -> str:
+        """The word in the results: finite differences are another way to the Hessian."""
+        return "hessian" if self.request.differences else self.request.curvature
+
+    @cached_property
+    def routes(self) -> Routes:
+        """What the exact engine does."""
+        exact = [t for t in self.treatments.values() if not (t.sampled or t.through_parameter)]
+        routes = self._engine_routes(exact)
+        return replace(routes, passes=self.rank if routes.kind("passes") or routes.affine else 0)
+
+    @cached_property
+    def sampling(self) -> Routes:
+        """What the sampled engine does."""
+        sampled = [t for t in self.treatments.values() if t.sampled]
+        return self._engine_routes(sampled, curved=frozenset(t.name for t in sampled if t.residual))
+
+    @cached_property
+    def by_parameters(self) -> ParameterRoutes:
+        """What takes products with the Hessian of a parameter."""
+        through = [t for t in self.treatments.values() if t.through_parameter]
+        complete: set[str | None] = {t.name for t in through if t.complete}
+        return ParameterRoutes(
+            [t.route for t in through if t.route is not None],
+            parameters={t.name: t.parameter for t in through},
+            rest=self.rest,
+            curvature=self.request.curvature,
+            complete=frozenset(complete | ({None} if self.rest_complete else set())),
+        )
+
+    def _engine_routes(self, treatments: list[Treatment], **more: Any) -> Routes:
+        return Routes(
+            [t.route for t in treatments if t.route is not None],
+            affine=[t.module for t in treatments if t.module is not None],
+            network=self.network,
+            copy_inputs=self.copy_inputs,
+            **more,
+        )
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why every layer is treated as it is."""
+        return {name: treatment.reason for name, treatment in self.treatments.items()}
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """The word "exact" or "sampled" for every layer."""
+        return {name: treatment.method for name, treatment in self.treatments.items()}
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sampled engine takes all directions instead of random ones, and is exact."""
+        return any(treatment.way == "all directions" for treatment in self.treatments.values())
 
     @property
     def layer_routes(self) -> dict[str, LayerRoute]:
@@ -95,60 +138,84 @@ class Plan:
         """Whether the shared pass has anything to compute beyond the risk."""
         return any(route.needs for route in self.routes.layers) or bool(self.routes.affine)
 
+    @property
+    def spectra(self) -> dict[str, list[str]]:
+        """The eigenvalue problems to solve ("whole", "rows"), by layer."""
+        parts = self.request.layer_spectra
+        return {name: list(parts) for name in self.layers if parts}
+
+    @property
+    def by_products(self) -> list[str]:
+        """Layers whose eigenvalues take products with the Hessian, as few output directions do not say it."""
+        many = self.rank > AFFORDABLE_PASSES
+        routes = self.layer_routes
+        return [
+            name
+            for name in self.spectra
+            if self.treatments[name].differentiates_twice or (many and routes[name].kind == "passes")
+        ]
+
+    @property
+    def differentiates_twice(self) -> bool:
+        """Whether anything does, so that a sample's graph must fit into memory."""
+        sampled = self.sampling.layers or self.sampling.affine or self.by_parameters
+        return bool(self.request.explores or sampled or self.by_products)
+
     def __str__(self) -> str:
         """The plan in words."""
-        passes = (
-            f"1 forward and {self.routes.passes} backward passes" if self.routes.passes else "1 forward pass"
-        )
+        return "\n".join([*self._passes(), *self._layers(), *self._iterations(), *self._notes()])
+
+    __repr__ = __str__
+
+    def _passes(self) -> Iterator[str]:
+        backward = self.routes.passes
+        passes = f"1 forward and {backward} backward passes" if backward else "1 forward pass"
         spread = " after 1 forward pass for the features' spread" if self.needs_spread else ""
-        lines = [f"measures: {', '.join(measure.name for measure in self.measures)}"]
-        lines.append(f"shared pass: {passes} per micro-batch of {self.micro_batch}{spread}")
+        yield f"measures: {', '.join(measure.name for measure in self.measures)}"
+        yield f"shared pass: {passes} per micro-batch of {self.micro_batch}{spread}"
         if (self.samples and not self.complete) or self.by_parameters.random:
-            lines.append(
-                f"probes: aiming at a standard error of {self.precision:.2g} of each layer's value, at most "
-                f"{self.max_passes} per sample; how many says a pilot"
+            yield (
+                f"probes: aiming at a standard error of {self.request.precision:.2g} of each layer's value, "
+                f"at most {self.request.max_passes} per sample; how many says a pilot"
             )
-        if self.by_parameters.rest:
-            lines.append(f"trace of {listed(self.by_parameters.rest, 6)}: products with their Hessian")
-        if self.differences:
-            lines.append("Hessian products are central differences of gradients")
+        if self.rest:
+            yield f"trace of {listed(self.rest, 6)}: products with their Hessian"
+        if self.request.differences:
+            yield "Hessian products are central differences of gradients"
+
+    def _layers(self) -> Iterator[str]:
         routes = self.layer_routes
         for name in self.layers:
-            route = routes[name]
-            G, *sizes = self.shapes[name]
+            treatment, positions = self.treatments[name], routes[name].positions
+            G, *sizes = treatment.shape
             shape = " × ".join(str(size) for size in ([G, *sizes] if G > 1 else sizes))
-            where = f"{route.positions} position{'s' * (route.positions > 1)}"
-            label = name or "the model itself"
-            how = self._how(route)
-            lines.append(f"  {label}  W {shape}, {where}: {how}; {self.reasons[name]}")
+            where = f"{positions} position{'s' * (positions > 1)}"
+            yield f"  {_label(name)}  W {shape}, {where}: {treatment}; {treatment.reason}"
+
+    def _iterations(self) -> Iterator[str]:
         if self.spectra:
-            named = ((name or "the model itself", parts) for name, parts in self.spectra.items())
+            named = ((_label(name), parts) for name, parts in self.spectra.items())
             solved = ", ".join(f"{name} ({' and '.join(parts)})" for name, parts in named)
-            lines.append(f"eigenvalues by Lanczos, all layers in step: {solved}")
-        for name, request in self.network_spectra.items():
+            yield f"eigenvalues by Lanczos, all layers in step: {solved}"
+        for name, request in self.request.network_spectra.items():
             over = "all parameters" if request.parameters == "all" else "all weights"
-            lines.append(
+            yield (
                 f"{name} over {over}: {request.solver} in the {request.metric} metric, one forward and two "
                 "backward passes per product, in step with the others"
             )
         for measure in self.measures:
             if measure.explore is not None:
-                lines.append(f"{measure.name}: {measure.cost or 'passes of its own'}")
-        lines += [f"note: {note}" for note in self.notes]
-        lines += [f"and with {other.loss}:\n{other}" for other in self.others]
-        return "\n".join(lines)
+                yield f"{measure.name}: {measure.cost or 'passes of its own'}"
 
-    __repr__ = __str__
-
-    def _how(self, route: LayerRoute) -> str:
-        if route.name in self.by_parameters.parameters:
-            complete = route.name in self.by_parameters.complete
-            return "exact, every entry" if complete else "sampled, through its parameter"
-        if route.name not in {sampled.name for sampled in self.sampling.layers}:
-            return f"exact, {route.kind}"
-        return "exact, all directions" if self.complete else "sampled"
+    def _notes(self) -> Iterator[str]:
+        yield from (f"note: {note}" for note in self.notes)
+        yield from (f"and with {other.loss}:\n{other}" for other in self.others)
 
     def _repr_html_(self) -> str:
         from flatness.report.notebook import outline_html
 
         return outline_html(str(self))
+
+
+def _label(name: str) -> str:
+    return name or "the model itself"

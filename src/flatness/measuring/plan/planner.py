@@ -1,16 +1,14 @@
-"""Making a plan: a few samples are looked at, then every layer gets its way, before any data is streamed."""
+"""Making a plan: a few samples are looked at, and every layer gets its treatment before any pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from flatness.curvature.operators.layer_operator import kept_bytes_per_sample
+from torch import nn
+
 from flatness.curvature.parameters.parameter_products import own_parameter
 from flatness.curvature.sums.exact import BLOCK
-from flatness.curvature.sums.parameter_probes import ParameterRoutes
 from flatness.curvature.sums.routes import (
     LayerRoute,
     Routes,
@@ -19,23 +17,18 @@ from flatness.curvature.sums.routes import (
     positions_of,
     route_kind,
 )
-from flatness.errors import NotExactError
+from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
 from flatness.measuring.examine.examination import examine
-from flatness.measuring.examine.examined import Examined
-from flatness.measuring.examine.hidden_curvature import note_hidden_curvature
-from flatness.measuring.plan.coverage import Covered, cover, first_names, refuse_made_weights
-from flatness.measuring.plan.decision import (
-    AFFORDABLE_PASSES,
-    Decision,
-    decide,
-    output_directions,
-    refuse,
-)
+from flatness.measuring.examine.examined import Examined, LayerRecord
+from flatness.measuring.examine.second_derivatives import check_twice, hidden_curvature
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.plan.selection import selected_layers
-from flatness.measuring.plan.watch import watch_path
-from flatness.measuring.request import Asked, asked_for
+from flatness.measuring.plan.treatment import Treatment, output_directions, refuse, treat
+from flatness.measuring.plan.watch import Watch
+from flatness.measuring.request import LARGEST_BRUTE_FORCE, MeasureRequest
+from flatness.network.layers import SUPPORTED, select_layers
+from flatness.network.layers.linear import ProjectionLayer
 from flatness.network.parts import named_modules
+from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
 
 # Numbers in a weight used more than once up to which every sample gets a copy of it.
@@ -43,268 +36,265 @@ _LARGEST_COPY = 1 << 22
 
 
 @dataclass(frozen=True)
-class _Ways:
-    """How everything gets its curvature.
+class _TraceParts:
+    """Everything that has a parameter, each once.
 
     Attributes:
-        names: The layers that are measured.
-        made: The route of every layer, measured or only part of the network's trace.
-        decision: Which are exact, which sampled, and why.
-        routes: What the exact engine does.
-        sampling: What the sampled engine does.
-        by_parameters: What takes products with the Hessian of a parameter.
-        by_products: Layers whose eigenvalues take Hessian products by two backward passes each.
-        rank: Output directions per sample.
-        heavy: Whether anything differentiates twice, so that a sample's graph must fit into memory.
+        layers: Layers whose weight, and bias unless that is among the rest, their own statistics give.
+        affine: Norm layers and PReLUs whose weight and bias their own statistics give.
+        rest: Number of entries of the parameters that take Hessian products: embeddings, raw parameters of
+            parametrisations, biases and norms of modules used more than once, modules of unknown kinds.
     """
 
-    names: list[str]
-    made: dict[str, LayerRoute]
-    decision: Decision
-    routes: Routes
-    sampling: Routes
-    by_parameters: ParameterRoutes
-    by_products: frozenset[str]
-    rank: int
-    heavy: bool
+    layers: list[str] = field(default_factory=list)
+    affine: list[str] = field(default_factory=list)
+    rest: dict[str, int] = field(default_factory=dict)
 
 
-def make_plan(
-    problem: Problem,
-    *,
-    measures: str | Iterable[str],
-    layers: str | Iterable[str] | None,
-    method: str,
-    curvature: str,
-    options: Mapping[str, Mapping[str, Any]] | None,
-    precision: float = 0.01,
-    max_passes: int = 100,
-) -> Plan:
+def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
     """Decide how to measure. The problem must be guarded."""
-    asked = asked_for(
-        measures,
-        options,
-        layers=layers,
-        method=method,
-        curvature=curvature,
-        precision=precision,
-        max_passes=max_passes,
-    )
     problem.watch = None  # an earlier plan's
-    examined = examine(problem, last_only=_last_only(problem, asked))
-    names = selected_layers(problem, examined, layers)
-    if asked.of_layers:
+    examined = examine(problem, last_only=_last_only(problem, request))
+    notes = list(examined.notes)
+    names = _selected_layers(problem, examined, request.layers, notes)
+    if request.of_layers:
         refuse(examined, names)
-    _free_large(problem, examined, curvature)
-    if asked.differences:
-        refuse_made_weights(problem, examined, names)
-    ways = _ways(problem, examined, asked, names)
-    watch_path(
+    examined = _freed(problem, examined, request)
+    if request.differences:
+        _refuse_made_weights(problem, examined, names)
+    trace, treatments = _treatments(problem, examined, request, names, notes)
+    limit = request.enumeration_limit
+    plan = Plan(
+        request=request,
+        layers=names,
+        treatments=treatments,
+        rank=output_directions(problem, examined, request.method),
+        network=trace is not None,
+        rest=list(trace.rest) if trace is not None else [],
+        rest_complete=trace is not None and sum(trace.rest.values()) <= limit,
+        copy_inputs=examined.overwrites,
+        gradient_routes=_gradient_routes(problem, examined) if request.beyond_layers else Routes([]),
+        called={name: examined.layers[name] for name in examined.called},
+        aliases=_first_names(problem.model),
+        loss=problem.loss.name,
+    )
+    problem.watch = Watch(
         problem,
         examined,
-        linear=_linear(examined, ways.decision) if curvature != "gauss_newton" else [],
-        routes=ways.made.values(),
-        unused=layers is None or ways.routes.network,
+        linear=[name for name, treatment in treatments.items() if treatment.linear],
+        routes=plan.layer_routes.values(),
+        unused=examined.unused if request.layers is None or plan.network else (),
     )
-    if curvature == "hessian" and ways.heavy:
-        note_hidden_curvature(problem, examined)
-    graph_bytes = _fit_memory(problem, examined, ways)
-    return _plan(problem, examined, asked, ways, graph_bytes)
+    if request.curvature == "hessian" and plan.differentiates_twice:
+        notes += hidden_curvature(problem, examined)
+    graph_bytes = _fit_memory(problem, examined, plan)
+    return replace(plan, graph_bytes=graph_bytes, micro_batch=problem.micro_batch, notes=tuple(notes))
 
 
-def _linear(examined: Examined, decision: Decision) -> list[str]:
-    """Layers and norm layers whose Hessian is taken for its Gauss-Newton part."""
-    through = {*decision.curved, *decision.by_parameters, *examined.idle}
-    return [name for name in decision.reasons if name not in through]
-
-
-def _last_only(problem: Problem, asked: Asked) -> bool:
+def _last_only(problem: Problem, request: MeasureRequest) -> bool:
     """Whether nothing but the last layer matters; a module may also go by the name of "last"."""
     by_name = any(name == "last" for name, _ in named_modules(problem.model))
-    return isinstance(asked.layers, str) and asked.layers == "last" and not by_name and not asked.of_network
+    last = isinstance(request.layers, str) and request.layers == "last"
+    return last and not by_name and not request.of_network
 
 
-def _ways(problem: Problem, examined: Examined, asked: Asked, names: list[str]) -> _Ways:
-    """Find a way for everything that is measured, and for what the trace over the network takes beside."""
-    most = asked.most_directions if asked.method == "exact" else None
-    covered = cover(problem, examined, asked.measures, names, asked.curvature, most)
-    wanted = dict.fromkeys(names, asked.needs)
-    if covered is not None:
-        wanted = {name: wanted.get(name, frozenset()) for name in covered.layers}
-    made = {name: _route(problem, examined, name, needs) for name, needs in wanted.items()}
-    covered, decision = _decided(problem, examined, asked, names, made, covered)
-    if covered is None:
-        made = {name: made[name] for name in names}
-    for route in made.values():
-        # What Gauss-Newton leaves out is said as a share of the trace.
-        if covered is not None or route.name in decision.curved | decision.by_parameters:
-            route.needs = route.needs | {"row_traces"}
-    routes, sampling = (
-        _engine_routes(examined, made, decision, covered, sampled=sampled) for sampled in (False, True)
-    )
-    rank = output_directions(problem, examined, asked.method)
-    if routes.kind("passes") or routes.affine:
-        routes.passes = rank
-    by_parameters = _parameter_routes(problem, asked, made, decision, covered)
-    by_products = _by_products(names, made, decision, rank) if asked.layer_spectra else frozenset()
-    sampled = sampling.layers or sampling.affine or by_parameters
-    heavy = bool(asked.walks or sampled or by_products)
-    return _Ways(names, made, decision, routes, sampling, by_parameters, by_products, rank, heavy)
+def _selected_layers(
+    problem: Problem, examined: Examined, layers: str | Iterable[str] | None, notes: list[str]
+) -> list[str]:
+    """The names of the layers to measure, in network order, each weight under one name."""
+    kinds = {name: type(module).__name__ for name, module in named_modules(problem.model)}
+    if not examined.layers:
+        raise LayerError(
+            f"Expected at least one supported layer ({SUPPORTED}) but "
+            f"{type(problem.model).__name__} has none. Teach the library yours with flatness.register_layer."
+        )
+    if not examined.called:
+        raise LayerError(
+            "Expected at least one layer to measure but the forward pass calls none of "
+            f"{listed(examined.layers)}. Call them as modules, not through their weights."
+        )
+    kept: dict[object, str] = {}
+    for name in select_layers(examined.layers, examined.called, layers, last=examined.last, modules=kinds):
+        same = kept.setdefault(_weight_key(problem, examined, name), name)
+        if same != name:
+            notes.append(f"{name} has the weight of {same} and is measured under that name")
+    return list(kept.values())
 
 
-def _decided(
-    problem: Problem,
-    examined: Examined,
-    asked: Asked,
-    names: list[str],
-    made: dict[str, LayerRoute],
-    covered: Covered | None,
-) -> tuple[Covered | None, Decision]:
-    """Decide for all that the network's trace takes, or, with a note, for the measured layers alone."""
-    decided = partial(
-        decide,
-        problem,
-        examined,
-        closed={name for name, route in made.items() if route.kind != "passes"},
-        method=asked.method,
-        curvature=asked.curvature,
-        precision=asked.precision,
-        max_passes=asked.max_passes,
-    )
-    decision = decided(names if asked.of_layers else [])
-    if covered is not None:
+def _weight_key(problem: Problem, examined: Examined, name: str) -> object:
+    """What layers with one weight have in common."""
+    record, layer = examined.records[name], examined.layers[name]
+    if record.shared is not None:
+        return id(record.shared)
+    packed = isinstance(layer, ProjectionLayer)
+    return own_parameter(problem.model, layer) if record.via_parameter and not packed else name
+
+
+def _freed(problem: Problem, examined: Examined, request: MeasureRequest) -> Examined:
+    """Weights used more than once whose copies for every sample are too large go through their parameter."""
+    records = dict(examined.records)
+    for name in examined.layers:
+        record = records[name]
+        if record.shared is None or own_parameter(problem.model, record.shared) is None:
+            continue
+        large = request.curvature == "hessian" and record.shared.matrix().numel() > _LARGEST_COPY
+        if large or request.differences:
+            reason = record.refused or record.used_again
+            records[name] = replace(record, refused=reason, via_parameter=True)
+    return replace(examined, records=records)
+
+
+def _refuse_made_weights(problem: Problem, examined: Examined, names: list[str]) -> None:
+    """Refuse layers that finite differences cannot move: their weight is made from other parameters."""
+    curved = [name for name in names if examined.records[name].curved is not None]
+    made = [name for name in curved if own_parameter(problem.model, examined.layers[name]) is None]
+    if made:
+        raise NotExactError(
+            "Expected layers whose weight is a parameter, as finite differences move it, but the weight of "
+            f"{listed(made)} is made from others. Remove the parametrisation, which leaves its weight in "
+            "place (torch.nn.utils.parametrize.remove_parametrizations), and measure again."
+        )
+
+
+def _treatments(
+    problem: Problem, examined: Examined, request: MeasureRequest, names: list[str], notes: list[str]
+) -> tuple[_TraceParts | None, dict[str, Treatment]]:
+    """Treat all that the network's trace takes, or, with a note, the measured layers alone."""
+    trace = None
+    if request.of_trace:
+        trace, gap = _trace_parts(problem, examined, request, names)
+        notes += [f"no trace over the whole network: {gap}"] * (trace is None)
+    routes = {
+        name: _route(problem, examined, name, request.needs if name in names else frozenset())
+        for name in (names if trace is None else trace.layers)
+    }
+    treated = treat(problem, examined, request, names if request.of_layers else [], routes)
+    if trace is not None:
         try:
-            return covered, decided([*covered.layers, *covered.affine])
+            everything = [*trace.layers, *trace.affine]
+            return trace, treat(problem, examined, request, everything, routes, traced=True)
         except NotExactError as error:
-            examined.notes.append(f"no trace over the whole network. {error}")
-    return None, decision
+            notes.append(f"no trace over the whole network. {error}")
+    if request.of_layers:
+        return None, treated
+    return None, {name: _of_weights(name, routes) for name in names}
 
 
-def _engine_routes(
-    examined: Examined,
-    made: dict[str, LayerRoute],
-    decision: Decision,
-    covered: Covered | None,
-    *,
-    sampled: bool,
-) -> Routes:
-    """The routes of the sampled engine, or of the exact one."""
-    own = [route for name, route in made.items() if name not in decision.by_parameters]
-    affine = [examined.affine[name] for name in covered.affine] if covered is not None else []
-    return Routes(
-        [route for route in own if (route.name in decision.sampled) == sampled],
-        affine=[module for module in affine if (module.name in decision.sampled) == sampled],
-        network=covered is not None,
-        copy_inputs=examined.overwrites,
-        curved=decision.curved if sampled else frozenset(),
-    )
+def _trace_parts(
+    problem: Problem, examined: Examined, request: MeasureRequest, names: list[str]
+) -> tuple[_TraceParts | None, str]:
+    """What the trace over all parameters needs; None, with the reason in words, where it has gaps.
+
+    Args:
+        problem: The model, data and loss.
+        examined: What a few samples showed.
+        request: What is asked for.
+        names: The layers that are measured.
+    """
+    layers = _one_each(examined, names)
+    hopeless = [name for name in (*layers, *examined.affine) if examined.records[name].hopeless]
+    if hopeless:
+        reasons = [f"{name} ({examined.records[name].refused})" for name in hopeless]
+        return None, f"not for {listed(reasons, 6)}"
+    affine = [name for name in examined.affine if _by_signals(examined.records[name], request)]
+    rest = _rest(problem.model, examined, layers, affine, request.differences)
+    gap = _gap(problem, examined, request, rest)
+    return (None, gap) if gap else (_TraceParts(layers, affine, rest), "")
 
 
-def _parameter_routes(
-    problem: Problem,
-    asked: Asked,
-    made: dict[str, LayerRoute],
-    decision: Decision,
-    covered: Covered | None,
-) -> ParameterRoutes:
-    """What takes products with the Hessian of a parameter."""
-    layers = [route for name, route in made.items() if name in decision.by_parameters]
-    rest = covered.rest if covered is not None else {}
-    all_of_rest = covered is not None and sum(rest.values()) <= asked.most_directions
-    return ParameterRoutes(
-        layers,
-        parameters={route.name: own_parameter(problem.model, route.layer) or "" for route in layers},
-        rest=list(rest),
-        curvature=asked.curvature,
-        complete=decision.complete_by_parameters | ({None} if all_of_rest else set()),
-        may_complete=asked.method != "sampled",
-    )
+def _by_signals(record: LayerRecord, request: MeasureRequest) -> bool:
+    """Whether signals at a norm layer's calls give its curvature."""
+    return record.refused is None and not (request.differences and record.curved is not None)
 
 
-def _by_products(
-    names: list[str], made: dict[str, LayerRoute], decision: Decision, rank: int
-) -> frozenset[str]:
-    """Layers whose eigenvalues take products with the Hessian: it is more than few output directions say."""
-    many = rank > AFFORDABLE_PASSES
-    through = decision.curved | decision.by_parameters
-    return frozenset(name for name in names if name in through or (many and made[name].kind == "passes"))
+def _gap(problem: Problem, examined: Examined, request: MeasureRequest, rest: dict[str, int]) -> str:
+    """Why the rest has no trace, in words; empty where it has one."""
+    size = sum(rest.values())
+    if request.method == "exact" and size > request.enumeration_limit:
+        most = LARGEST_BRUTE_FORCE
+        return f"{listed(rest, 6)} would take {size} products per batch, more than {most}"
+    if rest and not request.differences:
+        parameters = dict(problem.model.named_parameters())
+        try:
+            with differentiable(problem.model):
+                check_twice(examined, [parameters[name] for name in rest])
+        except DifferentiabilityError as error:
+            return str(error)
+    return ""
 
 
-def _fit_memory(problem: Problem, examined: Examined, ways: _Ways) -> int:
-    """Choose the micro-batch; returns the rough size of one sample's graph of first derivatives."""
-    size = problem.dtype.itemsize
-    block = min(BLOCK, max(1, ways.routes.passes))
-    each = bytes_per_sample(ways.routes, examined.records, examined.items, block, size)
-    graph = graph_bytes_per_sample(examined.records, examined.items, size)
-    # Every sample's copy of a weight, its direction, product and what lies between.
-    copied = sum(layer.matrix().numel() for layer in ways.sampling.shared.values())
-    graph += 6 * copied * size
-    backward = ways.routes.backward or ways.heavy
-    problem.fit_memory(max(each, graph if ways.heavy else 0), backward=backward)
-    return graph
+def _one_each(examined: Examined, names: list[str]) -> list[str]:
+    """The layers that ran, one per weight: the measured one where several names have the same."""
+    kept: list[str] = []
+    for name in [*names, *(name for name in examined.called if name not in names)]:
+        mine = examined.layers[name].weight
+        others = (examined.layers[other].weight for other in kept)
+        if not any(isinstance(mine, nn.Parameter) and mine is other for other in others):
+            kept.append(name)
+    return [name for name in examined.called if name in kept]
 
 
-def _plan(problem: Problem, examined: Examined, asked: Asked, ways: _Ways, graph_bytes: int) -> Plan:
-    """Write down what was decided."""
-    names, decision, parts = ways.names, ways.decision, asked.layer_spectra
-    kept = Routes([ways.made[name] for name in names if name not in ways.by_products])
-    return Plan(
-        measures=asked.measures,
-        layers=names,
-        routes=ways.routes,
-        sampling=ways.sampling,
-        by_parameters=ways.by_parameters,
-        aliases=first_names(problem.model),
-        complete=decision.complete,
-        methods={name: decision.method(name) for name in decision.reasons},
-        reasons=decision.reasons or dict.fromkeys(names, "of the weights alone"),
-        precision=asked.precision,
-        max_passes=asked.max_passes,
-        rank=ways.rank,
-        spectra={name: list(parts) for name in names} if parts else {},
-        by_products=ways.by_products,
-        options=asked.options,
-        curvature="gauss_newton" if asked.curvature == "gauss_newton" else "hessian",
-        differences=asked.differences,
-        micro_batch=problem.micro_batch,
-        notes=list(examined.notes),
-        kept_bytes=kept_bytes_per_sample(kept, ways.rank, problem.dtype.itemsize),
-        loss=problem.loss.name,
-        network_spectra=asked.network_spectra,
-        gradient_routes=_gradient_routes(problem, examined) if asked.beyond_layers else Routes([]),
-        graph_bytes=graph_bytes,
-        called={name: examined.layers[name] for name in examined.called},
-        shapes={name: tuple(ways.made[name].layer.matrix().shape) for name in names},
-    )
+def _rest(
+    model: nn.Module, examined: Examined, layers: list[str], affine: list[str], differences: bool
+) -> dict[str, int]:
+    """Parameters that neither layers nor norm layers account for, with their sizes."""
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    known: set[int] = set()
+    for name in layers:
+        layer, record = examined.layers[name], examined.records[name]
+        parts = [layer.weight_name]
+        # Signals at one call say nothing about a bias that others share.
+        if record.meets_samples_once and not (differences and record.curved):
+            parts.append(layer.bias_name)
+        known |= {id(aliases[part]) for part in parts if part in aliases}
+    for owner in (*affine, *examined.unused):
+        known |= {id(value) for value in model.get_submodule(owner).parameters(recurse=False)}
+    return {name: value.numel() for name, value in model.named_parameters() if id(value) not in known}
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of every parameter, by all of its names."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(value), name) for name, value in named}
+
+
+def _of_weights(name: str, routes: Mapping[str, LayerRoute]) -> Treatment:
+    route = routes[name]
+    shape = tuple(route.layer.matrix().shape)
+    return Treatment(name, "closed form", "of the weights alone", route=route, shape=shape)
 
 
 def _gradient_routes(problem: Problem, examined: Examined) -> Routes:
     """All modules that run once and whose rows are samples: their per-sample gradients are cheap."""
-    odd = {*examined.refused, *examined.idle, *examined.shared}
-    fine = [name for name in examined.called if name not in odd]
-    affine = [module for name, module in examined.affine.items() if name not in examined.refused]
+    records = [examined.records[name] for name in (*examined.called, *examined.affine)]
+    fine = [record for record in records if record.refused is None and record.shared is None]
+    names = [record.name for record in fine if record.name in examined.layers and not record.idle]
     return Routes(
-        [_route(problem, examined, name, frozenset()) for name in fine],
-        affine=affine,
+        [_route(problem, examined, name, frozenset()) for name in names],
+        affine=[examined.affine[record.name] for record in fine if record.name in examined.affine],
         copy_inputs=examined.overwrites,
     )
 
 
 def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str]) -> LayerRoute:
-    record, n = examined.records[name], examined.items.logits.shape[0]
-    shared = examined.shared.get(name)
-    if shared is not None:
-        size = record.x.numel() // n
-        return LayerRoute(name, shared, "passes", needs, shared.matrix().shape[2], size)
+    record, call, n = examined.records[name], examined.calls[name], examined.items.logits.shape[0]
+    size = call.x.numel() // n
+    if record.shared is not None:
+        return LayerRoute(name, record.shared, "passes", needs, record.shared.matrix().shape[2], size)
     layer = examined.layers[name]
-    kind = route_kind(layer, record, examined.items, problem.loss, examined.marked.get(name), needs)
-    return LayerRoute(name, layer, kind, needs, positions_of(layer, record, n), record.x.numel() // n)
+    kind = route_kind(layer, call, examined.items, problem.loss, record.marked, needs)
+    return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size)
 
 
-def _free_large(problem: Problem, examined: Examined, curvature: str) -> None:
-    """Weights used more than once whose copies for every sample are too large go through their parameter."""
-    for name, layer in list(examined.shared.items()):
-        large = layer.matrix().numel() > _LARGEST_COPY and curvature == "hessian"
-        if (large or curvature == "finite_differences") and own_parameter(problem.model, layer) is not None:
-            examined.refused.setdefault(name, f"its weight is used {examined.reused[name]} times")
-            examined.loose.add(name)
+def _fit_memory(problem: Problem, examined: Examined, plan: Plan) -> int:
+    """Choose the micro-batch; returns the rough size of one sample's graph of first derivatives."""
+    size = problem.dtype.itemsize
+    block = min(BLOCK, max(1, plan.routes.passes))
+    each = bytes_per_sample(plan.routes, examined.calls, examined.items, block, size)
+    graph = graph_bytes_per_sample(examined.calls, examined.items, size)
+    # Every sample's copy of a weight, its direction, product and what lies between.
+    graph += 6 * size * sum(layer.matrix().numel() for layer in plan.sampling.shared.values())
+    twice = plan.differentiates_twice
+    problem.fit_memory(max(each, graph if twice else 0), backward=plan.routes.backward or twice)
+    return graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,32 +29,41 @@ class Watch:
         examined: What the first samples showed.
         linear: Layers and norm layers after which the network has to be piecewise linear.
         routes: How layers are measured sample by sample.
+        unused: Layers that the first samples did not use and that may not be used at all.
     """
 
     def __init__(
-        self, problem: Problem, examined: Examined, linear: Collection[str], routes: Iterable[LayerRoute]
+        self,
+        problem: Problem,
+        examined: Examined,
+        *,
+        linear: Collection[str],
+        routes: Iterable[LayerRoute],
+        unused: Iterable[str],
     ) -> None:
         self._known = examined.graph.operators
         self._shift_invariant = problem.loss.shift_invariant
-        apart = examined.shared.keys() | examined.loose
-        self._routes = {route.name: route for route in routes if route.name not in apart}
+        records = examined.records
+        self._routes = {route.name: route for route in routes if records[route.name].meets_samples_once}
         self._last = {
             name: route.layer for name, route in self._routes.items() if route.kind == "softmax head"
         }
         self._uses = {
             id(parameter): (name, examined.graph.uses.get(id(parameter), 0))
-            for name in sorted({*linear, *self._last} - examined.shared.keys())
+            for name in sorted({*linear, *self._last})
             for parameter in problem.model.get_submodule(name).parameters(recurse=False)
         }
         self._edges: dict[str, GradientEdge] = {}
         self._outputs: dict[str, tuple[Tensor, int]] = {}
         self._rows: dict[str, int] = {}
         self._calls: list[tuple[str, GradientEdge, int]] = []
-        shared = {use.name for uses in examined.shared.values() for use in uses.uses}
-        self._measured = {*self._routes, *shared}
+        shared = [record.shared for record in records.values() if record.shared is not None]
+        self._measured = {*self._routes, *(use.name for layer in shared for use in layer.uses)}
         problem.model.register_forward_pre_hook(self._forget)
         for name in {*linear, *self._measured}:
             problem.model.get_submodule(name).register_forward_hook(self._note(name, name in linear))
+        for name in unused:
+            problem.model.get_submodule(name).register_forward_pre_hook(partial(_refuse_call, name))
 
     def __call__(self, logits: Tensor) -> None:
         """Look at the outputs of a batch, laid out as predictions.
@@ -145,6 +155,13 @@ class Watch:
         return hook
 
 
+def _refuse_call(name: str, *_: object) -> None:
+    raise LayerError(
+        f"{_PATH}a later one calls {name!r}, which the first samples did not. Name the layers to "
+        "measure with layers=, without those used now and then."
+    )
+
+
 def _same_up_to_shifts(layer: Layer, z: Tensor, logits: Tensor) -> bool:
     """Whether logits (n, T, K) are what a layer puts out at T positions, up to a shift for each."""
     if z.numel() != logits.numel():
@@ -159,35 +176,3 @@ def _same_up_to_shifts(layer: Layer, z: Tensor, logits: Tensor) -> bool:
     # A network in double precision may end in a log-softmax of `z.float()`.
     eps = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)
     return bool((spread <= eps**0.5 * (1 + rows.abs().amax(-1))).all())
-
-
-def watch_path(
-    problem: Problem,
-    examined: Examined,
-    *,
-    linear: Collection[str],
-    routes: Iterable[LayerRoute],
-    unused: bool,
-) -> None:
-    """Have later batches checked for taking another path through the network than the samples looked at.
-
-    Args:
-        problem: The model, data and loss.
-        examined: What the first samples showed.
-        linear: Layers and norm layers after which the network has to be piecewise linear.
-        routes: How layers are measured sample by sample.
-        unused: Whether layers that the first samples did not use may not be used at all.
-    """
-
-    def refuse(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            raise LayerError(
-                f"{_PATH}a later one calls {name!r}, which the first samples did not. Name the layers to "
-                "measure with layers=, without those used now and then."
-            )
-
-        return hook
-
-    problem.watch = Watch(problem, examined, linear, routes)
-    for name in examined.silent if unused else ():
-        problem.model.get_submodule(name).register_forward_pre_hook(refuse(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,19 +14,57 @@ from flatness.catalogue.measure import SPECTRA, LayerView, Measure, NetworkView,
 from flatness.catalogue.registry import reduce_values
 from flatness.curvature.operators.spectrum import Spectrum
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.rows.views import trace_sources
+from flatness.measuring.run.exploration import Explored
+from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter, bias_note, standard_error
-from flatness.measuring.walk import Walked
+from flatness.measuring.views import layer_values, layer_views, network_view, number_of, trace_sources
+from flatness.problem.problem import Problem
 from flatness.report.report import Result
+
+# Changes of a value, relative to its size, that are rounding alone.
+_ROUNDING = 1e-12
+# The relative error for which a note says how many samples it would take.
+_GOAL = 0.01
+
+
+def report_rows(
+    problem: Problem, plan: Plan, run: Run, explored: Explored, views: list[LayerView]
+) -> list[Result]:
+    """All rows of a report, with the standard errors that the data alone cause where those are asked for.
+
+    Args:
+        problem: The model, data and loss.
+        plan: What was measured.
+        run: What the engines found.
+        explored: What measures found that explore the space of all parameters.
+        views: The layers, on all samples.
+    """
+    network = network_view(problem, plan, run.statistics)
+    results = finalise(plan, views, network, explored, run.scatter, run.methods, run.remarks)
+    if run.groups is None:
+        return results
+    for part in run.groups.parts:
+        part.all_reduce(problem.ranks)
+    left_out = [
+        finalise(
+            plan,
+            layer_views(problem, plan, part, run.spectra, run.spreads),
+            network_view(problem, plan, part),
+            explored,
+            methods=run.methods,
+        )
+        for part in run.groups.without_each(run.statistics)
+    ]
+    return _with_data_errors(results, left_out, plan.measures, run.statistics.samples)
 
 
 def finalise(
     plan: Plan,
     views: list[LayerView],
     network: NetworkView,
-    walked: Walked,
-    loss: str,
+    explored: Explored,
     scatter: Scatter | None = None,
+    methods: Mapping[str, str] | None = None,
     remarks: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Result]:
     """All rows of a report, measure by measure, layers in network order.
@@ -35,28 +73,36 @@ def finalise(
         plan: What was measured, and how.
         views: The layers.
         network: All parameters.
-        walked: What took walks of its own.
-        loss: Name of the loss.
+        explored: What measures found that explore the space of all parameters.
         scatter: How far sampled statistics scatter.
-        remarks: More to say about the curvature of single layers; None as a name stands for the network.
+        methods: "exact" or "sampled", by layer; as planned when None.
+        remarks: More to say about the curvature of single layers.
     """
     results: list[Result] = []
-    scatter, remarks = scatter or Scatter(), remarks or {}
+    scatter, methods, remarks = scatter or Scatter(), methods or plan.methods, remarks or {}
     for measure in plan.measures:
-        template = Result(measure.name, "layer", 0.0, method="exact", loss=loss, curvature=plan.curvature)
+        loss, curvature = plan.loss, plan.curvature
+        template = Result(measure.name, "layer", 0.0, method="exact", loss=loss, curvature=curvature)
         rows = _Rows(measure.clips is not None)
+        curved = bool(measure.needs - SPECTRA)
         for view in views:
-            view = replace(view, options=plan.options[measure.name])
-            curved = bool(measure.needs - SPECTRA)
-            method = plan.methods.get(view.name, "exact") if curved else "exact"
-            notes = (plan.reasons[view.name], *(remarks.get(view.name, ()) if curved else ()))
-            _layer_rows(measure, view, replace(template, notes=notes, method=method), scatter, rows)
-        found = walked.values.get(measure.name, {})
+            view = replace(view, options=plan.request.options[measure.name])
+            notes = (plan.treatments[view.name].reason, *(remarks.get(view.name, ()) if curved else ()))
+            method = methods[view.name] if curved else "exact"
+            row = replace(template, layer=view.name, notes=notes, method=method)
+            _layer_rows(measure, view, row, scatter, rows)
+        found = explored.values.get(measure.name, {})
         for layer, value in found.items():
             if layer is not None:
                 rows.add(_with(replace(template, layer=layer), value))
-        results += rows.results
-        results += _network_rows(measure, rows, network, plan, walked, template, scatter)
+        of_network = _Rows(measure.clips is not None)
+        template = replace(template, level="network")
+        if measure.network is not None and _available(measure, plan, explored):
+            _network_row(measure, plan, network, explored, template, scatter, of_network)
+        if None in found:
+            of_network.add(_with(template, found[None]))
+        _add_aggregates(measure, rows, template, of_network)
+        results += [*rows.results, *of_network.results]
     return results
 
 
@@ -86,94 +132,89 @@ class _Rows:
         self.deviations.append(deviation)
 
 
-def _with(row: Result, valued: Valued) -> Result:
+def _with(row: Result, value: Valued | Tensor | float) -> Result:
     """The row with a value and what there is to say about it."""
+    if not isinstance(value, Valued):
+        return replace(row, value=float(value))
     return replace(
         row,
-        value=valued.value,
-        stderr=valued.stderr,
-        method=valued.method,
-        converged=row.converged and valued.converged,
-        residual=row.residual if valued.residual is None else valued.residual,
-        notes=(*row.notes, *valued.notes),
-        terms=None if valued.terms is None else dict(valued.terms),
+        value=value.value,
+        stderr=value.stderr,
+        method=value.method,
+        converged=row.converged and value.converged,
+        residual=row.residual if value.residual is None else value.residual,
+        notes=(*row.notes, *value.notes),
+        terms=None if value.terms is None else dict(value.terms),
     )
 
 
 def _layer_rows(measure: Measure, view: LayerView, row: Result, scatter: Scatter, rows: _Rows) -> None:
+    """The rows of one layer: of its units and their reductions, or its one value."""
     spectra = [view.spectra[need] for need in sorted(measure.needs & SPECTRA)]
     row = replace(
         row,
-        layer=view.name,
         converged=all(spectrum.converged for spectrum in spectra),
         residual=max((float(spectrum.residuals.max()) for spectrum in spectra), default=None),
         notes=(*row.notes, *(note for spectrum in spectra for note in _spectrum_notes(spectrum))),
     )
-    if measure.units is None and measure.layer is None:
-        return
-    if measure.layer is not None and measure.units is None and row.method == "exact":
-        value = measure.layer(view)
-        rows.add(_with(row, value) if isinstance(value, Valued) else replace(row, value=float(value)))
-        return
-    values = layer_values(measure, view)
-    deviations = None
-    if row.method == "sampled":
-        deviations = scatter.of_layer(view, partial(layer_values, measure), values, measure.clips)
-        # A layer without a residual, all of whose output directions were taken.
-        row = row if deviations is not None else replace(row, method="exact")
-    columns = [None] * len(values) if deviations is None else list(deviations.T)
-    if measure.units is None:
-        assert measure.layer is not None
-        value = measure.layer(view)
-        made = _with(row, value) if isinstance(value, Valued) else replace(row, value=float(value))
-        rows.add(made if row.method == "exact" else replace(made, method=row.method), columns[0])
-        return
-    units = len(values) - len(measure.reductions)
-    if "unit" in measure.levels:
-        for unit in range(units):
-            rows.add(replace(row, level="unit", unit=unit, value=float(values[unit])), columns[unit])
-    for name, value, column in zip(measure.reductions, values[units:], columns[units:], strict=True):
-        rows.add(replace(row, reduction=name, value=float(value)), column)
-
-
-def layer_values(measure: Measure, view: LayerView) -> Tensor:
-    """All numbers of a layer: of its units and their reductions, or its one value."""
     if measure.units is not None:
-        values = measure.units(view).flatten().double()
-        return torch.cat([values, *(reduce_values(name, values)[None] for name in measure.reductions)])
-    assert measure.layer is not None
-    value = measure.layer(view)
-    number = value.value if isinstance(value, Valued) else float(value)
-    return torch.tensor([number], dtype=torch.float64, device="cpu")
+        values = layer_values(measure, view)
+        row, columns = _scattered(measure, view, values, row, scatter)
+        units = len(values) - len(measure.reductions)
+        for unit in range(units) if "unit" in measure.levels else ():
+            rows.add(replace(row, level="unit", unit=unit, value=float(values[unit])), columns[unit])
+        for name, value, column in zip(measure.reductions, values[units:], columns[units:], strict=True):
+            rows.add(replace(row, reduction=name, value=float(value)), column)
+    elif measure.layer is not None:
+        value = measure.layer(view)
+        at = torch.tensor([number_of(value)], dtype=torch.float64, device="cpu")
+        row, (column,) = _scattered(measure, view, at, row, scatter)
+        rows.add(_with(row, value), column)
 
 
-def _network_rows(
+def _scattered(
+    measure: Measure, view: LayerView, values: Tensor, row: Result, scatter: Scatter
+) -> tuple[Result, list[Tensor | None]]:
+    """What replicates change about each of the values; the row is exact where that is nothing."""
+    moved = None
+    if row.method == "sampled":
+        moved = scatter.of_layer(view, partial(layer_values, measure), values, measure.clips)
+    if moved is None:
+        # Also of a sampled layer without a residual, all of whose output directions were taken.
+        return replace(row, method="exact"), [None] * len(values)
+    return row, list(moved.T)
+
+
+def _network_row(
     measure: Measure,
-    rows: _Rows,
-    network: NetworkView,
     plan: Plan,
-    walked: Walked,
+    network: NetworkView,
+    explored: Explored,
     template: Result,
     scatter: Scatter,
-) -> list[Result]:
-    found = _Rows(measure.clips is not None)
-    template = replace(template, level="network")
-    if measure.network is not None and _available(measure, plan, walked):
-        spectrum, options = walked.spectra.get(measure.name), plan.options[measure.name]
-        view = replace(network, spectrum=spectrum, options=options)
-        value = measure.network(view)
-        row = template
-        if not (isinstance(value, Valued) and value.notes and value.notes[0].startswith("over ")):
-            row = replace(template, notes=("over " + ", ".join(network.squared_norms),))
-        row = _with(row, value) if isinstance(value, Valued) else replace(row, value=float(value))
-        changes = None
-        if "traces" in measure.network_needs:
-            changes = scatter.of_network(
-                view, trace_sources(plan), partial(_network_value, measure), row.value, measure.clips
-            )
-        found.add(row, changes)
-    if None in walked.values.get(measure.name, {}):
-        found.add(_with(template, walked.values[measure.name][None]))
+    rows: _Rows,
+) -> None:
+    """The row of a value over all parameters."""
+    assert measure.network is not None
+    spectrum, options = explored.spectra.get(measure.name), plan.request.options[measure.name]
+    view = replace(network, spectrum=spectrum, options=options)
+    value = measure.network(view)
+    own = value.over if isinstance(value, Valued) else None
+    row = _with(replace(template, notes=(f"over {own or ', '.join(network.squared_norms)}",)), value)
+    changes = None
+    if "traces" in measure.network_needs:
+        number = partial(_network_value, measure)
+        changes = scatter.of_network(view, trace_sources(plan), number, row.value, measure.clips)
+    rows.add(row, changes)
+
+
+def _network_value(measure: Measure, view: NetworkView) -> float:
+    assert measure.network is not None
+    return number_of(measure.network(view))
+
+
+def _add_aggregates(measure: Measure, rows: _Rows, template: Result, found: _Rows) -> None:
+    """The rows of sums and maxima over the measured layers."""
     for reduction in measure.reductions if "network" in measure.levels else ():
         # Units are reduced the same way first: ρ^max is a maximum of maxima, ρ^Σ a sum of sums.
         wanted = reduction if measure.units is not None else None
@@ -184,25 +225,19 @@ def _network_rows(
         ]
         if not parts:
             continue
-        values = torch.tensor([row.value for row, _ in parts], dtype=torch.float64, device="cpu")
+        layers = [row for row, _ in parts]
+        values = torch.tensor([row.value for row in layers], dtype=torch.float64, device="cpu")
         value = reduce_values(reduction, values)
         aggregate = replace(
             template,
             value=float(value),
             reduction=reduction,
-            stderr=_reduced_error(reduction, [row for row, _ in parts]),
-            method=next((row.method for row, _ in parts if row.method != "exact"), "exact"),
-            converged=all(row.converged for row, _ in parts),
-            notes=(f"over the measured layers {', '.join(str(row.layer) for row, _ in parts)}",),
+            stderr=_reduced_error(reduction, layers),
+            method=next((row.method for row in layers if row.method != "exact"), "exact"),
+            converged=all(row.converged for row in layers),
+            notes=(f"over the measured layers {', '.join(str(row.layer) for row in layers)}",),
         )
         found.add(aggregate, _reduced(reduction, values, value, [deviation for _, deviation in parts]))
-    return found.results
-
-
-def _network_value(measure: Measure, view: NetworkView) -> float:
-    assert measure.network is not None
-    value = measure.network(view)
-    return value.value if isinstance(value, Valued) else float(value)
 
 
 def _reduced(reduction: str, values: Tensor, value: Tensor, deviations: list[Tensor | None]) -> Tensor | None:
@@ -222,11 +257,11 @@ def _reduced_error(reduction: str, parts: list[Result]) -> float:
     return math.hypot(*(row.stderr for row in parts))
 
 
-def _available(measure: Measure, plan: Plan, walked: Walked) -> bool:
+def _available(measure: Measure, plan: Plan, explored: Explored) -> bool:
     """Whether what the network's value needs was found."""
     if "spectrum" in measure.network_needs:
-        return measure.name in walked.spectra
-    return plan.routes.network or "traces" not in measure.network_needs
+        return measure.name in explored.spectra
+    return plan.network or "traces" not in measure.network_needs
 
 
 def _spectrum_notes(spectrum: Spectrum) -> list[str]:
@@ -240,3 +275,45 @@ def _spectrum_notes(spectrum: Spectrum) -> list[str]:
     if not spectrum.converged:
         notes.append("not converged: raise max_products or tolerance in options=")
     return notes
+
+
+def _with_data_errors(
+    results: list[Result], left_out: list[list[Result]], measures: Sequence[Measure], samples: int
+) -> list[Result]:
+    """Results with `data_stderr`, from the same results without one group of samples after the other.
+
+    The jackknife: se² = (B − 1)/B Σ_b (f_b − mean f)². Values that are no function of sums over samples
+    (eigenvalues, exploration of parameter space) have none.
+
+    Args:
+        results: What was measured on all samples.
+        left_out: For every group, the same rows without its samples.
+        measures: The measures.
+        samples: Number of samples.
+    """
+    sums = {m.name for m in measures if not (m.needs & SPECTRA or "spectrum" in m.network_needs or m.explore)}
+    B = len(left_out)
+    if B < 2:
+        return results
+    values = torch.tensor(
+        [[row.value for row in rows] for rows in left_out], dtype=torch.float64, device="cpu"
+    )
+    errors = ((B - 1) / B * (values - values.mean(0)).square().sum(0)).sqrt()
+    # What does not depend on the data, such as norms of weights, moves by rounding alone.
+    errors = errors.where(errors > _ROUNDING * values.mean(0).abs(), 0.0).tolist()
+    return [
+        _with_data_error(row, error, samples) if row.measure in sums else row
+        for row, error in zip(results, errors, strict=True)
+    ]
+
+
+def _with_data_error(row: Result, error: float, samples: int) -> Result:
+    if not row.value or row.level == "unit":
+        return replace(row, data_stderr=error)
+    share = error / abs(row.value)
+    wanted = math.ceil(samples * (share / _GOAL) ** 2)
+    note = (
+        f"as an estimate for the distribution of the data: ± {error:.3g} ({share:.1%}); "
+        f"1 % would take about {wanted:,} samples"
+    )
+    return replace(row, data_stderr=error, notes=(*row.notes, note) if error else row.notes)

@@ -16,8 +16,7 @@ from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
-from flatness.network.parts import buffers, dense_parts, named_parameters, parameters
-from flatness.problem import batches
+from flatness.network.parts import dense_parts, named_parameters
 from flatness.problem.problem import Problem
 from flatness.version import __version__
 
@@ -25,22 +24,20 @@ from flatness.version import __version__
 _SMALL = 1 << 16
 
 
-def provenance(
-    problem: Problem, chosen: Plan, statistics: Statistics, seconds: float, fingerprint: str
-) -> dict[str, Any]:
+def provenance(problem: Problem, plan: Plan, statistics: Statistics, seconds: float) -> dict[str, Any]:
     """The `meta` of a report."""
     return {
         "model": type(problem.model).__name__,
-        "model_fingerprint": fingerprint,
+        "model_fingerprint": model_fingerprint(problem.model),
         "data_fingerprint": f"{problem.fingerprint or 0:x}",
         "samples": statistics.samples,
         "risk": float(statistics.risk / statistics.normaliser),
         "loss": problem.loss.name,
         "loss_options": problem.loss.options(),
         **({} if problem.alignment is None else {"alignment": str(problem.alignment)}),
-        "curvature": chosen.curvature,
+        "curvature": plan.curvature,
         "weight_decay": problem.weight_decay,
-        "options": _plain({measure.name: chosen.options[measure.name] for measure in chosen.measures}),
+        "options": _plain({measure.name: plan.request.options[measure.name] for measure in plan.measures}),
         "parameters": {name: list(value.shape) for name, value in named_parameters(problem.model).items()},
         "dtype": str(problem.dtype).removeprefix("torch."),
         "device": problem.device.type,
@@ -67,18 +64,18 @@ def with_own_risk(meta: dict[str, Any], problem: Problem) -> dict[str, Any]:
     return {**meta, "loss": problem.loss.name, "loss_options": problem.loss.options(), "risk": risk}
 
 
-def facts(problem: Problem, chosen: Plan) -> dict[str, Any]:
+def facts(problem: Problem, plan: Plan) -> dict[str, Any]:
     """What must be the same in all processes that measure together."""
     return {
         "weights": model_fingerprint(problem.model),
         "dtype": str(problem.dtype),
-        "measures": [measure.name for measure in chosen.measures],
-        "options": repr(chosen.options),
-        "layers": [(route.name, route.kind, sorted(route.needs)) for route in chosen.layer_routes.values()],
-        "norm layers": [module.name for module in chosen.routes.affine],
+        "measures": [measure.name for measure in plan.measures],
+        "options": repr(plan.request.options),
+        "layers": [(route.name, route.kind, sorted(route.needs)) for route in plan.layer_routes.values()],
+        "norm layers": [t.name for t in plan.treatments.values() if t.module is not None],
         "loss": repr(problem.loss),
         "alignment": str(problem.alignment),
-        "curvature": chosen.curvature,
+        "curvature": plan.curvature,
         "weight_decay": problem.weight_decay,
         "seed": problem.seed,
     }
@@ -100,47 +97,15 @@ def shares(problem: Problem) -> dict[str, Any]:
 def model_fingerprint(model: nn.Module) -> str:
     """Depends on names, shapes and values of parameters and buffers: sums, and up to 256 entries each."""
     digest = hashlib.sha256()
-    flat: list[Tensor] = []
+    numbers: list[Tensor] = []
     for name, value in model.state_dict().items():
         digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
         for part in dense_parts(value) if isinstance(value, Tensor) else []:
             if part.numel() and not part.is_complex():
-                flat.append(part.detach().reshape(-1))
-    # The small ones are brought to the host together, of the others what is needed.
-    small = iter(batches.on_host([value for value in flat if value.numel() <= _SMALL]))
-    numbers: list[Tensor] = []
-    for value in flat:
-        value = next(small) if value.numel() <= _SMALL else value
-        numbers.append(value.sum(dtype=torch.float64).reshape(1))
-        numbers.append(value[:: -(-value.numel() // 256)].double())
-    digest.update(torch.cat(batches.on_host(numbers)).numpy().tobytes())
+                flat = part.detach().reshape(-1)
+                # Devices sum large tensors where they are, each in its own order.
+                flat = flat.cpu() if flat.numel() <= _SMALL else flat
+                numbers.append(flat.sum(dtype=torch.float64).reshape(1).cpu())
+                numbers.append(flat[:: -(-flat.numel() // 256)].double().cpu())
+    digest.update(torch.cat(numbers).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-class ModelFingerprint:
-    """The fingerprint of a model that is being measured, taken while a device works.
-
-    Buffers that the network writes to and modules that it makes are gone only when measuring ends: with such,
-    it is taken then.
-
-    Args:
-        model: The model, before it is measured.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before = self._state()
-        self._found: str | None = None
-
-    def take(self) -> None:
-        """Take it now, if the model is as it was."""
-        if self._state() == self._before:
-            self._found = model_fingerprint(self._model)
-
-    def result(self) -> str:
-        """The fingerprint; the model must be as it was."""
-        return self._found or model_fingerprint(self._model)
-
-    def _state(self) -> list[tuple[int, int]]:
-        held = (*parameters(self._model), *buffers(self._model))
-        return [(id(value), value._version) for value in held]

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatness.curvature.operators.layer_operator import kept_bytes_per_sample
 from flatness.curvature.operators.parameter_operator import ParameterOperators
 from flatness.curvature.operators.spectrum import Spectrum, top_eigenvalues
+from flatness.curvature.parameters.parameter_products import DifferenceError
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.groups import SampleGroups
 from flatness.curvature.sums.moments import feature_spreads
+from flatness.curvature.sums.parameter_probes import ALL, ParameterEngine, unit_length
 from flatness.curvature.sums.routes import Routes
-from flatness.curvature.sums.sampled import SampledSums
+from flatness.curvature.sums.sampled import MOST_GROUPS, Budget, SampledSums, sampled_statistics
 from flatness.curvature.sums.statistics import Statistics
 from flatness.errors import NotFiniteError, listed
 from flatness.losses import counted
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.run.pilot import sample
-from flatness.measuring.run.product_pilot import sample_products
+from flatness.measuring.run.pilot import choose_budget, choose_directions
 from flatness.measuring.scatter import Scatter
 from flatness.network.memory import kept_budget
 from flatness.problem.problem import Problem
@@ -28,79 +30,88 @@ from flatness.problem.problem import Problem
 
 @dataclass
 class Run:
-    """What the engines found."""
+    """What the engines found, and what was learnt on the way; the plan says what was planned.
+
+    Attributes:
+        statistics: The sums.
+        methods: The word "exact" or "sampled" for every layer.
+        spreads: V per input unit of the layers that need `relative_normalized`.
+        groups: The statistics of groups of samples, where they were asked for.
+        scatter: How far sampled statistics scatter.
+        remarks: More to say about the curvature of single layers.
+        notes: What to say about all of it.
+        spectra: Largest eigenvalues, by layer and part.
+    """
 
     statistics: Statistics
-    spreads: dict[str, Tensor]
+    methods: dict[str, str]
+    spreads: dict[str, Tensor] = field(default_factory=dict)
+    groups: SampleGroups | None = None
     scatter: Scatter = field(default_factory=Scatter)
     remarks: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     spectra: dict[tuple[str, str], Spectrum] = field(default_factory=dict)
-    groups: SampleGroups | None = None
+
+    def take(self, sums: SampledSums, groups: SampleGroups | None) -> None:
+        """Add what another engine found of other layers over the same samples."""
+        self.statistics = _joined(self.statistics, sums.statistics)
+        if self.groups is not None and groups is not None:
+            pairs = zip(self.groups.parts, groups.parts, strict=True)
+            self.groups.parts = [_joined(mine, theirs) for mine, theirs in pairs]
 
 
-def run_plan(problem: Problem, chosen: Plan, groups: SampleGroups | None) -> Run:
+def run_plan(problem: Problem, plan: Plan, groups: SampleGroups | None = None) -> Run:
     """Compute every statistic and every layer's eigenvalues that the plan asks for, the problem guarded."""
-    routes = chosen.routes
-    available = {name: route.layer for name, route in chosen.layer_routes.items()}
-    spreads: dict[str, Tensor] = {}
-    if chosen.needs_spread:
-        spreads = feature_spreads(
+    run = Run(Statistics(), dict(plan.methods), groups=groups)
+    routes = plan.layer_routes
+    if plan.needs_spread:
+        run.spreads = feature_spreads(
             problem,
-            {name: available[name] for name in chosen.needs_spread},
-            routes.copy_inputs,
-            chosen.by_parameters.parameters,
+            {name: routes[name].layer for name in plan.needs_spread},
+            plan.copy_inputs,
+            plan.by_parameters.parameters,
         )
-    run = Run(Statistics(), spreads, groups=groups)
-    if chosen.streams or not (chosen.samples or chosen.by_parameters):
-        run.statistics = exact_statistics(problem, routes if chosen.streams else Routes([]), spreads, groups)
-    if chosen.samples:
-        _add_sampled(problem, chosen, run)
-    if chosen.by_parameters:
-        _add_products(problem, chosen, run)
+    if plan.streams or not (plan.samples or plan.by_parameters):
+        exact = plan.routes if plan.streams else Routes([])
+        run.statistics = exact_statistics(problem, exact, run.spreads, groups)
+    if plan.samples:
+        _add_sampled(problem, plan, run)
+    if plan.by_parameters:
+        _add_products(problem, plan, run)
     _check_totals(problem, run.statistics)
-    if chosen.spectra:
-        run.spectra = _spectra(problem, chosen, run.statistics)
+    if plan.request.layer_spectra:
+        run.spectra = _spectra(problem, plan, float(run.statistics.normaliser))
     return run
 
 
-def _add_sampled(problem: Problem, chosen: Plan, run: Run) -> None:
-    own = SampleGroups() if run.groups is not None else None
-    sums, run.scatter, how = sample(problem, chosen, run.spreads, own)
+def _add_sampled(problem: Problem, plan: Plan, run: Run) -> None:
+    """What goes through the sampled engine: a pilot says how many probes."""
+    budget = Budget(None, None, folds=0)
+    if not plan.complete:
+        with problem.ranks.stage():
+            budget = choose_budget(problem, plan, run.spreads)
+        budget = problem.ranks.first(budget)
+    groups = SampleGroups() if run.groups is not None else None
+    sums = sampled_statistics(problem, plan.sampling, run.spreads, budget, groups)
     counted(sums.statistics.normaliser, sums.statistics.samples)
-    run.statistics = _joined(run.statistics, sums.statistics)
-    if run.groups is not None and own is not None:
-        pairs = zip(run.groups.parts, own.parts, strict=True)
-        run.groups.parts = [_joined(mine, theirs) for mine, theirs in pairs]
-    for route in chosen.sampling.layers:
-        remarks = [how] if how else []
-        if route.name in chosen.sampling.curved:
+    run.take(sums, groups)
+    run.scatter = Scatter() if plan.complete else Scatter.of(sums)
+    for route in plan.sampling.layers:
+        remarks = [] if plan.complete else [_described(plan, budget)]
+        if route.name in plan.sampling.curved:
             remarks.append(_residual_share(sums, route.name))
         run.remarks[route.name] = tuple(remarks)
 
 
-def _add_products(problem: Problem, chosen: Plan, run: Run) -> None:
-    """What goes through parameters."""
-    grouped = run.groups is not None
-    parts, how = sample_products(problem, chosen, run.spreads, run.statistics, grouped=grouped)
-    for part in parts:
-        run.statistics = _joined(run.statistics, part.sums.statistics)
-        run.scatter = run.scatter.beside(Scatter.of(part.sums))
-        if run.groups is not None and part.groups is not None:
-            pairs = zip(run.groups.parts, part.groups.parts, strict=True)
-            run.groups.parts = [_joined(mine, theirs) for mine, theirs in pairs]
-    for route in chosen.by_parameters.layers:
-        run.remarks[route.name] = tuple(how.get(route.name, ()))
-    chosen.notes += how.get(None, [])
-
-
-def _joined(mine: Statistics, theirs: Statistics) -> Statistics:
-    """Sums of different layers over the same samples, which count once."""
-    if not mine.samples:
-        return theirs
-    for owner, statistics in theirs.sums.items():
-        for name, value in statistics.items():
-            mine.add(owner, name, value)
-    return mine
+def _described(plan: Plan, budget: Budget) -> str:
+    """The numbers of probes in words."""
+    first = "all directions" if budget.gauss_newton is None else f"{budget.gauss_newton} probes per sample"
+    if not plan.sampling.curved:
+        return first
+    many = len(plan.sampling.curved) > MOST_GROUPS
+    alone = f"in {MOST_GROUPS} groups of layers" if many else "layer by layer"
+    how = "all layers together" if budget.joint else alone
+    return f"{first}, and {budget.residual} of the residual, {how}"
 
 
 def _residual_share(sums: SampledSums, name: str) -> str:
@@ -116,39 +127,75 @@ def _residual_share(sums: SampledSums, name: str) -> str:
     )
 
 
-def _spectra(problem: Problem, chosen: Plan, statistics: Statistics) -> dict[tuple[str, str], Spectrum]:
-    routes = chosen.layer_routes
-    settings = {**_spectrum_settings(chosen), "problem": problem, "normaliser": float(statistics.normaliser)}
-    copy_inputs = chosen.routes.copy_inputs
-    found: dict[tuple[str, str], Spectrum] = {}
-    parameters = chosen.by_parameters.parameters
-    through = {name: parts for name, parts in chosen.spectra.items() if name in parameters}
+def _add_products(problem: Problem, plan: Plan, run: Run) -> None:
+    """What goes through parameters: a pilot says how many directions, and what takes all of them."""
+    with problem.ranks.stage():
+        chosen = choose_directions(problem, plan, run.spreads, run.statistics)
+    chosen = problem.ranks.first(chosen)
+    routes = replace(plan.by_parameters, complete=plan.by_parameters.complete | {*chosen.complete})
+    error = DifferenceError()
+    for part in (routes.only(complete=True), routes.only(complete=False)):
+        if not part:
+            continue
+        groups = SampleGroups() if run.groups is not None else None
+        engine = ParameterEngine(problem, part, run.spreads, chosen.probes, chosen.folds, error)
+        with problem.ranks.stage():
+            sums = engine.run(groups)
+        for summed in (sums.statistics, *sums.parts.values()):
+            summed.all_reduce(problem.ranks)
+        run.take(sums, groups)
+        run.scatter = run.scatter.beside(Scatter.of(sums))
+    length = unit_length(problem)
+    random = f"{chosen.probes} random directions per {'sample' if length == 1 else f'{length} samples'}"
+    for route in routes.layers:
+        complete = route.name in routes.complete
+        run.methods[route.name] = "exact" if complete else "sampled"
+        run.remarks[route.name] = (ALL if complete else random, *[str(error)] * plan.request.differences)
+    if plan.rest and plan.request.differences:
+        run.notes.append(f"trace over the whole network: {error}")
+
+
+def _joined(mine: Statistics, theirs: Statistics) -> Statistics:
+    """Sums of different layers over the same samples, which count once."""
+    if not mine.samples:
+        return theirs
+    for owner, statistics in theirs.sums.items():
+        for name, value in statistics.items():
+            mine.add(owner, name, value)
+    return mine
+
+
+def _spectra(problem: Problem, plan: Plan, normaliser: float) -> dict[tuple[str, str], Spectrum]:
+    """Largest eigenvalues of all layers: through parameters, from signals, or by Hessian products."""
+    routes, found = plan.layer_routes, {}
+    through = [name for name in plan.layers if plan.treatments[name].through_parameter]
+    products = [name for name in plan.by_products if name not in through]
+    signals = [name for name in plan.layers if name not in plan.by_products]
+    budget, settings = kept_budget(problem.device), {**_spectrum_settings(plan), "normaliser": normaliser}
+
+    def solve(names: list[str], bytes_per_sample: int, **more: Any) -> None:
+        if names:
+            keep = "operators" not in more and bytes_per_sample * (problem.samples or 0) <= budget
+            measured = Routes([routes[name] for name in names], copy_inputs=plan.copy_inputs)
+            wanted = {name: plan.spectra[name] for name in names}
+            found.update(top_eigenvalues(problem, measured, wanted, keep=keep, **settings, **more))
+
     if through:
-        operators = ParameterOperators(problem, chosen.by_parameters, settings["normaliser"])
-        found |= top_eigenvalues(
-            routes=Routes([routes[name] for name in through]),
-            wanted=through,
-            keep=False,
-            operators=operators,
-            **settings,
-        )
-    by_signals = {name: parts for name, parts in chosen.spectra.items() if name not in chosen.by_products}
-    if by_signals:
-        keep = chosen.kept_bytes * (problem.samples or 0) <= kept_budget(problem.device)
-        measured = Routes([routes[name] for name in by_signals], copy_inputs=copy_inputs)
-        found |= top_eigenvalues(routes=measured, wanted=by_signals, keep=keep, **settings)
-    by_products = {
-        name: parts
-        for name, parts in chosen.spectra.items()
-        if name in chosen.by_products and name not in through
-    }
-    if by_products:
-        keep = chosen.graph_bytes * (problem.samples or 0) <= kept_budget(problem.device)
-        measured = Routes([routes[name] for name in by_products], copy_inputs=copy_inputs)
-        found |= top_eigenvalues(
-            routes=measured, wanted=by_products, keep=keep, curvature=chosen.curvature, **settings
-        )
+        solve(through, 0, operators=ParameterOperators(problem, plan.by_parameters, normaliser))
+    kept = Routes([routes[name] for name in signals])
+    solve(signals, kept_bytes_per_sample(kept, plan.rank, problem.dtype.itemsize))
+    solve(products, plan.graph_bytes, curvature=plan.curvature)
     return found
+
+
+def _spectrum_settings(plan: Plan) -> dict[str, Any]:
+    """The strictest tolerance and the largest limit that any of the measures asks for."""
+    asked = [options for options in plan.request.options.values() if "max_products" in options]
+    tolerances = [options["tolerance"] for options in asked if options["tolerance"] is not None]
+    return {
+        "tolerance": min(tolerances, default=None),
+        "max_products": max(options["max_products"] for options in asked),
+    }
 
 
 def _check_totals(problem: Problem, statistics: Statistics) -> None:
@@ -159,27 +206,13 @@ def _check_totals(problem: Problem, statistics: Statistics) -> None:
         for owner, sums in statistics.sums.items()
         if not all(bool(value.isfinite().all()) for value in sums.values())
     ]
-    if broken:
-        raise NotFiniteError(
-            f"Expected finite curvature but got NaN or infinity in {listed(sorted(broken))}, though every "
-            f"loss is finite: {_why_not_finite(problem.dtype)}"
-        )
-
-
-def _why_not_finite(dtype: torch.dtype) -> str:
-    if dtype == torch.float64:
-        return (
-            "for some sample a derivative does not exist, such as that of sqrt at 0. Look at what follows "
-            "these layers."
-        )
-    return f"numbers overflow in {dtype}. Pass dtype=torch.float64."
-
-
-def _spectrum_settings(chosen: Plan) -> dict[str, Any]:
-    """The strictest tolerance and the largest limit that any of the measures asks for."""
-    asked = [options for options in chosen.options.values() if "max_products" in options]
-    tolerances = [options["tolerance"] for options in asked if options["tolerance"] is not None]
-    return {
-        "tolerance": min(tolerances, default=None),
-        "max_products": max(options["max_products"] for options in asked),
-    }
+    if not broken:
+        return
+    why = f"numbers overflow in {problem.dtype}. Pass dtype=torch.float64."
+    if problem.dtype == torch.float64:
+        why = "for some sample a derivative does not exist, such as that of sqrt at 0. Look at what follows "
+        why += "these layers."
+    raise NotFiniteError(
+        f"Expected finite curvature but got NaN or infinity in {listed(sorted(broken))}, though every "
+        f"loss is finite: {why}"
+    )

@@ -1,4 +1,4 @@
-"""Measures that take walks of their own: eigenvalues of the whole network, ascent, noise."""
+"""Measures that explore the space of all parameters: eigenvalues of the network, ascent, noise."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ from flatness.problem.problem import Problem
 
 
 @dataclass(frozen=True)
-class Walked:
+class Explored:
     """What was found, by measure.
 
     Attributes:
         spectra: Extreme eigenvalues of the network's Hessian.
         values: Values by layer, None for the network.
+        notes: What the user should know.
     """
 
     spectra: Mapping[str, NetworkSpectrum] = field(default_factory=dict)
     values: Mapping[str, Mapping[str | None, Valued]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
-def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bool = False) -> Walked:
+def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bool = False) -> Explored:
     """Run what cannot be a sum over one pass. The problem must be guarded.
 
     Measures that need the same thing share it: spectra advance in step, squared gradients are computed once.
@@ -53,25 +55,26 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
         everything: Whether "all" was asked for, so that what does not exist here is left out with a note.
     """
     exploring = [measure for measure in plan.measures if measure.explore is not None]
-    if not exploring and not plan.network_spectra:
-        return Walked()
+    if not exploring and not plan.request.network_spectra:
+        return Explored()
     space = ParameterSpace(problem)
     hessian = (
         DifferenceOperator(space)
-        if plan.differences
+        if plan.request.differences
         else HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
     )
     squares = cache(lambda: squared_gradients(space, plan.gradient_routes))
     gradient = cache(space.gradient)
     solver = _Spectra(hessian, squares)
-    spectra = _planned_spectra(problem, plan, space, solver, everything) if plan.network_spectra else {}
+    notes: list[str] = []
+    spectra = _planned_spectra(problem, plan, solver, notes, everything)
     values: dict[str, Mapping[str | None, Valued]] = {}
     weights = {name: layer.matrix() for name, layer in plan.called.items()}
     for measure in exploring:
-        options = plan.options[measure.name]
+        options = plan.request.options[measure.name]
         seen = [replace(view, options=options) for view in views]
         assert measure.explore is not None
-        with _left_out(plan, [measure.name], everything):
+        with _left_out(notes, [measure.name], everything):
             _refuse_several(problem)
             values[measure.name] = measure.explore(
                 Surroundings(
@@ -79,13 +82,13 @@ def walk(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bo
                 )
             )
     if squares.cache_info().currsize and squares().sampled:
-        plan.notes.append(
+        notes.append(
             f"squared gradients: more than {MOST_POSITIONS} predictions per sample, hence estimated from "
             f"{DRAWS} draws of random signs"
         )
     if isinstance(hessian, DifferenceOperator) and hessian.error.relative is not None:
-        plan.notes.append(f"eigenvalues of the network: {hessian.error}")
-    return Walked(spectra, values)
+        notes.append(f"eigenvalues of the network: {hessian.error}")
+    return Explored(spectra, values, tuple(notes))
 
 
 @dataclass
@@ -110,16 +113,18 @@ class _Spectra:
 
 
 def _planned_spectra(
-    problem: Problem, plan: Plan, space: ParameterSpace, solver: _Spectra, everything: bool
+    problem: Problem, plan: Plan, solver: _Spectra, notes: list[str], everything: bool
 ) -> dict[str, NetworkSpectrum]:
     """The spectra that measures need, by measure; without those that do not exist here, where allowed."""
     allowed = everything or all(measure.of_layers for measure in plan.measures if measure.network_needs)
-    requests = {}
-    with _left_out(plan, list(plan.network_spectra), allowed):
+    asked, requests = plan.request.network_spectra, {}
+    if not asked:
+        return {}
+    with _left_out(notes, list(asked), allowed):
         _refuse_several(problem)
-        for name, request in plan.network_spectra.items():
-            with _left_out(plan, [name], allowed):
-                check_metric(space, request)
+        for name, request in asked.items():
+            with _left_out(notes, [name], allowed):
+                check_metric(solver.hessian.space, request)
                 requests[name] = request
         solver.advance_together(requests.values())
         return {name: solver.solved[request] for name, request in requests.items()}
@@ -136,11 +141,11 @@ def _refuse_several(problem: Problem) -> None:
 
 
 @contextmanager
-def _left_out(plan: Plan, names: list[str], allowed: bool) -> Iterator[None]:
+def _left_out(notes: list[str], names: list[str], allowed: bool) -> Iterator[None]:
     """Turn what a measure cannot have here into a note, where that is allowed."""
     try:
         yield
     except (DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError) as error:
         if not allowed:
             raise
-        plan.notes.append(f"left out for the network: {listed(names)}. {error}")
+        notes.append(f"left out for the network: {listed(names)}. {error}")
