@@ -125,7 +125,7 @@ def tau(networks: Any, quantity: str) -> Correlation:
     """The same with its interval; of hyperparameters that vary together the first stands for all."""
     column = quantity if quantity in networks else quantity.split("+")[0]
     values, gaps = networks[column].to_numpy(float), networks["gap"].to_numpy(float)
-    return correlation(values, gaps, "kendall", permutations=0)
+    return correlation(values, gaps, "kendall")
 
 
 def headline(name: str) -> str:

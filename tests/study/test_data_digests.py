@@ -10,7 +10,7 @@ import torch
 
 import flatness
 from flatness.errors import StudyError
-from flatness.study.run import networks
+from flatness.study.run import tasks
 from flatness.zoo.data import load
 from studies import study
 
@@ -63,7 +63,7 @@ def test_networks_of_other_data_are_not_added_to(tmp_path, file):
     write(file, 2)
     with pytest.raises(StudyError) as caught:
         run({**content(file), "grid": {"learning_rate": 0.1, "seed": 2}}, out)
-    now = networks.load_split({"name": str(file)}).digest
+    now = tasks.load_split({"name": str(file)}).digest
     assert now != record["data"]["digest"]
     assert str(caught.value) == (
         f"Expected the data of record {key} in {out} but {file} has other content now: digest {now} instead "
@@ -81,7 +81,7 @@ def test_training_does_not_go_on_with_other_data(tmp_path, file):
     (state,) = (out / "training").glob("*.pt")
     before = torch.load(state, weights_only=True)["data"]
     write(file, 2)
-    now = networks.load_split({"name": str(file)}).digest
+    now = tasks.load_split({"name": str(file)}).digest
     with pytest.raises(StudyError) as caught:
         run(asked, out, minutes=1 / 120)
     assert str(caught.value) == (
@@ -91,14 +91,14 @@ def test_training_does_not_go_on_with_other_data(tmp_path, file):
 
 
 def test_a_file_that_changes_while_a_run_begins_is_noticed(tmp_path, file, monkeypatch):
-    split = networks.load_split
+    split = tasks.load_split
 
     def written_anew(data):
         write(file, 2)
         return split(data)
 
     before = split({"name": str(file)}).digest
-    monkeypatch.setattr(networks, "load_split", written_anew)
+    monkeypatch.setattr(tasks, "load_split", written_anew)
     with pytest.raises(StudyError) as caught:
         run(content(file), tmp_path / "out")
     assert str(caught.value) == (
@@ -145,13 +145,13 @@ def test_a_checkpoint_that_changes_under_its_digest_is_noticed(tmp_path, monkeyp
          "fc2.bias": torch.zeros(10)} for v in (0.1, 0.2)
     )  # fmt: skip
     torch.save(first, path)
-    make = networks.make_model
+    make = tasks.make_model
 
     def replaced(one):
         torch.save(second, path)
         return make(one)
 
-    monkeypatch.setattr(networks, "make_model", replaced)
+    monkeypatch.setattr(tasks, "make_model", replaced)
     asked = {**study(), "checkpoints": {"paths": str(path)}}
     for name in ("grid", "stop"):
         asked.pop(name)

@@ -13,7 +13,7 @@ from flatness.study import ExperimentStudy, read_spec
 from flatness.study.analysis.experiment import summary_table
 from flatness.study.experiments.experiment import trend
 from flatness.study.experiments.petzka2021_labels import petzka2021_labels
-from flatness.study.run import experiments
+from flatness.study.run import tasks
 
 LABELS = {
     "title": "labels",
@@ -81,10 +81,8 @@ def test_a_failed_unit_is_a_record_with_its_reason_and_can_be_tried_again(tmp_pa
         raise RuntimeError("no luck\nat all")
 
     with monkeypatch.context() as broken:
-        one = experiments.experiment("petzka2021_labels", "a test")
-        broken.setattr(
-            experiments, "experiment", lambda *_: type("Broken", (), {"work": staticmethod(fails)})
-        )
+        one = tasks.experiment("petzka2021_labels", "a test")
+        broken.setattr(tasks, "experiment", lambda *_: type("Broken", (), {"work": staticmethod(fails)}))
         failed = run(labels(separations=[1.0]), tmp_path)
     assert failed.counts() == {"failed": 2}
     assert failed.failures() == {"RuntimeError: no luck": 2}

@@ -15,7 +15,7 @@ from flatness.errors import StudyError
 from flatness.study.folder import records
 from flatness.study.folder.records import Folder
 from flatness.study.objects import load_split
-from flatness.study.run import networks
+from flatness.study.run import tasks
 from flatness.study.training import train
 from studies import configurations, study
 
@@ -286,8 +286,8 @@ PLACES = {
     "training state": (train, "write_tensors"),
     "weights": (records, "replacing"),
     "record": (records, "write_text"),
-    "reading weights": (networks, "read_checkpoint"),
-    "the user's own code": (networks, "measured"),
+    "reading weights": (tasks, "read_checkpoint"),
+    "the user's own code": (tasks, "measured"),
 }
 
 
@@ -313,7 +313,7 @@ def test_an_error_of_the_disk_behind_another_error_fails_no_network(tmp_path, mo
             raise flatness.errors.CheckpointError("Expected a checkpoint that can be read.") from error
 
     with monkeypatch.context() as patch:
-        patch.setattr(networks, "read_checkpoint", unreadable)
+        patch.setattr(tasks, "read_checkpoint", unreadable)
         with pytest.raises(StudyError, match="No network is marked as failed"):
             run(SHORT, tmp_path)
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 2

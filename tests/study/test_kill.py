@@ -183,7 +183,7 @@ def test_workers_end_with_a_killed_run(tmp_path):
 
 @pytest.mark.parametrize(("parent", "ended"), [("os.getppid()", 0), ("os.getppid() + 1", 1), ("0", 0)])
 def test_a_worker_that_begins_when_its_run_is_gone_ends_at_once(parent, ended):
-    code = "import os, time; from flatness.study.run.orders import end_with"
+    code = "import os, time; from flatness.study.run.executors import end_with"
     code += f"; end_with({parent}); time.sleep(1); print('at work')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stdout) == (ended, "" if ended else "at work\n")

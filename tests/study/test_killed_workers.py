@@ -10,8 +10,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 import flatness
 from flatness.study.folder.in_hand import WorkerKilledError, done_alone, in_hand, left_in_hand
 from flatness.study.folder.records import Folder
-from flatness.study.run.executors import _naming_deaths
-from flatness.study.run.orders import Orders
+from flatness.study.run.executors import Orders, _naming_deaths
 from studies import study
 
 KILLER = """

@@ -7,7 +7,7 @@ import pytest
 
 import flatness
 from flatness.show.plots.study import write_figures
-from flatness.study.run import networks
+from flatness.study.run import tasks
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 from flatness.zoo.data import load
 from flatness.zoo.models import mlp
@@ -79,8 +79,8 @@ def test_lines_asked_for_later_are_walked_without_training_or_measuring_again(tm
     def never(*arguments, **options):
         raise AssertionError("trained or measured again")
 
-    monkeypatch.setattr(networks, "Cohort", never)
-    monkeypatch.setattr(networks, "measured", never)
+    monkeypatch.setattr(tasks, "Cohort", never)
+    monkeypatch.setattr(tasks, "measured", never)
     after = run(content(points=3), tmp_path)
     assert after.counts() == {"finished": 4}
     assert after.lines().loss.shape == (8, 3)

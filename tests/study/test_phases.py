@@ -10,9 +10,9 @@ import torch
 
 import flatness
 from flatness.study.folder.records import Folder
-from flatness.study.run import networks, run
-from flatness.study.run.networks import measure_network, train_unit
-from flatness.study.run.orders import Orders
+from flatness.study.run import run, tasks
+from flatness.study.run.executors import Orders
+from flatness.study.run.tasks import measure_network, train_unit
 from flatness.study.spec.spec import read_spec
 from studies import study
 
@@ -86,7 +86,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(networks, "_measure", interrupted)
+    monkeypatch.setattr(tasks, "_measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         flatness.study.run(study(), tmp_path / "study", jobs=1, progress=False)
     assert list((tmp_path / "study" / "measuring").iterdir()) == []

@@ -18,7 +18,7 @@ from flatness.errors import DataError, OptionError, StudyError
 from flatness.problem.problem import Problem
 from flatness.show.pages.study_data import study_data
 from flatness.study.folder import records
-from flatness.study.run import measurement, networks
+from flatness.study.run import measurement, tasks
 from flatness.study.table import GAPS
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 from flatness.zoo.data import load
@@ -219,18 +219,18 @@ def test_conditions_filter_and_are_counted(tmp_path):
 
 
 def test_a_network_that_fails_is_a_row_and_may_be_tried_again(tmp_path, monkeypatch):
-    measured = networks.measured
+    measured = tasks.measured
 
     def fail_on_seed_1(model, train, loss, seed, *others):
         if seed == 1:
             raise ValueError("no luck\nreally")
         return measured(model, train, loss, seed, *others)
 
-    monkeypatch.setattr(networks, "measured", fail_on_seed_1)
+    monkeypatch.setattr(tasks, "measured", fail_on_seed_1)
     found = run(study(), tmp_path)
     assert found.counts() == {"finished": 4, "failed": 2}
     assert set(found.to_frame().query("status == 'failed'")["reason"]) == {"measuring: ValueError: no luck"}
-    monkeypatch.setattr(networks, "measured", measured)
+    monkeypatch.setattr(tasks, "measured", measured)
     assert run(study(), tmp_path).counts() == {"finished": 4, "failed": 2}
     assert run(study(), tmp_path, retry=True).counts() == {"finished": 6}
 
@@ -431,7 +431,7 @@ def test_a_packed_study_goes_on_in_a_folder_of_its_own(tmp_path, monkeypatch):
     assert flatness.study.unpack(file) == tmp_path / "there"
     pandas.testing.assert_frame_equal(flatness.study.load(tmp_path / "there").to_frame(), first.to_frame())
     trained = []
-    monkeypatch.setattr(networks, "_keep_trained", _noting(trained, networks._keep_trained))
+    monkeypatch.setattr(tasks, "_keep_trained", _noting(trained, tasks._keep_trained))
     more = run(study(grid={"seed": 4}), tmp_path / "there")
     assert more.counts() == {"finished": 8}
     assert sorted(one.axes["seed"] for one in trained) == [3, 3]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,17 +26,12 @@ class Correlation:
         value: The coefficient; NaN when one side is constant.
         low: Lower end of the 95 % percentile bootstrap interval over networks.
         high: Upper end.
-        p_value: Share of permutations of the gaps with at least its size, the observed one counted:
-            (1 + #)/(1 + permutations), two-sided.
-        null: Size that 95 % of the permutations stay below.
         n: Number of networks.
     """
 
     value: float
     low: float
     high: float
-    p_value: float
-    null: float
     n: int
 
 
@@ -47,7 +41,6 @@ def correlation(
     kind: str = "kendall",
     *,
     resamples: int = 2000,
-    permutations: int = 2000,
     seed: int = 0,
 ) -> Correlation:
     """Pearson's r, Spearman's ρ or Kendall's τ_b of two samples.
@@ -57,8 +50,7 @@ def correlation(
         y: Likewise.
         kind: One of `COEFFICIENTS`.
         resamples: Bootstrap resamples; those in which one side is constant do not count.
-        permutations: Permutations of y; 0 for none.
-        seed: Of both.
+        seed: Of the resamples.
 
     Example:
         >>> found = correlation([1, 2, 3, 4, 5], [1, 3, 2, 5, 4], "kendall")
@@ -68,35 +60,22 @@ def correlation(
     a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     n = len(a)
     if n < 3:
-        unknown = float("nan")
-        return Correlation(unknown, unknown, unknown, unknown, unknown, n)
+        return Correlation(np.nan, np.nan, np.nan, n)
     value = float(weighted(a, b, np.ones((1, n)), kind)[0])
-    counts, generator = _resampled(n, resamples, seed)
-    drawn = weighted(a, b, counts, kind)
+    drawn = weighted(a, b, _drawn(n, resamples, seed), kind)
     drawn = drawn[np.isfinite(drawn)]
     low, high = np.quantile(drawn, (0.025, 0.975)) if len(drawn) else (np.nan, np.nan)
-    if permutations < 1 or not np.isfinite(value):
-        return Correlation(value, float(low), float(high), float("nan"), float("nan"), n)
-    shuffled = np.abs(permuted(a, b, kind, permutations, generator))
-    p_value = (1 + np.sum(shuffled >= abs(value) - 1e-12)) / (1 + permutations)
-    return Correlation(value, float(low), float(high), float(p_value), float(np.quantile(shuffled, 0.95)), n)
-
-
-def _resampled(n: int, resamples: int, seed: int) -> tuple[Array, np.random.Generator]:
-    """How often each resample draws each network, and the generator that drew them."""
-    counts, state = _drawn(n, resamples, seed)
-    generator = np.random.default_rng(seed)
-    generator.bit_generator.state = state
-    return counts, generator
+    return Correlation(value, float(low), float(high), n)
 
 
 @functools.lru_cache(maxsize=2)
-def _drawn(n: int, resamples: int, seed: int) -> tuple[Array, Any]:
+def _drawn(n: int, resamples: int, seed: int) -> Array:
+    """How often each resample draws each network."""
     # All measures of a study are resampled alike: drawing takes longer than what is done with the draws.
     generator = np.random.default_rng(seed)
     counts = generator.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.float64)
     counts.flags.writeable = False
-    return counts, generator.bit_generator.state
+    return counts
 
 
 def weighted(x: Array, y: Array, counts: Array, kind: str) -> Array:
@@ -110,15 +89,6 @@ def weighted(x: Array, y: Array, counts: Array, kind: str) -> Array:
     of = _spearman if kind == "spearman" else _pearson
     pieces = (counts[at : at + _AT_ONCE] for at in range(0, len(counts), _AT_ONCE))
     return np.concatenate([of(x, y, piece) for piece in pieces])
-
-
-def permuted(x: Array, y: Array, kind: str, permutations: int, generator: np.random.Generator) -> Array:
-    """The coefficient of x with `permutations` random orders of y."""
-    if kind == "kendall":
-        return family_null(x[None], y, permutations, generator)[0]
-    one = np.ones((1, len(x)))
-    a, b = (_ranks(x, one)[0], _ranks(y, one)[0]) if kind == "spearman" else (x, y)
-    return _unit(b)[_orders(len(y), permutations, generator)] @ _unit(a)
 
 
 def family_null(
@@ -138,7 +108,7 @@ def family_null(
     ranks = np.unique(y, return_inverse=True)[1].astype(np.float32)
     untied = _untied(y)
     squares = np.full((len(xs), permutations), untied)
-    orders = _orders(len(y), permutations, generator)
+    orders = np.argsort(generator.random((permutations, len(y))), axis=1)
     found = []
     for start in range(0, permutations, chunk):
         shuffled = _pair_signs(ranks[orders[start : start + chunk]])
@@ -162,17 +132,6 @@ def _pair_signs(ranks: NDArray[np.float32]) -> NDArray[np.float32]:
         np.sign(ranks[:, i : i + 1] - ranks[:, i + 1 :], out=signs[:, start:end])
         start = end
     return signs
-
-
-def _orders(n: int, permutations: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    return np.argsort(generator.random((permutations, n)), axis=1)
-
-
-def _unit(values: Array) -> Array:
-    """Centred values of length 1; NaN for a constant."""
-    centred = values - values.mean()
-    length = np.linalg.norm(centred)
-    return centred / length if length > 0 else np.full(len(values), np.nan)
 
 
 def _standard(values: Array) -> Array:

@@ -136,7 +136,7 @@ class _Against:
 
     def _coefficient(self, x: np.ndarray, fine: np.ndarray, kind: str, label: str) -> dict[str, float]:
         resamples, seed = self._resamples, self._seed
-        found = correlation(x[fine], self._gap[fine], kind, resamples=resamples, permutations=0, seed=seed)
+        found = correlation(x[fine], self._gap[fine], kind, resamples=resamples, seed=seed)
         return {label: found.value, f"{label}_low": found.low, f"{label}_high": found.high}
 
     def _places_of(self, mask: bytes) -> Places:

@@ -49,17 +49,6 @@ class Granulated:
         return _last([value for axis, value in self.sign_error.items() if axis != SEED], np.nanmax)
 
 
-def granulated(measure: ArrayLike, gap: ArrayLike, axes: Mapping[str, Sequence[object]]) -> Granulated:
-    """All of it for one measure.
-
-    Args:
-        measure: One value per network.
-        gap: Likewise.
-        axes: For each axis, the value that each network has; "seed" is one of them where there are seeds.
-    """
-    return Places(axes).granulated(measure, gap)
-
-
 class Places:
     """Where networks stand on the axes, and which pairs that makes: found once for all measures of them.
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy import stats
-
 from flatness.errors import SpecError, nearest
 from flatness.study.configuration import digest
 
@@ -110,6 +108,8 @@ def trend(x: Sequence[float], y: Sequence[float]) -> str:
     """
     if len(x) < 4:
         return f"cannot be told from {len(x)} points"
+    from scipy import stats
+
     found: Any = stats.kendalltau(x, y)
     tau, p = float(found.statistic), float(found.pvalue)
     word = ("rises" if tau > 0 else "falls") if p < 0.05 else "neither rises nor falls clearly"

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from flatness.errors import SpecError
@@ -55,6 +54,8 @@ class BoundExperiment(Rows):
 
     def summary(self) -> list[dict[str, float]]:
         """Means over the data sets of each separation, standard errors, and how often the bound holds."""
+        from scipy import stats
+
         found = []
         for separation, rows in self.by_separation():
             entry: Row = {"separation": separation, "n": len(rows)}

@@ -55,7 +55,7 @@ class LabelsExperiment(Rows):
             flat, gap, flips = (
                 np.array([row[name] for row in rows]) for name in ("relative_flatness", "gap", "flips")
             )
-            value = correlation(flat, gap, kind, resamples=resamples, permutations=0)
+            value = correlation(flat, gap, kind, resamples=resamples)
             found.append(
                 {
                     "separation": separation,

@@ -25,10 +25,15 @@ from flatness.study.folder.in_hand import done_alone, forget_notes
 from flatness.study.folder.plain_files import refuse_links
 from flatness.study.folder.records import FAILED, SO_FAR, Folder
 from flatness.study.objects import check_same_data
-from flatness.study.run.executors import check_executor, execute, execute_alone
-from flatness.study.run.experiments import do_task, give_up_task
-from flatness.study.run.networks import do_network, give_up, measure_network, train_unit
-from flatness.study.run.orders import Orders
+from flatness.study.run.executors import Orders, check_executor, execute, execute_alone
+from flatness.study.run.tasks import (
+    do_experiment,
+    do_network,
+    give_up,
+    give_up_experiment,
+    measure_network,
+    train_unit,
+)
 from flatness.study.run.watch import Watch
 from flatness.study.spec.grid import label
 from flatness.study.spec.origin import ORIGIN, check_trust, holds_study, is_own, mark_of
@@ -191,7 +196,16 @@ def _experiment(spec: Spec, folder: Folder, orders: Orders, jobs: int, progress:
     tasks = [(experiment.name, unit) for unit in spec.units]
     bar = ProgressBar(experiment.counted, len(tasks), progress)
     by_key = {unit_key(*task): task for task in tasks}
-    return _Work(orders, (), [(tasks, do_task, jobs)], by_key, do_task, give_up_task, bar, bar.advance)
+    return _Work(
+        orders,
+        (),
+        [(tasks, do_experiment, jobs)],
+        by_key,
+        do_experiment,
+        give_up_experiment,
+        bar,
+        bar.advance,
+    )
 
 
 def _done(work: _Work, folder: Folder, executor: str) -> bool:

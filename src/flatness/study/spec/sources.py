@@ -69,16 +69,11 @@ def _columns(model: nn.Module, settings: Mapping[str, Any], everything: bool) ->
 def _layers(model: nn.Module, asked: Any, table: str) -> list[str]:
     """The names of the layers that [measure] or [measure.subset] asks for."""
     available = list(find_layers(model))
-    for name in available:
-        if ":" in name or not name.isprintable():
-            raise SpecError(
-                "Expected layers to have names without ':', which separates a measure from its layer in the "
-                f"tables, and without control characters but the model has {name!r}. Rename it."
-            )
+    _check_layer_names(available)
     if asked is None or (asked == "last" and "last" not in available):
         return available
-    names = [asked] if isinstance(asked, str) else asked
-    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
+    names = as_list(asked)
+    if not names or not all(isinstance(name, str) for name in names):
         raise SpecError(
             f'Expected layers in [{table}] to be "last", a name or a list of names but the study has '
             f"{asked!r}. Leave it out to measure all: {listed(available)}."
@@ -91,7 +86,16 @@ def _layers(model: nn.Module, asked: Any, table: str) -> list[str]:
             f"Expected layers in [{table}] to be supported layers of the model but the study has "
             f"{unknown!r}{what} Known: {listed(available) or 'none'}."
         )
-    return list(names)
+    return names
+
+
+def _check_layer_names(available: Iterable[str]) -> None:
+    for name in available:
+        if ":" in name or not name.isprintable():
+            raise SpecError(
+                "Expected layers to have names without ':', which separates a measure from its layer in the "
+                f"tables, and without control characters but the model has {name!r}. Rename it."
+            )
 
 
 def columns_of(measure: Measure, layers: Iterable[str]) -> list[str]:

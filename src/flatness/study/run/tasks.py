@@ -1,4 +1,4 @@
-"""What is done with a network of a study: it is trained, in a cohort, then measured; its record tells."""
+"""The tasks of a run, each of which ends in records: cohorts, networks, units of experiments."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from flatness.errors import CheckpointError, StudyError
 from flatness.files import set_aside
 from flatness.study.analysis.lines import lines_key, walked
 from flatness.study.configuration import Configuration, digest
+from flatness.study.experiments.catalogue import experiment
+from flatness.study.experiments.experiment import DONE, unit_key
 from flatness.study.folder.in_hand import in_hand
 from flatness.study.folder.records import FAILED, SO_FAR, Folder, readable_disk_errors
 from flatness.study.objects import Split, check_same_data, load_split, make_model, training_targets
+from flatness.study.run.executors import Orders, done_in_time, failures_told, tf32
 from flatness.study.run.measurement import measured, measuring_key
-from flatness.study.run.orders import Orders, done_in_time, failures_told, tf32
 from flatness.study.run.watch import Progress
 from flatness.study.training.cohorts import Unit
-from flatness.study.training.evaluate import evaluation
+from flatness.study.training.losses import evaluation
 from flatness.study.training.train import CONVERGED, DIVERGED, Cohort, Training
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 
@@ -243,3 +245,42 @@ def _split(data: Mapping[str, Any], orders: Orders) -> Split:
         check_same_data(found.mark, None if mark is None else mark["digest"], "this run, as it began")
         _SPLITS[asked] = found.to(torch.device(orders.device))
     return _SPLITS[asked]
+
+
+Task = tuple[str, Mapping[str, Any]]
+"""The name of an experiment, and one of its units of work."""
+
+
+def do_experiment(task: Task, orders: Orders) -> bool:
+    """Bring one unit of an experiment to its record, if it has none; False when time ran out."""
+
+    def work(folder: Folder) -> None:
+        key = unit_key(*task)
+        if folder.record(key) is not None:
+            return
+        orders.check_time()
+        started, record = time.perf_counter(), _unit_head(task, orders)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # units run side by side
+        try:
+            with (
+                failures_told(folder, lambda why: record.update(status=FAILED, reason=why)),
+                in_hand(folder, key, "measuring", [key]),
+            ):
+                record |= {"rows": experiment(task[0], "the study").work(task[1]), "status": DONE}
+        finally:
+            torch.set_num_threads(threads)
+        folder.write_record(key, {**record, "seconds": round(time.perf_counter() - started, 3)})
+
+    return done_in_time(orders, work)
+
+
+def give_up_experiment(task: Task, _: str, times: int, orders: Orders) -> None:
+    """Leave a record of a unit that killed its process again and again."""
+    reason = f"killed its process {times} times, perhaps for want of memory. --retry tries it again."
+    record = {**_unit_head(task, orders), "status": FAILED, "reason": reason}
+    Folder(orders.folder).write_record(unit_key(*task), record)
+
+
+def _unit_head(task: Task, orders: Orders) -> dict[str, Any]:
+    return {"experiment": task[0], "unit": dict(task[1]), "reason": "", "rows": [], **orders.stamp()}
