@@ -16,7 +16,7 @@ from flatness.errors import OptionError, StudyError, nearest
 from flatness.files import write_text
 from flatness.landscape.line_result import Line
 from flatness.report.sheets import csv_text
-from flatness.study.analysis.correlations import baseline_table, correlation_table
+from flatness.study.analysis.correlations import FEWEST, baseline_table, correlation_table
 from flatness.study.analysis.granulated import SEED
 from flatness.study.analysis.lines import lines_together
 from flatness.study.analysis.summary import summary_text
@@ -167,18 +167,20 @@ class Study:
             ("not converged, so not measured", (status != "not_converged") | measured),
             ("not measured yet", measured),
         ]
-        texts = dict.fromkeys(
-            text for part in self.spec.parts.values() for text in part.get("analysis", {}).get("keep", ())
-        )
-        return found + [(f"not {text}", Condition.parse(text, "the study").holds(frame)) for text in texts]
+        conditions = [Condition.parse(text, "the study") for text in self._asked("keep")]
+        return found + [(f"not {one.text}", one.holds(frame)) for one in conditions]
+
+    def _asked(self, key: str) -> list[str]:
+        """What a list in the table [analysis] of any part names."""
+        parts = self.spec.parts.values()
+        return list(dict.fromkeys(name for part in parts for name in part.get("analysis", {}).get(key, ())))
 
     def axes(self) -> dict[str, list[str]]:
         """The hyperparameters that vary, and the columns of each: several where they only vary together."""
         frame: Any = self._frame
+        known = {axis for network in self.networks for axis in network["axes"]} - {SEED}
         named = [axis.split("+") for axis in self.spec.axes()] if self.spec.configurations else []
-        if not named:
-            known = {axis for network in self.networks for axis in network["axes"]}
-            named = [[axis] for axis in frame.columns if axis in known and axis != SEED]
+        named = named or [[axis] for axis in frame.columns if axis in known]
         found = {"+".join(columns): columns for columns in named if len(frame[columns].drop_duplicates()) > 1}
         return {**found, SEED: [SEED]} if SEED in frame and frame[SEED].nunique() > 1 else found
 
@@ -256,32 +258,25 @@ class Study:
 
     def headline(self) -> list[str]:
         """The quantities that the study is about: those its file names, else the network's own values."""
-        frame = self._frame
-        asked = dict.fromkeys(
-            name for part in self.spec.parts.values() for name in part.get("analysis", {}).get("headline", ())
-        )
-        found = [name for name in asked if name in frame]
-        return found or [name for name in measure_columns(frame) if ":network" in name][:6]
+        found = [name for name in self._asked("headline") if name in self._frame]
+        return found or [name for name in measure_columns(self._frame) if ":network" in name][:6]
 
     def write_tables(self) -> list[str]:
         """Write ``networks.csv``, ``correlations.csv``, ``groups.csv``, ``lines.csv``; return their names."""
-        written = {"networks.csv": csv_text(self._frame)}
-        if len(self.kept()) >= 3:
-            tables = [(part, self.correlations(part)) for part in self.spec.parts]
-            for part, table in tables:
-                name = f"correlations-{part}.csv" if part else "correlations.csv"
-                written[name] = csv_text(table)
+        written = {"networks.csv": self._frame}
         if len(self.kept()):
             flat = self.groups()
             flat.columns = [":".join(filter(None, names)) for names in flat.columns]
-            written["groups.csv"] = csv_text(flat)
+            written["groups.csv"] = flat
         for part in self.spec.parts:
-            found = self.lines(part)
-            if found is not None:
-                written[f"lines-{part}.csv" if part else "lines.csv"] = csv_text(found.to_frame())
+            end, lines = f"-{part}.csv" if part else ".csv", self.lines(part)
+            if len(self.kept()) >= FEWEST:
+                written[f"correlations{end}"] = self.correlations(part)
+            if lines is not None:
+                written[f"lines{end}"] = lines.to_frame()
         with readable_disk_errors(self.path):
-            for name, text in written.items():
-                write_text(self.path / name, text)
+            for name, table in written.items():
+                write_text(self.path / name, csv_text(table))
             self.memory.save()  # a packed study has a folder only now
         return list(written)
 

@@ -146,14 +146,8 @@ def _rescaled(model: nn.Module, inputs: Tensor, key: str, settings: Mapping[str,
     # By key: networks that share a training seed must not share their factors.
     drawn = stream_seed(asked.get("seed", 0), "rescale", key) % 2**31
     with torch.no_grad():
-        return rescale(
-            model,
-            inputs[:_EXAMPLE],
-            kind=asked.get("kind", "layerwise"),
-            seed=drawn,
-            low=asked.get("low", 0.2),
-            high=asked.get("high", 5.0),
-        )
+        given = {name: asked[name] for name in ("kind", "low", "high") if name in asked}
+        return rescale(model, inputs[:_EXAMPLE], seed=drawn, **given)
 
 
 def _rows(report: Report) -> list[dict[str, Any]]:

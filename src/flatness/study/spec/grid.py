@@ -27,20 +27,25 @@ def expanded(part: str, settings: Mapping[str, Any], where: str) -> list[Configu
     if "checkpoints" in settings:
         return []
     grid = settings.get("grid", {})
+    found = [
+        Configuration(part, axes, settings["data"], settings["model"], training(settings), settings["stop"])
+        for axes in _left(_combinations(grid, where), grid.get("without", ()), where)
+    ]
+    return list({one.key: one for one in found}.values())
+
+
+def _combinations(grid: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Every combination of the values of all axes."""
     bundles = [_bundle(row, grid, where) for row in grid.get("together", ())]
     joint = {axis for bundle in bundles for axis in bundle[0]}
     for axis in AXES:
         if axis not in joint:
             bundles.append([{axis: value} for value in _axis_values(axis, grid, where)])
-    combinations = []
+    found = []
     for combination in itertools.product(*bundles):
         chosen = {axis: value for bundle in combination for axis, value in bundle.items()}
-        combinations.append({axis: _checked(axis, chosen[axis], where) for axis in AXES})
-    found = [
-        Configuration(part, axes, settings["data"], settings["model"], training(settings), settings["stop"])
-        for axes in _left(combinations, grid.get("without", ()), where)
-    ]
-    return list({one.key: one for one in found}.values())
+        found.append({axis: _checked(axis, chosen[axis], where) for axis in AXES})
+    return found
 
 
 def training(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ before anything runs: a mistake costs a second, not an hour.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,11 +20,14 @@ from flatness.study.table import GAPS, OUTCOMES, Condition
 from flatness.study.training.losses import LOSSES
 from flatness.study.training.optimizers import OPTIMIZERS
 from flatness.symmetry.rewriting.kinds import KINDS as RESCALINGS
+from flatness.symmetry.rewriting.rescaling import rescale
 from flatness.zoo.models.initial import SCHEMES
 
 SCALES = ("smoke", "small", "gallery", "paper")
 """How much of a study runs: the whole pipeline on a few networks, an afternoon on a laptop, all of it."""
 _WRITTEN_SCALES = SCALES[:-1]  # a file has sections for these; it is itself the last
+
+_RESCALE = inspect.signature(rescale).parameters  # whose defaults hold where a file is silent
 
 EXPERIMENT = "experiment"
 """The table that stands in the place of data, model and grid."""
@@ -215,10 +219,14 @@ def check_layout(content: Mapping[str, Any], where: str, groups: Sequence[str] =
                 f"Expected [{group}.NAME] at the top of the file but {where} has it inside. What a scale "
                 "changes in a part is [scale.NAME.parts.PART]."
             )
-        for name, part in content.get(group, {}).items():
-            _check_member(group, name, where)
-            _TABLE.check(part, f"[{group}.{name}]", where)
-            check_layout(part, f"[{group}.{name}] of {where}", ("parts",) if group == "scale" else ())
+        _check_group(group, content.get(group, {}), where)
+
+
+def _check_group(group: str, members: Mapping[str, Any], where: str) -> None:
+    for name, part in members.items():
+        _check_member(group, name, where)
+        _TABLE.check(part, f"[{group}.{name}]", where)
+        check_layout(part, f"[{group}.{name}] of {where}", ("parts",) if group == "scale" else ())
 
 
 def _check_table(
@@ -275,23 +283,23 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
     for table in ("data", "model"):
         if "name" not in settings.get(table, {}):
             raise SpecError(f'Expected name in [{table}] but {where} has none. For example name = "digits".')
-    rescale = settings.get("rescale", {})
-    low, high = rescale.get("low", 0.2), rescale.get("high", 5.0)
+    asked = settings.get("rescale", {})
+    low, high = (asked.get(name, _RESCALE[name].default) for name in ("low", "high"))
     if not 0 < low <= high:
         raise SpecError(f"Expected 0 < low ≤ high in [rescale] but {where} has low = {low}, high = {high}.")
-    _check_measures(settings.get("measure", {}), rescale, where)
-    asked = asked_columns(settings, where)
+    _check_measures(settings.get("measure", {}), asked, where)
+    named = asked_columns(settings, where)
     if "checkpoints" in settings:  # whose table may add columns
         return
     columns = Key(known=("part", *AXES, *OUTCOMES))
-    for key, column in asked:
+    for key, column in named:
         if ":" not in column:
             columns.check(column, f"the column of {key} in [analysis]", where)
 
 
-def _check_measures(measure: Mapping[str, Any], rescale: Mapping[str, Any], where: str) -> None:
+def _check_measures(measure: Mapping[str, Any], rescaled: Mapping[str, Any], where: str) -> None:
     """Every measure exists, is asked for once, and something that is measured is rescaled."""
-    main, again = _measures(measure), _measures(rescale)
+    main, again = _measures(measure), _measures(rescaled)
     subset: list[str] = []
     if "subset" in measure:
         if "measures" not in measure["subset"]:
@@ -306,7 +314,7 @@ def _check_measures(measure: Mapping[str, Any], rescale: Mapping[str, Any], wher
             f"Expected a measure either in [measure] or in [measure.subset] but {where} has {twice[0]!r} in "
             "both. Name the measures of [measure] one by one and leave it out there."
         )
-    if "measures" in rescale and not set(again) & {*main, *subset}:
+    if "measures" in rescaled and not set(again) & {*main, *subset}:
         raise SpecError(
             f"Expected a measure in [rescale] that is measured but {where} has only {', '.join(again)}. "
             "Put it in [measure] too."

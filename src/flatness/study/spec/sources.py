@@ -188,9 +188,23 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _table(path: str) -> dict[str, dict[str, str]]:
+    """What the table of checkpoints tells about each file."""
+    header, *rows = _csv_rows(path)
+    rows = [row for row in rows if row]
+    if not rows:
+        raise SpecError(f"Expected rows in {path} but it has none.")
+    _check_header(header, rows, path)
+    names = [Path(row[0]).name for row in rows]
+    twice = dict.fromkeys(name for name in names if names.count(name) > 1)
+    if twice:
+        raise SpecError(f"Expected each file once in {path} but got twice: {listed(twice)}.")
+    return {name: dict(zip(header[1:], row[1:], strict=True)) for name, row in zip(names, rows, strict=True)}
+
+
+def _csv_rows(path: str) -> list[list[str]]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            header, *rows = list(csv.reader(file)) or [[]]
+            return list(csv.reader(file)) or [[]]
     except OSError as error:
         raise SpecError(
             f"Expected table in [checkpoints] to be a CSV file but got {path}: {error.strerror or error}."
@@ -199,15 +213,6 @@ def _table(path: str) -> dict[str, dict[str, str]]:
         raise SpecError(
             f"Expected table in [checkpoints] to be a CSV file but {path} is not: {error}."
         ) from error
-    rows = [row for row in rows if row]
-    if not rows:
-        raise SpecError(f"Expected rows in {path} but it has none.")
-    _check_header(header, rows, path)
-    names = [Path(row[0]).name for row in rows]
-    if len(set(names)) != len(names):
-        twice = [name for name in names if names.count(name) > 1]
-        raise SpecError(f"Expected each file once in {path} but got twice: {listed(dict.fromkeys(twice))}.")
-    return {name: dict(zip(header[1:], row[1:], strict=True)) for name, row in zip(names, rows, strict=True)}
 
 
 def _check_header(header: Sequence[str], rows: Sequence[Sequence[str]], path: str) -> None:

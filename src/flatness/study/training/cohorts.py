@@ -33,17 +33,14 @@ def units(configurations: Sequence[Configuration], at_once: int) -> list[Unit]:
     """
     groups: dict[str, list[Configuration]] = {}
     for one in configurations:
-        shape = [one.data, one.model, one.train, one.axes.get("batch_size"), one.axes.get("optimizer")]
-        groups.setdefault(digest([one.part, *map(_plain, shape)]), []).append(one)
+        tables = [dict(table) for table in (one.data, one.model, one.train)]
+        axes = [one.axes.get(axis) for axis in ("batch_size", "optimizer")]
+        groups.setdefault(digest([one.part, *tables, *axes]), []).append(one)
     return [
         Unit(tuple(group[start : start + at_once]))
         for group in groups.values()
         for start in range(0, len(group), at_once)
     ]
-
-
-def _plain(value: object) -> object:
-    return dict(value) if hasattr(value, "keys") else value  # type: ignore[call-overload]
 
 
 def usual_at_once(device: torch.device) -> int:

@@ -253,31 +253,32 @@ def _optimizer(members: Sequence[Configuration], stack: Stack) -> Optimizer:
 def _verdict(stop: Mapping[str, Any], training: Training) -> tuple[str, str]:
     """Status and reason of a network after an epoch; an empty status while it goes on."""
     loss, accuracy, epochs = training.losses[-1], training.accuracies[-1], len(training.losses)
+    asked = {name: stop[name] for name in ("loss", "accuracy") if name in stop}
     if not math.isfinite(loss):
         return DIVERGED, f"the loss of epoch {epochs} is {loss}"
-    targets = [name for name in ("loss", "accuracy") if name in stop]
-    reached = [loss < stop["loss"] if name == "loss" else accuracy >= stop["accuracy"] for name in targets]
-    if targets and all(reached):
+    if asked and loss < asked.get("loss", math.inf) and accuracy >= asked.get("accuracy", 0.0):
         return CONVERGED, f"loss {loss:.4g}, accuracy {accuracy:.4g} in epoch {epochs}"
-    stalled = stop.get("stalled", math.inf)
-    if (
-        targets
-        and epochs > stalled
-        and min(training.losses[-stalled:]) > 0.99 * min(training.losses[:-stalled])
-    ):
-        return (
-            NOT_CONVERGED,
-            f"the loss fell by less than 1 % in {stalled} epochs; loss {loss:.4g} in epoch {epochs}",
+    if asked and _stalled(training.losses, stop.get("stalled")):
+        told = (
+            f"the loss fell by less than 1 % in {stop['stalled']} epochs; loss {loss:.4g} in epoch {epochs}"
         )
+        return NOT_CONVERGED, told
     if epochs < stop["epochs"]:
         return "", ""
-    if not targets:
+    if not asked:
         return CONVERGED, f"trained for {epochs} epochs, as asked; loss {loss:.4g}"
-    asked = " and ".join(
-        f"a loss below {stop['loss']:g}" if name == "loss" else f"an accuracy of {stop['accuracy']:g}"
-        for name in targets
-    )
+    wanted = " and ".join(_WANTED[name].format(value) for name, value in asked.items())
     return (
         NOT_CONVERGED,
-        f"did not reach {asked} in {epochs} epochs; loss {loss:.4g}, accuracy {accuracy:.4g}",
+        f"did not reach {wanted} in {epochs} epochs; loss {loss:.4g}, accuracy {accuracy:.4g}",
+    )
+
+
+_WANTED = {"loss": "a loss below {:g}", "accuracy": "an accuracy of {:g}"}
+
+
+def _stalled(losses: Sequence[float], epochs: int | None) -> bool:
+    """Whether the least loss fell by less than 1 % in the last epochs."""
+    return (
+        epochs is not None and len(losses) > epochs and min(losses[-epochs:]) > 0.99 * min(losses[:-epochs])
     )
