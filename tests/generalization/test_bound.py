@@ -13,9 +13,8 @@ import flatness
 import oracle
 import small
 from flatness.errors import OptionError
-from flatness.generalization.assumptions import extreme_eigenvalues, smooth_density
+from flatness.generalization.assumptions import TOLERANCE, extreme_eigenvalues, smooth_density
 from flatness.generalization.chosen_layer import choose_layer
-from flatness.generalization.expansion import TOLERANCE
 from flatness.generalization.kernels import kernel_of
 from flatness.generalization.rate_constants import gaussian_laplacian, inverse_moment, rate_constants
 from networks import CASES
@@ -228,7 +227,7 @@ def test_it_is_saved_as_json_without_infinities(found, tmp_path):
     found.save(tmp_path / "bound.json")
     content = json.loads((tmp_path / "bound.json").read_text())
     assert content["format"] == "flatness bound"
-    assert content["rate"][0]["alpha"] is None
+    assert content["rate"][0]["alpha"] == "Infinity"
     assert content["terms"][2]["value"] == pytest.approx(found.value)
 
 

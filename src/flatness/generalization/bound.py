@@ -11,16 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import NotExactError, OptionError
-from flatness.generalization.assumptions import Assumption, at_minimum, smooth_density
+from flatness.generalization.assumptions import (
+    Assumption,
+    Expansion,
+    assumed,
+    at_minimum,
+    expansions,
+    given_delta,
+    smooth_density,
+    why_smaller,
+)
 from flatness.generalization.bound_result import BoundTerm, GeneralizationBound
-from flatness.generalization.bound_terms import bound_terms, rule_terms
 from flatness.generalization.chosen_layer import (
     ChosenLayer,
     choose_layer,
     collect_features,
     require_all_through,
 )
-from flatness.generalization.expansion import Expansion, assumed, expansions, given_delta, why_smaller
 from flatness.generalization.fitting import Predictor, fitter_of
 from flatness.generalization.kernels import Kernel, bandwidth, kernel_of
 from flatness.generalization.locally_constant import LabelConstancy, label_constancy
@@ -40,6 +47,7 @@ from flatness.report.report import Report
 from flatness.report.tables import format_value
 
 _LABEL_SAMPLES = 1000
+_CROSS = "cross-validated, eq. 3: the paper says it is then technically not a bound"
 _AT_ONCE = 20_000
 # A sum this share of the gap below the gap is worth a warning; less is within what refits differ by.
 _BELOW = 0.1
@@ -75,7 +83,7 @@ def generalization_bound(
         loss: As for `flatness.measure`.
         layer: Name of a Linear layer, or "last".
         delta: δ; "rule" for |S|^(−1/(4+m)); None for the largest of that and its halves at which the
-            second-order expansion holds (`expansion.TOLERANCE`), with the rule's terms below.
+            second-order expansion holds (`assumptions.TOLERANCE`), with the rule's terms below.
         kernel: Of the local distributions, as for `representativeness`.
         sigma: Of the truncated normal.
         fitter: What refits ψ in every fold, as for `representativeness`.
@@ -126,10 +134,10 @@ def generalization_bound(
         cross_validated, z, y, refit, problem.loss, kernel=shape, folds=folds, draws=draws, seed=seed
     )
     found = represented(delta=step, layer=chosen.name, notes=tuple(layer_notes(chosen)))
-    terms = bound_terms(found, flat, chosen, shape)
+    terms = _bound_terms(found, flat, chosen, shape)
     notes += _below_the_gap(found, terms, tried[-1])
     if given is None and step < rule:
-        terms += rule_terms(represented(delta=rule), flat, chosen, shape)
+        terms += _rule_terms(represented(delta=rule), flat, chosen, shape)
         notes.append(why_smaller(tried))
     share = None if kappa is None else kappa / (2 * chosen.features)
     rate = () if share is None else rate_constants(z, shape, share, seen.largest, failure)
@@ -173,6 +181,47 @@ def _look(problem: Problem, layer: str, folds: int) -> _Seen:
     check_folds(folds, len(z))
     check_features(z)
     return _Seen(chosen, z, y, *_outputs_and_losses(problem))
+
+
+def _bound_terms(
+    found: Representativeness, flat: Report | None, chosen: ChosenLayer, kernel: Kernel
+) -> list[BoundTerm]:
+    """All terms at the δ of a cross-validated representativeness; without flatness, the others are None."""
+    delta, m, d = found.delta, chosen.features, chosen.outputs
+    terms = [BoundTerm("representativeness", found.value, found.stderr, "approximation", _CROSS)]
+    kappa = flat.result("relative_flatness", layer=chosen.name) if flat else None
+    maximal = flat.value("maximal_relative_flatness", layer=chosen.name) if flat else None
+    factor = delta**2 / (2 * m)
+
+    def add(name: str, value: float | None, stderr: float, source: str) -> None:
+        terms.append(BoundTerm(name, value, stderr, "approximation", source))
+
+    def total(value: float | None) -> float | None:
+        return None if value is None else found.value + value
+
+    term = factor * kappa.value if kappa else None
+    error = factor * kappa.stderr if kappa else 0.0
+    add("flatness term", term, error, "δ²/(2m) κ_Tr, Theorem 5: up to O(δ³), at a minimum, labels held")
+    whole = math.hypot(found.stderr, error)
+    add("bound", total(term), whole, "representativeness + flatness term, §5")
+    tau2 = kernel.second_moment(m)
+    sharper = tau2 * term if term is not None else None
+    add("with the kernel's radius", total(sharper), whole, f"the same with E[r²] = {tau2:.3g} δ² for δ²")
+    uniform = delta**2 * d / 2 * maximal if maximal is not None else None
+    add("uniform flatness term", uniform, 0.0, "(δ²d/2) κ^φ, Theorem 14: over all ‖A‖ ≤ 1, up to O(δ³)")
+    add("uniform bound", total(uniform), found.stderr, "Theorem 15 (without its second Σ_s, a slip)")
+    return terms
+
+
+def _rule_terms(
+    found: Representativeness, flat: Report | None, chosen: ChosenLayer, kernel: Kernel
+) -> list[BoundTerm]:
+    """The first three at the rule's δ, for comparison with a smaller one."""
+    where = f"δ = |S|^(−1/(4+m)) = {found.delta:.3g}"
+    return [
+        BoundTerm(f"{term.name} at the rule's δ", term.value, term.stderr, term.kind, where)
+        for term in _bound_terms(found, flat, chosen, kernel)[:3]
+    ]
 
 
 def _below_the_gap(found: Representativeness, terms: list[BoundTerm], expansion: Expansion) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import LayerError, listed
-from flatness.generalization.perturbing import PerturbedLayer
+from flatness.generalization.perturbed_layer import PerturbedLayer
 from flatness.measuring.examine.examination import examine
 from flatness.measuring.examine.examined import Examined
 from flatness.network.graph import only_layout_between
@@ -114,7 +114,7 @@ def require_vectors(chosen: ChosenLayer) -> None:
 
 def require_all_through(chosen: ChosenLayer) -> None:
     """Refuse layers that something goes around: ψ would not be a function of their features alone."""
-    if not chosen.perturbed.grows:
+    if not chosen.perturbed.everything_passes():
         raise LayerError(
             "Expected a layer that everything passes through, so that ψ is a function of its features, but "
             f"something goes around {chosen.name!r}. Choose another layer, such as 'last'."

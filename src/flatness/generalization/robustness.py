@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from flatness.errors import NotExactError, OptionError
 from flatness.generalization.chosen_layer import ChosenLayer, choose_layer
 from flatness.generalization.kernels import Kernel, check_delta, kernel_of
-from flatness.generalization.loss_changes import LossChanges, loss_changes
-from flatness.generalization.matrices import given_matrices, operator_norms
-from flatness.generalization.perturbations import given_perturbations, random_perturbations
+from flatness.generalization.matrices import (
+    given_matrices,
+    given_perturbations,
+    operator_norms,
+    random_perturbations,
+)
+from flatness.generalization.perturbed_layer import LossChanges, loss_changes
 from flatness.generalization.robustness_result import Robustness
 from flatness.generalization.worst import first_order_bound, worst_matrices
 from flatness.measuring.measure import measure
@@ -149,9 +153,7 @@ def _family_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
     if isinstance(matrices, bool) or not isinstance(matrices, int):
         A = given_matrices(matrices, chosen.layer)
         evaluate = given_perturbations(chosen, A, alphas, through)
-        changes = loss_changes(
-            chosen.perturbed, evaluate, len(alphas), len(A), [len(alphas) - 1], "feature robustness"
-        )
+        changes = loss_changes(chosen.perturbed, evaluate, len(alphas), len(A), [len(alphas) - 1])
         run = _Run(changes, alphas, False, "given", through)
         largest = float(operator_norms(A).max())
         if largest > 1 + 1e-6:
@@ -168,9 +170,7 @@ def _family_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
         chosen, kernel, matrices, signed, through, torch.Generator().manual_seed(asked.seed)
     )
     K = len(alphas)
-    changes = loss_changes(
-        chosen.perturbed, evaluate, 2 * K, matrices, [K - 1, 2 * K - 1], "feature robustness"
-    )
+    changes = loss_changes(chosen.perturbed, evaluate, 2 * K, matrices, [K - 1, 2 * K - 1])
     run = _Run(changes, alphas, True, repr(kernel), through)
     run.second_moment = kernel.second_moment(chosen.features)
     return run
@@ -191,7 +191,7 @@ def _worst_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
         start = None if A is None else A[:1] * (before / alpha)  # the same perturbation, of norm ≤ 1
         A, own_ended = worst_matrices(chosen.perturbed, alpha, restarts, asked.iterations, asked.seed, start)
         evaluate = given_perturbations(chosen, A[:1], [alpha], "weights")
-        found.append(loss_changes(chosen.perturbed, evaluate, 1, 1, [0], "feature robustness"))
+        found.append(loss_changes(chosen.perturbed, evaluate, 1, 1, [0]))
         before, ended = alpha, ended and own_ended
     changes = replace(found[-1], risks=torch.cat([one.risks for one in found]))
     run = _Run(changes, alphas, False, "worst", "weights")

@@ -8,13 +8,11 @@ minimum. What is found is a lower bound on the maximum.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from flatness.generalization.matrices import orthonormal_frames
-from flatness.generalization.perturbing import PerturbedLayer
+from flatness.generalization.perturbed_layer import PerturbedLayer
 from flatness.problem.progress import ProgressBar
 
 _TOLERANCE = 1e-5
@@ -75,26 +73,9 @@ def _line_search(
 
 def _ascent(perturbed: PerturbedLayer, A: Tensor, delta: float) -> tuple[Tensor, Tensor]:
     """E(W + δWA) of each A, (R,), and its derivative with respect to A, (R, G, m, m)."""
-    problem = perturbed.problem
-    W = perturbed.W
-    gradients = torch.zeros(A.shape, dtype=torch.float64, device=A.device)
-    totals = [torch.zeros(len(A), dtype=torch.float64), 0.0]
-
-    def step(batch: Any) -> None:
-        V = (delta * (W.double() @ A)).to(W).requires_grad_()
-        losses = perturbed.weight_losses(batch, V).sum(1)
-        (dV,) = torch.autograd.grad(losses.sum(), V)
-        share = perturbed.normaliser(batch)
-        gradients.add_(delta * (W.double().transpose(1, 2) @ dV.double()))
-        totals[0] = totals[0] + losses.detach().cpu()
-        totals[1] += share
-
-    quiet, problem.progress = problem.progress, False
-    try:
-        problem.stream(step, "worst matrix")
-    finally:
-        problem.progress = quiet
-    return totals[0] / totals[1], gradients / totals[1]
+    W = perturbed.W.double()
+    risks, gradients = perturbed.gradient(delta * (W @ A))
+    return risks, delta * (W.transpose(1, 2) @ gradients)
 
 
 def _polar(G: Tensor) -> Tensor:
@@ -104,18 +85,7 @@ def _polar(G: Tensor) -> Tensor:
 
 def weight_gradient(perturbed: PerturbedLayer) -> Tensor:
     """∇_W E, (G, d, m) in float64."""
-    total = torch.zeros(perturbed.W.shape, dtype=torch.float64, device=perturbed.W.device)
-    normaliser = [0.0]
-
-    def step(batch: Any) -> None:
-        V = torch.zeros_like(perturbed.W).unsqueeze(0).requires_grad_()
-        (dV,) = torch.autograd.grad(perturbed.weight_losses(batch, V).sum(), V)
-        share = perturbed.normaliser(batch)
-        total.add_(dV[0].double())
-        normaliser[0] += share
-
-    perturbed.problem.stream(step, "gradient")
-    return total / normaliser[0]
+    return perturbed.gradient(torch.zeros_like(perturbed.W)[None])[1][0]
 
 
 def first_order_bound(perturbed: PerturbedLayer, delta: float) -> float:

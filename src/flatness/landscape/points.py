@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatness.curvature.parameters.parameter_space import COUNTED, LOSS, WRONG, ParameterSpace
-from flatness.errors import FlatnessError, OptionError
+from flatness.curvature.parameters.parameter_space import COUNTED, LOSS, WRONG, ParameterSpace, vectorises
+from flatness.errors import OptionError
 from flatness.losses import counted
 from flatness.measuring.examine.probe import check_example
-from flatness.network.memory import fits, kept_budget, ran_out
+from flatness.network.memory import fits, kept_budget
 from flatness.problem import batches
 from flatness.problem.problem import Problem
 
@@ -238,14 +238,8 @@ class Points:
 
     def _runs(self, example: Any) -> bool:
         """Whether the network takes what a trial does to it, be it `torch.vmap` or images laid out anew."""
-        try:
-            with torch.no_grad():
-                self._sums(self._still(), example)
-        except Exception as error:  # the network itself has run: it is the trial that does not
-            if isinstance(error, FlatnessError) or ran_out(error):
-                raise
-            return False
-        return True
+        with torch.no_grad():
+            return vectorises(lambda: self._sums(self._still(), example))
 
     def _still(self) -> dict[str, Tensor]:
         """A few points that are all θ."""

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from flatness.errors import DifferentiabilityError, LossError
+from flatness.errors import DifferentiabilityError, FlatnessError, LossError
 from flatness.losses import Items, counted
 from flatness.network.memory import ran_out
 from flatness.problem.guard import differentiable
@@ -113,10 +114,7 @@ class ParameterSpace:
             with self.substitution(values):
                 return one()
 
-        if together:
-            return torch.vmap(at)(dict(points))
-        count = len(next(iter(points.values())))
-        return torch.stack([at({name: value[i] for name, value in points.items()}) for i in range(count)])
+        return over_points(at, dict(points), together=together)
 
     def sums(self, items: Items) -> Tensor:
         """Σℓ of some predictions, how many are wrong and how many count, (3,); zeros without classes."""
@@ -217,6 +215,31 @@ class ParameterSpace:
             return 0.0
         at = self.theta if vector is None else self.theta + vector
         return 0.5 * self.problem.weight_decay * float(at.square().sum())
+
+
+def over_points(one: Callable[[Any], Tensor], points: Any, *, together: bool) -> Tensor:
+    """What `one` returns at several points.
+
+    Args:
+        one: Takes one point: the same tensors without their first axis.
+        points: A tensor, or tensors by name, with a leading axis for the point.
+        together: Whether all points run at once through `torch.vmap`, or one after another.
+    """
+    if together:
+        return torch.vmap(one)(points)
+    count = len(tree_leaves(points)[0])
+    return torch.stack([one(tree_map(lambda value, i=i: value[i], points)) for i in range(count)])
+
+
+def vectorises(work: Callable[[], object]) -> bool:
+    """Do some work; False if it fails though the network itself has run: `torch.vmap` does not take it."""
+    try:
+        work()
+    except Exception as error:
+        if isinstance(error, FlatnessError) or ran_out(error):
+            raise
+        return False
+    return True
 
 
 @contextmanager

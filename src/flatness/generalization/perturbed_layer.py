@@ -1,0 +1,272 @@
+"""Losses of a network whose weights or features are changed at one layer, for many changes at once.
+
+f(x) = g(W φ(x)): what comes before the layer is the same for all changes and computed once; at the layer each
+adds its own, and what follows sees them all together, or one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatness.curvature.parameters.parameter_space import ParameterSpace, over_points, vectorises
+from flatness.errors import FlatnessError, LayerError
+from flatness.network.layers import ConvolutionLayer, Layer, LinearLayer
+from flatness.network.memory import batch_budget
+from flatness.problem import batches
+from flatness.problem.problem import Problem
+
+Change = Callable[[Tensor, torch.Size], Tensor]
+"""(the layer's input x, shape) → (C, *shape): C changes, of an input or output of that shape."""
+
+Evaluate = Callable[[Any, list[int]], Tensor]
+"""(batch, which perturbations) → ℓ_i, (steps, perturbations, n)."""
+
+LEVELS = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+# Perturbations whose single samples are kept for quantiles.
+_KEPT = 16
+
+
+class PerturbedLayer:
+    """One layer of a network, ready to be changed. Use it inside ``with problem.guarded():``.
+
+    Args:
+        problem: Model, data and loss.
+        layer: The layer, as W and Φ.
+        bytes_per_sample: Memory that one sample takes on its way through the network.
+    """
+
+    def __init__(self, problem: Problem, layer: Layer, bytes_per_sample: int) -> None:
+        if not isinstance(layer, (LinearLayer, ConvolutionLayer)):
+            raise LayerError(
+                f"Expected a Linear or convolution layer but {layer.name!r} has a view of its own, "
+                f"{type(layer).__name__}. Derive the view from flatness.LinearLayer or "
+                "flatness.ConvolutionLayer."
+            )
+        self.problem = problem
+        self.layer = layer
+        self.W = layer.matrix()
+        self._bytes = max(1, bytes_per_sample)
+        few = torch.zeros(2, *self.W.shape, dtype=self.W.dtype, device=self.W.device)
+        self._together = True
+        with torch.no_grad():
+            self._together = vectorises(lambda: self.weight_losses(problem.example(8), few))
+
+    @cached_property
+    def normaliser(self) -> float:
+        """C of E = Σ ℓ_i / C."""
+        return ParameterSpace(self.problem).normaliser
+
+    def copies_at_once(self, n: int) -> int:
+        """How many copies of n samples fit into memory together."""
+        return max(1, batch_budget(self.problem.device, backward=False) // (self._bytes * n))
+
+    def losses(self, batch: Any) -> Tensor:
+        """ℓ_i of the network as it is: (n,)."""
+        return self.problem.loss.values(self.problem.items(batch)).double()
+
+    def weight_losses(self, batch: Any, V: Tensor) -> Tensor:
+        """ℓ_i with W + V in place of W: (C, n) for V (C, G, d, m)."""
+        V, n = V.to(self.W), batches.size_of(batch)
+
+        def change(x: Tensor, shape: torch.Size) -> Tensor:
+            Phi = self.layer.features(x, n)
+            # One product for all copies: their rows are stacked.
+            C, G, d, m = V.shape
+            stacked = V.transpose(0, 1).reshape(G, C * d, m)
+            moved = (stacked @ Phi).reshape(n, G, C, d, -1).permute(2, 0, 1, 3, 4)
+            return torch.stack([self._laid_out(copy.flatten(1, 2), shape) for copy in moved])
+
+        return self._losses(batch, len(V), change, at_input=False)
+
+    def feature_losses(self, batch: Any, A: Tensor) -> Tensor:
+        """ℓ_i with φ + Aφ in place of φ: (C, n) for A (C, G, size, size) on features or channels."""
+        A, n = A.to(self.W), batches.size_of(batch)
+
+        def change(x: Tensor, shape: torch.Size) -> Tensor:
+            units = self.layer.per_input_unit(x, n)  # (n, units, positions)
+            grouped = units.reshape(n, A.shape[1], -1, units.shape[2])
+            mixed = torch.einsum("cgij,ngjp->cngip", A, grouped).reshape(len(A), *units.shape)
+            return torch.stack([self._laid_out(copy, shape) for copy in mixed])
+
+        return self._losses(batch, len(A), change, at_input=True)
+
+    def noise_losses(self, batch: Any, noise: Tensor) -> Tensor:
+        """ℓ_i with φ_i + ‖φ_i‖ ξ_i in place of φ_i: (C, n) for ξ (C, n, m)."""
+
+        def change(x: Tensor, shape: torch.Size) -> Tensor:
+            lengths = x.flatten(1).norm(dim=1)
+            return (noise.to(x) * lengths[None, :, None]).reshape(len(noise), *shape)
+
+        return self._losses(batch, len(noise), change, at_input=True)
+
+    def gradient(self, V: Tensor, direction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """E(W + V) of each V, (C,), and its derivative in V, (C, G, d, m), both in float64.
+
+        With a direction (C, G, d, m) the derivative of ⟨derivative, direction⟩ instead: the Hessian times it.
+        """
+        risks = torch.zeros(len(V), dtype=torch.float64)
+        found = torch.zeros(V.shape, dtype=torch.float64, device=self.W.device)
+
+        def step(batch: Any) -> None:
+            at = V.detach().to(self.W).clone().requires_grad_()
+            losses = self.weight_losses(batch, at).sum(1)
+            (part,) = torch.autograd.grad(losses.sum(), at, create_graph=direction is not None)
+            if direction is not None:
+                curved = part.requires_grad
+                part = torch.autograd.grad(part, at, direction.to(at))[0] if curved else torch.zeros_like(at)
+            found.add_(part.double())
+            risks.add_(losses.detach().cpu())
+
+        shown, self.problem.progress = self.problem.progress, False
+        try:
+            self.problem.stream(step, "gradient")
+        finally:
+            self.problem.progress = shown
+        return risks / self.normaliser, found / self.normaliser
+
+    def outputs_of(self, batch: Any, features: Tensor) -> Tensor:
+        """ψ(z), the network's outputs with its layer's input replaced by any rows z (N, m)."""
+
+        def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (features.to(self._input(args)), *args[1:])
+
+        given = batch if self.problem.copy_batches is False else batches.copied(batch)
+        handle = self.layer.module.register_forward_pre_hook(replace)
+        try:
+            output = self.problem.forward(self.problem.model, given)[0]
+        finally:
+            handle.remove()
+        if output.shape[0] != len(features):
+            raise LayerError(
+                f"Expected {len(features)} outputs for as many feature vectors but got {output.shape[0]} "
+                f"from {batches.size_of(batch)} samples: not everything passes through {self.layer.name!r}."
+            )
+        return output
+
+    def everything_passes(self) -> bool:
+        """Whether the output is a function of the layer's input: nothing goes around it."""
+        example, seen = self.problem.example(8), []
+        handle = self.layer.module.register_forward_pre_hook(lambda _, args: seen.append(self._input(args)))
+        with torch.no_grad():
+            try:
+                expected = torch.cat([self.problem.outputs(example)[0]] * 3)
+            finally:
+                handle.remove()
+            try:
+                found = self.outputs_of(example, torch.cat([seen[0]] * 3))
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, FlatnessError):
+                return False
+        return torch.allclose(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+    def _losses(self, batch: Any, copies: int, change: Change, *, at_input: bool) -> Tensor:
+        """ℓ_i with each of the changes added to the layer's input or output: (C, n)."""
+        made: list[Tensor] = []
+        number = torch.zeros((), dtype=torch.int64)
+
+        def changed(x: Tensor, value: Tensor) -> Tensor:
+            if not made:  # the layer's input is the same for all of them
+                made.append(change(x, value.shape))
+            return value + made[0].index_select(0, number.reshape(1))[0]
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = self._input(args)
+            return (changed(x, x), *args[1:])
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            return changed(self._input(args), output)
+
+        def one(place: Tensor) -> Tensor:
+            nonlocal number
+            number = place
+            return self.problem.loss.values(self.problem.items(batch, look=False)).double()
+
+        module = self.layer.module
+        handle = module.register_forward_pre_hook(before) if at_input else module.register_forward_hook(after)
+        try:
+            places = torch.arange(copies, device=self.problem.device)
+            return over_points(one, places, together=self._together)
+        finally:
+            handle.remove()
+
+    def _input(self, args: tuple[Any, ...]) -> Tensor:
+        if not args:
+            raise LayerError(
+                f"Expected {self.layer.name!r} to be called with its input as first argument but it is "
+                "called with keywords only. Call it as layer(x) in the model's forward."
+            )
+        return args[0]
+
+    def _laid_out(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """(n, units, positions) in the shape of the module's input or output."""
+        if isinstance(self.layer, LinearLayer):
+            values = values.transpose(1, 2)
+        return values.reshape(-1, *shape[1:])
+
+
+@dataclass
+class LossChanges:
+    """Risks and loss changes of a pass.
+
+    Attributes:
+        risk: E of the unchanged network.
+        risks: E of the changed ones, (steps, perturbations).
+        single: Changes of single samples' losses at the kept steps, (kept, n), scaled to average to E_F.
+    """
+
+    risk: float
+    risks: Tensor
+    single: Tensor
+
+    def quantiles(self) -> dict[str, float]:
+        """Quantiles over samples and kept perturbations, by level."""
+        values = self.single.flatten().sort().values
+        places = [min(len(values) - 1, round(level * (len(values) - 1))) for level in LEVELS]
+        return {f"{level:g}": float(values[place]) for level, place in zip(LEVELS, places, strict=True)}
+
+    def largest_sample(self) -> int:
+        """The sample whose loss grew most."""
+        return int(self.single.argmax()) % self.single.shape[1]
+
+
+def loss_changes(
+    perturbed: PerturbedLayer, evaluate: Evaluate, steps: int, count: int, kept_steps: list[int]
+) -> LossChanges:
+    """Stream the data once and evaluate every perturbation at every step.
+
+    Args:
+        perturbed: The layer.
+        evaluate: What to evaluate.
+        steps: Number of steps that `evaluate` returns.
+        count: Number of perturbations.
+        kept_steps: Steps at which single samples' changes are kept.
+    """
+    sums, risk = torch.zeros(steps, count, dtype=torch.float64), [0.0]
+    single: list[Tensor] = []
+
+    def step(batch: Any) -> None:
+        base = perturbed.losses(batch)
+        size = max(1, perturbed.copies_at_once(len(base)) // steps)
+        parts, kept = [], []
+        for start in range(0, count, size):
+            chosen = list(range(start, min(count, start + size)))
+            losses = evaluate(batch, chosen)
+            parts.append(losses.sum(2).cpu())
+            wanted = [place for place, number in enumerate(chosen) if number < _KEPT]
+            if wanted:
+                kept.append((losses[kept_steps][:, wanted] - base).flatten(0, 1).cpu())
+        # Everything is computed: only now are totals touched.
+        sums.add_(torch.cat(parts, dim=1))
+        risk[0] += float(base.sum())
+        single.append(torch.cat(kept))
+
+    with torch.no_grad():
+        perturbed.problem.stream(step, "feature robustness")
+    C = perturbed.normaliser
+    changes = torch.cat(single, dim=1)
+    return LossChanges(risk[0] / C, sums / C, changes * (changes.shape[1] / C))
