@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from flatness import data, landscape, models, study
     from flatness.catalogue.measure import LayerView, Measure, NetworkView, Valued
     from flatness.catalogue.registry import measures, register_measure
-    from flatness.curvature.sums.statistics import Statistics
     from flatness.errors import FlatnessError
     from flatness.generalization.bound import generalization_bound
     from flatness.generalization.bound_result import GeneralizationBound
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from flatness.generalization.robustness_result import Robustness
     from flatness.integrations.monitor import Monitor
     from flatness.measuring.measure import measure, plan
+    from flatness.measuring.merge import merge
     from flatness.measuring.plan.plan import Plan
     from flatness.measuring.spectra import network_spectrum
     from flatness.network.layers import ConvolutionLayer, Layer, LinearLayer, register_layer
@@ -53,7 +53,6 @@ __all__ = [
     "Representativeness",
     "Result",
     "Robustness",
-    "Statistics",
     "Symmetries",
     "check_invariance",
     "compare",
@@ -64,6 +63,7 @@ __all__ = [
     "landscape",
     "measure",
     "measures",
+    "merge",
     "models",
     "network_spectrum",
     "pac_bayes_bound",
@@ -101,7 +101,6 @@ _HOME = {
     "Representativeness": "generalization.representativeness",
     "Result": "report.report",
     "Robustness": "generalization.robustness_result",
-    "Statistics": "curvature.sums.statistics",
     "Symmetries": "symmetry.flow.groups",
     "check_invariance": "symmetry.check.invariance",
     "compare": "report.compare",
@@ -110,6 +109,7 @@ _HOME = {
     "locally_constant_labels": "generalization.locally_constant",
     "measure": "measuring.measure",
     "measures": "catalogue.registry",
+    "merge": "measuring.merge",
     "network_spectrum": "measuring.spectra",
     "pac_bayes_bound": "generalization.pac_bayes",
     "plan": "measuring.measure",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -16,14 +17,15 @@ from flatness.curvature.sums.groups import SampleGroups
 from flatness.errors import DataError, LossError, ProcessError, listed
 from flatness.losses import resolve_loss
 from flatness.losses.elementwise import Elementwise
+from flatness.measuring.merge import Part, additive, check_destination, save_parts
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import MeasureRequest, measure_request
 from flatness.measuring.rows.finalisation import report_rows
-from flatness.measuring.rows.provenance import facts, provenance, shares, with_own_risk
+from flatness.measuring.rows.provenance import facts, provenance, risk_of, shares
 from flatness.measuring.run.exploration import explore
 from flatness.measuring.run.run import run_plan
-from flatness.measuring.views import layer_views
+from flatness.measuring.views import Outline, layer_views
 from flatness.problem.forward import DefaultForward, Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
@@ -50,6 +52,7 @@ def measure(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: bool = True,
+    statistics_to: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Measure how flat the minimum is that a trained network sits in, layer by layer.
 
@@ -82,6 +85,8 @@ def measure(
         dtype: Measure a copy of the model in that precision.
         seed: Seed of everything random.
         progress: Whether to show a bar on work of more than two seconds.
+        statistics_to: A file for the sums behind this report, so that `merge` makes one report from the
+            parts of the data that several jobs measure. Give every job its own part, and its own seed.
 
     Returns:
         A `Report`: print it, or use ``report.to_frame()``, ``report.value(...)``, ``report.save(...)``.
@@ -98,6 +103,7 @@ def measure(
     """
     started = time.perf_counter()
     ranks = Ranks.current()
+    check_destination(statistics_to)
     setting = {
         # One for all losses: the user's says how outputs and labels are paired.
         "forward": forward or DefaultForward(resolve_loss(loss)),
@@ -116,6 +122,10 @@ def measure(
         "max_passes": max_passes,
     }
     reports: list[Report] = []
+    parts: list[Part] = []
+    everything, left_out = measures == "all", []
+    if statistics_to is not None:
+        measures, left_out = additive(measures, options)
     groups = by_loss(measures, options)
     for group in groups:
         try:
@@ -124,41 +134,57 @@ def measure(
                 _check_classes(loss, group)
                 problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
             problem.ranks = ranks
-            everything = measures == "all"
-            reports.append(_report(problem, request, started, data_stderr, everything=everything))
+            kept = statistics_to is not None
+            report, part = _report(problem, request, started, data_stderr, everything=everything, kept=kept)
+            reports.append(replace(report, notes=(*report.notes, *left_out)))
+            parts.append(replace(part, notes=(*part.notes, *left_out)))
         except (LossError, DataError, ProcessError) as error:
             # "all" means all that exist here: a measure defined with another loss may not fit the data.
             fitting = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
-            if measures != "all" or group.loss is None or not fitting:
+            if not everything or group.loss is None or not fitting:
                 raise
             reports.append(Report((), reports[0].meta, (f"left out: {listed(group.names)}. {error}",)))
-    report = joined(reports)
+    report, own_risk = joined(reports), None
     if all(group.loss is not None for group in groups):
         own = Problem(model, data, loss, **setting)
         own.ranks = ranks
-        report = replace(report, meta=with_own_risk(report.meta, own))
+        own_risk = risk_of(own)
+        risk = own_risk["risk"] / own_risk["normaliser"]
+        report = replace(report, meta={**report.meta, **own_risk["loss"], "risk": risk})
+    if statistics_to is not None and ranks.rank == 0:
+        save_parts(statistics_to, parts, own_risk)
     return report
 
 
 def _report(
-    problem: Problem, request: MeasureRequest, started: float, data_stderr: bool, *, everything: bool
-) -> Report:
-    """Measure one group of measures that share a loss."""
+    problem: Problem,
+    request: MeasureRequest,
+    started: float,
+    data_stderr: bool,
+    *,
+    everything: bool,
+    kept: bool,
+) -> tuple[Report, Part]:
+    """Measure one group of measures that share a loss; the report, and what it was made from, to be kept."""
     with problem.guarded():
         with problem.ranks.stage():
             plan = make_plan(problem, request)
+        alike = facts(problem, plan) if kept or problem.ranks.count > 1 else {}
         if problem.ranks.count > 1:
-            problem.ranks.check_same(facts(problem, plan))
+            problem.ranks.check_same(alike)
         run = run_plan(problem, plan, SampleGroups() if data_stderr else None)
-        views = layer_views(problem, plan, run.statistics, run.spectra, run.spreads)
+        outline = Outline.of(problem, plan)
+        views = layer_views(outline, run.statistics, run.spectra, run.spreads)
         explored = explore(problem, plan, views, everything=everything)
-        results = report_rows(problem, plan, run, explored, views)
+        results = report_rows(outline, run, explored, views)
     seconds = time.perf_counter() - started
     meta = provenance(problem, plan, run.statistics, seconds)
     if problem.ranks.count > 1:
         meta |= shares(problem)
-    notes = (*problem.notes, *plan.notes, *run.notes, *explored.notes, *_missed_precision(plan, results))
-    return Report(tuple(results), meta, notes)
+    notes = (*problem.notes, *plan.notes, *run.notes, *explored.notes)
+    # Every job may have a seed of its own.
+    part = Part(outline, run, {key: alike[key] for key in alike if key != "seed"}, meta, notes)
+    return Report(tuple(results), meta, (*notes, *_missed_precision(plan, results))), part
 
 
 def _check_classes(loss: Any, group: LossGroup) -> None:
@@ -191,6 +217,7 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
     bound.apply_defaults()
     given = bound.arguments
     given.pop("data_stderr")
+    given.pop("statistics_to")
     given["forward"] = given["forward"] or DefaultForward(resolve_loss(given["loss"]))
     groups = by_loss(given.pop("measures"), given.pop("options"))
     words = {key: given.pop(key) for key in ("layers", "method", "curvature", "precision", "max_passes")}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,60 +20,133 @@ from flatness.curvature.operators.spectrum import Spectrum
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.request import SPECTRUM_PARTS
+from flatness.network.layers import Layer
 from flatness.problem.problem import Problem
 
 
+@dataclass(frozen=True)
+class LayerOutline:
+    """A measured layer, without the network.
+
+    Attributes:
+        weight: W (G, d, m).
+        taps: Columns of W per input unit.
+        needs: The statistics that were summed.
+        reason: Why its curvature is what it is, in words.
+        layer: The layer itself, where there is one.
+    """
+
+    weight: Tensor
+    taps: int
+    needs: frozenset[str]
+    reason: str
+    layer: Layer | None = None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What was measured: all that turns sums into rows, and neither the network nor its data.
+
+    Attributes:
+        measures: The measures, each as its options make it.
+        options: Their options, by measure.
+        loss: Name of the loss.
+        curvature: "hessian" or "gauss_newton".
+        weight_decay: Its coefficient.
+        layers: The measured layers by name, in network order.
+        network: Whether all parameters of the network were traced.
+        norms: ‖·‖² of every parameter; empty when no measure asks for the network.
+        sizes: Entries of every parameter.
+        layer_sizes: Entries of the weight of every layer, measured or part of the trace.
+        sources: The statistics, by owner and name, whose sum is the trace of each parameter.
+    """
+
+    measures: list[Measure]
+    options: dict[str, dict[str, Any]]
+    loss: str
+    curvature: str
+    weight_decay: float
+    layers: dict[str, LayerOutline]
+    network: bool
+    norms: dict[str, Tensor]
+    sizes: dict[str, int]
+    layer_sizes: dict[str, int]
+    sources: dict[str, list[tuple[str, str]]]
+
+    @classmethod
+    def of(cls, problem: Problem, plan: Plan) -> Outline:
+        """The outline of a plan."""
+        routes = plan.layer_routes
+        of_network = any(measure.network is not None for measure in plan.measures)
+        parameters = dict(problem.model.named_parameters()) if of_network else {}
+        return cls(
+            plan.measures,
+            plan.request.options,
+            plan.loss,
+            plan.curvature,
+            problem.weight_decay,
+            {
+                name: LayerOutline(
+                    routes[name].layer.matrix(),
+                    routes[name].layer.taps,
+                    routes[name].needs,
+                    plan.treatments[name].reason,
+                    routes[name].layer,
+                )
+                for name in plan.layers
+            },
+            plan.network,
+            {name: squared_norm(value) for name, value in parameters.items()},
+            {name: value.numel() for name, value in parameters.items()},
+            {name: route.layer.matrix().numel() for name, route in routes.items()},
+            trace_sources(plan),
+        )
+
+
 def layer_views(
-    problem: Problem,
-    plan: Plan,
+    outline: Outline,
     statistics: Statistics,
     spectra: Mapping[tuple[str, str], Spectrum],
     spreads: Mapping[str, Tensor],
 ) -> list[LayerView]:
     """One view per measured layer, in network order."""
     views = []
-    routes = plan.layer_routes
-    for name in plan.layers:
-        layer = routes[name].layer
-        W = layer.matrix()
+    decay = outline.weight_decay
+    for name, own in outline.layers.items():
+        W = own.weight
         means = {key: statistics.mean(name, key) for key in statistics.sums.get(name, {})}
-        for key in routes[name].needs - set(means):
+        for key in own.needs - set(means):
             # A layer that the output does not depend on: no signal arrived, its curvature is zero.
-            means[key] = empty_statistic(key, W, layer.taps)
-        V = layer.spread_per_column(spreads[name]).cpu() if name in spreads else None
-        if problem.weight_decay:
-            means = penalised_statistics(means, W.double().cpu(), layer.taps, V, problem.weight_decay)
+            means[key] = empty_statistic(key, W, own.taps)
+        V = own.layer.spread_per_column(spreads[name]).cpu() if own.layer and name in spreads else None
+        if decay:
+            means = penalised_statistics(means, W.double().cpu(), own.taps, V, decay)
         found = {
-            need: penalised_spectrum(spectra[name, part], problem.weight_decay)
+            need: penalised_spectrum(spectra[name, part], decay)
             for need, part in SPECTRUM_PARTS.items()
             if (name, part) in spectra
         }
-        views.append(LayerView(name, W, means, found, taps=layer.taps, layer=layer))
+        views.append(LayerView(name, W, means, found, taps=own.taps, layer=own.layer))
     return views
 
 
-def network_view(problem: Problem, plan: Plan, statistics: Statistics) -> NetworkView:
+def network_view(outline: Outline, statistics: Statistics) -> NetworkView:
     """The view of all parameters; empty when no measure asks for it."""
-    if all(measure.network is None for measure in plan.measures):
-        return NetworkView({}, {})
-    parameters = dict(problem.model.named_parameters())
-    norms = {name: squared_norm(value) for name, value in parameters.items()}
-    if not plan.network:
-        return NetworkView({}, norms)
-    traces = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in parameters}
-    for name, sources in trace_sources(plan).items():
+    if not outline.network:
+        return NetworkView({}, outline.norms)
+    traces = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in outline.sizes}
+    for name, sources in outline.sources.items():
         for owner, key in sources:
             if name in traces and key in statistics.sums.get(owner, {}):
                 traces[name] = traces[name] + statistics.mean(owner, key).sum()
-    for name, value in parameters.items():
-        traces[name] = traces[name] + problem.weight_decay * value.numel()
+    for name, size in outline.sizes.items():
+        traces[name] = traces[name] + outline.weight_decay * size
     layer_traces = {
-        route.name: statistics.mean(route.name, "row_traces").sum()
-        + problem.weight_decay * route.layer.matrix().numel()
-        for route in plan.layer_routes.values()
-        if "row_traces" in statistics.sums.get(route.name, {})
+        name: statistics.mean(name, "row_traces").sum() + outline.weight_decay * size
+        for name, size in outline.layer_sizes.items()
+        if "row_traces" in statistics.sums.get(name, {})
     }
-    return NetworkView(traces, norms, layer_traces)
+    return NetworkView(traces, outline.norms, layer_traces)
 
 
 def trace_sources(plan: Plan) -> dict[str, list[tuple[str, str]]]:

@@ -7,17 +7,15 @@ order. `flatness.curvature.sums.kinds` says which statistics a layer has; biases
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness.errors import DataError
-from flatness.files import DamagedFileError, intact, read_tensors, sealed, write_tensors
 from flatness.problem.ranks import Ranks
 
-_VERSION = 1
 # Numbers of a sum up to which it is copied together with others.
 _SMALL = 1 << 16
 
@@ -111,34 +109,16 @@ class Statistics:
         """A statistic divided by the normaliser, on the host."""
         return (self.sums[owner][statistic] / self.normaliser.to(self.sums[owner][statistic].device)).cpu()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sums to a file, to be merged elsewhere."""
-        content: dict[str, Any] = {
-            "version": _VERSION,
-            "sums": {owner: {k: v.cpu() for k, v in values.items()} for owner, values in self.sums.items()},
-            "normaliser": self.normaliser.cpu(),
-            "risk": self.risk.cpu(),
-            "samples": self.samples,
-        }
-        write_tensors(path, sealed(content))
+    def content(self) -> dict[str, Any]:
+        """The sums as plain dictionaries on the host, for a file."""
+        sums = {owner: {name: value.cpu() for name, value in own.items()} for owner, own in self.sums.items()}
+        totals = {"normaliser": self.normaliser.cpu(), "risk": self.risk.cpu(), "samples": self.samples}
+        return {"sums": sums, **totals}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Statistics:
-        """Read sums that `save` wrote."""
-        refusal = f"Expected statistics saved by this version of flatness but {path} holds something else. "
-        try:
-            content = read_tensors(path)
-        except DamagedFileError as error:
-            raise DataError(refusal + "Pass a file that Statistics.save wrote.") from error
-        if not isinstance(content, dict) or content.get("version") != _VERSION:
-            raise DataError(refusal + "Pass a file that Statistics.save wrote.")
-        if not intact(content):
-            raise DataError(
-                f"Expected statistics as they were saved but {path} has changed since, on the disk or on the "
-                "way here. Copy it again, or compute it again."
-            )
+    def of(cls, content: Mapping[str, Any]) -> Statistics:
+        """Sums from what `content` gave."""
         statistics = cls()
-        statistics.sums = content["sums"]
-        statistics.normaliser, statistics.risk = content["normaliser"], content["risk"]
-        statistics.samples = content["samples"]
+        for name in ("sums", "normaliser", "risk", "samples"):
+            setattr(statistics, name, content[name])
         return statistics

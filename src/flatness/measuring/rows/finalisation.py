@@ -13,12 +13,10 @@ from torch import Tensor
 from flatness.catalogue.measure import SPECTRA, LayerView, Measure, NetworkView, Valued
 from flatness.catalogue.registry import reduce_values
 from flatness.curvature.operators.spectrum import Spectrum
-from flatness.measuring.plan.plan import Plan
 from flatness.measuring.run.exploration import Explored
 from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter, bias_note, standard_error
-from flatness.measuring.views import layer_values, layer_views, network_view, number_of, trace_sources
-from flatness.problem.problem import Problem
+from flatness.measuring.views import Outline, layer_values, layer_views, network_view, number_of
 from flatness.report.report import Result
 
 # Changes of a value, relative to its size, that are rounding alone.
@@ -27,67 +25,62 @@ _ROUNDING = 1e-12
 _GOAL = 0.01
 
 
-def report_rows(
-    problem: Problem, plan: Plan, run: Run, explored: Explored, views: list[LayerView]
-) -> list[Result]:
+def report_rows(outline: Outline, run: Run, explored: Explored, views: list[LayerView]) -> list[Result]:
     """All rows of a report, with the standard errors that the data alone cause where those are asked for.
 
     Args:
-        problem: The model, data and loss.
-        plan: What was measured.
+        outline: What was measured.
         run: What the engines found.
         explored: What measures found that explore the space of all parameters.
         views: The layers, on all samples.
     """
-    network = network_view(problem, plan, run.statistics)
-    results = finalise(plan, views, network, explored, run.scatter, run.methods, run.remarks)
+    network = network_view(outline, run.statistics)
+    results = finalise(outline, views, network, explored, run.methods, run.scatter, run.remarks)
     if run.groups is None:
         return results
-    for part in run.groups.parts:
-        part.all_reduce(problem.ranks)
     left_out = [
         finalise(
-            plan,
-            layer_views(problem, plan, part, run.spectra, run.spreads),
-            network_view(problem, plan, part),
+            outline,
+            layer_views(outline, part, run.spectra, run.spreads),
+            network_view(outline, part),
             explored,
-            methods=run.methods,
+            run.methods,
         )
         for part in run.groups.without_each(run.statistics)
     ]
-    return _with_data_errors(results, left_out, plan.measures, run.statistics.samples)
+    return _with_data_errors(results, left_out, outline.measures, run.statistics.samples)
 
 
 def finalise(
-    plan: Plan,
+    outline: Outline,
     views: list[LayerView],
     network: NetworkView,
     explored: Explored,
+    methods: Mapping[str, str],
     scatter: Scatter | None = None,
-    methods: Mapping[str, str] | None = None,
     remarks: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Result]:
     """All rows of a report, measure by measure, layers in network order.
 
     Args:
-        plan: What was measured, and how.
+        outline: What was measured.
         views: The layers.
         network: All parameters.
         explored: What measures found that explore the space of all parameters.
+        methods: "exact" or "sampled", by layer.
         scatter: How far sampled statistics scatter.
-        methods: "exact" or "sampled", by layer; as planned when None.
         remarks: More to say about the curvature of single layers.
     """
     results: list[Result] = []
-    scatter, methods, remarks = scatter or Scatter(), methods or plan.methods, remarks or {}
-    for measure in plan.measures:
-        loss, curvature = plan.loss, plan.curvature
+    scatter, remarks = scatter or Scatter(), remarks or {}
+    for measure in outline.measures:
+        loss, curvature = outline.loss, outline.curvature
         template = Result(measure.name, "layer", 0.0, method="exact", loss=loss, curvature=curvature)
         rows = _Rows(measure.clips is not None)
         curved = bool(measure.needs - SPECTRA)
         for view in views:
-            view = replace(view, options=plan.request.options[measure.name])
-            notes = (plan.treatments[view.name].reason, *(remarks.get(view.name, ()) if curved else ()))
+            view = replace(view, options=outline.options[measure.name])
+            notes = (outline.layers[view.name].reason, *(remarks.get(view.name, ()) if curved else ()))
             method = methods[view.name] if curved else "exact"
             row = replace(template, layer=view.name, notes=notes, method=method)
             _layer_rows(measure, view, row, scatter, rows)
@@ -97,8 +90,8 @@ def finalise(
                 rows.add(_with(replace(template, layer=layer), value))
         of_network = _Rows(measure.clips is not None)
         template = replace(template, level="network")
-        if measure.network is not None and _available(measure, plan, explored):
-            _network_row(measure, plan, network, explored, template, scatter, of_network)
+        if measure.network is not None and _available(measure, outline, explored):
+            _network_row(measure, outline, network, explored, template, scatter, of_network)
         if None in found:
             of_network.add(_with(template, found[None]))
         _add_aggregates(measure, rows, template, of_network)
@@ -187,7 +180,7 @@ def _scattered(
 
 def _network_row(
     measure: Measure,
-    plan: Plan,
+    outline: Outline,
     network: NetworkView,
     explored: Explored,
     template: Result,
@@ -196,7 +189,7 @@ def _network_row(
 ) -> None:
     """The row of a value over all parameters."""
     assert measure.network is not None
-    spectrum, options = explored.spectra.get(measure.name), plan.request.options[measure.name]
+    spectrum, options = explored.spectra.get(measure.name), outline.options[measure.name]
     view = replace(network, spectrum=spectrum, options=options)
     value = measure.network(view)
     own = value.over if isinstance(value, Valued) else None
@@ -204,7 +197,7 @@ def _network_row(
     changes = None
     if "traces" in measure.network_needs:
         number = partial(_network_value, measure)
-        changes = scatter.of_network(view, trace_sources(plan), number, row.value, measure.clips)
+        changes = scatter.of_network(view, outline.sources, number, row.value, measure.clips)
     rows.add(row, changes)
 
 
@@ -257,11 +250,11 @@ def _reduced_error(reduction: str, parts: list[Result]) -> float:
     return math.hypot(*(row.stderr for row in parts))
 
 
-def _available(measure: Measure, plan: Plan, explored: Explored) -> bool:
+def _available(measure: Measure, outline: Outline, explored: Explored) -> bool:
     """Whether what the network's value needs was found."""
     if "spectrum" in measure.network_needs:
         return measure.name in explored.spectra
-    return plan.network or "traces" not in measure.network_needs
+    return outline.network or "traces" not in measure.network_needs
 
 
 def _spectrum_notes(spectrum: Spectrum) -> list[str]:

@@ -56,12 +56,12 @@ def _plain(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return json.loads(json.dumps(given, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value))))
 
 
-def with_own_risk(meta: dict[str, Any], problem: Problem) -> dict[str, Any]:
-    """`meta` with the user's loss and its risk, where all measures are defined with another; one pass."""
+def risk_of(problem: Problem) -> dict[str, Any]:
+    """The summed losses of all samples, their normaliser, and what `meta` says of the loss; one pass."""
     with problem.guarded():
-        statistics = exact_statistics(problem, Routes([]), {})
-    risk = float(statistics.risk / statistics.normaliser)
-    return {**meta, "loss": problem.loss.name, "loss_options": problem.loss.options(), "risk": risk}
+        found = exact_statistics(problem, Routes([]), {})
+    loss = {"loss": problem.loss.name, "loss_options": problem.loss.options()}
+    return {"loss": loss, "risk": float(found.risk), "normaliser": float(found.normaliser)}
 
 
 def facts(problem: Problem, plan: Plan) -> dict[str, Any]:

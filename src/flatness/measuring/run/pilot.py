@@ -18,7 +18,7 @@ from flatness.curvature.sums.sampled import MOST_GROUPS, PARTS, Budget, SampledE
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.scatter import Scatter, standard_error
-from flatness.measuring.views import layer_values, layer_views
+from flatness.measuring.views import Outline, layer_values, layer_views
 from flatness.problem.problem import Problem
 
 # Samples of a pilot, and probes of each of them, or of each unit of samples.
@@ -235,7 +235,7 @@ def _relative_variances(
         return []
     sums = [m for m in plan.measures if m.needs and not m.needs & SPECTRA and (m.units or m.layer)]
     variances: list[Tensor] = []
-    for view in layer_views(problem, plan, statistics, {}, spreads):
+    for view in layer_views(Outline.of(problem, plan), statistics, {}, spreads):
         for measure in sums if view.name in names else ():
             seen_by = replace(view, options=plan.request.options[measure.name])
             at = layer_values(measure, seen_by)

@@ -78,6 +78,8 @@ def run_plan(problem: Problem, plan: Plan, groups: SampleGroups | None = None) -
         _add_sampled(problem, plan, run)
     if plan.by_parameters:
         _add_products(problem, plan, run)
+    for part in run.groups.parts if run.groups is not None else ():
+        part.all_reduce(problem.ranks)
     _check_totals(problem, run.statistics)
     if plan.request.layer_spectra:
         run.spectra = _spectra(problem, plan, float(run.statistics.normaliser))
