@@ -1,14 +1,14 @@
 """Additive statistics: parts merged in any order, saved and loaded."""
 
 import itertools
-import stat
 
 import pytest
 import torch
 
-from flatness import Problem, Statistics
+from flatness import Problem
 from flatness.curvature.sums.exact import exact_statistics
-from flatness.errors import DataError, OptionError
+from flatness.curvature.sums.statistics import Statistics
+from flatness.errors import DataError
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
 from small import data, network, reference
@@ -90,70 +90,11 @@ def test_sums_are_kept_in_double_precision():
     assert statistics.mean("fc", "row_traces").tolist() == [2.0**30 + 10]
 
 
-def test_what_is_saved_is_what_is_loaded(parts, tmp_path):
-    paths = [tmp_path / f"part{i}.pt" for i in range(4)]
-    for one, path in zip(parts, paths, strict=True):
-        one.save(path)
-    loaded = [Statistics.load(path) for path in paths]
-    for one, again in zip(parts, loaded, strict=True):
-        assert flat(one) == flat(again)
-        assert one.samples == again.samples
-    assert flat(merged(loaded)) == flat(merged(parts))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in paths]
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(parts, tmp_path, monkeypatch):
-    path = tmp_path / "part.pt"
-    parts[0].save(path)
-    before = path.read_bytes()
-
-    def broken(content, file):
-        file.write(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", broken)
-    with pytest.raises(KeyboardInterrupt):
-        parts[1].save(path)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["part.pt"]
-
-
-def test_saved_files_have_the_usual_permissions(parts, tmp_path):
-    (tmp_path / "usual").write_text("")
-    parts[0].save(tmp_path / "part.pt")
-    assert stat.S_IMODE((tmp_path / "part.pt").stat().st_mode) == stat.S_IMODE(
-        (tmp_path / "usual").stat().st_mode
-    )
-
-
-def test_saving_into_no_folder_is_refused(parts, tmp_path):
-    path = tmp_path / "missing" / "part.pt"
-    with pytest.raises(OptionError) as error:
-        parts[0].save(path)
-    assert (
-        str(error.value)
-        == f"Expected a path in an existing folder but got {str(path)!r}. Make the folder first."
-    )
-
-
-@pytest.mark.parametrize("content", [b"no torch file", b"", "other"])
-def test_loading_something_else_is_refused(tmp_path, content):
-    path = tmp_path / "part.pt"
-    if content == "other":
-        torch.save({"weights": torch.zeros(2)}, path)
-    else:
-        path.write_bytes(content)
-    with pytest.raises(DataError) as error:
-        Statistics.load(path)
-    assert str(error.value) == (
-        f"Expected statistics saved by this version of flatness but {path} holds something else. Pass a file "
-        "that Statistics.save wrote."
-    )
-
-
-def test_loading_no_file_is_an_error_of_the_file_system(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        Statistics.load(tmp_path / "missing.pt")
+def test_what_goes_into_a_file_comes_back(parts):
+    again = [Statistics.of(one.content()) for one in parts]
+    for one, other in zip(parts, again, strict=True):
+        assert flat(one) == flat(other)
+        assert one.samples == other.samples
 
 
 def test_parts_of_different_networks_are_refused():

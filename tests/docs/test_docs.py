@@ -25,6 +25,7 @@ PAGES = (
     "how-to/transformers",
     "how-to/checkpoints",
     "how-to/several-processes",
+    "how-to/job-array",
     "how-to/studies",
     "how-to/during-training",
     "how-to/landscapes",

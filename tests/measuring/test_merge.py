@@ -1,6 +1,7 @@
 """Parts of the data measured by separate jobs, merged: against one measurement of everything."""
 
 import re
+import stat
 
 import pytest
 import torch
@@ -289,3 +290,40 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_runs(tmp_path)
     assert str(caught.value) == (
         "Expected statistics_to to be a path but got int. For example statistics_to='part-3.pt'."
     )
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    model, data = network(), samples()
+    (path,) = measured(tmp_path, model, data, sizes=(60,), measures="hessian_trace")
+    before = path.read_bytes()
+
+    def broken(content, file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", broken)
+    with pytest.raises(KeyboardInterrupt):
+        measured(tmp_path, model, data, sizes=(60,), measures="hessian_trace")
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_saved_files_have_the_usual_permissions(tmp_path):
+    (tmp_path / "usual").write_text("")
+    (path,) = measured(tmp_path, network(), samples(), sizes=(60,), measures="hessian_trace")
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
+
+
+def test_a_flipped_bit_is_found_out(tmp_path):
+    (path,) = measured(tmp_path, network(), samples(), sizes=(60,), measures="hessian_trace")
+    raw = path.read_bytes()
+    weight = network()[4].weight.detach().numpy().tobytes()
+    at = raw.index(weight) + 11
+    path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+    with pytest.raises(DataError, match=r"has changed since|holds something else, or is damaged"):
+        flatness.merge([path])
+
+
+def test_a_file_that_is_not_there_is_an_error_of_the_file_system(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        flatness.merge([tmp_path / "missing.pt"])

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from flatness.cli import bound, catalogue, check, compare, demo, landscape, measure, study
+from flatness.cli import bound, catalogue, check, compare, demo, landscape, measure, merge, study
 from flatness.cli.answers import INTERRUPTED, answer, interrupted, plain_output
 from flatness.cli.help import Group
 from flatness.version import __version__
@@ -20,6 +20,7 @@ Measure how flat the minimum is that a trained network sits in.
 Example:
     flatness demo
     flatness measure net.pt --model mynets:build --data digits
+    flatness merge part-*.pt
     flatness measures relative_flatness
     flatness compare a.json b.json
     flatness check net.pt --model mynets:build --data digits
@@ -37,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
 )
-for command in (demo, measure, catalogue, compare, check, bound, landscape, study):
+for command in (demo, measure, merge, catalogue, compare, check, bound, landscape, study):
     command.register(app)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import flatness
 from flatness.catalogue.registry import resolve_options, select_measures
-from flatness.cli.answers import FAILED, usage_of
+from flatness.cli.answers import FAILED, UsageError, usage_of
 from flatness.cli.entries import Entry, check_sort, measure_each, sorted_entries
 from flatness.cli.forms import say_written
 from flatness.cli.inputs import Inputs
@@ -50,6 +50,11 @@ def run(request: Request, form: str, out: Path | None) -> int:
     data = data_of(request.given.data)
     if out is not None:
         check_folder(out)
+    if request.settings["statistics_to"] is not None and len(paths) > 1:
+        raise UsageError(
+            f"Expected one checkpoint with --statistics-to, which is one file, but got {len(paths)}. Measure "
+            "them one by one."
+        )
     measure_one = _measuring(request, model, data, arguments)
     if len(paths) <= 1:
         path = paths[0] if paths else None
@@ -58,14 +63,20 @@ def run(request: Request, form: str, out: Path | None) -> int:
         quiet: Callable[[Path], flatness.Report] = lambda path: measure_one(path, False)  # noqa: E731
         entries = measure_each(paths, quiet, arguments["progress"], request.debug)
         entries = sorted_entries(entries, sort, request.reverse)
+    present(entries, form, out)
+    return FAILED if any(entry.report is None for entry in entries) else 0
+
+
+def present(entries: list[Entry], form: str, out: Path | None) -> None:
+    """Print what was found, and write it into a folder where one is given."""
     _print(entries, form)
     if out is not None:
+        check_folder(out)
         reports = {entry.name: entry.report for entry in entries if entry.report is not None}
         failures = {entry.name: entry.error for entry in entries if entry.report is None}
         subject = entries[0].name if len(entries) == 1 else f"{len(entries)} checkpoints"
         files = write_folder(out, entries, Page(f"Flatness of {subject}", reports, failures))
         say_written(out, files, aside=form != "table")
-    return FAILED if any(entry.report is None for entry in entries) else 0
 
 
 def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:

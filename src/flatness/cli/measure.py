@@ -48,6 +48,7 @@ def measure(
     as_json: o.AsJson = False,
     as_csv: o.AsCsv = False,
     out: o.Out = None,
+    statistics_to: o.StatisticsTo = None,
     progress: o.Progress = True,
 ) -> None:
     """Measure how flat the minimum is, layer by layer; several checkpoints make one table.
@@ -69,6 +70,7 @@ def measure(
         "batch_size": batch_size,
         "seed": seed,
         "progress": progress,
+        "statistics_to": statistics_to,
     }
     network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
     samples = DataWords(data, split, data_dir, limit, standardize)

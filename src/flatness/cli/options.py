@@ -186,6 +186,14 @@ Out = Annotated[
         help="Folder for JSON, CSV, LaTeX and an HTML page.", metavar="DIR", rich_help_panel=_OUTPUT
     ),
 ]
+StatisticsTo = Annotated[
+    Path | None,
+    typer.Option(
+        help="File for the sums of this part of the data, for 'flatness merge'.",
+        metavar="FILE",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Progress = Annotated[
     bool,
     typer.Option(
