@@ -69,6 +69,31 @@ def test_links_between_pages_lead_somewhere():
     assert missing == []
 
 
+def test_files_and_names_of_the_architecture_are_there():
+    text = re.sub(r"\s+", " ", (DOCS / "architecture.md").read_text(encoding="utf-8"))
+    source = ROOT / "src" / "flatness"
+    rooms = re.findall(r"### (\w+) (.*?)(?=##)", text)
+    below = {path.name for path in source.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert {name for name, _ in rooms} == below
+    told = re.findall(r"`([\w/]+\.py)`", text.partition("## The walk")[2])
+    told += [f"{room}/{file}" for room, about in rooms for file in re.findall(r"`([\w/]+(?:\.py|/))`", about)]
+    assert [file for file in told if not (source / file).exists() and "tests/" not in file] == []
+    named = re.findall(r"`(\w+)` in `([\w/]+\.py)`", text) + re.findall(r"`(\w+)` \(`([\w/]+\.py)`", text)
+    assert len(named) > 30
+    defined = {
+        (name, file)
+        for name, file in named
+        if re.search(rf"^(def|class) {name}\b", _source_of(source, file, rooms), re.MULTILINE)
+    }
+    assert set(named) - defined == set()
+
+
+def _source_of(source: Path, file: str, rooms: list[tuple[str, str]]) -> str:
+    """The text of a file that is named from the top, or within the paragraph of its room."""
+    found = [source / file, *(source / room / file for room, about in rooms if f"`{file}`" in about)]
+    return "".join(path.read_text(encoding="utf-8") for path in found if path.is_file())
+
+
 def test_what_the_guide_for_contributors_adds_works(tmp_path):
     """Its files go into a copy of the sources, its lines below those that they name; its tests run there."""
     shutil.copytree(
