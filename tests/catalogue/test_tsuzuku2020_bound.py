@@ -176,8 +176,8 @@ def test_the_table_its_frame_its_file_and_its_page(tmp_path):
     with pytest.raises(flatness.FlatnessError) as caught:
         flatness.PacBayesBound.load(tmp_path / "other.json")
     assert str(caught.value) == (
-        f"Expected a bound saved by this version of flatness but {tmp_path / 'other.json'} holds something "
-        "else. Pass a file that PacBayesBound.save wrote."
+        f"Expected a PAC-Bayes bound saved by flatness but {tmp_path / 'other.json'} holds something else. "
+        "Pass a file that PacBayesBound.save wrote."
     )
 
 

@@ -13,7 +13,7 @@ from flatness.files import NUMBER, TEXT, json_text, read_saved, write_text
 from flatness.measuring.measure import measure
 from flatness.problem.forward import Forward
 from flatness.report.notebook import terms_html
-from flatness.report.tables import format_value
+from flatness.report.tables import Column, format_table, format_value
 
 if TYPE_CHECKING:
     import pandas
@@ -80,11 +80,10 @@ class PacBayesBound:
 
     def __str__(self) -> str:
         """The table of terms, and the notes."""
-        rows = self.rows()
-        width, digits = max(len(name) for name, _ in rows), max(len(cell) for _, cell in rows)
-        lines = [f"{name.ljust(width)}  {cell.rjust(digits)}" for name, cell in rows]
-        lines.insert(len(self.terms), "─" * (width + 2 + digits))
-        return "\n".join([self.title(), *lines, *(f"note: {note}" for note in self.notes)])
+        rows: list[tuple[str, ...]] = [*self.rows()]
+        rows.insert(len(self.terms), ())
+        table = format_table([Column(), Column(align="right")], rows)
+        return "\n".join([self.title(), table, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
