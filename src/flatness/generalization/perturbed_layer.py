@@ -123,11 +123,7 @@ class PerturbedLayer:
             found.add_(part.double())
             risks.add_(losses.detach().cpu())
 
-        shown, self.problem.progress = self.problem.progress, False
-        try:
-            self.problem.stream(step, "gradient")
-        finally:
-            self.problem.progress = shown
+        self.problem.stream(step, "gradient")
         return risks / self.normaliser, found / self.normaliser
 
     def outputs_of(self, batch: Any, features: Tensor) -> Tensor:

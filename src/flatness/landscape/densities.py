@@ -239,8 +239,7 @@ class _Census:
         start = random_signs(runs, mask, operator.space.problem.seed)
         together = max(1, _BASIS_BYTES // (8 * len(root) * min(steps, dimension)))
         found = []
-        problem = operator.space.problem
-        shown, problem.progress = problem.progress, False
+        shown = operator.space.problem.progress
         with ProgressBar(f"density of {label}", runs * min(steps, dimension), shown) as bar:
             for first in range(0, runs, together):
                 lanczos = LanczosRuns(start[first : first + together], steps)
@@ -249,7 +248,6 @@ class _Census:
                     found.append(lanczos.quadrature())
                 if self.interrupted:
                     break
-        problem.progress = shown
         if found:
             nodes, weights = (
                 _stacked([part.nodes for part in found]),

@@ -191,7 +191,6 @@ class _Walk:
             if self.table is not None and self.table.interrupted:
                 break
         assert self.table is not None
-        self.table.bar.__exit__(None, None, None)
         found = self._line(self.table)
         if self.resume is not None:
             found.save(self.resume)
@@ -212,11 +211,11 @@ class _Walk:
             if self.table is None:
                 self.rows = len(chosen.vectors)
                 self.table = self._table(points)
-            problem.progress = False
-            for number in range(self.rows):
-                coefficients = torch.zeros(len(self.positions), self.rows, dtype=torch.float64)
-                coefficients[:, number] = torch.from_numpy(self.positions)
-                self.table.fill(place * self.rows + number, points, coefficients)
+            with self.table.bar:
+                for number in range(self.rows):
+                    coefficients = torch.zeros(len(self.positions), self.rows, dtype=torch.float64)
+                    coefficients[:, number] = torch.from_numpy(self.positions)
+                    self.table.fill(place * self.rows + number, points, coefficients)
             self.notes += problem.notes
 
     def _directions(self, problem: Problem, member: Member) -> Chosen:

@@ -234,7 +234,7 @@ class Points:
         if on_gpu and engine is None and not fixed_batch:
             points = self.chunk if self.engine == TOGETHER else 1
             room = kept_budget(self.problem.device) // 2 // self._bytes_each(example)
-            self.problem.micro_batch = max(1, min(_LONGEST, room // points))
+            self.problem.take_together(max(1, min(_LONGEST, room // points)))
 
     def _runs(self, example: Any) -> bool:
         """Whether the network takes what a trial does to it, be it `torch.vmap` or images laid out anew."""

@@ -180,7 +180,6 @@ class _Survey:
                 )
 
             table.keep_in(self.resume, Surface.kind, identity, found)
-            problem.progress = False
             with table.bar:
                 table.fill(0, points, _grid(x, y))
         if self.resume is not None:

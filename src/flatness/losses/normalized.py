@@ -181,16 +181,24 @@ def _signed(terms: _Terms) -> Iterator[tuple[Tensor, Tensor]]:
     plus = torch.ones_like(c[..., 0])
     for s in softmax_factors(c / sigma, terms.a.squeeze(2).sqrt()):
         yield s / sigma - alpha * c * (c * s).sum(2, keepdim=True), plus
-    # r̃cᵀ + cr̃ᵀ = ½‖r̃‖‖c‖ [(r̂+ĉ)(r̂+ĉ)ᵀ − (r̂−ĉ)(r̂−ĉ)ᵀ], in unit vectors: r̃ can be far smaller than c
-    size_r, size_c = terms.r.norm(dim=2, keepdim=True), c.norm(dim=2, keepdim=True)
-    unit_r, unit_c = (v / torch.where(size > 0, size, 1.0) for v, size in ((terms.r, size_r), (c, size_c)))
-    root = (alpha * size_r * size_c / 2).sqrt()
-    yield root * (unit_r + unit_c), -plus
-    yield root * (unit_r - unit_c), plus
+    down, up = _cross_vectors(terms)
+    yield down, -plus
+    yield up, plus
     # I − 11ᵀ/K is K times the Hessian of a uniform softmax
     shift = terms.e * alpha
     for s in softmax_factors(torch.zeros_like(c), (c.shape[2] * shift.abs()).sqrt().squeeze(2)):
         yield s, -shift.squeeze(2).sign()
+
+
+def _cross_vectors(terms: _Terms) -> tuple[Tensor, Tensor]:
+    """The vectors of −α(r̃cᵀ + cr̃ᵀ), with weights −1 and +1.
+
+    r̃cᵀ + cr̃ᵀ = ½‖r̃‖‖c‖ [(r̂+ĉ)(r̂+ĉ)ᵀ − (r̂−ĉ)(r̂−ĉ)ᵀ], in unit vectors: r̃ can be far smaller than c.
+    """
+    sizes = [v.norm(dim=2, keepdim=True) for v in (terms.r, terms.c)]
+    r, c = (v / torch.where(size > 0, size, 1.0) for v, size in zip((terms.r, terms.c), sizes, strict=True))
+    root = (terms.alpha * sizes[0] * sizes[1] / 2).sqrt()
+    return root * (r + c), root * (r - c)
 
 
 def _signed_probes(terms: _Terms, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
@@ -198,12 +206,9 @@ def _signed_probes(terms: _Terms, generator: Signs | torch.Generator) -> list[tu
     c, sigma, alpha = terms.c, terms.sigma, terms.alpha
     s = softmax_probe(c / sigma, terms.a.squeeze(2).sqrt(), generator)
     up = s / sigma - alpha * c * (c * s).sum(2, keepdim=True)
-    down = torch.zeros_like(c)
-    size_r, size_c = terms.r.norm(dim=2, keepdim=True), c.norm(dim=2, keepdim=True)
-    unit_r, unit_c = (v / torch.where(size > 0, size, 1.0) for v, size in ((terms.r, size_r), (c, size_c)))
-    root = (alpha * size_r * size_c / 2).sqrt()
-    down = down + root * (unit_r + unit_c) * random_signs(root, generator)
-    up = up + root * (unit_r - unit_c) * random_signs(root, generator)
+    minus, plus = _cross_vectors(terms)
+    down = minus * random_signs(sigma, generator)
+    up = up + plus * random_signs(sigma, generator)
     # I − 11ᵀ/K takes signs without their mean
     signs = random_signs(c, generator)
     shift = terms.e * alpha

@@ -70,8 +70,6 @@ class CrossEntropy(Loss):
 
     def values(self, items: Items) -> Tensor:
         """Return Σ_T of the weighted, smoothed cross-entropies: shape (n,)."""
-        if self._knows_top(items):
-            return self._values_from_top(items)
         losses = self._losses(items, self.weight)
         return losses[:, 0] if losses.shape[1] == 1 else losses.sum(1)
 
@@ -97,20 +95,6 @@ class CrossEntropy(Loss):
             label_smoothing=self.label_smoothing,
         )
         return losses.reshape(logits.shape[:2])
-
-    def _knows_top(self, items: Items) -> bool:
-        """Whether the largest output and the logarithm of its probability are known, and losses follow."""
-        full = items.logits.dtype in (torch.float32, torch.float64)
-        return "top" in items.memo and full and _hard(items) and not self.label_smoothing
-
-    def _values_from_top(self, items: Items) -> Tensor:
-        """Return Σ_T w_y (max f − f_y − log p_max): no pass over all classes."""
-        largest, log_top = items.memo["top"].unbind(2)
-        ignored = items.target == self.ignore_index
-        own = items.logits.gather(2, items.target.masked_fill(ignored, 0)[..., None])[..., 0]
-        losses = ((largest - own) - log_top).masked_fill(ignored, 0)
-        weight = None if self.weight is None else self._target_weight(items, losses.dtype)
-        return (losses if weight is None else losses * weight).sum(1)
 
     def normaliser(self, items: Items) -> Tensor:
         """Return Σ w_y over the targets that count, or the number of predictions for class probabilities."""
@@ -141,7 +125,7 @@ class CrossEntropy(Loss):
     def mistakes(self, items: Items) -> Tensor:
         """Count predictions whose largest output is not the target (of soft labels: the largest)."""
         target = items.target if _hard(items) else items.target.argmax(2)
-        counted = target != self.ignore_index if _hard(items) else torch.ones_like(target, dtype=torch.bool)
+        counted = self._counted(items)
         wrong = (items.logits.detach().argmax(2) != target) & counted
         return torch.stack([wrong.sum(), counted.sum()]).double()
 
@@ -154,7 +138,7 @@ class CrossEntropy(Loss):
             return self._target_weight(items, logits.dtype)
         epsilon, mean = self.label_smoothing, self.weight.to(logits).mean()
         smoothed = (1 - epsilon) * self._target_weight(items, logits.dtype) + epsilon * mean
-        return smoothed * (items.target != self.ignore_index)
+        return smoothed * self._counted(items)
 
     def options(self) -> dict[str, object]:
         """Return weight, ignore_index and label_smoothing where they were set."""
@@ -168,10 +152,10 @@ class CrossEntropy(Loss):
         return options
 
     def _counted(self, items: Items) -> Tensor:
-        """Return which targets are not ignored: shape (n, T)."""
-        if "counted" not in items.memo:
-            items.memo["counted"] = items.target != self.ignore_index
-        return items.memo["counted"]
+        """Return which targets are not ignored: shape (n, T). Class probabilities always count."""
+        if not _hard(items):
+            return torch.ones(items.target.shape[:2], dtype=torch.bool, device=items.target.device)
+        return items.target != self.ignore_index
 
     def _target_weight(self, items: Items, dtype: torch.dtype) -> Tensor:
         """Return w_y, and 0 for ignored targets: shape (n, T)."""
@@ -184,13 +168,11 @@ class CrossEntropy(Loss):
     def _distribution(self, items: Items) -> Tensor:
         """Return q̃ with ℓ = −Σ_k q̃_k log p_k: weighted, smoothed target probabilities of shape (n, T, K)."""
         logits = promote(items.logits.detach())
-        K, epsilon = logits.shape[2], self.label_smoothing
+        K, epsilon, counted = logits.shape[2], self.label_smoothing, self._counted(items)[..., None]
         if _hard(items):
-            counted = (items.target != self.ignore_index)[..., None]
-            index = items.target[..., None].masked_fill(~counted, 0)
-            q = torch.zeros_like(logits).scatter_(2, index, 1.0)
+            q = torch.zeros_like(logits).scatter_(2, items.target[..., None].masked_fill(~counted, 0), 1.0)
         else:
-            counted, q = 1.0, items.target.to(logits)
+            q = items.target.to(logits)
         q = ((1 - epsilon) * q + epsilon / K) * counted
         return q if self.weight is None else q * self.weight.to(logits)
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 _PATIENCE = 2.0
 
 
 class ProgressBar:
-    """Counts steps; draws nothing at all before two seconds have passed.
+    """Counts steps; draws nothing before two seconds have passed, and nothing inside another bar.
 
     Args:
         label: What is being done, in a word or two.
         total: Number of steps, or None when unknown.
         enabled: Whether to ever draw.
     """
+
+    _outermost: ClassVar[ProgressBar | None] = None
 
     def __init__(self, label: str, total: int | None, enabled: bool) -> None:
         self._label = label
@@ -29,7 +31,8 @@ class ProgressBar:
         self._task: Any = None
 
     def __enter__(self) -> ProgressBar:
-        """Start the clock."""
+        """Become the bar that is drawn, unless there is one."""
+        ProgressBar._outermost = ProgressBar._outermost or self
         return self
 
     def __exit__(
@@ -38,6 +41,9 @@ class ProgressBar:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
+        if ProgressBar._outermost is self:
+            ProgressBar._outermost = None
 
     def advance(self, steps: int = 1) -> None:
         """Count finished steps."""
@@ -48,6 +54,8 @@ class ProgressBar:
             self._show()
 
     def _show(self) -> None:
+        if ProgressBar._outermost not in (None, self):
+            return
         # Imported late: most measurements finish before anything is drawn.
         from rich.console import Console
         from rich.progress import (

@@ -96,13 +96,17 @@ class StreamedData(ABC):
 
     def fit_memory(self, bytes_per_sample: int, *, backward: bool) -> None:
         """Choose the micro-batch from what one sample takes, unless the user fixed it."""
+        each = max(1, bytes_per_sample)
+        forward, budget = batch_budgets(self.device, backward)
+        few = min(8, forward // each)
+        # Longer batches are slower on a CPU: activations leave the caches.
+        longest = 65536 if self.device.type == "cuda" else 1024
+        self.take_together(max(1, min(longest, max(few, budget // each))))
+
+    def take_together(self, samples: int) -> None:
+        """Work on that many samples at a time, unless the user fixed it."""
         if self._fixed_batch is None:
-            each = max(1, bytes_per_sample)
-            forward, budget = batch_budgets(self.device, backward)
-            few = min(8, forward // each)
-            # Longer batches are slower on a CPU: activations leave the caches.
-            longest = 65536 if self.device.type == "cuda" else 1024
-            self.micro_batch = max(1, min(longest, max(few, budget // each)))
+            self.micro_batch = samples
 
     def stream(self, step: Callable[[Any], None], label: str, first: int | None = None) -> None:
         """One pass over the data, or over its first samples only.

@@ -53,17 +53,12 @@ def exact_statistics(
             return part
 
         with problem.ranks.stage():
-            problem.stream(
-                stepwise(problem, groups, found, total.merge),
-                "curvature",
-            )
+            problem.stream(stepwise(problem, groups, found, total.merge), "curvature")
             if not bool(total.to_host().risk.isfinite()):
                 problem.locate_bad_loss()
     return total.all_reduce(problem.ranks)
 
 
-# Classes from which on the loss is computed from what the closed form found.
-_MANY_CLASSES = 1024
 # Output directions whose signals are held at once. Blocks make small matrix products large; memory grows with
 # them.
 BLOCK = 16
@@ -183,11 +178,7 @@ def _batch_statistics(
             raise AssertionError(f"{problem.loss.name} has no softmax form")
         phi = rows_of_features(route, recording.one(route.name).x, n)
         logits = items.logits.detach().flatten(0, 1)
-        # With many classes the loss does not go over them once more.
-        tops: list[Tensor] | None = [] if logits.shape[1] >= _MANY_CLASSES else None
-        _store(part, route, heads[route.name].sums(phi, logits, a.flatten(), tops))
-        if tops:
-            items.memo["top"] = torch.cat(tops).unflatten(0, items.logits.shape[:2])
+        _store(part, route, heads[route.name].sums(phi, logits, a.flatten()))
     with torch.no_grad():
         part.count(n, problem.loss.normaliser(items), problem.loss.values(items).sum(dtype=torch.float64))
     for route in routes.kind("separable"):

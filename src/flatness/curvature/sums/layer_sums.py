@@ -58,24 +58,19 @@ class SoftmaxHead:
         self._weight = SoftmaxWeight(Frame.of(layer, spread))
         self._blocks = 1 if holds_one_block(needs) else 3
 
-    def sums(
-        self, phi: Tensor, logits: Tensor, a: Tensor, tops: list[Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def sums(self, phi: Tensor, logits: Tensor, a: Tensor) -> dict[str, Tensor]:
         """The statistics of one micro-batch, taken in chunks of predictions.
 
         Args:
             phi: Features (N, m), one row per prediction.
             logits: Outputs (N, K), up to a constant per row.
             a: Weights (N,), such that the output Hessian is a·(diag p − ppᵀ).
-            tops: Gets the largest output and the logarithm of its probability, (rows, 2) for every chunk.
         """
         total: dict[str, Tensor] = {}
         size = max(1, _CHUNK // (self._blocks * logits.shape[1]))
         for start in range(0, logits.shape[0], size):
             part = slice(start, start + size)
             rows = SoftmaxRows(self._weight, phi[part], logits[part], a[part])
-            if tops is not None:
-                tops.append(rows.largest)
             for statistic in self._statistics:
                 _add(total, statistic.name, statistic.of_softmax(rows))
             if self._bias:

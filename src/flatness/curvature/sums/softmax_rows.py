@@ -85,26 +85,19 @@ class SoftmaxRows:
 
     def __init__(self, weight: SoftmaxWeight, phi: Tensor, logits: Tensor, a: Tensor) -> None:
         self._weight, self.frame, self.phi, self.a = weight, weight.frame, phi, a.to(phi.dtype)
-        self._largest, self.top = logits.max(1, keepdim=True)
+        self.top = logits.argmax(1, keepdim=True)
         self._others = logits.softmax(1)
-        self._likely = self._others.gather(1, self.top)
+        likely = self._others.gather(1, self.top)
         self._others.scatter_(1, self.top, 0.0)
         self.r = self._others.sum(1, keepdim=True)
         # Half precision is summed in float32, and has no digits for the rest.
-        self._total = self.r + self._likely if logits.element_size() > 2 else torch.ones_like(self.r)
+        self._total = self.r + likely if logits.element_size() > 2 else torch.ones_like(self.r)
         self.r = self.r / self._total
 
     @cached_property
     def phi2(self) -> Tensor:
         """φ∘φ (N, m)."""
         return self.phi.square()
-
-    @cached_property
-    def largest(self) -> Tensor:
-        """The largest output and the logarithm of its probability (N, 2)."""
-        # Near 1 a probability has no digits left for its logarithm; r has.
-        log = torch.where(self.r < 0.5, torch.log1p(-self.r), (self._likely / self._total).log())
-        return torch.cat([self._largest, log], dim=1)
 
     def total_variance(self, *, scaled: bool = False) -> Tensor:
         """Weighted by a, Σ_t Var_p(W_·t) or Σ_t V_t² Var_p(W_·t) (N,); one product of (N, K) and (K, m)."""
