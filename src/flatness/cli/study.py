@@ -78,7 +78,7 @@ def run(
 ) -> None:
     """Train the networks of a study, measure them and correlate; run it again to go on where it stopped.
 
-    Killed at any moment it loses about a minute: training and measuring are written down that often.
+    Killed at any moment it loses at most a minute of training, or the measurement that was running.
 
     A study file is code: what it names as package.module:factory is imported and called. A file in the
     folder of a study that was unpacked, copied or received is refused if it names code, until --trust.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -138,17 +139,15 @@ class Study:
     def kept(self, part: str | None = None) -> pandas.DataFrame:
         """The networks that the analysis is about: measured, finite, and within the file's conditions."""
         frame: Any = self._frame
-        for _, rows in self._filters():
-            frame = frame[rows.reindex(frame.index, fill_value=False)]
+        frame = frame[functools.reduce(operator.and_, (rows for _, rows in self._filters()))]
         return frame if part is None or "part" not in frame else frame[frame["part"] == part]
 
     def left_out(self) -> dict[str, str]:
         """Networks that are not in the analysis: key to the first reason why."""
         found: dict[str, str] = {}
-        alive = list(self._frame.index)
         for reason, rows in self._filters():
-            found |= {str(self._frame.at[index, "key"]): reason for index in alive if not rows[index]}
-            alive = [index for index in alive if rows[index]]
+            for key in self._frame["key"][~rows]:
+                found.setdefault(str(key), reason)
         return found
 
     def filtered_out(self) -> dict[str, int]:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import joblib
-
 from flatness.files import write_text
 from flatness.problem.progress import ProgressBar
 from flatness.report.sheets import csv_text
@@ -54,6 +52,8 @@ def all_rows(
     one: One, separations: Sequence[float], datasets: int, jobs: int, progress: bool, **options: Any
 ) -> tuple[Row, ...]:
     """The rows of all data sets, in several processes."""
+    import joblib
+
     calls = [
         joblib.delayed(one)(separation, number, **options)
         for separation in separations
