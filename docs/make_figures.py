@@ -17,6 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "flatness"
 FAMILIES = (
     "catalogue",
     "cli",
+    "curvature.sums.kinds",
     "study.experiments",
     "symmetry.flow.rules",
     "symmetry.rewriting.kinds",

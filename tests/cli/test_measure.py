@@ -31,6 +31,14 @@ def data(n=40):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(n, 6, generator=generator), torch.randint(3, (n,), generator=generator)
 
+def front():
+    x, y = data()
+    return x[:15], y[:15]
+
+def back():
+    x, y = data()
+    return x[15:], y[15:]
+
 def two():
     return mlp((6, 8, 2), seed=0)
 
@@ -265,6 +273,38 @@ def test_every_argument_of_measure_has_an_option(folder):
         assert [row["value"] for row in found["results"]] == pytest.approx(
             [row.value for row in direct.results], rel=1e-4
         )
+
+
+def test_parts_are_merged(folder):
+    """Two halves of the data, measured by two commands."""
+    use = ["measure", "net0.pt", "-m", "mine:build", "--no-progress", "--measures", "hessian-trace"]
+    halves = [[*use, "-d", f"mine:{half}", "--statistics-to", f"{half}.pt"] for half in ("front", "back")]
+    for outcome in run_several(*halves, cwd=folder):
+        assert outcome.status == 0, outcome.err
+    outcomes = run_several(
+        ["merge", "front.pt", "back.pt", "--json"],
+        ["merge", "front.pt", "back.pt", "--out", "merged"],
+        ["merge", "front.pt", "front.pt"],
+        ["measure", "net0.pt", "net1.pt", *USE, "--statistics-to", "two.pt"],
+        cwd=folder,
+    )
+    found = json.loads(outcomes[0].out)
+    whole = expected(folder, measures="hessian_trace")
+    assert [row["value"] for row in found["results"]] == pytest.approx(
+        [row.value for row in whole.results], rel=1e-5
+    )
+    assert outcomes[1].status == 0
+    assert (folder / "merged" / "report.json").exists()
+    assert (outcomes[2].status, outcomes[2].err) == (
+        1,
+        "error: Expected every part of the data once but front.pt and front.pt hold the same samples. "
+        "Leave one out, or give each job its own part.\n",
+    )
+    assert (outcomes[3].status, outcomes[3].err) == (
+        2,
+        "error: Expected one checkpoint with --statistics-to, which is one file, but got 2. Measure them "
+        "one by one.\n",
+    )
 
 
 def test_data_by_name_and_from_npz(folder):

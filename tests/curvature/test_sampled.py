@@ -12,8 +12,8 @@ import flatness
 import oracle
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.folds import FOLDS
+from flatness.curvature.sums.frame import feature_spreads
 from flatness.curvature.sums.kinds import STATISTICS
-from flatness.curvature.sums.moments import feature_spreads
 from flatness.curvature.sums.sampled import Budget, sampled_statistics
 from flatness.measuring.plan import plan as plan_module
 from flatness.measuring.plan.planner import make_plan

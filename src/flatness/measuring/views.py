@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,9 @@ from torch import Tensor
 
 from flatness.catalogue.measure import LayerView, Measure, NetworkView, Valued, squared_norm
 from flatness.catalogue.registry import reduce_values
-from flatness.curvature.operators.penalty import (
-    empty_statistic,
-    penalised_spectrum,
-    penalised_statistics,
-)
 from flatness.curvature.operators.spectrum import Spectrum
+from flatness.curvature.sums.frame import Frame
+from flatness.curvature.sums.kinds import STATISTICS
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.request import SPECTRUM_PARTS
@@ -114,20 +111,27 @@ def layer_views(
     decay = outline.weight_decay
     for name, own in outline.layers.items():
         W = own.weight
-        means = {key: statistics.mean(name, key) for key in statistics.sums.get(name, {})}
-        for key in own.needs - set(means):
-            # A layer that the output does not depend on: no signal arrived, its curvature is zero.
-            means[key] = empty_statistic(key, W, own.taps)
         V = own.layer.spread_per_column(spreads[name]).cpu() if own.layer and name in spreads else None
-        if decay:
-            means = penalised_statistics(means, W.double().cpu(), own.taps, V, decay)
+        means = {key: statistics.mean(name, key) for key in statistics.sums.get(name, {})}
+        # Where nothing was summed no signal arrived: the output does not depend on the layer.
+        wanted = means.keys() | own.needs if decay else own.needs - means.keys()
+        if wanted:
+            means |= _with_decay(means, wanted, Frame(W.double().cpu(), own.taps, V), decay)
         found = {
-            need: penalised_spectrum(spectra[name, part], decay)
+            need: spectra[name, part].shifted(decay)
             for need, part in SPECTRUM_PARTS.items()
             if (name, part) in spectra
         }
         views.append(LayerView(name, W, means, found, taps=own.taps, layer=own.layer))
     return views
+
+
+def _with_decay(
+    means: Mapping[str, Tensor], names: Iterable[str], frame: Frame, weight_decay: float
+) -> dict[str, Tensor]:
+    """These statistics of H + λ·1, which E + (λ/2)‖θ‖² makes of every Hessian; H is 0 where none is known."""
+    ones = {name: STATISTICS[name].of_identity(frame) for name in names}
+    return {name: means.get(name, torch.zeros_like(one)) + weight_decay * one for name, one in ones.items()}
 
 
 def network_view(outline: Outline, statistics: Statistics) -> NetworkView:

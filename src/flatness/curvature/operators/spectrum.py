@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ class Spectrum:
     residuals: Tensor
     converged: bool
     products: int
+
+    def shifted(self, weight_decay: float) -> Spectrum:
+        """Eigenvalues of H + λI from those of H."""
+        return replace(self, values=self.values + weight_decay, smallest=self.smallest + weight_decay)
 
 
 def top_eigenvalues(
@@ -69,19 +74,9 @@ def top_eigenvalues(
         )
     matrices = {route.name: route.layer.matrix() for route in routes.layers}
     tolerance = default_tolerance(problem.dtype) if tolerance is None else tolerance
-    solvers = {
-        (name, part): TopEigenvalues(
-            (rows, matrices[name].numel() // rows),
-            matrices[name].device,
-            tolerance=tolerance,
-            max_products=max_products,
-            basis_limit=basis_limit(matrices[name].numel()),
-            seed=problem.seed,
-        )
-        for name, parts in wanted.items()
-        for part in parts
-        for rows in (1 if part == "whole" else matrices[name].shape[:2].numel(),)
-    }
+    limits = {"tolerance": tolerance, "max_products": max_products, "seed": problem.seed}
+    keys = [(name, part) for name, parts in wanted.items() for part in parts]
+    solvers = {(name, part): _solver(matrices[name], part, limits) for name, part in keys}
     products = partial(_products, operators, {name: matrix.shape for name, matrix in matrices.items()})
     # Several processes go on as the first one decides: rounding may differ between their devices.
     in_step(solvers, products, problem.ranks.first)
@@ -89,6 +84,12 @@ def top_eigenvalues(
     for key, solver in solvers.items():
         solver.verify(answers[key])
     return {key: _finished(solver) for key, solver in solvers.items()}
+
+
+def _solver(matrix: Tensor, part: str, limits: dict[str, Any]) -> TopEigenvalues:
+    rows = 1 if part == "whole" else matrix.shape[:2].numel()
+    limit = basis_limit(matrix.numel())
+    return TopEigenvalues((rows, matrix.numel() // rows), matrix.device, basis_limit=limit, **limits)
 
 
 def _products(

@@ -17,6 +17,7 @@ Signals come as δ (n, G, R, d, P), R output directions at once, with signed wei
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -31,6 +32,7 @@ from flatness.curvature.sums.statistic import (
     SignalBlock,
     SquaredSignals,
     SquaredStatistic,
+    Statistic,
     weighted_squares,
 )
 from flatness.network.layers import Layer
@@ -190,11 +192,16 @@ class PositionSums(LayerSums):
                 inputs = None if dx is None else self._inputs(x, dx[:, inner], len(signals))
                 self._add_directions(Phi, signals, inputs, weights)
             if by_g or through_g:
-                g = _gradients(Phi, signals)
-                if by_g:
-                    self._add_blocks(g, weights, None)
-                for statistic in through_g:
-                    self._put(statistic.name, statistic.of_gradients(self.frame, g, weights))
+                self._add_gradients(_gradients(Phi, signals), weights, through_g, blocks=by_g)
+
+    def _add_gradients(
+        self, g: Tensor, c: Tensor | None, statistics: Sequence[Statistic], *, blocks: bool
+    ) -> None:
+        """What follows from derivatives g: these statistics, and block traces where those are wanted."""
+        if blocks:
+            self._add_blocks(g, c, None)
+        for statistic in statistics:
+            self._put(statistic.name, statistic.of_gradients(self.frame, g, c))
 
     def _add_blocks(self, values: Tensor, c: Tensor | None, Phi: Tensor | None) -> None:
         """Σ g gᵀ of derivatives g, or Σ δ K δᵀ of signals δ at features Φ."""

@@ -128,16 +128,22 @@ def route_kind(
     layer: Layer, record: Record, items: Items, loss: Loss, marked: Tensor | None, needs: frozenset[str]
 ) -> Kind:
     """The cheapest exact way to a layer's statistics; `marked` is what arrives there of `marker`."""
-    if layer.groups != 1 or record.z_edge is None or not only_layout_between(items.logits, record.z_edge):
+    if not _is_last(layer, record, items, marked):
         return "passes"
-    if marked is None or not _positions_are_predictions(layer, marked, items):
-        return "passes"
+    statistics = statistics_of(needs)
     # The closed form sees columns, not input channels: kernels of several taps take the other route.
-    closed = layer.taps == 1 and all(statistic.closed_form for statistic in statistics_of(needs))
+    closed = layer.taps == 1 and all(statistic.closed_form for statistic in statistics)
     if closed and loss.softmax_weight(items) is not None:
         return "softmax head"
-    separable = all(statistic.from_squares for statistic in statistics_of(needs))
-    return "separable" if separable and items.logits.shape[1] > 1 else "passes"
+    separable = items.logits.shape[1] > 1 and all(statistic.from_squares for statistic in statistics)
+    return "separable" if separable else "passes"
+
+
+def _is_last(layer: Layer, record: Record, items: Items, marked: Tensor | None) -> bool:
+    """Whether the layer's output is that of the network, up to layout."""
+    if layer.groups != 1 or record.z_edge is None or not only_layout_between(items.logits, record.z_edge):
+        return False
+    return marked is not None and _positions_are_predictions(layer, marked, items)
 
 
 def marker(items: Items) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError
+from flatness.problem.batches import on_host
 from flatness.problem.ranks import Ranks
 
 # Numbers of a sum up to which it is copied together with others.
@@ -93,16 +94,11 @@ class Statistics:
 
     def to_host(self) -> Statistics:
         """Move everything to the host, in place; small sums in one copy, as the device is waited for."""
-        scalars = [self.normaliser, self.risk]
-        sums = [(owner, name, value) for owner, values in self.sums.items() for name, value in values.items()]
-        small = [value for *_, value in sums if value.numel() <= _SMALL]
-        device = sums[0][2].device if sums else self.risk.device
-        packed = torch.cat([value.flatten().to(device) for value in (*scalars, *small)]).cpu()
-        parts = iter(packed.split([value.numel() for value in (*scalars, *small)]))
-        self.normaliser, self.risk = (next(parts).reshape(()) for _ in scalars)
-        for owner, name, value in sums:
-            host = next(parts).reshape(value.shape) if value.numel() <= _SMALL else value.cpu()
-            self.sums[owner][name] = host
+        sums = {(o, name): value for o, values in self.sums.items() for name, value in values.items()}
+        small = {key: value for key, value in sums.items() if value.numel() <= _SMALL}
+        self.normaliser, self.risk, *hosts = on_host([self.normaliser, self.risk, *small.values()])
+        for (owner, name), value in (sums | dict(zip(small, hosts, strict=True))).items():
+            self.sums[owner][name] = value.cpu()
         return self
 
     def mean(self, owner: str, statistic: str) -> Tensor:

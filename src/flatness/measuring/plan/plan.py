@@ -131,7 +131,7 @@ class Plan:
     @property
     def needs_spread(self) -> list[str]:
         """Layers whose feature spreads are needed: one more forward pass."""
-        return [name for name, route in self.layer_routes.items() if "relative_normalized" in route.needs]
+        return [name for name, route in self.layer_routes.items() if route.needs_spread]
 
     @property
     def streams(self) -> bool:

@@ -13,8 +13,8 @@ from flatness.curvature.operators.parameter_operator import ParameterOperators
 from flatness.curvature.operators.spectrum import Spectrum, top_eigenvalues
 from flatness.curvature.parameters.parameter_products import DifferenceError
 from flatness.curvature.sums.exact import exact_statistics
+from flatness.curvature.sums.frame import feature_spreads
 from flatness.curvature.sums.groups import SampleGroups
-from flatness.curvature.sums.moments import feature_spreads
 from flatness.curvature.sums.parameter_probes import ALL, ParameterEngine, unit_length
 from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.sampled import MOST_GROUPS, Budget, SampledSums, sampled_statistics
