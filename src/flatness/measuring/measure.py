@@ -31,6 +31,10 @@ from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
 from flatness.report.report import Report, Result, joined
 
+# Arguments of `measure` that say how, and those that a problem takes.
+_WORDS = ("layers", "method", "curvature", "precision", "max_passes")
+_SETTING = ("forward", "weight_decay", "batch_size", "device", "dtype", "seed", "progress")
+
 
 def measure(
     model: nn.Module,
@@ -101,26 +105,10 @@ def measure(
         >>> report.result("relative_flatness", layer="2").method
         'exact'
     """
-    started = time.perf_counter()
-    ranks = Ranks.current()
+    given = _settled(locals())
+    started, ranks = time.perf_counter(), Ranks.current()
+    given["progress"] = progress and ranks.rank == 0
     check_destination(statistics_to)
-    setting = {
-        # One for all losses: the user's says how outputs and labels are paired.
-        "forward": forward or DefaultForward(resolve_loss(loss)),
-        "weight_decay": weight_decay,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-        "progress": progress and ranks.rank == 0,
-    }
-    words = {
-        "layers": layers,
-        "method": method,
-        "curvature": curvature,
-        "precision": precision,
-        "max_passes": max_passes,
-    }
     reports: list[Report] = []
     parts: list[Part] = []
     everything, left_out = measures == "all", []
@@ -130,9 +118,7 @@ def measure(
     for group in groups:
         try:
             with ranks.stage():
-                request = measure_request(group.names, group.options, **words)
-                _check_classes(loss, group)
-                problem = Problem(model, data, loss if group.loss is None else group.loss, **setting)
+                problem, request = _posed(given, group)
             problem.ranks = ranks
             kept = statistics_to is not None
             report, part = _report(problem, request, started, data_stderr, everything=everything, kept=kept)
@@ -146,7 +132,7 @@ def measure(
             reports.append(Report((), reports[0].meta, (f"left out: {listed(group.names)}. {error}",)))
     report, own_risk = joined(reports), None
     if all(group.loss is not None for group in groups):
-        own = Problem(model, data, loss, **setting)
+        own = _problem(given, loss)
         own.ranks = ranks
         own_risk = risk_of(own)
         risk = own_risk["risk"] / own_risk["normaliser"]
@@ -187,6 +173,23 @@ def _report(
     return Report(tuple(results), meta, (*notes, *_missed_precision(plan, results))), part
 
 
+def _settled(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `measure` by name; one forward for all losses, as the user's says what labels mean."""
+    forward = arguments["forward"] or DefaultForward(resolve_loss(arguments["loss"]))
+    return {**arguments, "forward": forward}
+
+
+def _posed(given: Mapping[str, Any], group: LossGroup) -> tuple[Problem, MeasureRequest]:
+    """The problem and the request of one group of measures that share a loss."""
+    request = measure_request(group.names, group.options, **{word: given[word] for word in _WORDS})
+    _check_classes(given["loss"], group)
+    return _problem(given, given["loss"] if group.loss is None else group.loss), request
+
+
+def _problem(given: Mapping[str, Any], loss: Any) -> Problem:
+    return Problem(given["model"], given["data"], loss, **{name: given[name] for name in _SETTING})
+
+
 def _check_classes(loss: Any, group: LossGroup) -> None:
     """Refuse to put a classification loss in the place of one that is none: its targets are no classes."""
     if group.loss is not None and isinstance(resolve_loss(loss), Elementwise):
@@ -215,16 +218,10 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
     """
     bound = inspect.signature(measure).bind(model, data, loss, **arguments)
     bound.apply_defaults()
-    given = bound.arguments
-    given.pop("data_stderr")
-    given.pop("statistics_to")
-    given["forward"] = given["forward"] or DefaultForward(resolve_loss(given["loss"]))
-    groups = by_loss(given.pop("measures"), given.pop("options"))
-    words = {key: given.pop(key) for key in ("layers", "method", "curvature", "precision", "max_passes")}
+    given = _settled(bound.arguments)
     plans = []
-    for group in groups:
-        request = measure_request(group.names, group.options, **words)
-        problem = Problem(**{**given, "loss": given["loss"] if group.loss is None else group.loss})
+    for group in by_loss(given["measures"], given["options"]):
+        problem, request = _posed(given, group)
         with problem.guarded():
             plans.append(make_plan(problem, request))
     return replace(plans[0], others=tuple(plans[1:]))

@@ -84,18 +84,12 @@ def finalise(
             method = methods[view.name] if curved else "exact"
             row = replace(template, layer=view.name, notes=notes, method=method)
             _layer_rows(measure, view, row, scatter, rows)
-        found = explored.values.get(measure.name, {})
-        for layer, value in found.items():
+        for layer, value in explored.values.get(measure.name, {}).items():
             if layer is not None:
                 rows.add(_with(replace(template, layer=layer), value))
-        of_network = _Rows(measure.clips is not None)
         template = replace(template, level="network")
-        if measure.network is not None and _available(measure, outline, explored):
-            _network_row(measure, outline, network, explored, template, scatter, of_network)
-        if None in found:
-            of_network.add(_with(template, found[None]))
-        _add_aggregates(measure, rows, template, of_network)
-        results += [*rows.results, *of_network.results]
+        results += rows.results
+        results += _network_rows(measure, outline, network, explored, template, scatter, rows)
     return results
 
 
@@ -178,7 +172,7 @@ def _scattered(
     return row, list(moved.T)
 
 
-def _network_row(
+def _network_rows(
     measure: Measure,
     outline: Outline,
     network: NetworkView,
@@ -186,19 +180,28 @@ def _network_row(
     template: Result,
     scatter: Scatter,
     rows: _Rows,
-) -> None:
-    """The row of a value over all parameters."""
-    assert measure.network is not None
-    spectrum, options = explored.spectra.get(measure.name), outline.options[measure.name]
-    view = replace(network, spectrum=spectrum, options=options)
-    value = measure.network(view)
-    own = value.over if isinstance(value, Valued) else None
-    row = _with(replace(template, notes=(f"over {own or ', '.join(network.squared_norms)}",)), value)
-    changes = None
-    if "traces" in measure.network_needs:
-        number = partial(_network_value, measure)
-        changes = scatter.of_network(view, outline.sources, number, row.value, measure.clips)
-    rows.add(row, changes)
+) -> list[Result]:
+    """The rows of the network: over all parameters, and sums and maxima over the rows of layers."""
+    found = _Rows(measure.clips is not None)
+    if measure.network is not None and _available(measure, outline, explored):
+        spectrum, options = explored.spectra.get(measure.name), outline.options[measure.name]
+        view = replace(network, spectrum=spectrum, options=options)
+        value = measure.network(view)
+        own = value.over if isinstance(value, Valued) else None
+        row = _with(replace(template, notes=(f"over {own or ', '.join(network.squared_norms)}",)), value)
+        changes = None
+        if "traces" in measure.network_needs:
+            number = partial(_network_value, measure)
+            changes = scatter.of_network(view, outline.sources, number, row.value, measure.clips)
+        found.add(row, changes)
+    values = explored.values.get(measure.name, {})
+    if None in values:
+        found.add(_with(template, values[None]))
+    for reduction in measure.reductions if "network" in measure.levels else ():
+        # Units are reduced the same way first: ρ^max is a maximum of maxima, ρ^Σ a sum of sums.
+        wanted = reduction if measure.units is not None else None
+        _add_aggregate(reduction, wanted, rows, template, found)
+    return found.results
 
 
 def _network_value(measure: Measure, view: NetworkView) -> float:
@@ -206,31 +209,25 @@ def _network_value(measure: Measure, view: NetworkView) -> float:
     return number_of(measure.network(view))
 
 
-def _add_aggregates(measure: Measure, rows: _Rows, template: Result, found: _Rows) -> None:
-    """The rows of sums and maxima over the measured layers."""
-    for reduction in measure.reductions if "network" in measure.levels else ():
-        # Units are reduced the same way first: ρ^max is a maximum of maxima, ρ^Σ a sum of sums.
-        wanted = reduction if measure.units is not None else None
-        parts = [
-            (row, deviation)
-            for row, deviation in zip(rows.results, rows.deviations, strict=True)
-            if row.level == "layer" and row.reduction == wanted
-        ]
-        if not parts:
-            continue
-        layers = [row for row, _ in parts]
-        values = torch.tensor([row.value for row in layers], dtype=torch.float64, device="cpu")
-        value = reduce_values(reduction, values)
-        aggregate = replace(
-            template,
-            value=float(value),
-            reduction=reduction,
-            stderr=_reduced_error(reduction, layers),
-            method=next((row.method for row in layers if row.method != "exact"), "exact"),
-            converged=all(row.converged for row in layers),
-            notes=(f"over the measured layers {', '.join(str(row.layer) for row in layers)}",),
-        )
-        found.add(aggregate, _reduced(reduction, values, value, [deviation for _, deviation in parts]))
+def _add_aggregate(reduction: str, wanted: str | None, rows: _Rows, template: Result, found: _Rows) -> None:
+    """The row of a sum or maximum over the measured layers, of their rows with the wanted reduction."""
+    pairs = zip(rows.results, rows.deviations, strict=True)
+    parts = [pair for pair in pairs if pair[0].level == "layer" and pair[0].reduction == wanted]
+    if not parts:
+        return
+    layers = [row for row, _ in parts]
+    values = torch.tensor([row.value for row in layers], dtype=torch.float64, device="cpu")
+    value = reduce_values(reduction, values)
+    aggregate = replace(
+        template,
+        value=float(value),
+        reduction=reduction,
+        stderr=_reduced_error(reduction, layers),
+        method=next((row.method for row in layers if row.method != "exact"), "exact"),
+        converged=all(row.converged for row in layers),
+        notes=(f"over the measured layers {', '.join(str(row.layer) for row in layers)}",),
+    )
+    found.add(aggregate, _reduced(reduction, values, value, [deviation for _, deviation in parts]))
 
 
 def _reduced(reduction: str, values: Tensor, value: Tensor, deviations: list[Tensor | None]) -> Tensor | None:
