@@ -114,6 +114,7 @@ def test_measuring_and_planning_take_the_same_arguments():
         "dtype",
         "seed",
         "progress",
+        "statistics_to",
     ]
     made = plan(
         network(),
