@@ -269,11 +269,7 @@ def _unrecorded(reports: Sequence[Report], pairs: Sequence[Pair]) -> list[str]:
 
 def _data_errors(pairs: Sequence[Pair], names: Sequence[str]) -> list[str]:
     """Which errors include that of the data: some measures have none, and some reports."""
-    # Of every network of a side, whether any of its values knows it.
-    a, b = (
-        [any(map(_knows_data, rows)) for rows in zip(*side, strict=True)]
-        for side in ([pair.a.results for pair in pairs], [pair.b.results for pair in pairs])
-    )
+    a, b = _knowing([pair.a for pair in pairs]), _knowing([pair.b for pair in pairs])
     if not any(a + b):
         return []
     without = [name for name, known in zip(names, (a, b), strict=True) if not all(known)]
@@ -284,6 +280,11 @@ def _data_errors(pairs: Sequence[Pair], names: Sequence[str]) -> list[str]:
     others = [name for name in dict.fromkeys(pair.measure for pair in pairs) if name not in known]
     but = f", except for {listed(others)}" if others else ""
     return [f"errors include that of the data{but}; both sides share the samples, so it is rather too large"]
+
+
+def _knowing(side: Sequence[Group]) -> list[bool]:
+    """Of every network of a side, whether any of its values knows the error of the data."""
+    return [any(map(_knows_data, rows)) for rows in zip(*(group.results for group in side), strict=True)]
 
 
 def _knows_data(row: Result) -> bool:

@@ -169,10 +169,10 @@ class Report:
         found = whole if len(whole) == 1 else matching
         if len(found) == 1:
             return found[0]
-        candidates = [row.where() for row in matching or rows if row.unit is None or unit is not None]
+        shown = [row for row in matching or rows if row.unit is None or unit is not None]
         raise ReportError(
             f"Expected {measure!r} with {_words(asked) or 'no further choice'} to name one row but "
-            f"{len(matching)} match. Choose one of: {listed(candidates, separator='; ')}."
+            f"{len(matching)} match. Choose one of: {listed(map(Result.where, shown), separator='; ')}."
         )
 
     def _rows_of(self, measure: str) -> list[Result]:

@@ -196,11 +196,8 @@ def _problems(fitted: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> lis
     """Tensors that are missing, too many or of another shape, a few of each."""
     missing = [key for key in wanted if key not in fitted and not key.endswith("num_batches_tracked")]
     unexpected = [key for key in fitted if key not in wanted]
-    shapes = [
-        f"{key} {list(fitted[key].shape)} for {list(value.shape)}"
-        for key, value in wanted.items()
-        if key in fitted and fitted[key].shape != value.shape
-    ]
+    pairs = {key: (fitted[key].shape, value.shape) for key, value in wanted.items() if key in fitted}
+    shapes = [f"{key} {list(one)} for {list(other)}" for key, (one, other) in pairs.items() if one != other]
     found = {"missing": missing, "unexpected": unexpected, "other shapes": shapes}
     return [f"{what}: {listed(keys, _SHOWN_KEYS)}" for what, keys in found.items() if keys]
 
@@ -214,9 +211,8 @@ def _without_wrappers(
         notes.append("took torch.compile's prefix '_orig_mod.' off the checkpoint's names")
     shorter, taken = tensors, []
     while shorter and not set(shorter) & set(wanted):
-        heads = {key.partition(".")[0] + "." for key in shorter}
-        prefix = heads.pop()
-        if heads or not all(key.startswith(prefix) for key in shorter):
+        prefix = next(iter(shorter)).partition(".")[0] + "."
+        if not all(key.startswith(prefix) for key in shorter):
             return tensors, notes
         shorter = {key.removeprefix(prefix): value for key, value in shorter.items()}
         taken.append(f"took {_WRAPPERS.get(prefix, 'the prefix')} {prefix!r} off the checkpoint's names")

@@ -152,9 +152,7 @@ class Published:
         places, incomplete = _roots(data_dir), []
         for folder, variant in self._candidates(places):
             slots = variant.files[split]
-            paths = [
-                next((folder / name for name in slot if (folder / name).is_file()), None) for slot in slots
-            ]
+            paths = [_first_file(folder, slot) for slot in slots]
             present = [path for path in paths if path is not None]
             if len(present) == len(paths):
                 return variant, present
@@ -196,8 +194,7 @@ class Published:
         """
         if len(images) != self.counts[split]:
             return (f"{len(images):,} samples, where the published {self.title} has {self.counts[split]:,}",)
-        channels = (images[:, c] for c in range(self.shape[0]))
-        means = tuple(channel.sum(dtype=np.int64) / (channel.size * 255) for channel in channels)
+        means = _channel_means(images)
         known = [one for one in SOURCES.values() if isinstance(one, Published) and one.shape == self.shape]
         found = [one for one in known if np.allclose(means, one.means[split], rtol=0, atol=1e-6)]
         if self in found:
@@ -213,6 +210,16 @@ class Published:
             f"pixels other than the published {self.title} (re-encoded, perhaps): channel means {shown},"
             f" where the published have {expected}",
         )
+
+
+def _first_file(folder: Path, slot: Slot) -> Path | None:
+    return next((folder / name for name in slot if (folder / name).is_file()), None)
+
+
+def _channel_means(images: np.ndarray) -> list[float]:
+    """Mean of each channel of uint8 images, pixels in [0, 1]."""
+    channels = images.swapaxes(0, 1)
+    return [float(channel.sum(dtype=np.int64) / (channel.size * 255)) for channel in channels]
 
 
 def cache() -> Path:
