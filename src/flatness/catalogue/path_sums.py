@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,14 @@ class _Call:
     args: Sequence[Any]
     kwargs: dict[str, Any]
     writes: bool
+
+    @classmethod
+    def of(cls, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Self:
+        """A call as torch's dispatcher sees it."""
+        name = function.overloadpacket.__name__
+        writes = function._schema.is_mutable and name.endswith("_")
+        name = name.strip("_")
+        return cls(name, OPERATORS.get(name, Operator()), function, args, kwargs, writes)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The operator on these arguments, or on its own."""
@@ -102,15 +110,12 @@ class PathSums(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator by the rule of paths."""
-        name = func.overloadpacket.__name__
-        writes = func._schema.is_mutable and name.endswith("_")
-        name = name.strip("_")
-        call = _Call(name, OPERATORS.get(name, Operator()), func, args, kwargs or {}, writes)
+        call = _Call.of(func, args, kwargs or {})
         leaves = tree_leaves((args, kwargs))
         on_path = [value for value in leaves if _is_real(value) and self._on_path(value)]
         if not on_path or call.row.paths == "creation":
-            return _constant(name, call.run())
-        if writes:
+            return _constant(call.name, call.run())
+        if call.writes:
             self._check_canvas(args[0])
         result = self._by_rule(call, any(_is_complex(value) for value in leaves))
         known = self._of_input if any(self._from_input(value) for value in on_path) else self._of_weights

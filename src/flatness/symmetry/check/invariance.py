@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -283,38 +283,46 @@ def _judged(
     rewriting: Rewriting, chosen: list[Measure], original: Report, reports: list[Report]
 ) -> list[InvarianceRow]:
     """Rows for everything that both the original and the rewritten networks were measured in."""
-    after = [_by_quantity(report) for report in reports]
+    before, after = _by_quantity(original), [_by_quantity(report) for report in reports]
     measures = {item.name: item for item in chosen}
-    first = rewriting.rescalings[0]
+    dtype = str(original.meta.get("dtype"))
+    both = [quantity for quantity in before if all(quantity in found for found in after)]
+    if rewriting.layers is not None:
+        # Other features are frozen for other layers, so that the network has no value of its own.
+        both = [quantity for quantity in both if quantity.layer is not None]
     rows = []
-    for quantity, results in _by_quantity(original).items():
-        name, layer, reduction, level = quantity
-        of_layers = rewriting.kind != first.kind  # where other layers' features are frozen for each
-        if any(quantity not in found for found in after) or (of_layers and layer is None):
-            continue
+    for quantity in both:
         again = [found[quantity] for found in after]
-        drift = max(_drift(results, changed, first.reorders) for changed in again)
-        tolerance = max(_tolerance(results, changed, str(original.meta.get("dtype"))) for changed in again)
-        invariances = measures[name].invariances
-        declared = rewriting.kind in invariances if of_layers else first.leaves(invariances, layer)
-        touched = any(rescaling.reaches(layer) for rescaling in rewriting.rescalings)
-        row = InvarianceRow(
-            measure=name,
-            kind=rewriting.kind,
-            layer=layer,
-            declared=declared,
-            drift=drift,
-            holds=drift <= tolerance,
-            verdict=_verdict(declared, drift <= tolerance, touched),
-            tolerance=tolerance,
-            level=level,
-            reduction=reduction,
-            touched=touched,
-            value=_largest(results),
-            values=tuple(_largest(changed) for changed in again),
-        )
-        rows.append(row)
+        rows.append(_row(rewriting, measures[quantity.measure], quantity, before[quantity], again, dtype))
     return rows
+
+
+def _row(
+    rewriting: Rewriting,
+    measure: Measure,
+    quantity: _Quantity,
+    before: list[Result],
+    after: list[list[Result]],
+    dtype: str,
+) -> InvarianceRow:
+    first, layer = rewriting.rescalings[0], quantity.layer
+    drift = max(_drift(before, changed, first.reorders) for changed in after)
+    tolerance = max(_tolerance(before, changed, dtype) for changed in after)
+    whole = rewriting.kind == first.kind
+    declared = first.leaves(measure.invariances, layer) if whole else rewriting.kind in measure.invariances
+    touched = any(rescaling.reaches(layer) for rescaling in rewriting.rescalings)
+    return InvarianceRow(
+        **quantity._asdict(),
+        kind=rewriting.kind,
+        declared=declared,
+        drift=drift,
+        holds=drift <= tolerance,
+        verdict=_verdict(declared, drift <= tolerance, touched),
+        tolerance=tolerance,
+        touched=touched,
+        value=_largest(before),
+        values=tuple(_largest(changed) for changed in after),
+    )
 
 
 def _verdict(declared: bool, holds: bool, touched: bool) -> str:
@@ -330,10 +338,19 @@ def _zero_values(rows: Iterable[InvarianceRow]) -> list[str]:
     return [f"0 before and after, which shows nothing: {listed(names, 6)}"] if names else []
 
 
-def _by_quantity(report: Report) -> dict[tuple[str, str | None, str | None, str], list[Result]]:
-    found: dict[tuple[str, str | None, str | None, str], list[Result]] = {}
+class _Quantity(NamedTuple):
+    """What is measured."""
+
+    measure: str
+    layer: str | None
+    reduction: str | None
+    level: str
+
+
+def _by_quantity(report: Report) -> dict[_Quantity, list[Result]]:
+    found: dict[_Quantity, list[Result]] = {}
     for row in report.results:
-        found.setdefault((row.measure, row.layer, row.reduction, row.level), []).append(row)
+        found.setdefault(_Quantity(row.measure, row.layer, row.reduction, row.level), []).append(row)
     return found
 
 

@@ -93,15 +93,8 @@ class InvarianceReport:
 
         columns = {name: [getattr(row, name) for row in self.rows] for name in _COLUMNS}
         frame = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
-        kinds = {
-            "declared": bool,
-            "holds": bool,
-            "touched": bool,
-            "drift": float,
-            "tolerance": float,
-            "value": float,
-        }
-        return frame.astype(kinds)
+        types = dict.fromkeys(("declared", "holds", "touched"), bool)
+        return frame.astype(types | dict.fromkeys(("drift", "tolerance", "value"), float))
 
     def plot_data(self) -> pandas.DataFrame:
         """What to draw: one row per trial of every quantity; trial 0 is the original network.
@@ -111,36 +104,20 @@ class InvarianceReport:
         """
         import pandas as pd
 
+        same = ("measure", "kind", "layer", "reduction", "level", "declared")
         lines = []
         for row in self.rows:
+            shared = [getattr(row, name) for name in same]
             for trial, value in enumerate((row.value, *row.values)):
-                ratio = value / row.value if row.value else float("nan")
-                lines.append(
-                    (
-                        row.measure,
-                        row.kind,
-                        row.layer,
-                        row.reduction,
-                        row.level,
-                        row.declared,
-                        trial,
-                        value,
-                        ratio,
-                    )
-                )
-        return pd.DataFrame(
-            lines,
-            columns=["measure", "kind", "layer", "reduction", "level", "declared", "trial", "value", "ratio"],
-        )
+                lines.append((*shared, trial, value, value / row.value if row.value else float("nan")))
+        return pd.DataFrame(lines, columns=[*same, "trial", "value", "ratio"])
 
     def __str__(self) -> str:
         """A table of drifts, a row per quantity and a column per kind."""
         shown = [row for row in self.rows if row.level != "unit" or row.verdict == "broken"]
         cells: dict[tuple[str, str], dict[str, str]] = {}
         for row in shown:
-            of = row.reduction or ("units" if row.level == "unit" else "")
-            place = "network" if row.layer is None else row.layer
-            cells.setdefault((f"{row.measure} {of}".rstrip(), place), {})[row.kind] = _cell(row)
+            cells.setdefault(_place(row), {})[row.kind] = _cell(row)
         # A kind that only some measures have rows of stands behind the one that it is a part of.
         kinds = sorted({row.kind for row in shown})
         lines = [[*quantity, *(found.get(kind, "") for kind in kinds)] for quantity, found in cells.items()]
@@ -155,6 +132,12 @@ class InvarianceReport:
             .drop(columns=["tolerance", "touched"])
             .to_html(index=False, float_format="{:.3g}".format)
         )
+
+
+def _place(row: InvarianceRow) -> tuple[str, str]:
+    """Measure and layer, as a line of the table begins."""
+    of = row.reduction or ("units" if row.level == "unit" else "")
+    return f"{row.measure} {of}".rstrip(), "network" if row.layer is None else row.layer
 
 
 def _cell(row: InvarianceRow) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -83,6 +84,12 @@ class Action:
     down: Tensor | None
     rows: Tensor | None
     columns: Tensor | None
+
+    @classmethod
+    def of(cls, use: Use, numbers: Tensor) -> Self:
+        """What a use of a parameter does, labels replaced by the numbers of their classes."""
+        parts = (use.up, use.down, use.rows, use.columns)
+        return cls(use, *(None if labels is None else numbers[labels.long()] for labels in parts))
 
     @property
     def layer(self) -> str:

@@ -206,9 +206,7 @@ class Flow:
             results = self._ruled(call, rules[word]) if word is not None else None
         if results is None or len(results) != len(outputs):
             results = self.stop(call, reason or _unknown(call))
-        for ref, result in zip(outputs, results, strict=True):
-            if self.value(ref).floating or self.permuting:
-                self._store(call, ref, result)
+        self._store(call, outputs, results)
 
     def _ruled(self, call: Call, rule: Rule) -> list[Any] | None:
         """What a rule says of each result; None where it does not know this form of the call."""
@@ -262,7 +260,12 @@ class Flow:
             if not self.value(ref).floating:
                 self._deciders[ref.index] = frozenset(deciders)
 
-    def _store(self, call: Call, ref: Ref, result: Tensor | ParameterView) -> None:
+    def _store(self, call: Call, outputs: list[Ref], results: list[Any]) -> None:
+        for ref, result in zip(outputs, results, strict=True):
+            if self.value(ref).floating or self.permuting:
+                self._store_one(call, ref, result)
+
+    def _store_one(self, call: Call, ref: Ref, result: Tensor | ParameterView) -> None:
         if tuple(result.shape) != self.value(ref).shape:
             result = self.stop(call, _unknown(call))[0].reshape(-1)[:1].expand(self.value(ref).shape)
         if call.in_place is not None and self.entry(call.in_place) is not result:
@@ -282,14 +285,12 @@ class Flow:
         by_name: dict[str, list[Use]] = {}
         for use in self.uses:
             by_name.setdefault(use.name, []).append(use)
-        read = Counter(
-            self.value(ref).name for call in self.trace.calls for ref in call.refs() if self.is_constant(ref)
-        )
+        refs = [ref for call in self.trace.calls for ref in call.refs()]
+        read = Counter(self.value(ref).name for ref in refs if self.is_constant(ref))
         for name, uses in by_name.items():
             reason = self._held(name, uses, read[name])
-            for labels in [labels for use in uses for labels in (use.up, use.down) if labels is not None]:
-                if reason is not None:
-                    self.classes.pin(labels, reason)
+            for use in uses:
+                self._pin(reason, use.up, use.down)
 
     def _held(self, name: str, uses: list[Use], read: int) -> str | None:
         """Why a parameter, or a running statistic that so many calls read, may not change; None: it may."""
@@ -304,10 +305,14 @@ class Flow:
 
     def _check_way(self, reason: str | None) -> None:
         """Where other data may take another way through the network, nothing is known to be free."""
-        for use in self.uses if reason is not None else ():
-            for labels in (use.up, use.down, use.rows, use.columns):
-                if labels is not None:
-                    self.classes.pin(labels, str(reason))
+        for use in self.uses:
+            self._pin(reason, use.up, use.down, use.rows, use.columns)
+
+    def _pin(self, reason: str | None, *parts: Tensor | None) -> None:
+        """Fix labels, where there is a reason to."""
+        for labels in parts:
+            if reason is not None and labels is not None:
+                self.classes.pin(labels, reason)
 
 
 def _unknown(call: Call) -> str:

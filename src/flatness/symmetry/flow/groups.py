@@ -93,14 +93,8 @@ class Symmetries:
         free = f"may be rescaled: {channels} in {counted(len(self.groups), 'group')}"
         fixed = [str(group) for group in self.fixed if group.producers]
         fixed += [f"{name}; {reason}" for name, reason in self.held.items()]
-        branches = [(free, [str(group) for group in self.groups]), ("fixed", fixed)]
-        lines = [self.model]
-        for heading, leaves in branches if fixed else branches[:1]:
-            last = heading == branches[-1 if fixed else 0][0]
-            lines.append(f"{'└─' if last else '├─'} {heading}")
-            for position, leaf in enumerate(leaves, 1):
-                lines.append(f"{'   ' if last else '│  '}{'└─' if position == len(leaves) else '├─'} {leaf}")
-        return "\n".join(lines)
+        lines = [self.model, *_branch(free, [str(group) for group in self.groups], last=not fixed)]
+        return "\n".join([*lines, *_branch("fixed", fixed, last=True)] if fixed else lines)
 
     __repr__ = __str__
 
@@ -109,10 +103,8 @@ def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None
     """What may be rescaled in a network, and why the rest may not.
 
     One forward pass of the example is recorded, whatever the model's code looks like, and factors are
-    followed through
-    it: positively homogeneous operators let them pass, sums and concatenations tie channels together,
-        everything else
-    ends the chain. The model is run in evaluation mode and left as it was.
+    followed through it: positively homogeneous operators let them pass, sums and concatenations tie channels
+    together, everything else ends the chain. The model is run in evaluation mode and left as it was.
 
     Args:
         model: The network.
@@ -142,6 +134,13 @@ def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None
     return find_groups(Flow(recorded, RULES))
 
 
+def _branch(heading: str, leaves: list[str], *, last: bool) -> list[str]:
+    """The lines of one branch of a tree."""
+    ends = ["├─"] * (len(leaves) - 1) + ["└─"]
+    twigs = [f"{' ' if last else '│'}  {end} {leaf}" for end, leaf in zip(ends, leaves, strict=False)]
+    return [f"{'└─' if last else '├─'} {heading}", *twigs]
+
+
 def _classes_of(units: list[Tensor | None]) -> set[int]:
     return {int(number) for part in units if part is not None for number in part.unique()} - {-1}
 
@@ -163,29 +162,26 @@ def checked(model: nn.Module) -> nn.Module:
 def find_groups(flow: Flow) -> Symmetries:
     """Number the free classes of a followed pass and sort its channels into groups."""
     table, roots = _numbered_classes(flow)
-
-    def numbered(labels: Tensor | None) -> Tensor | None:
-        return None if labels is None else table[labels.long()]
-
-    actions = [
-        Action(use, *(numbered(part) for part in (use.up, use.down, use.rows, use.columns)))
-        for use in flow.uses
-    ]
-    partners = [flow.classes.inverse(root) for root in roots]
     groups = _families(flow)
     return Symmetries(
         model=flow.trace.model,
         groups=tuple(group for group in groups if not group.reasons),
         fixed=tuple(group for group in groups if group.reasons),
         held={use.name: use.held for use in flow.uses if use.held is not None},
-        actions=tuple(actions),
+        actions=tuple(Action.of(use, table) for use in flow.uses),
         corrections=tuple((correction, table[correction.labels.long()]) for correction in flow.corrections),
         classes=len(roots),
         trace=flow.trace,
         output=int(table[flow.output.flatten()[:1].long()]) if flow.output.numel() else -1,
-        inverse=tuple(-1 if partner is None else int(table[partner]) for partner in partners),
+        inverse=tuple(_inverse(flow, root, table) for root in roots),
         companies=tuple((table[labels.long()], places) for labels, places in flow.companies),
     )
+
+
+def _inverse(flow: Flow, root: int, table: Tensor) -> int:
+    """The number of the class with inverse factors; −1 without one."""
+    partner = flow.classes.inverse(root)
+    return -1 if partner is None else int(table[partner])
 
 
 def _numbered_classes(flow: Flow) -> tuple[Tensor, list[int]]:
@@ -204,11 +200,7 @@ def _numbered_classes(flow: Flow) -> tuple[Tensor, list[int]]:
 
 def _families(flow: Flow) -> tuple[Group, ...]:
     """Classes that meet the same parameters in the same way, side by side."""
-    touched: dict[int, list[_Touch]] = {}
-    for number, use in enumerate(flow.uses):
-        for labels, up in ((use.rows, True), (use.columns, False)):
-            for root, units in _units_by_root(flow, labels).items():
-                touched.setdefault(root, []).append(_Touch(number, up, up, units))
+    touched = _touches(flow)
     for root in sorted(touched):
         # Classes with inverse factors are one group: what multiplies the one divides the other.
         partner = flow.classes.inverse(root)
@@ -221,14 +213,19 @@ def _families(flow: Flow) -> tuple[Group, ...]:
     return tuple(_group(flow, members, [touched[root] for root in members]) for members in families.values())
 
 
-def _units_by_root(flow: Flow, labels: Tensor | None) -> dict[int, list[int]]:
-    """The units of each class among labels, one per unit."""
-    places: dict[int, list[int]] = {}
-    roots = [] if labels is None else flow.classes.roots(labels.flatten(), free_only=False).tolist()
-    for unit, root in enumerate(roots):
-        if root >= 0:
-            places.setdefault(root, []).append(unit)
-    return places
+def _touches(flow: Flow) -> dict[int, list[_Touch]]:
+    """Where every class meets parameters."""
+    touched: dict[tuple[int, int, bool], list[int]] = {}
+    for number, use in enumerate(flow.uses):
+        for labels, up in ((use.rows, True), (use.columns, False)):
+            roots = [] if labels is None else flow.classes.roots(labels.flatten(), free_only=False).tolist()
+            for unit, root in enumerate(roots):
+                touched.setdefault((root, number, up), []).append(unit)
+    found: dict[int, list[_Touch]] = {}
+    for (root, number, up), units in touched.items():
+        found.setdefault(root, []).append(_Touch(number, up, up, units))
+    found.pop(-1, None)
+    return found
 
 
 @dataclass(frozen=True)

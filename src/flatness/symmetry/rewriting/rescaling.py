@@ -188,24 +188,23 @@ def vertical_directions(
             f"Expected kind to be one of {listed(scalings)} but got {kind!r}.{nearest(kind, scalings)}"
         )
     exponents = _exponents(found, scalings[kind].choices(found))
-    rates: dict[str, Tensor] = {}
+    return [_direction(model, found, one) for one in exponents]
+
+
+def _direction(model: nn.Module, found: Symmetries, exponents: Tensor) -> dict[str, Tensor]:
+    """The derivative of every parameter where the logarithms of all factors move by these numbers."""
     parameters = dict(model.named_parameters())
+    rates = {name: torch.zeros(value.shape) for name, value in parameters.items()}
     for action in found.actions:
-        name = action.use.name
-        if name in parameters:
-            rates.setdefault(name, torch.zeros(len(exponents), *parameters[name].shape))
-            for classes, power in ((action.up, action.use.power), (action.down, -1)):
-                if classes is not None:
-                    _add_rates(rates[name], power * exponents[:, classes], action.use.index)
-    return [
-        {
-            name: rates[name][one].to(value) * value.detach()
-            if name in rates
-            else torch.zeros_like(value, requires_grad=False)
-            for name, value in parameters.items()
-        }
-        for one in range(len(exponents))
-    ]
+        if action.use.name not in rates:
+            continue
+        rate, index = rates[action.use.name], action.use.index
+        for classes, power in ((action.up, action.use.power), (action.down, -1)):
+            if classes is not None and index is None:
+                rate += power * exponents[classes]
+            elif classes is not None and index is not None:
+                rate.view(-1)[index.long()] += (power * exponents[classes]).expand(index.shape)
+    return {name: rates[name].to(value) * value.detach() for name, value in parameters.items()}
 
 
 def _exponents(found: Symmetries, of: Tensor) -> Tensor:
@@ -227,13 +226,3 @@ def _exponents(found: Symmetries, of: Tensor) -> Tensor:
         if not moved & elsewhere and not any(torch.equal(row, -other) for other in rows):
             rows.append(row)
     return torch.stack(rows) if rows else torch.zeros(0, found.classes + 1)
-
-
-def _add_rates(rates: Tensor, touched: Tensor, index: Tensor | None) -> None:
-    """Add to d log θ / d log factor, for every chosen factor, what one action does."""
-    for one, change in enumerate(touched):
-        if index is None:
-            rates[one] += change
-        else:
-            flat = rates[one].view(-1)
-            flat[index.long()] += change.expand(index.shape)

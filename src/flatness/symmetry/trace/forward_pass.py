@@ -187,25 +187,28 @@ def way_through(trace: Trace) -> str | None:
     possible. Where they come from whole numbers and masks alone, as lengths and paddings do, the example
     shows all of the network as long as it uses every parameter.
     """
-    # Values that come from the data, and whether floating-point numbers went into them.
-    data = {index: value.floating for index, value in enumerate(trace.values) if value.kind == "input"}
-    partial = _unused_parameters(trace)
+    data = _inputs(trace)
     for call in trace.calls:
         given = [data[ref.index] for ref in call.refs() if ref.index in data]
-        if given and not call.enclosed and _is_read(trace, call) and (any(given) or partial):
+        if any(given) and _is_read(trace, call):
             return f"Python code reads the data ({call}), so that other data may take another way"
         for ref in call.outputs() if given else ():
             data[ref.index] = any(given) or trace.values[ref.index].floating
     return None
 
 
-def _unused_parameters(trace: Trace) -> bool:
+def _inputs(trace: Trace) -> dict[int, bool]:
+    """The inputs, and whether numbers read off them may decide a branch that the example does not show."""
     used = {trace.values[ref.index].name for call in trace.calls for ref in call.refs()}
-    return any(value.kind == "parameter" and value.name not in used for value in trace.values)
+    partial = any(value.kind == "parameter" and value.name not in used for value in trace.values)
+    inputs = {index: value for index, value in enumerate(trace.values) if value.kind == "input"}
+    return {index: value.floating or partial for index, value in inputs.items()}
 
 
 def _is_read(trace: Trace, call: Call) -> bool:
     """Whether a call shows Python code something about values."""
+    if call.enclosed:
+        return False
     if not call.outputs() or call.name in _SHAPED_BY_DATA:
         return True
     if call.name == "where":
