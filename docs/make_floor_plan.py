@@ -34,7 +34,7 @@ ABOUT = {
     "symmetry": "what may be rewritten;\ncheck of invariance",
     "generalization": "robustness, bounds,\nPAC-Bayes",
     "landscape": "lines, planes,\ndensities",
-    "integrations": "monitor, Lightning,\ntransformers, timm",
+    "integrations": "flatness during\ntraining: callbacks",
     "zoo": "names to objects: data,\nmodels, checkpoints",
     "study": "many networks trained,\nmeasured, correlated",
     "show": "plots and pages",
