@@ -49,7 +49,7 @@ def test_memory_decides_the_micro_batch_unless_the_user_does():
     problem.fit_memory(2**40, backward=True)
     assert problem.micro_batch == 1
     problem.fit_memory(1, backward=True)
-    assert problem.micro_batch == 1024
+    assert problem.micro_batch == 512
     fixed = Problem(network(), data(), batch_size=5)
     fixed.fit_memory(1, backward=True)
     assert fixed.micro_batch == 5

@@ -100,7 +100,7 @@ class StreamedData(ABC):
         forward, budget = batch_budgets(self.device, backward)
         few = min(8, forward // each)
         # Longer batches are slower on a CPU: activations leave the caches.
-        longest = 65536 if self.device.type == "cuda" else 1024
+        longest = 65536 if self.device.type == "cuda" else 512
         self.take_together(max(1, min(longest, max(few, budget // each))))
 
     def take_together(self, samples: int) -> None:
