@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from command import longest_line, run, run_several
-from flatness.cli.output import folded
+from flatness.cli.forms import folded
 
 ARGUMENTS = ("bound", "-m", "mlp", "--model-arg", "sizes=[64,12,10]", "-d", "digits", "--limit", "120")
 

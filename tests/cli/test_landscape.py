@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from command import Outcome, command, environment, longest_line, run, run_several
-from flatness.cli.landscape_options import CURVATURES
+from flatness.cli.landscape import CURVATURES
 from flatness.landscape import Density, Line, Surface
 from flatness.landscape.densities import _CURVATURES
 from flatness.zoo.models import mlp

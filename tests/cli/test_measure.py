@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import flatness
 from command import command, environment, longest_line, run, run_several
+from flatness.report.tables import format_value
 from flatness.zoo.models import mlp
 
 USERS_MODULE = """
@@ -126,7 +127,7 @@ def test_one_checkpoint_gives_the_table_of_layers_and_a_folder_of_files(folder):
     assert saved.meta["data"] == "mine:data"
     for row in saved.results:
         if row.level == "layer":
-            assert flatness.tables.format_value(row.value) in outcome.out
+            assert format_value(row.value) in outcome.out
     page = (folder / "results/index.html").read_text(encoding="utf-8")
     assert "<h1>Flatness of net0.pt</h1>" in page
     assert (folder / "results/table.tex").read_text().startswith("\\begin{tabular}{l")

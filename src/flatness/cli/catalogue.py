@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from flatness.cli.answers import usage_of
+from flatness.cli.forms import terminal_width
 from flatness.cli.help import Command
 from flatness.cli.words import complete_measures
 from flatness.symmetry.rewriting.kinds import invariances
@@ -37,7 +38,6 @@ def measures(
         flatness measures relative_flatness
     """
     from flatness.catalogue.registry import measures as catalogue
-    from flatness.cli.output import terminal_width
     from flatness.errors import MeasureError
 
     width = terminal_width()
@@ -52,25 +52,21 @@ def measures(
 
 def _list(known: list[Any], width: int) -> str:
     """One line a measure; the last column is the summary where there is room, else the source."""
+    from flatness.report.tables import Column, format_table, shortened
+
     roomy = width >= _ROOMY
-    words = invariances()
-    known_marks = {word.name: word.mark for word in words}
-    lines = [("measure", "symbol", "inv.", "default", "what it is" if roomy else "source")]
-    for measure in known:
-        marks = " ".join(known_marks.get(name, name) for name in sorted(map(str, measure.invariances)))
-        about = measure.summary if roomy else measure.source.partition(" (")[0]
-        symbol = (
-            measure.symbol if roomy or len(measure.symbol) <= _SYMBOL else f"{measure.symbol[: _SYMBOL - 1]}…"
-        )
-        lines.append((measure.name, symbol, marks, "yes" if measure.one_pass else "", about))
-    sizes = [max(len(line[column]) for line in lines) for column in range(4)]
-    rest = max(10, width - sum(sizes) - 8)
+    kinds = invariances()
+    marks = {kind.name: kind.mark for kind in kinds}
+    about = Column("what it is" if roomy else "source", narrow="end")
+    columns = [Column("measure"), Column("symbol"), Column("inv."), Column("default"), about]
     rows = []
-    for line in lines:
-        cells = [cell.ljust(size) for cell, size in zip(line, sizes, strict=False)]
-        rows.append("  ".join([*cells, textwrap.shorten(line[4], rest, placeholder=" …")]).rstrip())
-    legend = f"inv.: unchanged when {'; '.join(f'{word.mark} {word.when}' for word in words)}. {_LEGEND}"
-    return "\n".join([rows[0], "─" * width, *rows[1:], "", textwrap.fill(legend, width)])
+    for measure in known:
+        symbol = measure.symbol if roomy else shortened(measure.symbol, _SYMBOL, "end")
+        unchanged = " ".join(marks.get(kind) or kind for kind in sorted(measure.invariances))
+        told = measure.summary if roomy else measure.source.partition(" (")[0]
+        rows.append((measure.name, symbol, unchanged, "yes" if measure.one_pass else "", told))
+    legend = f"inv.: unchanged when {'; '.join(f'{kind.mark} {kind.when}' for kind in kinds)}. {_LEGEND}"
+    return f"{format_table(columns, rows, width)}\n\n{textwrap.fill(legend, width)}"
 
 
 def _needs_of_network(measure: Any) -> str:
@@ -82,6 +78,8 @@ def _needs_of_network(measure: Any) -> str:
 
 def _card(measure: Any, width: int) -> str:
     """All that is declared about a measure."""
+    from flatness.report.tables import Column, format_table
+
     facts = {
         "formula": measure.formula,
         "source": measure.source,
@@ -95,16 +93,7 @@ def _card(measure: Any, width: int) -> str:
         "options": ", ".join(f"{key}={value}" for key, value in measure.options.items()) or "none",
     }
     facts |= {"use it": measure.when, "misleads": measure.misleads} if measure.when else {}
-    indent = max(len(key) for key in facts) + 2
-    lines = [
-        typer.style(f"{measure.name}  {measure.symbol}", bold=True),
-        "",
-        textwrap.fill(measure.summary, width),
-        "",
-    ]
-    for key, value in facts.items():
-        lines.append(
-            textwrap.fill(value, width, initial_indent=key.ljust(indent), subsequent_indent=" " * indent)
-        )
-    lines += ["", f"flatness measure net.pt --model … --data … --measures {measure.name}"]
-    return "\n".join(lines)
+    table = format_table([Column(), Column(narrow="wrap")], facts.items(), width)
+    heading = typer.style(f"{measure.name}  {measure.symbol}", bold=True)
+    example = f"flatness measure net.pt --model … --data … --measures {measure.name}"
+    return "\n\n".join([heading, textwrap.fill(measure.summary, width), table, example])

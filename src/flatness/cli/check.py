@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flatness.cli import options as o
 from flatness.cli.answers import FAILED, UsageError, choice
-from flatness.cli.forms import output_form, print_frame, say_written
+from flatness.cli.forms import print_frame, say_written
 from flatness.cli.help import Command
-from flatness.cli.inputs import DataWords, Inputs, NetworkWords
-from flatness.cli.values import key_values, one_or_many, split_list
+from flatness.cli.values import one_or_many, split_list
 from flatness.report.sheets import csv_text
 from flatness.symmetry.rewriting.kinds import KINDS
 
@@ -20,43 +19,28 @@ if TYPE_CHECKING:
     from flatness.symmetry.check.verdicts import InvarianceReport
 
 _USUAL = ("layerwise", "neuronwise")
+_OUT_OF = f"Out of {', '.join(KINDS)}; {' and '.join(_USUAL)} by default."
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("check", cls=Command, short_help="Check which measures notice a rewritten network.")(check)
+    about = "Check which measures notice a rewritten network."
+    app.command("check", cls=Command, short_help=about)(o.grouped(check))
 
 
 def check(
-    model: o.ModelSpec,
-    data: o.DataSpec,
-    checkpoints: o.Checkpoints = None,
-    model_arg: o.ModelArguments = None,
-    split: o.Split = "train",
-    standardize: o.Standardize = False,
-    data_dir: o.DataDir = None,
-    loss: o.Loss = "cross_entropy",
-    forward: o.Forward = None,
+    *,
+    given: o.Network,
     measures: o.Measures = None,
     layers: o.Layers = None,
-    kinds: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kinds", metavar="KINDS", help=f"Out of {', '.join(KINDS)}; {' and '.join(_USUAL)} by default."
-        ),
-    ] = None,
-    trials: Annotated[int, typer.Option("--trials", min=1, help="Rewritten networks per kind.")] = 3,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="At most so many samples.")] = 1000,
-    low: Annotated[float, typer.Option("--low", help="Smallest factor.")] = 0.2,
-    high: Annotated[float, typer.Option("--high", help="Largest factor.")] = 5.0,
-    seed: o.Seed = 0,
-    as_json: o.AsJson = False,
-    as_csv: o.AsCsv = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for CSV, plots and an HTML page.", metavar="DIR", rich_help_panel="Output"),
-    ] = None,
-    progress: o.Progress = True,
+    kinds: Annotated[list[str] | None, o.option(_OUT_OF, "KINDS", None)] = None,
+    trials: Annotated[int, o.option("Rewritten networks per kind.", None, None, min=1)] = 3,
+    samples: Annotated[int, o.option("At most so many samples.", None, None, min=1)] = 1000,
+    low: Annotated[float, o.option("Smallest factor.", None, None)] = 0.2,
+    high: Annotated[float, o.option("Largest factor.", None, None)] = 5.0,
+    form: o.Form,
+    out: Annotated[Path | None, o.option("Folder for CSV, plots and an HTML page.", "DIR", o.OUTPUT)] = None,
+    compute: o.Compute,
 ) -> None:
     """Rewrite a network into equal ones and report how far each measure drifts.
 
@@ -66,32 +50,22 @@ def check(
         flatness check net.pt --model mynets:build --data digits
         flatness check -m lenet5 -d cifar10 --trials 10 --out invariance
     """
-    form = output_form(as_json, as_csv)
     wanted = [choice(kind, "--kinds", KINDS) for kind in split_list(kinds)] or list(_USUAL)
     if not 0 < low <= high < float("inf"):
         raise UsageError(f"Expected 0 < --low ≤ --high but got {low:g} and {high:g}.")
-    arguments = {"kinds": wanted, "trials": trials, "samples": samples, "low": low, "high": high}
-    arguments |= {"layers": one_or_many(split_list(layers)), "seed": seed, "progress": progress}
-    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
-    given = Inputs(network, DataWords(data, split, data_dir, None, standardize), loss, forward)
-    report = _checked(given, split_list(measures), arguments)
+    asked = {"kinds": wanted, "trials": trials, "samples": samples, "low": low, "high": high}
+    import flatness
+    from flatness.cli import job
+
+    chosen = job.chosen_measures(measures)
+    network = job.only_network(given, compute.seed, "Check them one by one.")
+    batches, arguments = job.data_of(given).batches, job.arguments_of(given, compute)
+    asked |= {"measures": chosen, "layers": one_or_many(layers or [])}
+    report = flatness.check_invariance(network, batches, **arguments, **asked)
     print_frame(report.to_frame, form, lambda: str(report))
     if out is not None:
-        say_written(out, _written(out, report), aside=form != "table")
+        say_written(out, _written(out, report), aside=form.name != "table")
     raise typer.Exit(0 if report.ok else FAILED)
-
-
-def _checked(given: Inputs, measures: list[str], arguments: dict[str, Any]) -> InvarianceReport:
-    """Load everything and check; names are checked before anything is computed."""
-    import flatness
-    from flatness.cli.job import chosen_measures
-    from flatness.cli.loading import arguments_of, data_of, network_of, one_checkpoint
-
-    path = one_checkpoint(given.network.checkpoints, "Check them one by one.")
-    chosen = chosen_measures(measures)
-    network = network_of(given.network, path, arguments["seed"])
-    batches = data_of(given.data).batches
-    return flatness.check_invariance(network, batches, measures=chosen, **arguments_of(given), **arguments)
 
 
 def _written(out: Path, report: InvarianceReport) -> list[str]:

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator
+import itertools
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatness.cli import options as o
 from flatness.cli.answers import UsageError
-from flatness.cli.forms import output_form, print_frame
+from flatness.cli.forms import folded, print_frame, terminal_width
 from flatness.cli.help import Command
-from flatness.cli.values import split_list
 from flatness.cli.words import complete_measures
 from flatness.errors import nearest
 
 if TYPE_CHECKING:
-    from flatness.report.comparison import Comparison
+    from flatness.report.comparison import Comparison, Pair
     from flatness.report.report import Report
+
+_ROOMY = 100
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("compare", cls=Command, short_help="Say which of two networks is flatter.")(compare)
+    about = "Say which of two networks is flatter."
+    app.command("compare", cls=Command, short_help=about)(o.grouped(compare))
 
 
 def compare(
+    *,
     first: Annotated[
         str,
         typer.Argument(
@@ -40,10 +43,9 @@ def compare(
     rest: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     measures: Annotated[
         list[str] | None,
-        typer.Option("--measures", metavar="NAMES", help="Only these.", autocompletion=complete_measures),
+        o.option("Only these.", "NAMES", None, callback=o.several, autocompletion=complete_measures),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of the table.")] = False,
+    form: o.Form,
 ) -> None:
     """Say which of two networks is flatter, measure by measure, with error bars.
 
@@ -56,7 +58,6 @@ def compare(
         flatness compare a.json b.json
         flatness compare 'small-*.json' 'large-*.json'
     """
-    form = output_form(as_json, as_csv)
     if rest:
         raise UsageError(
             f"Expected two sides but got {2 + len(rest)} files. A group is a folder, or a pattern in quotes: "
@@ -67,8 +68,8 @@ def compare(
     import flatness
 
     comparison = flatness.compare(sides[0], sides[1], names=_names(first, second))
-    comparison = _selected(comparison, split_list(measures))
-    if form != "table":
+    comparison = _selected(comparison, measures or [])
+    if form.name != "table":
         for line in (*comparison.notes, comparison.verdict):
             typer.echo(line, err=True)
     print_frame(comparison.to_frame, form, lambda: _table(comparison))
@@ -128,28 +129,17 @@ def _selected(comparison: Comparison, wanted: list[str]) -> Comparison:
 
 def _table(comparison: Comparison) -> str:
     """A block a measure, a line a layer; then what to note, the verdict, and the count of values."""
-    from flatness.cli.output import terminal_width
-    from flatness.report.tables import shortened
+    from flatness.report.tables import Column, format_table, shortened
 
     width = terminal_width()
+    longest = 20 if width >= _ROOMY else 12  # letters of a file's name
     verdicts = [pair.verdict(comparison.names) for pair in comparison.pairs]
-    lines, sizes = [], []
-    for longest in (20, 12):  # names give way first, then places; two spaces are before each of five columns
-        names = [shortened(name, longest) for name in comparison.headings]
-        said = [shortened(verdict, longest) for verdict in verdicts]
-        lines = [("", *names, "ratio", "flatter"), *_lines(comparison, said)]
-        sizes = [max(len(line[column]) for line in lines) for column in range(5)]
-        if 10 + sum(sizes) <= width:
-            break
-    sizes[0] = min(sizes[0], max(10, width - 10 - sum(sizes[1:])))
-    text: list[str] = []
-    measured = ["", *(pair.measure for pair in comparison.pairs)]
-    for number, line in enumerate(lines):
-        if number and measured[number] != measured[number - 1]:
-            text.append(measured[number])
-        numbers = [cell.rjust(size) for cell, size in zip(line[1:4], sizes[1:4], strict=True)]
-        place = shortened(line[0], sizes[0]).ljust(sizes[0])
-        text.append("  ".join([f"  {place}", *numbers, line[4]]).rstrip())
+    names = [Column(shortened(name, longest), "right") for name in comparison.headings]
+    columns = [Column(narrow="start"), *names, Column("ratio", "right"), Column("flatter", narrow="start")]
+    rows: list[tuple[str, ...]] = []
+    told = zip(comparison.pairs, verdicts, strict=True)
+    for measure, pairs in itertools.groupby(told, key=lambda one: one[0].measure):
+        rows += [(measure, "", "", "", ""), *(_line(pair, shortened(said, longest)) for pair, said in pairs)]
     decided = [verdict for verdict in verdicts if verdict]
     counts = {name: decided.count(name) for name in (*comparison.names, "undecided", "equal")}
     summary = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
@@ -157,19 +147,17 @@ def _table(comparison: Comparison) -> str:
         *(f"note: {note}" for note in comparison.notes),
         comparison.verdict,
         f"ratio: {comparison.names[0]} over {comparison.names[1]}; smaller is flatter",
+        f"flatter, of {len(decided)} values: {summary}",
     ]
-    wrapped = [textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in below]
-    count = textwrap.shorten(f"flatter, of {len(decided)} values: {summary}", width, placeholder=" …")
-    return "\n".join([text[0], "─" * width, *text[1:], "", *wrapped, count])
+    return "\n".join([format_table(columns, rows, width), "", *(folded(line, width) for line in below)])
 
 
-def _lines(comparison: Comparison, verdicts: list[str]) -> Iterator[tuple[str, ...]]:
-    """Place, both values, their ratio and the verdict, for every pair."""
+def _line(pair: Pair, verdict: str) -> tuple[str, ...]:
+    """Place, both values, their ratio and the verdict."""
     from flatness.report.tables import column_of, format_value, place_of
 
-    for pair, verdict in zip(comparison.pairs, verdicts, strict=True):
-        row, a, b = pair.a.results[0], pair.a, pair.b
-        place = column_of(place_of(row), row.reduction)
-        ratio = f"{a.value / b.value:.3g}" if b.value else ""
-        values = format_value(a.value, a.error), format_value(b.value, b.error)
-        yield place, *values, ratio, verdict
+    row, a, b = pair.a.results[0], pair.a, pair.b
+    place = f"  {column_of(place_of(row), row.reduction)}"
+    ratio = f"{a.value / b.value:.3g}" if b.value else ""
+    values = format_value(a.value, a.error), format_value(b.value, b.error)
+    return place, *values, ratio, verdict

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flatness.cli.forms import terminal_width
 from flatness.cli.help import Command
 
 
@@ -31,6 +32,5 @@ def demo(
     """
     typer.echo("flatness demo: training and measuring, well under a minute …\n", err=True)
     from flatness.cli.demo_run import run
-    from flatness.cli.output import terminal_width
 
     run(out, seeds=seeds, say=typer.echo, width=terminal_width())

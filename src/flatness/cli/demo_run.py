@@ -23,8 +23,7 @@ import torch
 from torch import nn
 
 import flatness
-from flatness.cli.entries import Entry
-from flatness.cli.output import write_folder
+from flatness.cli.entries import Entry, write_folder
 from flatness.errors import listed
 from flatness.files import write_text
 from flatness.report.report import Report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,25 +10,41 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flatness.cli.answers import UsageError, printable
+from flatness.cli.answers import printable
+from flatness.cli.options import Form
 from flatness.report.sheets import csv_text
 
 if TYPE_CHECKING:
     import pandas
 
-
-def output_form(as_json: bool, as_csv: bool) -> str:
-    """What to print: "json", "csv" or "table"."""
-    if as_json and as_csv:
-        raise UsageError("Expected one of --json and --csv but got both.")
-    return "json" if as_json else "csv" if as_csv else "table"
+_NARROWEST, _WIDEST = 40, 160
 
 
-def print_frame(frame: Callable[[], pandas.DataFrame], form: str, table: Callable[[], str]) -> None:
+def terminal_width() -> int:
+    """Columns of the terminal; ``COLUMNS`` overrides it, and 80 is taken where there is no terminal."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns, _NARROWEST), _WIDEST)
+
+
+def folded(text: str, width: int) -> str:
+    """Text with every line broken to this width; what is broken off is indented below its line.
+
+    >>> print(folded("  term: a long explanation", 16))
+      term: a long
+        explanation
+    """
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()))
+        fill = {"initial_indent": indent, "subsequent_indent": indent + "  ", "break_on_hyphens": False}
+        lines.append(textwrap.fill(line.lstrip(), width, break_long_words=False, **fill))
+    return "\n".join(lines)
+
+
+def print_frame(frame: Callable[[], pandas.DataFrame], form: Form, table: Callable[[], str]) -> None:
     """Print the rows of a frame as JSON or CSV, or the table for people; only what is printed is made."""
-    if form == "json":
+    if form.as_json:
         typer.echo(frame().to_json(orient="records", indent=1, force_ascii=False))
-    elif form == "csv":
+    elif form.as_csv:
         typer.echo(csv_text(frame()), nl=False)
     else:
         typer.echo(printable(table()))
@@ -35,10 +52,5 @@ def print_frame(frame: Callable[[], pandas.DataFrame], form: str, table: Callabl
 
 def say_written(out: Path, files: Iterable[str], *, aside: bool) -> None:
     """Say what was written; on standard error where standard output is for another program."""
-    from flatness.cli.output import terminal_width
-
-    wrapped = textwrap.fill(
-        f"written to {out}: {', '.join(files)}", terminal_width(), subsequent_indent="  ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-    typer.echo(f"\n{wrapped}", err=aside)
+    said = folded(f"written to {out}: {', '.join(files)}", terminal_width())
+    typer.echo(f"\n{said}", err=aside)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flatness.cli import landscape_options as w
 from flatness.cli import options as o
-from flatness.cli.answers import UsageError, choice
+from flatness.cli.answers import UsageError
 from flatness.cli.help import Command, Group
-from flatness.cli.inputs import DataWords, Inputs, NetworkWords
-from flatness.cli.values import key_values, one_or_many, split_list
+from flatness.cli.values import one_or_many
 
+DIRECTIONS = ("layer", "filter", "eigenvectors", "relative_flatness")
+BATCH_NORM = ("as_is", "recomputed")
+PARAMETERS = ("all", "weights")
+METRICS = ("euclidean", "layerwise", "nodewise")
+CURVATURES = ("hessian", "gauss_newton")
 _ABOUT = """\
 Look at the landscape around a network: along lines, over planes, and through the Hessian's eigenvalues.
 
@@ -23,48 +27,58 @@ Example:
     flatness landscape density net.pt -m mynets:build -d digits
     flatness landscape show plane/surface.npz --out again
 """
+_SPAN = "How far, such as 0.5; or both ends, as in --span=-0.5,1.5."
+_TRAJECTORY = "Checkpoints of a training run, a folder or pattern, perhaps NAME=; may be repeated."
+_EACH = "A curve for each of these layers, or all.  [default: the network]"
+
+Directions = Annotated[str, o.one_of("", DIRECTIONS, o.DRAW)]
+Penalty = Annotated[float, o.option("Adds X/2·‖θ‖² to the loss.", "X", o.HOW)]
+
+
+@dataclass(frozen=True)
+class Points:
+    """Where lines and planes go, in the words of the command line."""
+
+    points: Annotated[int, o.option("Points along an axis.", "N", o.DRAW)] = 51
+    span: Annotated[str | None, o.option(_SPAN, "X", o.DRAW)] = None
+    parameters: Annotated[
+        str | None, o.one_of("What moves: all or weights.  [default: as usual]", PARAMETERS, o.DRAW)
+    ] = None
+    layers: o.Layers = None
+    batch_norm: Annotated[
+        str, o.one_of("Statistics at each point: as_is or recomputed.", BATCH_NORM, o.DRAW)
+    ] = "as_is"
+
+    def arguments(self) -> dict[str, Any]:
+        """The same as `flatness.landscape` takes them."""
+        return {**asdict(self), "layers": one_or_many(self.layers or []), "span": _ends(self.span)}
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(cls=Group, help=_ABOUT, no_args_is_help=True, rich_markup_mode=None)
-    group.command("line", cls=Command, short_help="Loss and accuracy along lines.")(line)
-    group.command("surface", cls=Command, short_help="Loss and accuracy over a plane.")(surface)
-    group.command("density", cls=Command, short_help="How the Hessian's eigenvalues are distributed.")(
-        density
-    )
-    group.command("show", cls=Command, short_help="Draw saved data again, without the network.")(show)
+    for command, about in (
+        (line, "Loss and accuracy along lines."),
+        (surface, "Loss and accuracy over a plane."),
+        (density, "How the Hessian's eigenvalues are distributed."),
+        (show, "Draw saved data again, without the network."),
+    ):
+        group.command(command.__name__, cls=Command, short_help=about)(o.grouped(command))
     app.add_typer(group, name="landscape", short_help="Draw the loss around a network.")
 
 
 def line(
-    model: o.ModelSpec,
-    data: o.DataSpec,
-    checkpoints: o.Checkpoints = None,
-    model_arg: o.ModelArguments = None,
-    split: o.Split = "train",
-    limit: o.Limit = None,
-    standardize: o.Standardize = False,
-    data_dir: o.DataDir = None,
-    loss: o.Loss = "cross_entropy",
-    forward: o.Forward = None,
-    directions: w.Directions = "layer",
-    count: w.Count = 5,
-    between: w.Between = None,
-    points: w.Points = 51,
-    span: w.Span = None,
-    parameters: w.Moving = None,
-    layers: o.Layers = None,
-    batch_norm: w.BatchNorm = "as_is",
-    weight_decay: w.Penalty = 0.0,
-    batch_size: o.BatchSize = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    seed: o.Seed = 0,
-    as_csv: o.AsCsv = False,
-    out: w.Out = None,
-    fresh: w.Fresh = False,
-    progress: o.Progress = True,
+    *,
+    given: o.Network,
+    directions: Directions = "layer",
+    count: Annotated[int, o.option("Directions per network.", "N", o.DRAW)] = 5,
+    between: Annotated[
+        str | None, o.option("Another checkpoint to go to instead.", "CHECKPOINT", o.DRAW)
+    ] = None,
+    points: Points,
+    weight_decay: Penalty = 0.0,
+    output: o.Drawing,
+    compute: o.Compute,
 ) -> None:
     """Loss and accuracy along lines from the network; several checkpoints make a curve each.
 
@@ -73,52 +87,22 @@ def line(
         flatness landscape line a.pt b.pt -m lenet5 -d cifar10 --limit 2000
         flatness landscape line a.pt --between b.pt -m lenet5 -d cifar10
     """
-    asked = {
-        "directions": choice(directions, "--directions", w.DIRECTIONS),
-        "count": count,
-        "points": points,
-        "parameters": _perhaps(parameters, "--parameters", w.PARAMETERS),
-        "layers": one_or_many(split_list(layers)),
-        "batch_norm": choice(batch_norm, "--batch-norm", w.BATCH_NORM),
-        **_spanned(span),
-    }
-    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
-    samples = DataWords(data, split, data_dir, limit, standardize)
-    given = Inputs(network, samples, loss, forward, device, dtype)
-    setting = {"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress}
+    asked = {"directions": directions, "count": count, "weight_decay": weight_decay, **points.arguments()}
     from flatness.cli import landscape_job as job
 
-    request = job.Request(given, setting, out, fresh)
-    raise typer.Exit(job.finish(job.line(request, asked, between), out, as_csv))
+    request = job.Request(given, compute, output, asked)
+    raise typer.Exit(job.finish(job.line(request, between), output.out, output.as_csv))
 
 
 def surface(
-    model: o.ModelSpec,
-    data: o.DataSpec,
-    checkpoints: o.Checkpoints = None,
-    model_arg: o.ModelArguments = None,
-    split: o.Split = "train",
-    limit: o.Limit = None,
-    standardize: o.Standardize = False,
-    data_dir: o.DataDir = None,
-    loss: o.Loss = "cross_entropy",
-    forward: o.Forward = None,
-    directions: w.Directions = "filter",
-    trajectory: w.Trajectory = None,
-    points: w.Points = 51,
-    span: w.Span = None,
-    parameters: w.Moving = None,
-    layers: o.Layers = None,
-    batch_norm: w.BatchNorm = "as_is",
-    weight_decay: w.Penalty = 0.0,
-    batch_size: o.BatchSize = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    seed: o.Seed = 0,
-    as_csv: o.AsCsv = False,
-    out: w.Out = None,
-    fresh: w.Fresh = False,
-    progress: o.Progress = True,
+    *,
+    given: o.Network,
+    directions: Directions = "filter",
+    trajectory: Annotated[list[str] | None, o.option(_TRAJECTORY, "PATH", o.DRAW)] = None,
+    points: Points,
+    weight_decay: Penalty = 0.0,
+    output: o.Drawing,
+    compute: o.Compute,
 ) -> None:
     r"""Loss and accuracy over a plane through the network; with trajectories, over the plane they lie in.
 
@@ -129,51 +113,26 @@ def surface(
         flatness landscape surface -m lenet5 -d cifar10 --limit 2000 --points 21 \
             --trajectory sgd=runs/sgd --trajectory adam=runs/adam
     """
-    asked = {
-        "directions": choice(directions, "--directions", w.DIRECTIONS),
-        "points": points,
-        "parameters": _perhaps(parameters, "--parameters", w.PARAMETERS),
-        "layers": one_or_many(split_list(layers)),
-        "batch_norm": choice(batch_norm, "--batch-norm", w.BATCH_NORM),
-        **_spanned(span),
-    }
-    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
-    samples = DataWords(data, split, data_dir, limit, standardize)
-    given = Inputs(network, samples, loss, forward, device, dtype)
-    setting = {"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress}
+    asked = {"directions": directions, "weight_decay": weight_decay, **points.arguments()}
     from flatness.cli import landscape_job as job
 
-    request = job.Request(given, setting, out, fresh)
-    raise typer.Exit(job.finish(job.surface(request, asked, list(trajectory or ())), out, as_csv))
+    request = job.Request(given, compute, output, asked)
+    raise typer.Exit(job.finish(job.surface(request, trajectory or []), output.out, output.as_csv))
 
 
 def density(
-    model: o.ModelSpec,
-    data: o.DataSpec,
-    checkpoints: o.Checkpoints = None,
-    model_arg: o.ModelArguments = None,
-    split: o.Split = "train",
-    limit: o.Limit = None,
-    standardize: o.Standardize = False,
-    data_dir: o.DataDir = None,
-    loss: o.Loss = "cross_entropy",
-    forward: o.Forward = None,
-    metric: w.Metric = "euclidean",
-    copies: w.Copies = 0,
-    layers: w.Each = None,
-    parameters: w.Counted = "all",
-    runs: w.Runs = 10,
-    steps: w.Steps = 80,
-    curvature: w.Curvature = "hessian",
+    *,
+    given: o.Network,
+    metric: Annotated[str, o.one_of(f"D of D^½HD^½: {', '.join(METRICS)}.", METRICS, o.DRAW)] = "euclidean",
+    copies: Annotated[int, o.option("Also so many rescaled copies.", "N", o.DRAW, min=0)] = 0,
+    layers: Annotated[list[str] | None, o.option(_EACH, "NAMES", o.DRAW, callback=o.several)] = None,
+    parameters: Annotated[str, o.one_of("", PARAMETERS, o.DRAW)] = "all",
+    runs: Annotated[int, o.option("Random starts.", "N", o.DRAW)] = 10,
+    steps: Annotated[int, o.option("Lanczos steps.", "N", o.DRAW)] = 80,
+    curvature: Annotated[str, o.one_of("", CURVATURES, o.DRAW)] = "hessian",
     weight_decay: o.WeightDecay = 0.0,
-    batch_size: o.BatchSize = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    seed: o.Seed = 0,
-    as_csv: o.AsCsv = False,
-    out: w.Out = None,
-    fresh: w.Fresh = False,
-    progress: o.Progress = True,
+    output: o.Drawing,
+    compute: o.Compute,
 ) -> None:
     r"""The density of the Hessian's eigenvalues; several checkpoints make a curve each.
 
@@ -185,30 +144,18 @@ def density(
         flatness landscape density net.pt -m lenet5 -d cifar10 --limit 1000 \
             --metric layerwise --copies 3
     """
-    asked = {
-        "metric": choice(metric, "--metric", w.METRICS),
-        "layers": one_or_many(split_list(layers)),
-        "parameters": choice(parameters, "--parameters", w.PARAMETERS),
-        "runs": runs,
-        "steps": steps,
-        "curvature": choice(curvature, "--curvature", w.CURVATURES),
-    }
-    network = NetworkWords(model, key_values(model_arg, "--model-arg"), list(checkpoints or ()))
-    samples = DataWords(data, split, data_dir, limit, standardize)
-    given = Inputs(network, samples, loss, forward, device, dtype)
-    setting = {"weight_decay": weight_decay, "batch_size": batch_size, "seed": seed, "progress": progress}
+    asked = {"metric": metric, "layers": one_or_many(layers or []), "parameters": parameters, "runs": runs}
+    asked |= {"steps": steps, "curvature": curvature, "weight_decay": weight_decay}
     from flatness.cli import landscape_job as job
 
-    request = job.Request(given, setting, out, fresh)
-    raise typer.Exit(job.finish(job.density(request, asked, copies), out, as_csv))
+    request = job.Request(given, compute, output, asked)
+    raise typer.Exit(job.finish(job.density(request, copies), output.out, output.as_csv))
 
 
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .npz file of this command.")],
     as_csv: o.AsCsv = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for data, pictures and a page.", metavar="DIR")
-    ] = None,
+    out: Annotated[Path | None, o.option("Folder for data, pictures and a page.", "DIR", None)] = None,
 ) -> None:
     """Describe saved data, and draw it again without the network.
 
@@ -223,22 +170,18 @@ def show(
     raise typer.Exit(job.finish(load_landscape(file), out, as_csv))
 
 
-def _perhaps(value: str | None, option: str, known: tuple[str, ...]) -> str | None:
-    return None if value is None else choice(value, option, known)
+def _ends(text: str | None) -> float | tuple[float, float] | None:
+    """The option --span as `flatness.landscape` takes it.
 
-
-def _spanned(text: str | None) -> dict[str, Any]:
-    """The option as `flatness.landscape` takes it; left out where it was not given.
-
-    >>> _spanned("0.5"), _spanned("-0.5,1.5"), _spanned(None)
-    ({'span': 0.5}, {'span': (-0.5, 1.5)}, {})
+    >>> _ends("0.5"), _ends("-0.5,1.5"), _ends(None)
+    (0.5, (-0.5, 1.5), None)
     """
     if text is None:
-        return {}
+        return None
     try:
         ends = [float(part) for part in text.split(",")]
     except ValueError:
         ends = []
     if len(ends) not in (1, 2):
         raise UsageError(f"Expected --span to be a number or two with a comma between but got {text!r}.")
-    return {"span": ends[0] if len(ends) == 1 else (ends[0], ends[1])}
+    return ends[0] if len(ends) == 1 else (ends[0], ends[1])

@@ -14,10 +14,9 @@ from torch import nn
 
 import flatness
 from flatness.cli.answers import INTERRUPTED, UsageError, printable, usage_of
-from flatness.cli.forms import say_written
-from flatness.cli.inputs import Inputs
-from flatness.cli.loading import arguments_of, check_folder, checkpoints_of, data_of, network_of
-from flatness.cli.output import terminal_width
+from flatness.cli.forms import folded, say_written, terminal_width
+from flatness.cli.job import AS_BUILT, arguments_of, check_folder, checkpoints_of, data_of, network_of
+from flatness.cli.options import Compute, Drawing, Network
 from flatness.errors import LayerError, OptionError
 from flatness.problem.batches import tensors_in
 from flatness.report.sheets import csv_text
@@ -28,47 +27,46 @@ _PENALISED = "the copies' curves differ in every metric: rescaling changes the p
 
 @dataclass(frozen=True)
 class Request:
-    """What the three commands share, in the words of the command line."""
+    """What the three commands share; `asked` goes to the library as it is, the rest are words."""
 
-    given: Inputs
-    setting: dict[str, Any]
-    out: Path | None
-    fresh: bool
+    given: Network
+    compute: Compute
+    output: Drawing
+    asked: dict[str, Any]
 
     def __post_init__(self) -> None:
         """Refuse a folder that cannot be written to before anything is computed for it."""
-        if self.out is not None:
-            check_folder(self.out)
+        if self.output.out is not None:
+            check_folder(self.output.out)
 
 
-def line(request: Request, asked: dict[str, Any], between: str | None) -> Landscape:
+def line(request: Request, between: str | None) -> Landscape:
     """Lines from every checkpoint, or from one to another."""
     networks = _networks(request)
-    if between is not None:
-        if len(networks) > 1:
-            raise UsageError(f"Expected one checkpoint with --between but got {len(networks)}.")
-        (path,) = checkpoints_of([between])
-        asked = {**asked, "between": _loaded(request, path)}
-    return _called(request, flatness.landscape.line, _alone(networks), asked)
+    if between is None:
+        return _called(request, flatness.landscape.line, _alone(networks))
+    if len(networks) > 1:
+        raise UsageError(f"Expected one checkpoint with --between but got {len(networks)}.")
+    (path,) = checkpoints_of([between])
+    return _called(request, flatness.landscape.line, _alone(networks), between=_loaded(request, path))
 
 
-def surface(request: Request, asked: dict[str, Any], trajectory: list[str]) -> Landscape:
+def surface(request: Request, trajectory: list[str]) -> Landscape:
     """A plane around one checkpoint, or that of trajectories."""
-    paths = checkpoints_of(request.given.network.checkpoints)
+    paths = checkpoints_of(request.given.checkpoints)
     if len(paths) > 1:
         raise UsageError(
             f"Expected one checkpoint in the middle but got {len(paths)}. Give the others as --trajectory."
         )
     if not trajectory:
-        return _called(request, flatness.landscape.surface, _alone(_networks(request)), asked)
+        return _called(request, flatness.landscape.surface, _alone(_networks(request)))
     trajectories: dict[str, list[nn.Module]] = {}
     for given in trajectory:
         name, place = _named(given)
         steps = [_loaded(request, path) for path in checkpoints_of([place])]
         trajectories.setdefault(name, []).extend(steps)
     middle = _loaded(request, paths[0]) if paths else next(iter(trajectories.values()))[-1]
-    asked = {**asked, "trajectory": trajectories}
-    return _called(request, flatness.landscape.surface, middle, asked)
+    return _called(request, flatness.landscape.surface, middle, trajectory=trajectories)
 
 
 def _named(given: str) -> tuple[str, str]:
@@ -84,20 +82,20 @@ def _named(given: str) -> tuple[str, str]:
     return str(folder), given
 
 
-def density(request: Request, asked: dict[str, Any], copies: int) -> Landscape:
+def density(request: Request, copies: int) -> Landscape:
     """Spectra of every checkpoint, and of rescaled copies."""
     networks = _networks(request)
     if copies:
         if len(networks) > 1:
             raise UsageError(f"Expected one checkpoint with --copies but got {len(networks)}.")
         (original,) = networks.values()
-        example = next(tensors_in(next(iter(_batches(data_of(request.given.data).batches)))))[:2]
+        example = next(tensors_in(next(iter(_batches(data_of(request.given).batches)))))[:2]
         networks = {"original": original} | {
             f"rescaled {place + 1}": flatness.rescale(original, example, kind="layerwise", seed=place)
             for place in range(copies)
         }
-    found = _called(request, flatness.landscape.density, _alone(networks), asked)
-    if copies and request.setting["weight_decay"]:
+    found = _called(request, flatness.landscape.density, _alone(networks))
+    if copies and request.asked["weight_decay"]:
         found = replace(found, notes=tuple(dict.fromkeys([*found.notes, _PENALISED])))
     return found
 
@@ -109,11 +107,9 @@ def _batches(data: Any) -> Any:
 
 def _networks(request: Request) -> dict[str, nn.Module]:
     """A network for every checkpoint by its name; the model as built where there is none."""
-    paths = checkpoints_of(request.given.network.checkpoints)
+    paths = checkpoints_of(request.given.checkpoints)
     if not paths:
-        typer.echo(
-            "note: no checkpoint was given: the weights are those that the model was built with", err=True
-        )
+        typer.echo(f"note: {AS_BUILT}", err=True)
         return {"network": _loaded(request, None)}
     names = [path.stem for path in paths]
     unique = len(set(names)) == len(names)
@@ -128,35 +124,29 @@ def _alone(networks: dict[str, nn.Module]) -> Any:
 
 
 def _loaded(request: Request, path: Path | None) -> nn.Module:
-    return network_of(request.given.network, path, request.setting["seed"])
+    return network_of(request.given, path, request.compute.seed)
 
 
-def _called(request: Request, function: Any, networks: Any, asked: dict[str, Any]) -> Landscape:
+def _called(request: Request, function: Any, networks: Any, **more: Any) -> Landscape:
+    arguments = {**arguments_of(request.given, request.compute), **request.asked, **more}
     try:
-        with _file(request, function.__name__) as file:
-            return function(
-                networks,
-                data_of(request.given.data).batches,
-                **arguments_of(request.given),
-                resume=file,
-                **request.setting,
-                **asked,
-            )
+        with _file(request.output, function.__name__) as file:
+            return function(networks, data_of(request.given).batches, resume=file, **arguments)
     except (OptionError, LayerError) as error:
         hint = " --fresh computes it anew." if "Expected resume" in str(error) else ""
         raise usage_of(type(error)(f"{error}{hint}")) from error
 
 
 @contextmanager
-def _file(request: Request, name: str) -> Iterator[Path | None]:
+def _file(output: Drawing, name: str) -> Iterator[Path | None]:
     """The file to go on with. With --fresh the one that is there is given up once there is a new one."""
-    if request.out is None:
+    if output.out is None:
         yield None
         return
-    request.out.mkdir(parents=True, exist_ok=True)
-    file = request.out / f"{name}.npz"
+    output.out.mkdir(parents=True, exist_ok=True)
+    file = output.out / f"{name}.npz"
     before = file.with_name(f".{file.name}.before")
-    if request.fresh and file.exists():
+    if output.fresh and file.exists():
         file.replace(before)
     try:
         yield file
@@ -168,13 +158,11 @@ def _file(request: Request, name: str) -> Iterator[Path | None]:
 
 def finish(found: Landscape, out: Path | None, as_csv: bool) -> int:
     """Print and write; the exit status says whether Ctrl-C ended the work."""
-    import textwrap
-
     if as_csv:
         typer.echo(csv_text(found.to_frame()), nl=False)
     else:
         for text in str(found).splitlines():
-            typer.echo(printable(textwrap.fill(text.strip(), terminal_width(), subsequent_indent="  ")))
+            typer.echo(folded(printable(text.strip()), terminal_width()))
     if out is not None:
         say_written(out, write_landscape(out, found), aside=as_csv)
     interrupted = any(note.startswith("interrupted:") for note in found.notes)

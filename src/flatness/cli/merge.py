@@ -8,21 +8,20 @@ from typing import Annotated
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.forms import output_form
 from flatness.cli.help import Command
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("merge", cls=Command, short_help="Make one report of parts of the data.")(merge)
+    app.command("merge", cls=Command, short_help="Make one report of parts of the data.")(o.grouped(merge))
 
 
 def merge(
+    *,
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES", help="What 'flatness measure --statistics-to' wrote.")
     ],
-    as_json: o.AsJson = False,
-    as_csv: o.AsCsv = False,
+    form: o.Form,
     out: o.Out = None,
 ) -> None:
     """Make one report of parts of the data that several jobs measured.
@@ -34,7 +33,6 @@ def merge(
         flatness measure net.pt -m lenet5 -d mydata:part3 --statistics-to 3.pt
         flatness merge 1.pt 2.pt 3.pt --out merged
     """
-    form = output_form(as_json, as_csv)
     # Loading torch takes seconds.
     import flatness
     from flatness.cli.entries import Entry

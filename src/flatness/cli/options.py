@@ -1,17 +1,62 @@
-"""The options of ``flatness measure``: one for everything `flatness.measure` takes, and for the output."""
+"""Every option of the command line, declared once, and those that several commands share as one argument.
 
-from __future__ import annotations
+What `flatness.measure` says about its arguments is the help of the options that have their names.
+"""
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flatness.cli import words
-from flatness.cli.words import complete_from
+from flatness.cli.answers import UsageError, choice
+from flatness.cli.values import split_list
+from flatness.cli.words import complete_from, documented
 
-_DATA, _HOW, _OUTPUT = "Data", "How to measure", "Output"
+DATA, HOW, DRAW, OUTPUT = "Data", "How to measure", "What to draw", "Output"
+"""Groups of options on help pages."""
 
+
+def option(text: str, metavar: str | None, group: str | None, *names: str, **more: Any) -> Any:
+    """An option: what it is, what its value is called, its group, and its names where they are special."""
+    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=group, **more)
+
+
+def one_of(text: str, known: tuple[str, ...], group: str | None, *names: str) -> Any:
+    """An option that takes one of some words, in the library's spelling or with dashes."""
+
+    def check(parameter: typer.CallbackParam, value: str | None) -> str | None:
+        return None if value is None else choice(value, parameter.opts[0], known)
+
+    text = text or f"{', '.join(known)}."
+    complete = complete_from(lambda: list(known))
+    return option(text, "NAME", group, *names, callback=check, autocompletion=complete)
+
+
+def several(value: list[str] | None) -> list[str]:
+    """What an option that may be repeated, or hold commas, stands for."""
+    return split_list(value)
+
+
+# ---- the network, its data and its loss
+ModelSpec = Annotated[
+    str,
+    option(
+        "package.module:factory, timm:NAME, or a network of flatness.models such as lenet5.", "SPEC", None,
+        "--model", "-m", autocompletion=complete_from(words.model_names),
+    ),
+]  # fmt: skip
+DataSpec = Annotated[
+    str,
+    option(
+        "mnist, fashion-mnist, cifar10, digits, FILE.npz or package.module:factory.", "SPEC", None,
+        "--data", "-d", autocompletion=complete_from(words.data_set_names),
+    ),
+]  # fmt: skip
 Checkpoints = Annotated[
     list[str] | None,
     typer.Argument(
@@ -19,184 +64,138 @@ Checkpoints = Annotated[
         help="Files (.safetensors, .pt, .pth, .bin, .ckpt), folders or patterns; none: the model as built.",
     ),
 ]
-ModelSpec = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="SPEC",
-        help="package.module:factory, timm:NAME, or a network of flatness.models such as lenet5.",
-        autocompletion=words.complete_models,
-    ),
-]
 ModelArguments = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model-arg", metavar="KEY=VALUE", help="An argument of the factory, such as sizes=64,32,10."
-    ),
+    list[str] | None, option("An argument of the factory, such as sizes=64,32,10.", "KEY=VALUE", None)
 ]
-DataSpec = Annotated[
-    str,
-    typer.Option(
-        "--data",
-        "-d",
-        metavar="SPEC",
-        help=f"{', '.join(words.data_set_names())}, FILE.npz or package.module:factory.",
-        autocompletion=words.complete_data_sets,
-    ),
-]
-Split = Annotated[
-    str,
-    typer.Option(
-        help="train or test.",
-        metavar="NAME",
-        rich_help_panel=_DATA,
-        autocompletion=complete_from(*words.SPLITS),
-    ),
-]
-Limit = Annotated[
-    int | None, typer.Option(help="Only the first N samples.", metavar="N", rich_help_panel=_DATA)
-]
-Standardize = Annotated[
-    bool, typer.Option("--standardize", help="Mean 0, deviation 1 in every channel.", rich_help_panel=_DATA)
-]
-DataDir = Annotated[
-    str | None, typer.Option(help="Folder with the data sets.", metavar="DIR", rich_help_panel=_DATA)
-]
-Loss = Annotated[
-    str,
-    typer.Option(
-        help=f"{', '.join(words.LOSSES)}, or package.module:loss.",
-        metavar="NAME",
-        rich_help_panel=_HOW,
-        autocompletion=complete_from(*words.LOSSES),
-    ),
-]
-Forward = Annotated[
-    str | None,
-    typer.Option(
-        help="package.module:function of (model, batch) that returns (output, target).",
-        metavar="SPEC",
-        rich_help_panel=_HOW,
-    ),
-]
+Standardize = Annotated[bool, option("Mean 0, deviation 1 in every channel.", None, DATA, "--standardize")]
+DataDir = Annotated[str | None, option("Folder with the data sets.", "DIR", DATA)]
+_LOSS = f"{', '.join(words.LOSSES)}, or package.module:loss."
+_FORWARD = "package.module:function of (model, batch) that returns (output, target)."
+
+# ---- what to measure and how
 Measures = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Names with commas between, default, or all.  [default: default]",
-        metavar="NAMES",
-        rich_help_panel=_HOW,
-        autocompletion=words.complete_measures,
+    option(
+        "Names with commas between, default, or all.  [default: default]", "NAMES", HOW,
+        callback=several, autocompletion=words.complete_measures,
     ),
-]
+]  # fmt: skip
 Layers = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Names with commas between, or last.  [default: every layer]",
-        metavar="NAMES",
-        rich_help_panel=_HOW,
-    ),
-]
-Method = Annotated[
-    str,
-    typer.Option(
-        help=f"{', '.join(words.METHODS)}.",
-        metavar="NAME",
-        rich_help_panel=_HOW,
-        autocompletion=complete_from(*words.METHODS),
-    ),
-]
-Curvature = Annotated[
-    str,
-    typer.Option(
-        help=f"{' or '.join(words.CURVATURES)}.",
-        metavar="NAME",
-        rich_help_panel=_HOW,
-        autocompletion=complete_from(*words.CURVATURES),
-    ),
-]
-Precision = Annotated[
-    float,
-    typer.Option(
-        help="Relative standard error that sampled values aim at.", metavar="X", rich_help_panel=_HOW
-    ),
-]
-MaxPasses = Annotated[
-    int, typer.Option(help="The most random probes per sample.", metavar="N", rich_help_panel=_HOW)
-]
-DataStderr = Annotated[
-    bool,
-    typer.Option(
-        "--data-stderr",
-        help="Also the standard error with respect to the data's distribution.",
-        rich_help_panel=_HOW,
-    ),
+    option("Names with commas between, or last.  [default: every layer]", "NAMES", HOW, callback=several),
 ]
 MeasureOptions = Annotated[
     list[str] | None,
-    typer.Option(
-        "--option",
-        help="An option of one measure, such as layer_flatness.tolerance=1e-9.",
-        metavar="MEASURE.KEY=VALUE",
-        rich_help_panel=_HOW,
-    ),
+    option("An option of one measure, such as layer_flatness.tolerance=1e-9.", "MEASURE.KEY=VALUE", HOW),
 ]
-WeightDecay = Annotated[
-    float, typer.Option(help="Adds the penalty's Hessian.", metavar="X", rich_help_panel=_HOW)
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(help="Samples at a time.  [default: what fits]", metavar="N", rich_help_panel=_HOW),
-]
+WeightDecay = Annotated[float, option(documented()["weight_decay"], "X", HOW)]
 Device = Annotated[
     str | None,
-    typer.Option(
-        help="cpu, cuda, cuda:1.",
-        metavar="NAME",
-        rich_help_panel=_HOW,
-        autocompletion=complete_from(*words.DEVICES),
-    ),
+    option(documented()["device"], "NAME", HOW, autocompletion=complete_from(lambda: list(words.DEVICES))),
 ]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help=f"{', '.join(words.DTYPES)}.  [default: the model's]",
-        metavar="NAME",
-        rich_help_panel=_HOW,
-        autocompletion=complete_from(*words.DTYPES),
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.", metavar="N", rich_help_panel=_HOW)]
-Sort = Annotated[
-    str | None,
-    typer.Option(
-        help="Order of the checkpoints: name, risk or a measure.", metavar="COLUMN", rich_help_panel=_OUTPUT
-    ),
-]
-Reverse = Annotated[bool, typer.Option("--reverse", help="Largest first.", rich_help_panel=_OUTPUT)]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON instead of the table.", rich_help_panel=_OUTPUT)
-]
-AsCsv = Annotated[
-    bool, typer.Option("--csv", help="Print CSV instead of the table.", rich_help_panel=_OUTPUT)
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for JSON, CSV, LaTeX and an HTML page.", metavar="DIR", rich_help_panel=_OUTPUT
-    ),
-]
-StatisticsTo = Annotated[
-    Path | None,
-    typer.Option(
-        help="File for the sums of this part of the data, for 'flatness merge'.",
-        metavar="FILE",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-Progress = Annotated[
-    bool,
-    typer.Option(
-        "--progress/--no-progress", help="A bar on work of more than two seconds.", rich_help_panel=_OUTPUT
-    ),
-]
+Progress = Annotated[bool, option(documented()["progress"], None, OUTPUT, "--progress/--no-progress")]
+
+# ---- output
+AsJson = Annotated[bool, option("Print JSON instead of the table.", None, OUTPUT, "--json")]
+AsCsv = Annotated[bool, option("Print CSV instead of the table.", None, OUTPUT, "--csv")]
+Out = Annotated[Path | None, option("Folder for JSON, CSV, LaTeX and an HTML page.", "DIR", OUTPUT)]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, data and a loss, in the words of the command line."""
+
+    model: ModelSpec
+    data: DataSpec
+    checkpoints: Checkpoints = None
+    model_arg: ModelArguments = None
+    split: Annotated[str, one_of("", words.SPLITS, DATA)] = "train"
+    limit: Annotated[int | None, option("Only the first N samples.", "N", DATA)] = None
+    standardize: Annotated[
+        bool, option("Mean 0, deviation 1 in every channel.", None, DATA, "--standardize")
+    ] = False
+    data_dir: DataDir = None
+    loss: Annotated[
+        str, option(_LOSS, "NAME", HOW, autocompletion=complete_from(lambda: list(words.LOSSES)))
+    ] = "cross_entropy"
+    forward: Annotated[str | None, option(_FORWARD, "SPEC", HOW)] = None
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where and in which precision to compute, in the words of the command line."""
+
+    batch_size: Annotated[int | None, option(documented()["batch_size"], "N", HOW)] = None
+    device: Device = None
+    dtype: Annotated[
+        str | None, one_of(f"{documented()['dtype']}  [{', '.join(words.DTYPES)}]", words.DTYPES, HOW)
+    ] = None
+    seed: Annotated[int, option(documented()["seed"], "N", HOW)] = 0
+    progress: Progress = True
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What goes to `flatness.measure` as it is."""
+
+    method: Annotated[str, one_of(documented()["method"], words.METHODS, HOW)] = "auto"
+    curvature: Annotated[str, one_of(documented()["curvature"], words.CURVATURES, HOW)] = "hessian"
+    precision: Annotated[float, option(documented()["precision"], "X", HOW)] = 0.01
+    max_passes: Annotated[int, option(documented()["max_passes"], "N", HOW)] = 100
+    data_stderr: Annotated[bool, option(documented()["data_stderr"], None, HOW, "--data-stderr")] = False
+    weight_decay: WeightDecay = 0.0
+
+
+@dataclass(frozen=True)
+class Form:
+    """How to print results."""
+
+    as_json: AsJson = False
+    as_csv: AsCsv = False
+
+    def __post_init__(self) -> None:
+        """Refuse two forms at once before anything is loaded."""
+        if self.as_json and self.as_csv:
+            raise UsageError("Expected one of --json and --csv but got both.")
+
+    @property
+    def name(self) -> str:
+        """What to print: "json", "csv" or "table"."""
+        return "json" if self.as_json else "csv" if self.as_csv else "table"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Where data and pictures go."""
+
+    as_csv: AsCsv = False
+    out: Annotated[
+        Path | None,
+        option("Folder for data, pictures and a page; goes on with what is there.", "DIR", OUTPUT),
+    ] = None
+    fresh: Annotated[bool, option("Compute anew what --out already holds.", None, OUTPUT, "--fresh")] = False
+
+
+def grouped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A command whose arguments of the classes above are made from an option for each of their fields."""
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {one.name: one.annotation for one in own if is_dataclass(one.annotation)}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = []
+    for one in own:
+        expanded = (
+            inspect.signature(one.annotation, eval_str=True).parameters.values()
+            if one.name in groups
+            else [one]
+        )
+        parameters += [each.replace(kind=keyword) for each in expanded]
+
+    @functools.wraps(function)
+    def command(**given: Any) -> Any:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        return function(**given)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    return command

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.answers import FAILED, UsageError, choice, printable, usage_of
+from flatness.cli.answers import FAILED, UsageError, printable, usage_of
+from flatness.cli.forms import terminal_width
 from flatness.cli.help import Command, Group
 from flatness.report.sheets import csv_text
 
@@ -28,11 +28,14 @@ Example:
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(cls=Group, help=_ABOUT, no_args_is_help=True, rich_markup_mode=None)
-    group.command("list", cls=Command, short_help="The studies that come with the package.")(list_studies)
-    group.command("run", cls=Command, short_help="Train, measure and correlate; go on where it stopped.")(run)
-    group.command("pack", cls=Command, short_help="A study as one small file, to keep and pass on.")(pack)
-    group.command("unpack", cls=Command, short_help="The folder of a packed study again, to go on.")(unpack)
-    group.command("show", cls=Command, short_help="The summary, tables and figures of a study.")(show)
+    for name, command, about in (
+        ("list", list_studies, "The studies that come with the package."),
+        ("run", run, "Train, measure and correlate; go on where it stopped."),
+        ("pack", pack, "A study as one small file, to keep and pass on."),
+        ("unpack", unpack, "The folder of a packed study again, to go on."),
+        ("show", show, "The summary, tables and figures of a study."),
+    ):
+        group.command(name, cls=Command, short_help=about)(command)
     app.add_typer(group, name="study", short_help="Does flatness predict the gap? Many networks at once.")
 
 
@@ -42,14 +45,13 @@ def list_studies() -> None:
     Example:
         flatness study list
     """
-    from flatness.cli.output import terminal_width
+    from flatness.report.tables import Column, format_table
     from flatness.study.spec.spec import names, read_spec
 
-    for name in names():
-        spec = read_spec(name)
-        start = f"{name:26} {spec.size:>16}  "
-        width = max(terminal_width(), len(start) + 20)
-        typer.echo(textwrap.fill(spec.title, width, initial_indent=start, subsequent_indent=" " * len(start)))
+    specs = [(name, read_spec(name)) for name in names()]
+    columns = [Column(), Column(align="right"), Column(narrow="wrap")]
+    rows = [(name, spec.size, spec.title) for name, spec in specs]
+    typer.echo(format_table(columns, rows, terminal_width()))
 
 
 def run(
@@ -60,12 +62,14 @@ def run(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Folder of the study.  [default: STUDY-SCALE]")
     ] = None,
-    scale: Annotated[str, typer.Option(help=f"{', '.join(_SCALES)}.", metavar="NAME")] = "small",
-    executor: Annotated[str, typer.Option(help=f"{' or '.join(_EXECUTORS)}.", metavar="NAME")] = "local",
+    scale: Annotated[str, o.one_of("", _SCALES, None)] = "small",
+    executor: Annotated[str, o.one_of("", _EXECUTORS, None)] = "local",
     jobs: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Processes.  [default: one per GPU or core]")
     ] = None,
-    device: o.Device = None,
+    device: Annotated[
+        str | None, o.option("Where to train and measure.  [default: a GPU where there is one]", "NAME", None)
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(metavar="N", help="Save everything and stop after so long.")
     ] = None,
@@ -87,8 +91,6 @@ def run(
         flatness study run petzka2019-mnist --scale smoke
         flatness study run mine.toml --scale paper --out results --minutes 25
     """
-    scale = choice(scale, "--scale", _SCALES)
-    executor = choice(executor, "--executor", _EXECUTORS)
     import math
     import os
 
@@ -186,7 +188,6 @@ def show(
 
 
 def _present(study: Any) -> None:
-    from flatness.cli.output import terminal_width
     from flatness.files import write_text
     from flatness.show.pages.study_page import render_study
     from flatness.show.plots.study import write_figures

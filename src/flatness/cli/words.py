@@ -1,9 +1,11 @@
-"""The words that options take, known without loading torch: for shell completion and for quick answers."""
+"""The words of options, known without loading torch: what they take, and what the library says about them."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+import re
+from collections.abc import Callable, Iterator
 from importlib import resources
 
 METHODS = ("auto", "exact", "sampled")
@@ -13,11 +15,23 @@ SPLITS = ("train", "test")
 DEVICES = ("cpu", "cuda", "mps")
 
 
-def complete_from(*words: str):
-    """A completion function over fixed words."""
+@functools.cache
+def documented() -> dict[str, str]:
+    """The first sentence about every argument of `flatness.measure`, from its docstring."""
+    source = resources.files("flatness").joinpath("measuring", "measure.py").read_text(encoding="utf-8")
+    functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    text = ast.get_docstring(next(node for node in functions if node.name == "measure")) or ""
+    arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
+    parts = re.split(r"^    (\w+): ", arguments, flags=re.MULTILINE)[1:]
+    sentences = (" ".join(part.split()).replace('"', "").split(". ")[0].rstrip(".") for part in parts[1::2])
+    return dict(zip(parts[::2], (f"{sentence}." for sentence in sentences), strict=True))
+
+
+def complete_from(words: Callable[[], list[str]]) -> Callable[[str], list[str]]:
+    """A completion function over words."""
 
     def complete(incomplete: str) -> list[str]:
-        return [word for word in words if word.startswith(incomplete)]
+        return [word for word in words() if word.startswith(incomplete)]
 
     return complete
 
@@ -27,16 +41,6 @@ def complete_measures(incomplete: str) -> list[str]:
     before, comma, last = incomplete.rpartition(",")
     names = ["default", "all", *measure_names()]
     return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
-
-
-def complete_data_sets(incomplete: str) -> list[str]:
-    """Names of the data sets."""
-    return [name for name in data_set_names() if name.startswith(incomplete)]
-
-
-def complete_models(incomplete: str) -> list[str]:
-    """Names of this package's networks."""
-    return [name for name in model_names() if name.startswith(incomplete)]
 
 
 def measure_names() -> list[str]:

@@ -84,9 +84,9 @@ def measure(
         options: Options of single measures, ``{"layer_flatness": {"tolerance": 1e-9}}``.
         forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
         weight_decay: Coefficient of torch's weight decay; adds its Hessian, weight_decay·I.
-        batch_size: Samples per micro-batch; chosen by memory when None.
-        device: Measure on a copy of the model there.
-        dtype: Measure a copy of the model in that precision.
+        batch_size: Samples per micro-batch; by default as many as fit into memory.
+        device: Where to measure, such as "cuda:1", on a copy of the model; by default where the model is.
+        dtype: Floating-point type to measure a copy of the model in; by default the model's own.
         seed: Seed of everything random.
         progress: Whether to show a bar on work of more than two seconds.
         statistics_to: A file for the sums behind this report, so that `merge` makes one report from the
