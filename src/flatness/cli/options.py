@@ -32,7 +32,7 @@ def one_of(text: str, known: tuple[str, ...], group: str | None, *names: str) ->
     def check(parameter: typer.CallbackParam, value: str | None) -> str | None:
         return None if value is None else choice(value, parameter.opts[0], known)
 
-    text = text or f"{', '.join(known)}."
+    text = text or f"{(' or ' if len(known) == 2 else ', ').join(known)}."
     complete = complete_from(lambda: list(known))
     return option(text, "NAME", group, *names, callback=check, autocompletion=complete)
 

@@ -68,9 +68,7 @@ def study_data(study: Study) -> dict[str, Any]:
 
 def _rounded(value: Any) -> Any:
     """A number with seven digits; None for what is not there."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
+    if value is None or isinstance(value, int | str):
         return value
     number = float(value)
     if not math.isfinite(number):
@@ -152,22 +150,28 @@ def _columns(frame: pandas.DataFrame, records: Sequence[Mapping[str, Any]]) -> l
     found = [{column_name(one): one for one in _results(record)} for record in records]
     columns = []
     for name in measure_columns(frame):
-        rows = [results.get(name) for results in found]
-        column: dict[str, Any] = {"name": name, **_words(next(one for one in rows if one))}
-        column["values"] = [None if one is None else _rounded(one["value"]) for one in rows]
-        if any(one and one["stderr"] for one in rows):
-            column["stderr"] = [None if one is None else _rounded(one["stderr"]) for one in rows]
-        used = {one["method"] for one in rows if one}
-        column["method"] = (
-            used.pop() if len(used) == 1 else [methods.index(one["method"]) if one else -1 for one in rows]
-        )
-        unsettled = [number for number, one in enumerate(rows) if one and not one.get("converged", True)]
-        if unsettled:
-            column["unsettled"] = unsettled
+        column = _quantity([results.get(name) for results in found], methods)
         if f"{name}:rescaled" in frame:
             column["rescaled"] = _column(frame, f"{name}:rescaled")
-        columns.append(column)
+        columns.append({"name": name, **column})
     return columns
+
+
+def _quantity(rows: Sequence[Mapping[str, Any] | None], methods: list[str]) -> dict[str, Any]:
+    """One quantity of all networks; None stands for a network that does not have it."""
+    there = [one for one in rows if one]
+    column: dict[str, Any] = {**_words(there[0]), "values": _each(rows, "value")}
+    if any(one["stderr"] for one in there):
+        column["stderr"] = _each(rows, "stderr")
+    used = list(dict.fromkeys(one["method"] for one in there))
+    places = {method: place for place, method in enumerate(methods)}
+    column["method"] = used[0] if len(used) == 1 else [places[one["method"]] if one else -1 for one in rows]
+    unsettled = [number for number, one in enumerate(rows) if one and not one.get("converged", True)]
+    return {**column, "unsettled": unsettled} if unsettled else column
+
+
+def _each(rows: Sequence[Mapping[str, Any] | None], key: str) -> list[Any]:
+    return [_rounded(one[key]) if one else None for one in rows]
 
 
 def _words(one: Mapping[str, Any]) -> dict[str, str]:

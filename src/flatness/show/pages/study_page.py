@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 from urllib.parse import quote
@@ -85,27 +86,34 @@ def _correlations(study: Study, number: int, part: str) -> str:
     if frame is None or len(frame) == 0:
         few = f"{len(kept)} networks are too few for a correlation."
         return f'<div class="part">{heading}<p>{few}</p></div>\n'
-    single = [name for name in _MAIN if name in frame]
-    known = {"quantity", "measure", "layer", "reduction", "n", *_MAIN, *COEFFICIENTS}
-    more = [name for name in frame if name not in known and not name.endswith(("_low", "_high"))]
+    rest = _rest(list(frame))
     headings = [("quantity", "text"), ("n", ""), *((text, "") for text in _COEFFICIENTS.values())]
-    headings += [(_MAIN[name], "") for name in single] + [(name, "more") for name in more]
-    lines = []
-    for found in frame.to_dict("records"):
-        cells = [Cell(str(found["n"]), found["n"], key="n")]
-        cells += [_coefficient(found, name) for name in _COEFFICIENTS]
-        cells += [_number(found, name, "") for name in single] + [
-            _number(found, name, "more") for name in more
-        ]
-        label = found["quantity"].replace("_", " ").replace(":", ", ")
-        lines.append(row(label, cells, press=True, quantity=found["quantity"]))
+    headings += [(text or name, "" if text else "more") for name, text in rest.items()]
+    lines = [_correlation(found, rest) for found in frame.to_dict("records")]
     caption = (
         f"Every quantity against the gap ({_gap(study, part)}); grey: what 95 % of permutations stay below"
     )
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
-    wide = '<label class="tick more-columns"><input type="checkbox"> all columns</label>' if more else ""
-    known = without_measures(study, part).replace("-", "−")
-    return f'<div class="part">{heading}<p>{escape(known)}</p>{wide}{inner}</div>\n'
+    tick = '<label class="tick more-columns"><input type="checkbox"> all columns</label>'
+    wide = tick if "" in rest.values() else ""
+    alone = without_measures(study, part).replace("-", "−")
+    return f'<div class="part">{heading}<p>{escape(alone)}</p>{wide}{inner}</div>\n'
+
+
+def _rest(columns: Sequence[str]) -> dict[str, str]:
+    """Columns beside the coefficients and their headings; those without one are shown when asked for."""
+    known = {"quantity", "measure", "layer", "reduction", "n", *_MAIN, *COEFFICIENTS}
+    more = [name for name in columns if name not in known and not name.endswith(("_low", "_high"))]
+    return {name: text for name, text in _MAIN.items() if name in columns} | dict.fromkeys(more, "")
+
+
+def _correlation(found: dict[str, Any], rest: Mapping[str, str]) -> str:
+    """The row of one quantity; columns of `rest` without a heading of their own are hidden at first."""
+    cells = [Cell(str(found["n"]), found["n"], key="n")]
+    cells += [_coefficient(found, name) for name in _COEFFICIENTS]
+    cells += [_number(found, name, "" if text else "more") for name, text in rest.items()]
+    label = found["quantity"].replace("_", " ").replace(":", ", ")
+    return row(label, cells, press=True, quantity=found["quantity"])
 
 
 def _gap(study: Study, part: str) -> str:
@@ -157,13 +165,8 @@ def _networks(study: Study) -> str:
         cells = [_plain(found[name]) for name in names]
         cells += [left.get(key, "yes"), *(_outcome(found[name]) for name in numbers)]
         lines.append(row(key[:8], [Cell(text) for text in cells], f"records/{quote(key)}.json"))
-    heads = "".join(
-        f'<th scope="col" class="head">{escape(text.replace("_", " "))}</th>' for text in headings
-    )
-    inner = (
-        f'<div class="scroll"><table><caption>Every network; its heading leads to its record</caption>'
-        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    heads = [(text, "") for text in headings]
+    inner = table("Every network; its heading leads to its record", heads, "".join(lines))
     body = f'<div id="rows"></div><noscript>{inner}</noscript>'
     return f'<section id="networks"><h2>Networks</h2>{body}</section>\n'
 

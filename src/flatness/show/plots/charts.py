@@ -39,24 +39,28 @@ def save_chart(
         axes = figure.add_subplot()
         if level is not None:
             axes.axhline(level, color=theme.quiet, linewidth=0.8)
-        logarithmic = [_is_logarithmic(chart, axis) for axis in (0, 1)]
+        logarithmic = _is_logarithmic(chart, 0), _is_logarithmic(chart, 1)
         shown = {
             name: [mark for mark in members if all(mark[:2][i] > 0 for i in (0, 1) if logarithmic[i])]
             for name, members in chart.series.items()
         }
         for number, (name, look) in enumerate(looks(shown).items()):
             _draw_series(axes, chart, shown[name], *look, DASHES[number % len(DASHES)], written(name))
-        marks = [mark for members in shown.values() for mark in members]
-        if chart.places:
-            axes.set_xticks(range(len(chart.places)), [written(place) for place in chart.places])
-            axes.set_xlim(-0.25, len(chart.places) - 0.75)
-        elif marks:
-            scale_axis(axes, "x", [mark.x for mark in marks], logarithmic[0])
-        ends = [end for mark in marks for end in _ends(mark) if end > 0 or not logarithmic[1]]
-        if ends:
-            scale_axis(axes, "y", ends, logarithmic[1])
+        _scale(axes, chart, [mark for members in shown.values() for mark in members], logarithmic)
         _label(axes, theme, chart.x_label, chart.y_label, chart.title)
         add_legend(figure, axes, inside=False)
+
+
+def _scale(axes: Axes, chart: Chart, marks: Sequence[Mark], logarithmic: tuple[bool, bool]) -> None:
+    """Let both axes hold all marks and their ranges."""
+    if chart.places:
+        axes.set_xticks(range(len(chart.places)), [written(place) for place in chart.places])
+        axes.set_xlim(-0.25, len(chart.places) - 0.75)
+    elif marks:
+        scale_axis(axes, "x", [mark.x for mark in marks], logarithmic[0])
+    ends = [end for mark in marks for end in _ends(mark) if end > 0 or not logarithmic[1]]
+    if ends:
+        scale_axis(axes, "y", ends, logarithmic[1])
 
 
 def _is_logarithmic(chart: Chart, axis: int) -> bool:
