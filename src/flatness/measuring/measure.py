@@ -107,7 +107,7 @@ def measure(
     """
     given = _settled(locals())
     started, ranks = time.perf_counter(), Ranks.current()
-    given["progress"] = progress and ranks.rank == 0
+    given |= {"progress": progress and ranks.rank == 0, "ranks": ranks}
     check_destination(statistics_to)
     reports: list[Report] = []
     parts: list[Part] = []
@@ -119,7 +119,6 @@ def measure(
         try:
             with ranks.stage():
                 problem, request = _posed(given, group)
-            problem.ranks = ranks
             kept = statistics_to is not None
             report, part = _report(problem, request, started, data_stderr, everything=everything, kept=kept)
             reports.append(replace(report, notes=(*report.notes, *left_out)))
@@ -133,7 +132,6 @@ def measure(
     report, own_risk = joined(reports), None
     if all(group.loss is not None for group in groups):
         own = _problem(given, loss)
-        own.ranks = ranks
         own_risk = risk_of(own)
         risk = own_risk["risk"] / own_risk["normaliser"]
         report = replace(report, meta={**report.meta, **own_risk["loss"], "risk": risk})
@@ -187,7 +185,8 @@ def _posed(given: Mapping[str, Any], group: LossGroup) -> tuple[Problem, Measure
 
 
 def _problem(given: Mapping[str, Any], loss: Any) -> Problem:
-    return Problem(given["model"], given["data"], loss, **{name: given[name] for name in _SETTING})
+    setting = {name: given[name] for name in _SETTING}
+    return Problem(given["model"], given["data"], loss, **setting, ranks=given.get("ranks"))
 
 
 def _check_classes(loss: Any, group: LossGroup) -> None:

@@ -19,6 +19,7 @@ from flatness.problem.guard import Guard, Suppressed
 from flatness.problem.model import check_model, converted, unwrap
 from flatness.problem.own_loss import Alignment
 from flatness.problem.process_state import PROCESS
+from flatness.problem.ranks import Ranks
 from flatness.problem.sources import Source, different_lengths
 from flatness.problem.stream import StreamedData
 
@@ -41,14 +42,12 @@ class Problem(StreamedData):
         dtype: In which precision; the model's when None.
         seed: Seed of everything random.
         progress: Whether to show a bar on long work.
+        ranks: The processes that measure together, each on its part of the data; one alone by default.
 
     Attributes:
         notes: What happened that the user should know.
         copy_batches: Whether the model gets copies of its inputs, because a run showed that it writes into
             them; None until it has run once, on a copy.
-        ranks: The processes that measure together, each on its part of the data; one alone by default.
-        watch: Called with the outputs of every forward pass, laid out as predictions; a plan checks here what
-            it relies on.
     """
 
     def __init__(
@@ -64,6 +63,7 @@ class Problem(StreamedData):
         dtype: torch.dtype | None = None,
         seed: int = 0,
         progress: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         resolved = resolve_loss(loss)
         check_options(weight_decay, batch_size, dtype, seed, forward)
@@ -83,14 +83,20 @@ class Problem(StreamedData):
             )
         source = Source(data, seed)
         super().__init__(
-            source, resolved, parameter.device, parameter.dtype, batch_size=batch_size, progress=progress
+            source,
+            resolved,
+            parameter.device,
+            parameter.dtype,
+            batch_size=batch_size,
+            progress=progress,
+            ranks=ranks,
         )
         self.notes += notes
         self.forward = forward or DefaultForward(resolved)
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
         self.copy_batches: bool | None = None
-        self.watch: Callable[[Tensor], None] | None = None
+        self._watch: Callable[[Tensor], None] | None = None
 
     def guarded(self) -> Guard:
         """A context in which the model is in evaluation mode, and after which it is as it was."""
@@ -108,6 +114,10 @@ class Problem(StreamedData):
     def _note_autocast(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self.autocast.seen:
             self.notes.append("the model turns autocast on; measured without it")
+
+    def watched_by(self, watch: Callable[[Tensor], None] | None) -> None:
+        """Have every forward pass looked at: its outputs, laid out as predictions; None for no longer."""
+        self._watch = watch
 
     def written_weights(self) -> list[str]:
         """Parameters that forward passes wrote to since the guarded context began or this was last asked."""
@@ -129,8 +139,8 @@ class Problem(StreamedData):
     def items(self, batch: Any, *, look: bool = True) -> Items:
         """Run the model on a placed batch and lay its outputs out as predictions; see `laid_out`."""
         items = self.laid_out(*self.outputs(batch), look=look)
-        if self.watch is not None:
-            self.watch(items.logits)
+        if self._watch is not None:
+            self._watch(items.logits)
         return items
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:

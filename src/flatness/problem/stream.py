@@ -32,11 +32,11 @@ class StreamedData(ABC):
         dtype: In which precision.
         batch_size: Samples per micro-batch; chosen by memory when None.
         progress: Whether to show a bar on long work.
+        ranks: The processes that measure together, each on its part of the data; one alone by default.
 
     Attributes:
         notes: What happened that the user should know.
         micro_batch: How many samples are worked on at a time.
-        ranks: The processes that measure together, each on its part of the data; one alone by default.
     """
 
     def __init__(
@@ -48,13 +48,14 @@ class StreamedData(ABC):
         *,
         batch_size: int | None,
         progress: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         self.source = source
         self.loss = loss
         self.device, self.dtype = device, dtype
         self.progress = progress
         self.notes: list[str] = []
-        self.ranks = Ranks()
+        self.ranks = ranks or Ranks()
         self.micro_batch = int(batch_size or _DEFAULT_BATCH)
         self._fixed_batch = batch_size
         # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.

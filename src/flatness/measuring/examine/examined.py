@@ -15,7 +15,6 @@ from flatness.network.affine import AffineModule
 from flatness.network.graph import NetworkGraph
 from flatness.network.layers import Layer, own_parameters
 from flatness.network.layers.shared import EmbeddingLayer, SharedLayer
-from flatness.network.parts import named_modules, named_parameters
 from flatness.network.recording import Record
 
 
@@ -129,7 +128,7 @@ def notes_on(model: nn.Module, examined: Examined, misread: list[str]) -> list[s
     layers, records = examined.layers, examined.records
     not_called = [name for name in layers if records[name].call is None]
     made = reparametrised({name: layers[name] for name in examined.called})
-    frozen = [name for name, value in named_parameters(model).items() if not value.requires_grad]
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
     teach = "flatness.register_layer can teach it"
     said = [
         ("never called in the forward pass and left out: {}", [n for n in not_called if records[n].unused]),
@@ -157,6 +156,6 @@ def _unknown(model: nn.Module, examined: Examined, misread: Collection[str]) -> 
     covered = {id(value) for name, value in named if name in parts}
     return [
         f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in named_modules(model)
+        for name, module in model.named_modules()
         if name not in known and any(id(value) not in covered for value in own_parameters(module))
     ]

@@ -13,7 +13,6 @@ from flatness.network.affine import AffineModule
 from flatness.network.graph import reads
 from flatness.network.layers import Layer
 from flatness.network.layers.shared import EmbeddingLayer, SharedLayer, Use
-from flatness.network.parts import named_modules
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def tied_embeddings(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, 
     weights = {id(layer.weight) for layer in layers.values()}
     return {
         name: EmbeddingLayer(name, module)
-        for name, module in named_modules(model)
+        for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and module.max_norm is None and id(module.weight) in weights
     }
 

@@ -27,7 +27,6 @@ from flatness.measuring.plan.watch import Watch
 from flatness.measuring.request import LARGEST_BRUTE_FORCE, MeasureRequest
 from flatness.network.layers import SUPPORTED, select_layers
 from flatness.network.layers.linear import ProjectionLayer
-from flatness.network.parts import named_modules
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
 
@@ -53,7 +52,7 @@ class _TraceParts:
 
 def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
     """Decide how to measure. The problem must be guarded."""
-    problem.watch = None  # an earlier plan's
+    problem.watched_by(None)  # an earlier plan's
     examined = examine(problem, last_only=_last_only(problem, request))
     notes = list(examined.notes)
     names = _selected_layers(problem, examined, request.layers, notes)
@@ -78,12 +77,14 @@ def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
         aliases=_first_names(problem.model),
         loss=problem.loss.name,
     )
-    problem.watch = Watch(
-        problem,
-        examined,
-        linear=[name for name, treatment in treatments.items() if treatment.linear],
-        routes=plan.layer_routes.values(),
-        unused=examined.unused if request.layers is None or plan.network else (),
+    problem.watched_by(
+        Watch(
+            problem,
+            examined,
+            linear=[name for name, treatment in treatments.items() if treatment.linear],
+            routes=plan.layer_routes.values(),
+            unused=examined.unused if request.layers is None or plan.network else (),
+        )
     )
     if request.curvature == "hessian" and plan.differentiates_twice:
         notes += hidden_curvature(problem, examined)
@@ -93,7 +94,7 @@ def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
 
 def _last_only(problem: Problem, request: MeasureRequest) -> bool:
     """Whether nothing but the last layer matters; a module may also go by the name of "last"."""
-    by_name = any(name == "last" for name, _ in named_modules(problem.model))
+    by_name = any(name == "last" for name, _ in problem.model.named_modules())
     last = isinstance(request.layers, str) and request.layers == "last"
     return last and not by_name and not request.of_network
 
@@ -102,7 +103,7 @@ def _selected_layers(
     problem: Problem, examined: Examined, layers: str | Iterable[str] | None, notes: list[str]
 ) -> list[str]:
     """The names of the layers to measure, in network order, each weight under one name."""
-    kinds = {name: type(module).__name__ for name, module in named_modules(problem.model)}
+    kinds = {name: type(module).__name__ for name, module in problem.model.named_modules()}
     if not examined.layers:
         raise LayerError(
             f"Expected at least one supported layer ({SUPPORTED}) but "

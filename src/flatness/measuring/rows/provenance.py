@@ -16,8 +16,8 @@ from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
-from flatness.network.parts import dense_parts, named_parameters
 from flatness.problem.problem import Problem
+from flatness.problem.snapshot import dense_parts
 from flatness.version import __version__
 
 # Numbers of a tensor up to which it is brought to the host as a whole.
@@ -38,7 +38,7 @@ def provenance(problem: Problem, plan: Plan, statistics: Statistics, seconds: fl
         "curvature": plan.curvature,
         "weight_decay": problem.weight_decay,
         "options": _plain({measure.name: plan.request.options[measure.name] for measure in plan.measures}),
-        "parameters": {name: list(value.shape) for name, value in named_parameters(problem.model).items()},
+        "parameters": {name: list(value.shape) for name, value in problem.model.named_parameters()},
         "dtype": str(problem.dtype).removeprefix("torch."),
         "device": problem.device.type,
         "seed": problem.seed,
