@@ -92,7 +92,7 @@ def density(
 
     Returns:
         A `Density`: print it; `.curve(name, grid)`, `.spectra[name].power_sum(2)`; `.save` it. After Ctrl-C
-        it holds what the steps made so far say. `flatness.show.landscape.save_density` draws it.
+        it holds what the steps made so far say. `flatness.show.plots.landscape.save_density` draws it.
 
     Example:
         >>> import torch, flatness

@@ -85,7 +85,7 @@ def surface(
 
     Returns:
         A `Surface`: use `.x`, `.y`, `.loss`, `.accuracy`, `.paths`; `.save` it. After Ctrl-C it holds what
-        was computed, and NaN elsewhere. `flatness.show.surfaces.save_contour` and `save_relief` draw it.
+        was computed, and NaN elsewhere. `flatness.show.plots.surfaces.save_contour` and `save_relief` draw it.
 
     Example:
         >>> import torch, flatness
