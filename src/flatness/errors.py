@@ -54,6 +54,10 @@ class OptionError(FlatnessError, ValueError):
     """An argument has a value it cannot have."""
 
 
+class ResumeError(OptionError):
+    """A file to go on from holds something else than an earlier part of the same work."""
+
+
 class UndefinedMeasureError(FlatnessError, ValueError):
     """A measure is not defined for this network on this data: no accuracy to drop, no gradient to follow."""
 

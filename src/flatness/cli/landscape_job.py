@@ -17,7 +17,7 @@ from flatness.cli.answers import INTERRUPTED, UsageError, printable, usage_of
 from flatness.cli.forms import folded, say_written, terminal_width
 from flatness.cli.job import AS_BUILT, arguments_of, check_folder, checkpoints_of, data_of, network_of
 from flatness.cli.options import Compute, Drawing, Network
-from flatness.errors import LayerError, OptionError
+from flatness.errors import LayerError, OptionError, ResumeError
 from flatness.problem.batches import tensors_in
 from flatness.report.sheets import csv_text
 from flatness.show.pages.landscape_page import Landscape, write_landscape
@@ -133,7 +133,7 @@ def _called(request: Request, function: Any, networks: Any, **more: Any) -> Land
         with _file(request.output, function.__name__) as file:
             return function(networks, data_of(request.given).batches, resume=file, **arguments)
     except (OptionError, LayerError) as error:
-        hint = " --fresh computes it anew." if "Expected resume" in str(error) else ""
+        hint = " --fresh computes it anew." if isinstance(error, ResumeError) else ""
         raise usage_of(type(error)(f"{error}{hint}")) from error
 
 
@@ -165,7 +165,6 @@ def finish(found: Landscape, out: Path | None, as_csv: bool) -> int:
             typer.echo(folded(printable(text.strip()), terminal_width()))
     if out is not None:
         say_written(out, write_landscape(out, found), aside=as_csv)
-    interrupted = any(note.startswith("interrupted:") for note in found.notes)
-    if interrupted and out is not None:
+    if found.interrupted and out is not None:
         typer.echo("run the same command again to go on", err=True)
-    return INTERRUPTED if interrupted else 0
+    return INTERRUPTED if found.interrupted else 0

@@ -41,7 +41,6 @@ METRICS = ("euclidean", "layerwise", "nodewise")
 _CURVATURES = ("hessian", "gauss_newton")
 _PARAMETERS = ("all", "weights")
 _BASIS_BYTES = 1024 * 2**20
-_INTERRUPTED = "interrupted:"
 
 
 @separately()
@@ -193,7 +192,8 @@ class _Census:
         self.spectra = {
             label: own for label, own in before.spectra.items() if self.owners[label] in self.finished
         }
-        self.notes = [note for note in before.notes if not note.startswith(_INTERRUPTED)]
+        # the first note of a run that Ctrl-C ended says where
+        self.notes = list(before.notes[1:] if self.facts.pop("interrupted", False) else before.notes)
 
     def _name(self, member: Member) -> str:
         several = sum(other.group == member.group for other in self.members) > 1
@@ -201,6 +201,7 @@ class _Census:
 
     def _density(self) -> Density:
         meta = {**self.facts, "asked": self.asked, "finished": self.finished, "owners": self.owners}
+        meta["interrupted"] = self.interrupted
         return Density(dict(self.spectra), meta, tuple(dict.fromkeys(self.notes)))
 
     def _network(self, name: str, problem: Problem) -> None:
@@ -267,7 +268,7 @@ class _Census:
         except KeyboardInterrupt:
             self.interrupted = True
             self.notes.insert(
-                0, f"{_INTERRUPTED} {label} after {lanczos.made} of {lanczos.steps} steps of Lanczos"
+                0, f"interrupted: {label} after {lanczos.made} of {lanczos.steps} steps of Lanczos"
             )
 
 

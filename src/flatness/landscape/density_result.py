@@ -63,6 +63,11 @@ class Density:
     meta: dict[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the work before all of it was done."""
+        return bool(self.meta.get("interrupted"))
+
     def width(self, name: str) -> float:
         """The width of the Gaussian that a spectrum is smoothed with by default: 1/100 of its range."""
         low, high = self.ends(name)

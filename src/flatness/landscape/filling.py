@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatness.errors import OptionError, ReportError, listed
+from flatness.errors import ReportError, ResumeError, listed
 from flatness.files import check_folder
 from flatness.landscape.points import Points
 from flatness.landscape.storage import Array, Saved, read_arrays
@@ -120,7 +120,8 @@ def resumed(path: str | os.PathLike[str] | None, kind: str, asked: dict[str, Any
     """The arrays of an earlier run of the same call; None where there is none.
 
     Raises:
-        OptionError: When the file holds something else, or cannot be written.
+        ResumeError: When the file holds something else.
+        OptionError: When it cannot be written.
     """
     if path is None:
         return None
@@ -130,7 +131,7 @@ def resumed(path: str | os.PathLike[str] | None, kind: str, asked: dict[str, Any
     try:
         _, arrays, meta = read_arrays(path, kind)
     except ReportError as error:
-        raise OptionError(
+        raise ResumeError(
             f"Expected resume to be a file of an earlier {kind}, or a new one, but {path} is something else. "
             "Choose another name."
         ) from error
@@ -139,7 +140,7 @@ def resumed(path: str | os.PathLike[str] | None, kind: str, asked: dict[str, Any
     now = json.loads(json.dumps(asked))
     changed = [name for name in now if not _same(name, before.get(name), now[name])]
     if changed:
-        raise OptionError(
+        raise ResumeError(
             f"Expected resume to be a file of the same {kind} but {path} was made with other settings: "
             f"{listed(name.replace('_', ' ') for name in changed)}. Choose another name, or remove the file."
         )

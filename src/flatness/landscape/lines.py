@@ -92,7 +92,8 @@ def line(
 
     Returns:
         A `Line`: use `.positions`, `.loss`, `.accuracy`, `.mean(group)`, `.band(group)`; `.save` it. After
-        Ctrl-C it holds what was computed, and NaN elsewhere. `flatness.show.plots.landscape.save_line` draws it.
+        Ctrl-C it holds what was computed, and NaN elsewhere. `flatness.show.plots.landscape.save_line`
+        draws it.
 
     Example:
         >>> import torch, flatness

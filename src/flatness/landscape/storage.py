@@ -27,12 +27,19 @@ class Saved:
         array_fields: Fields that hold an array.
         text_fields: Fields that hold texts.
         meta: What else is known.
+        done: Which points were computed.
     """
 
     kind: ClassVar[str]
     array_fields: ClassVar[tuple[str, ...]]
     text_fields: ClassVar[tuple[str, ...]]
     meta: dict[str, Any]
+    done: Array
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the work before all of it was done."""
+        return not self.done.all()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write arrays and meta to an .npz file, at once or not at all."""

@@ -85,7 +85,8 @@ def surface(
 
     Returns:
         A `Surface`: use `.x`, `.y`, `.loss`, `.accuracy`, `.paths`; `.save` it. After Ctrl-C it holds what
-        was computed, and NaN elsewhere. `flatness.show.plots.surfaces.save_contour` and `save_relief` draw it.
+        was computed, and NaN elsewhere. `flatness.show.plots.surfaces` draws it: `save_contour`,
+        `save_relief`.
 
     Example:
         >>> import torch, flatness
