@@ -22,7 +22,7 @@ from flatness.measuring.rows.finalisation import finalise
 from flatness.measuring.run import run as running
 from flatness.measuring.run.exploration import Explored
 from flatness.measuring.scatter import Scatter
-from flatness.measuring.views import layer_views, network_view
+from flatness.measuring.views import Outline, layer_views, network_view
 from flatness.problem.problem import Problem
 from networks import CASES, ragged_batches
 from small import Net, data, measure
@@ -152,12 +152,13 @@ def rows_over_seeds(model, x, y, measures, budget, seeds):
     rows = []
     with problem.guarded():
         chosen = make_plan(problem, measure_request(measures, method="sampled"))
+        outline = Outline.of(problem, chosen)
         for seed in range(seeds):
             problem.seed = seed
             sums = sampled_statistics(problem, chosen.sampling, {}, budget)
-            views = layer_views(problem, chosen, sums.statistics, {}, {})
-            network = network_view(problem, chosen, sums.statistics)
-            rows.append(finalise(chosen, views, network, Explored(), Scatter.of(sums)))
+            views = layer_views(outline, sums.statistics, {}, {})
+            network = network_view(outline, sums.statistics)
+            rows.append(finalise(outline, views, network, Explored(), chosen.methods, Scatter.of(sums)))
     return rows
 
 
