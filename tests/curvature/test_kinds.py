@@ -1,5 +1,7 @@
 """A statistic is one class: what it says of a pair of derivatives is all that the engines need."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,10 @@ from torch import nn
 import flatness
 import oracle
 from flatness.catalogue.registry import unregister_measure
-from flatness.curvature.sums.kinds import STATISTICS
+from flatness.curvature.sums import kinds
+from flatness.curvature.sums.kinds import STATISTICS, _defined_in
 from flatness.curvature.sums.statistic import Statistic
+from flatness.errors import MeasureError
 
 
 class AlongOnes(Statistic):
@@ -88,5 +92,36 @@ def test_every_statistic_of_the_identity_is_that_of_its_entries_in_turn():
     frame = Frame(torch.randn(2, 3, 4, dtype=torch.float64), 2, torch.rand(2, 4, dtype=torch.float64) + 0.5)
     basis = torch.eye(24, dtype=torch.float64).reshape(24, 2, 3, 4)
     for name, statistic in STATISTICS.items():
-        total = statistic.of_pair(frame, basis, basis).sum(0)
-        torch.testing.assert_close(total, statistic.of_identity(frame).expand_as(total), msg=name)
+        each, one = statistic.of_pair(frame, basis, basis), statistic.of_identity(frame)
+        assert each.shape == (24, *one.shape), f"{name}: of_pair gives {each.shape} for 24 pairs"
+        torch.testing.assert_close(
+            each.sum(0), one, msg=lambda difference, name=name: f"{name}: {difference}"
+        )
+
+
+def module_with(*classes):
+    module = ModuleType("flatness.curvature.sums.kinds.new")
+    for one in classes:
+        one.__module__ = module.__name__
+        setattr(module, one.__name__, one)
+    return module
+
+
+def test_a_file_without_a_complete_statistic_says_what_is_missing():
+    with pytest.raises(MeasureError, match=r"kinds\.new but no class there is one\. Derive"):
+        _defined_in(module_with(type("Other", (), {})))
+    half = type("Half", (Statistic,), {"of_pair": AlongOnes.of_pair})
+    with pytest.raises(MeasureError, match=r"kinds\.new but Half lacks of_identity\. Derive"):
+        _defined_in(module_with(half))
+    nameless = type("Nameless", (half,), {"of_identity": AlongOnes.of_identity})
+    with pytest.raises(MeasureError, match=r"Nameless in \S+ has none\. Write name = "):
+        _defined_in(module_with(half, nameless))
+    named = type("Named", (nameless,), {"name": "named"})
+    assert _defined_in(module_with(half, named)) == [named]
+
+
+def test_two_statistics_of_one_name_are_refused(monkeypatch):
+    twin = type("Twin", (AlongOnes,), {"name": "diagonal"})
+    monkeypatch.setattr(kinds, "_defined_in", lambda module: [twin])
+    with pytest.raises(MeasureError, match=r"Twin and Twin are both called 'diagonal'\. Rename one"):
+        kinds._found()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import flatness
 from flatness import errors
+from flatness.catalogue.registry import unregister_measure
 from small import Net, assert_same, data, dataset, measure, network, reference
 from untouched import refusal, untouched
 
@@ -264,3 +265,25 @@ def test_what_looks_bad_and_is_fine(name):
         report = measure(model, given, **options)
     assert report.notes == notes
     assert_same(report, reference())
+
+
+def test_a_measure_that_returns_several_numbers():
+    flatness.register_measure(
+        flatness.Measure(
+            name="several",
+            symbol="s",
+            formula="Tr H_ss",
+            source="here",
+            summary="A number for every row where one is expected.",
+            levels=("layer",),
+            needs=frozenset({"row_traces"}),
+            layer=lambda view: view.statistics["row_traces"],
+        )
+    )
+    try:
+        with pytest.raises(
+            errors.MeasureError, match=r"'several' to return one number but got a tensor of shape"
+        ):
+            measure(network(), data(), measures="several")
+    finally:
+        unregister_measure("several")

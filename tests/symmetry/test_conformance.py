@@ -5,15 +5,20 @@ as soon as it is registered. Judged row by row, units included.
 """
 
 import math
+import sys
 from functools import cache
+from types import ModuleType
 
 import pytest
 import torch
 
 import flatness
-from flatness.errors import ModelError
+from flatness.errors import ModelError, OptionError
 from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting import kinds
+from flatness.symmetry.rewriting.base import ChannelScaling
 from flatness.symmetry.rewriting.kinds import KINDS, invariances, kind_named
+from flatness.symmetry.rewriting.kinds.neuronwise import Neuronwise
 from flatness.symmetry.rewriting.rescaling import make_rescaling, rescaled_copy
 from flatness.symmetry.trace.forward_pass import default_forward
 from networks import CASES
@@ -212,6 +217,22 @@ def test_a_kind_is_called_like_its_file_and_measures_declare_only_what_kinds_kno
     known = [word.name for word in invariances()]
     assert len(set(known)) == len(known)
     assert {word for measure in flatness.measures() for word in measure.invariances} <= set(known)
+
+
+def test_a_kind_that_is_not_complete_says_what_is_missing(monkeypatch):
+    module = ModuleType(f"{kinds.__name__}.one_half")
+    monkeypatch.setattr(kinds, "KINDS", ("one_half",))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(OptionError, match=r"Expected a class OneHalf in \S+one_half but there is none"):
+        kind_named("one_half")
+    module.OneHalf = type("OneHalf", (ChannelScaling,), {"kind": "one_half"})
+    with pytest.raises(OptionError, match=r"lacks choices, given, scaled\. Define them"):
+        kind_named("one_half")
+    module.OneHalf = type("OneHalf", (Neuronwise,), {})
+    with pytest.raises(
+        OptionError, match="to have kind = 'one_half', the name of its file, but got 'neuronwise'"
+    ):
+        kind_named("one_half")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -553,7 +553,7 @@ def test_outputs_that_do_not_agree_are_refused():
     assert rest.split(" ", 1)[1] == (
         "of their size, more than rounding (1e-08 in float64). Convert the model with model.double() if it "
         "is badly conditioned; otherwise "
-        "an operator in it does not do what its name says."
+        "an operator in it does not do what its name says, or the rewriting itself is wrong."
     )
 
 

@@ -15,6 +15,7 @@ from flatness.curvature.operators.spectrum import Spectrum
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import STATISTICS
 from flatness.curvature.sums.statistics import Statistics
+from flatness.errors import MeasureError
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.request import SPECTRUM_PARTS
 from flatness.network.layers import Layer
@@ -180,9 +181,20 @@ def layer_values(measure: Measure, view: LayerView) -> Tensor:
         values = measure.units(view).flatten().double()
         return torch.cat([values, *(reduce_values(name, values)[None] for name in measure.reductions)])
     assert measure.layer is not None
-    return torch.tensor([number_of(measure.layer(view))], dtype=torch.float64, device="cpu")
+    return torch.tensor([number_of(measure, measure.layer(view))], dtype=torch.float64, device="cpu")
 
 
-def number_of(value: Valued | Tensor | float) -> float:
-    """The number that a measure returned, with or without something to say about it."""
-    return value.value if isinstance(value, Valued) else float(value)
+def number_of(measure: Measure, value: Valued | Tensor | float) -> float:
+    """The number that a measure returned, with or without something to say about it.
+
+    Raises:
+        MeasureError: When it returned several.
+    """
+    if isinstance(value, Valued):
+        return value.value
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise MeasureError(
+            f"Expected {measure.name!r} to return one number but got a tensor of shape {tuple(value.shape)}. "
+            "Sum it up, or give units= for a value per unit."
+        )
+    return float(value)

@@ -154,7 +154,7 @@ def _layer_rows(measure: Measure, view: LayerView, row: Result, scatter: Scatter
             rows.add(replace(row, reduction=name, value=float(value)), column)
     elif measure.layer is not None:
         value = measure.layer(view)
-        at = torch.tensor([number_of(value)], dtype=torch.float64, device="cpu")
+        at = torch.tensor([number_of(measure, value)], dtype=torch.float64, device="cpu")
         row, (column,) = _scattered(measure, view, at, row, scatter)
         rows.add(_with(row, value), column)
 
@@ -206,7 +206,7 @@ def _network_rows(
 
 def _network_value(measure: Measure, view: NetworkView) -> float:
     assert measure.network is not None
-    return number_of(measure.network(view))
+    return number_of(measure, measure.network(view))
 
 
 def _add_aggregate(reduction: str, wanted: str | None, rows: _Rows, template: Result, found: _Rows) -> None:

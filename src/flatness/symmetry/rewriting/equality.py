@@ -97,7 +97,7 @@ class Comparison:
         allowed = math.sqrt(torch.finfo(precision).eps)
         if not drift <= allowed:
             elsewhere = (
-                "an operator in it does not do what its name says"
+                "an operator in it does not do what its name says, or the rewriting itself is wrong"
                 if where == _EXAMPLE
                 else "it treats other values in another way than the example (a branch, an index or a "
                 "rounding that depends on values): leave this kind out, or rescale a part of the network only"

@@ -17,15 +17,49 @@ import inspect
 from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
+from types import ModuleType
 
 from flatness.curvature.sums.statistic import Statistic
+from flatness.errors import MeasureError, listed
 
 
 def _found() -> dict[str, Statistic]:
-    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
-    defined = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
-    kinds = [kind for kind in defined if issubclass(kind, Statistic) and not inspect.isabstract(kind)]
-    return {kind.name: kind() for kind in kinds}
+    found: dict[str, Statistic] = {}
+    for file in iter_modules(__path__):
+        for kind in _defined_in(import_module(f"{__name__}.{file.name}")):
+            if kind.name in found:
+                raise MeasureError(
+                    f"Expected statistics with names of their own but {type(found[kind.name]).__name__} and "
+                    f"{kind.__name__} are both called {kind.name!r}. Rename one."
+                )
+            found[kind.name] = kind()
+    return found
+
+
+def _defined_in(module: ModuleType) -> list[type[Statistic]]:
+    """The statistics of a file, without what it imports.
+
+    Raises:
+        MeasureError: When there is none, or one without a name.
+    """
+    own = [
+        kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == module.__name__
+    ]
+    begun = [kind for kind in own if issubclass(kind, Statistic)]
+    kinds = [kind for kind in begun if not inspect.isabstract(kind)]
+    if not kinds:
+        lacking = [f"{kind.__name__} lacks {listed(sorted(kind.__abstractmethods__))}" for kind in begun]
+        raise MeasureError(
+            f"Expected a statistic in {module.__name__} but {'; '.join(lacking) or 'no class there is one'}. "
+            "Derive a class from Statistic and give it what flatness/curvature/sums/statistic.py asks for."
+        )
+    for kind in kinds:
+        if not hasattr(kind, "name"):
+            raise MeasureError(
+                f"Expected a statistic with a name but {kind.__name__} in {module.__name__} has none. Write "
+                'name = "...", what measures call it in their needs.'
+            )
+    return kinds
 
 
 STATISTICS: dict[str, Statistic] = _found()
