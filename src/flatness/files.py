@@ -356,22 +356,22 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
         yield f"{type(value).__name__} {value!r};".encode()
 
 
-_CHECKSUM = "checksum"
+CHECKSUM = "checksum"
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     """Content with a digest of itself, by which `intact` knows a flipped bit."""
-    return {**content, _CHECKSUM: digest(content)}
+    return {**content, CHECKSUM: digest(content)}
 
 
 def intact(content: Any) -> bool:
     """Whether sealed content is as it was; what has no digest is believed, as earlier versions wrote none."""
     if not isinstance(content, Mapping):
         return False
-    if _CHECKSUM not in content:
+    if CHECKSUM not in content:
         return True
-    rest = {name: value for name, value in content.items() if name != _CHECKSUM}
+    rest = {name: value for name, value in content.items() if name != CHECKSUM}
     try:
-        return content[_CHECKSUM] == digest(rest)
+        return content[CHECKSUM] == digest(rest)
     except Exception:  # damage can make tensors that no operation takes
         return False

@@ -287,3 +287,19 @@ def test_a_measure_that_returns_several_numbers():
             measure(network(), data(), measures="several")
     finally:
         unregister_measure("several")
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_samples_held_against_one_of_their_batch_are_refused(at):
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.body(x) + x[[at], :3]
+
+    data = torch.randn(24, 4), torch.randint(3, (24,))
+    with pytest.raises(errors.ModelError) as caught:
+        flatness.measure(Held(), data, progress=False)
+    assert str(caught.value).startswith("Expected each sample's output to depend on that sample alone")

@@ -278,6 +278,10 @@ def test_files_that_are_no_parts_or_damaged_are_refused(tmp_path):
     torch.save(content, broken)
     with pytest.raises(DataError, match="has changed since, on the disk or on the way here"):
         flatness.merge([broken])
+    del content["checksum"]
+    torch.save(content, broken)
+    with pytest.raises(DataError, match="has changed since, on the disk or on the way here"):
+        flatness.merge([broken])
     with pytest.raises(DataError, match=r"but got none\. Check the pattern\."):
         flatness.merge([])
 
@@ -290,6 +294,9 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_runs(tmp_path)
     assert str(caught.value) == (
         "Expected statistics_to to be a path but got int. For example statistics_to='part-3.pt'."
     )
+    for path in ("", tmp_path):
+        with pytest.raises(OptionError, match="Expected statistics_to to name a file but got"):
+            flatness.measure(network(), samples(), statistics_to=path)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -26,7 +26,15 @@ from flatness.curvature.sums.groups import SampleGroups
 from flatness.curvature.sums.kinds import statistics_of
 from flatness.curvature.sums.statistics import Statistics
 from flatness.errors import DataError, MeasureError, OptionError, listed
-from flatness.files import DamagedFileError, check_folder, intact, read_tensors, sealed, write_tensors
+from flatness.files import (
+    CHECKSUM,
+    DamagedFileError,
+    check_folder,
+    intact,
+    read_tensors,
+    sealed,
+    write_tensors,
+)
 from flatness.measuring.rows.finalisation import report_rows
 from flatness.measuring.run.exploration import Explored
 from flatness.measuring.run.run import Run
@@ -143,6 +151,11 @@ def check_destination(path: str | os.PathLike[str] | None) -> None:
                 f"Expected statistics_to to be a path but got {type(path).__name__}. For example "
                 "statistics_to='part-3.pt'."
             )
+        if not str(path) or Path(path).is_dir():
+            raise OptionError(
+                f"Expected statistics_to to name a file but got {str(path)!r}. For example "
+                "statistics_to='part-3.pt'."
+            )
         check_folder(path)
 
 
@@ -230,7 +243,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"Expected statistics of version {_VERSION} but {path} has version {content.get('version')}. "
             f"{again}"
         )
-    if not intact(content):
+    if CHECKSUM not in content or not intact(content):
         raise DataError(
             f"Expected statistics as they were saved but {path} has changed since, on the disk or on the way "
             "here. Copy it again, or measure this part again."

@@ -25,6 +25,7 @@ from flatness.problem.problem import Problem
 _SAME_BATCH = 1e-4
 _OTHER_BATCH = 1e-2
 _TRY = "Try it on one batch yourself, or say how to use a batch with forward=."
+_WHICH = {True: "first", False: "last"}
 _TYPES = (
     "It turns autocast on, which is off while measuring: let it cast to the type of its weights, "
     "x.to(weight.dtype), or pass dtype=torch.float32."
@@ -148,7 +149,7 @@ def run_alone(
         view.module.register_forward_hook(made[name], with_kwargs=True) for name, view in views.items()
     ]
     try:
-        logits = _first_sample(problem, example)
+        logits = _sample_alone(problem, example, 0)
     finally:
         for handle in handles:
             handle.remove()
@@ -162,11 +163,11 @@ def _is_transformed(x: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
 
 
-def _first_sample(problem: Problem, example: Any) -> Tensor:
-    """The logits of the example's first sample alone; the example's targets have been looked at already."""
+def _sample_alone(problem: Problem, example: Any, at: int) -> Tensor:
+    """The logits of one sample of the example alone, whose targets have been looked at already."""
     try:
         with torch.no_grad():
-            output, target = problem.outputs(batches.copied(batches.rows(example, 0, 1)))
+            output, target = problem.outputs(batches.copied(batches.rows(example, at, at + 1)))
             return problem.laid_out(output, target, look=False).logits
     except FlatnessError:
         raise
@@ -174,9 +175,9 @@ def _first_sample(problem: Problem, example: Any) -> Tensor:
         if isinstance(error, RuntimeError) and ran_out(error):
             raise
         raise ModelError(
-            "Expected a model that runs on one sample as it does on several but on the first sample alone it "
-            f"raises {type(error).__name__}: {error}. A squeeze() without dim drops the batch, too: write "
-            "squeeze(-1), for example."
+            "Expected a model that runs on one sample as it does on several but on the "
+            f"{_WHICH[at == 0]} sample alone it raises {type(error).__name__}: {error}. A squeeze() without dim "
+            "drops the batch, too: write squeeze(-1), for example."
         ) from error
 
 
@@ -206,8 +207,13 @@ def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alon
                 f"{change:.3g}. Look for F.dropout(x) without training=self.training, for noise, or for "
                 "random sampling inside forward."
             )
-    change = largest(logits[:1] - alone) if alone.shape == logits[:1].shape else math.inf
-    if logits.shape[0] > 1 and change > _OTHER_BATCH * scale:
+    if logits.shape[0] == 1:
+        return
+    # The last one as well: a network may hold every sample against the first of its batch.
+    last = _sample_alone(problem, example, batches.size_of(example) - 1)
+    pairs = [(logits[:1], alone), (logits[-1:], last)]
+    change = max(largest(one - own) if own.shape == one.shape else math.inf for one, own in pairs)
+    if change > _OTHER_BATCH * scale:
         raise ModelError(
             f"Expected each sample's output to depend on that sample alone but it changes by "
             f"{change:.3g} when the rest of the batch is left out. Samples must come first in every "
