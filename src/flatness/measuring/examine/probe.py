@@ -176,8 +176,8 @@ def _sample_alone(problem: Problem, example: Any, at: int) -> Tensor:
             raise
         raise ModelError(
             "Expected a model that runs on one sample as it does on several but on the "
-            f"{_WHICH[at == 0]} sample alone it raises {type(error).__name__}: {error}. A squeeze() without dim "
-            "drops the batch, too: write squeeze(-1), for example."
+            f"{_WHICH[at == 0]} sample alone it raises {type(error).__name__}: {error}. A squeeze() without "
+            "dim drops the batch, too: write squeeze(-1), for example."
         ) from error
 
 
