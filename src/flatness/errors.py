@@ -54,7 +54,7 @@ class OptionError(FlatnessError, ValueError):
     """An argument has a value it cannot have."""
 
 
-class ResumeError(OptionError):
+class ResumeError(OptionError, ValueError):
     """A file to go on from holds something else than an earlier part of the same work."""
 
 

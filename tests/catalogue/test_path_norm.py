@@ -356,7 +356,10 @@ NO_PATHS = {
     "smaller of both": (lambda net, x: torch.minimum(net.a(x), net.b(x)), "Minimum"),
     "sorted": (lambda net, x: net.a(x).sort(1).values, "Sort"),
     "interpolated": (lambda net, x: torch.lerp(net.a(x), net.b(x), -0.5), "Lerp"),
-    "a number of it": (lambda net, x: net.a(x) * float(net.b(x).detach()[0, 0]), "LocalScalarDense"),
+    "a number of it": (
+        lambda net, x: net.a(x) * float(net.b.weight.detach()[0, 0]),
+        "LocalScalarDense",
+    ),
     "rounded": (lambda net, x: net.a(x) * net.b(x).long(), "ToCopy to integers"),
     "rectified weights": (lambda net, x: F.linear(net.a(x), net.a.weight.T.relu()), "Relu of weights"),
     "weights by their sign": (

@@ -71,7 +71,7 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     misread = misread_samples(problem, {name: view for name, view in views.items() if name in alone.inputs})
     views = {name: view for name, view in views.items() if name not in misread}
     record = partial(_recorded, problem, example, views, last_only)
-    run = record(check=lambda again: check_runs(problem, example, first, again, alone.logits))
+    run = record(check=lambda again: check_runs(problem, example, first, again, alone))
     if not run.settled:
         run = record(copy_inputs=run.overwrites, note_writes=True)
     examined = Examined(

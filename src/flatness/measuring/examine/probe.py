@@ -35,7 +35,7 @@ _TYPES = (
 def check_example(problem: Problem, example: Any) -> None:
     """Run the example, and refuse a model that fails on it, is random or mixes samples."""
     items = settled_run(problem, example)
-    alone = run_alone(problem, example, {}).logits
+    alone = run_alone(problem, example, {})
     with torch.no_grad():
         again = problem.items(batches.copied(example)).logits
     check_runs(problem, example, items, again, alone)
@@ -83,15 +83,17 @@ def _first_run(problem: Problem, example: Any) -> Items:
 
 @dataclass
 class Alone:
-    """What the first sample shows when it runs alone.
+    """What the first sample shows when it runs alone, and what comes out for the last one.
 
     Attributes:
-        logits: Its output, laid out as predictions.
+        logits: The first one's output, laid out as predictions.
+        last: The last one's, which tells networks that hold every sample against the first of its batch.
         inputs: The inputs that modules saw, by name, call by call.
         misread: Modules whose output is not what their view says.
     """
 
     logits: Tensor
+    last: Tensor
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     misread: list[str] = field(default_factory=list)
 
@@ -144,6 +146,8 @@ def run_alone(
 
         return check
 
+    # First, as a run may replace weights that are computed anew by every forward pass.
+    last = _sample_alone(problem, example, batches.size_of(example) - 1)
     made = {name: hook(name, view) for name, view in views.items()}
     handles = [
         view.module.register_forward_hook(made[name], with_kwargs=True) for name, view in views.items()
@@ -155,7 +159,7 @@ def run_alone(
             handle.remove()
     if any(x._version != version for x, version in versions):
         return run_alone(problem, example, views, copy_inputs=True)
-    return Alone(logits, inputs, misread)
+    return Alone(logits, last, inputs, misread)
 
 
 def _is_transformed(x: Tensor) -> bool:
@@ -181,7 +185,7 @@ def _sample_alone(problem: Problem, example: Any, at: int) -> Tensor:
         ) from error
 
 
-def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alone: Tensor) -> None:
+def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alone: Alone) -> None:
     """Refuse a model that is random or mixes samples, or a loss that is not finite on the example.
 
     Args:
@@ -189,7 +193,7 @@ def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alon
         example: The samples that were run.
         first: What a run without gradients gave.
         again: Logits of another run, perhaps with gradients, which may have chosen other kernels.
-        alone: Logits of the first sample run alone.
+        alone: What single samples gave.
     """
     logits, again = first.logits, again.detach()
     with torch.no_grad():
@@ -209,9 +213,7 @@ def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alon
             )
     if logits.shape[0] == 1:
         return
-    # The last one as well: a network may hold every sample against the first of its batch.
-    last = _sample_alone(problem, example, batches.size_of(example) - 1)
-    pairs = [(logits[:1], alone), (logits[-1:], last)]
+    pairs = [(logits[:1], alone.logits), (logits[-1:], alone.last)]
     change = max(largest(one - own) if own.shape == one.shape else math.inf for one, own in pairs)
     if change > _OTHER_BATCH * scale:
         raise ModelError(
