@@ -162,7 +162,7 @@ class Squeezing(nn.Module):
 def test_a_model_that_cannot_run_on_one_sample_is_refused_in_words():
     model, data = Squeezing(), (torch.randn(6, 4), torch.arange(6) % 2)
     assert refusal(ModelError, model, data) == (
-        "Expected a model that runs on one sample as it does on several but on the first sample alone it "
+        "Expected a model that runs on one sample as it does on several but on a single sample it "
         "raises IndexError: Dimension out of range (expected to be in range of [-1, 0], but got 1). A "
         "squeeze() without dim drops the batch, too: write squeeze(-1), for example."
     )

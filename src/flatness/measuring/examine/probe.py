@@ -25,7 +25,6 @@ from flatness.problem.problem import Problem
 _SAME_BATCH = 1e-4
 _OTHER_BATCH = 1e-2
 _TRY = "Try it on one batch yourself, or say how to use a batch with forward=."
-_WHICH = {True: "first", False: "last"}
 _TYPES = (
     "It turns autocast on, which is off while measuring: let it cast to the type of its weights, "
     "x.to(weight.dtype), or pass dtype=torch.float32."
@@ -179,9 +178,9 @@ def _sample_alone(problem: Problem, example: Any, at: int) -> Tensor:
         if isinstance(error, RuntimeError) and ran_out(error):
             raise
         raise ModelError(
-            "Expected a model that runs on one sample as it does on several but on the "
-            f"{_WHICH[at == 0]} sample alone it raises {type(error).__name__}: {error}. A squeeze() without "
-            "dim drops the batch, too: write squeeze(-1), for example."
+            "Expected a model that runs on one sample as it does on several but on a single sample it "
+            f"raises {type(error).__name__}: {error}. A squeeze() without dim drops the batch, too: write "
+            "squeeze(-1), for example."
         ) from error
 
 
