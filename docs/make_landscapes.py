@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flatness
+from flatness.data import load
+from flatness.models import mlp
 from flatness.show.plots.landscape import save_density, save_line
 from flatness.show.plots.surfaces import save_contour, save_relief
-from flatness.zoo.data import load
-from flatness.zoo.models import mlp
 
 PICTURES = Path(__file__).parent / "how-to" / "pictures"
 
