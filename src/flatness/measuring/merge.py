@@ -92,7 +92,14 @@ def merge(paths: Iterable[str | os.PathLike[str]]) -> Report:
         >>> report.meta["samples"]
         60
     """
-    files = [Path(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+    given = [paths] if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Iterable) else [*paths]
+    strange = [path for path in given if not isinstance(path, (str, os.PathLike))]
+    if strange:
+        raise OptionError(
+            f"Expected paths of files but got {type(strange[0]).__name__}. For example "
+            "flatness.merge(['part-0.pt', 'part-1.pt'])."
+        )
+    files = [Path(path) for path in given]
     if not files:
         raise DataError(
             "Expected files that flatness.measure(..., statistics_to=path) wrote but got none. Check the "
@@ -256,7 +263,8 @@ def _check_same(files: list[Path], contents: list[dict[str, Any]]) -> None:
     first = _facts(contents[0])
     for path, content in zip(files[1:], contents[1:], strict=True):
         facts = _facts(content)
-        for what in sorted(first.keys() | facts.keys()):
+        # How layers are measured follows from the measures and the loss, which say more.
+        for what in sorted(first.keys() | facts.keys(), key=lambda what: (what.startswith("layers"), what)):
             if facts.get(what) != first.get(what):
                 raise DataError(
                     f"Expected parts of one measurement but {path} and {files[0]} differ in their {what}: "
@@ -329,9 +337,8 @@ def _scatter(parts: Sequence[Part], normaliser: Tensor) -> Scatter:
 
 
 def _common(remarks: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """What all parts say; where they differ, what the first says, marked."""
-    same = [one for one in remarks[0] if all(one in others for others in remarks)]
-    return tuple(one if one in same else f"in the first of {len(remarks)} parts: {one}" for one in remarks[0])
+    """What all parts say: numbers of one part are not those of all the data."""
+    return tuple(one for one in remarks[0] if all(one in others for others in remarks))
 
 
 def _meta(parts: Sequence[Part], statistics: Statistics) -> dict[str, Any]:
