@@ -7,7 +7,7 @@ No copy is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -159,9 +159,3 @@ def _input_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     raise LayerError(
         f"Expected {name!r} to be called with a tensor as its first argument but got {type(args[:1])}."
     )
-
-
-def modules_called(recording: Recording, names: Iterable[str]) -> list[str]:
-    """Those of `names` that were called, in the order of their first call."""
-    wanted = set(names)
-    return [name for name in recording.calls if name in wanted]

@@ -11,7 +11,7 @@ import torch
 
 from flatness.errors import DataError, LossError, OutOfMemoryError
 from flatness.losses import Loss
-from flatness.network.memory import batch_budgets, fits
+from flatness.network.memory import batch_budget, fits
 from flatness.problem import batches
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import Ranks
@@ -98,11 +98,10 @@ class StreamedData(ABC):
     def fit_memory(self, bytes_per_sample: int, *, backward: bool) -> None:
         """Choose the micro-batch from what one sample takes, unless the user fixed it."""
         each = max(1, bytes_per_sample)
-        forward, budget = batch_budgets(self.device, backward)
-        few = min(8, forward // each)
+        few = min(8, batch_budget(self.device, backward=False) // each)
         # Longer batches are slower on a CPU: activations leave the caches.
         longest = 65536 if self.device.type == "cuda" else 512
-        self.take_together(max(1, min(longest, max(few, budget // each))))
+        self.take_together(max(1, min(longest, max(few, batch_budget(self.device, backward) // each))))
 
     def take_together(self, samples: int) -> None:
         """Work on that many samples at a time, unless the user fixed it."""
