@@ -56,19 +56,13 @@ _NAMED: dict[str, Callable[[], Loss]] = {
 LOSS_NAMES = tuple(_NAMED)
 """The names `resolve_loss` knows."""
 
-_FUNCTIONS: dict[Any, Callable[[], Loss]] = {
-    F.cross_entropy: CrossEntropy,
-    F.nll_loss: NegativeLogLikelihood,
-    F.mse_loss: MeanSquaredError,
-    F.binary_cross_entropy_with_logits: BinaryCrossEntropy,
-}
-
-_MODULES: dict[type[nn.Module], Callable[[Any], Loss]] = {
-    nn.CrossEntropyLoss: lambda m: CrossEntropy(m.weight, m.ignore_index, m.label_smoothing),
-    nn.NLLLoss: lambda m: NegativeLogLikelihood(m.weight, m.ignore_index),
-    nn.MSELoss: lambda m: MeanSquaredError(),
-    nn.BCEWithLogitsLoss: lambda m: BinaryCrossEntropy(m.pos_weight, m.weight),
-}
+# Torch's module and function, the loss here, and what it takes of the module.
+_TORCH: tuple[tuple[type[nn.Module], Any, Callable[..., Loss], tuple[str, ...]], ...] = (
+    (nn.CrossEntropyLoss, F.cross_entropy, CrossEntropy, ("weight", "ignore_index", "label_smoothing")),
+    (nn.NLLLoss, F.nll_loss, NegativeLogLikelihood, ("weight", "ignore_index")),
+    (nn.MSELoss, F.mse_loss, MeanSquaredError, ()),
+    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, BinaryCrossEntropy, ("pos_weight", "weight")),
+)
 
 _ELEMENTWISE = {
     nn.L1Loss: F.l1_loss,
@@ -126,7 +120,7 @@ def _from_function(function: Any) -> Loss:
         raise _on_probabilities(
             "torch.nn.functional.binary_cross_entropy", "binary_cross_entropy_with_logits"
         )
-    for known, build in _FUNCTIONS.items():  # by identity: a callable need not be hashable
+    for _, known, build, _ in _TORCH:  # by identity: a callable need not be hashable
         if function is known:
             return build()
     inner = function.func if isinstance(function, functools.partial) else function
@@ -151,10 +145,10 @@ def _from_module(module: nn.Module) -> Loss:
             f"{name}(reduction='sum'). Write {name}(reduction='mean'), or pass a function of "
             "(output, target) that returns one loss per sample."
         )
-    for known, build in _MODULES.items():
+    for known, _, build, options in _TORCH:
         # a subclass with a forward of its own is some other loss
         if isinstance(module, known) and type(module).forward is known.forward:
-            return build(module)
+            return build(*(getattr(module, option) for option in options))
     trainable = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
     if trainable:
         raise LossError(

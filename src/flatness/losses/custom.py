@@ -73,11 +73,12 @@ class CustomLoss(Loss):
         """
         if items.logits.shape[2] <= LARGEST_OUTPUT:
             return super().probes(items, generator)
-        signs = random_signs(items.logits.detach(), generator)
-        gradient = self._loss_gradient(items.logits, items, keep=(held := []))
+        logits = items.logits.detach().requires_grad_()
+        signs = random_signs(logits, generator)
+        gradient = self._slope(logits, items)
         if gradient is None or not gradient.requires_grad:
             return []
-        (w,) = torch.autograd.grad(gradient, held, signs)
+        (w,) = torch.autograd.grad(gradient, logits, signs)
         size = (w.norm(dim=2, keepdim=True) / signs.norm(dim=2, keepdim=True)).sqrt()
         size = torch.where(size > 0, size, 1.0)
         return [((size * signs + w / size) / 2, 1.0), ((size * signs - w / size) / 2, -1.0)]
@@ -114,11 +115,12 @@ class CustomLoss(Loss):
 
     def _check_curvature(self, items: Items) -> None:
         """Refuse a gradient without graph that varies: `once_differentiable` hides curvature so, silently."""
-        here = self._loss_gradient(items.logits, items)
+        logits = items.logits.detach()
+        here = self._slope(logits.clone().requires_grad_(), items)
         if here is None or here.requires_grad:
             return
-        eps = torch.finfo(items.logits.dtype).eps
-        there = self._loss_gradient(items.logits + eps**0.5 * (1 + items.logits.abs()), items)
+        eps = torch.finfo(logits.dtype).eps
+        there = self._slope((logits + eps**0.5 * (1 + logits.abs())).requires_grad_(), items)
         change = torch.zeros_like(here) if there is None else (there - here).abs()
         # a smooth change is small; a kink, which is no curvature, jumps
         smooth = (change > 10 * eps * here.abs().amax()) & (change < 0.1 * here.abs().amax())
@@ -128,16 +130,11 @@ class CustomLoss(Loss):
                 "derivative. Write it with operations that have second derivatives."
             )
 
-    def _loss_gradient(self, logits: Tensor, items: Items, keep: list[Tensor] | None = None) -> Tensor | None:
-        """Return ∂Σℓ/∂f at these logits, with its graph, or None where there is no dependence.
-
-        The logits that it is a function of are added to `keep`.
-        """
-        logits = logits.detach().requires_grad_()
-        if keep is not None:
-            keep.append(logits)
+    def _slope(self, logits: Tensor, items: Items) -> Tensor | None:
+        """Return ∂Σℓ/∂f at logits that require gradients, with its graph; None without dependence."""
         with torch.enable_grad():
-            return _gradient(self._call(logits.reshape(items.shape), items.target).sum(), logits, True)
+            losses = self._call(logits.to(items.logits.dtype).reshape(items.shape), items.target)
+            return _gradient(losses.sum(), logits, create_graph=True)
 
     def _call(self, output: Tensor, target: Any) -> Tensor:
         """Call the function and refuse what is not one number per sample."""
@@ -173,11 +170,10 @@ class CustomLoss(Loss):
                 "them, or measure with method='sampled'."
             )
         logits = promote(items.logits.detach()).requires_grad_()
+        gradient = self._slope(logits, items)
+        if gradient is None or not gradient.requires_grad:
+            return logits.detach().new_zeros(n, K, 0)
         with torch.enable_grad():
-            losses = self._call(logits.to(items.logits.dtype).reshape(items.shape), items.target)
-            gradient = _gradient(losses.sum(), logits, create_graph=True)
-            if gradient is None or not gradient.requires_grad:
-                return logits.detach().new_zeros(n, K, 0)
             rows = [self._row(gradient[:, 0, k].sum(), logits) for k in range(K)]
         H = torch.stack(rows, 1).detach()
         refuse([(~H.isfinite(), self._not_finite)])

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -58,9 +57,7 @@ class Recording:
             self._handles.append(module.register_forward_hook(self._after(name)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Remove the hooks and drop what was recorded."""
         for handle in self._handles:
             handle.remove()
@@ -101,11 +98,7 @@ class Recording:
 
     def overwritten(self) -> list[str]:
         """Names of modules whose recorded input was changed in place after they had used it."""
-        return [
-            name
-            for name, calls in self.calls.items()
-            if any(call.x._version != call.x_version for call in calls)
-        ]
+        return [name for name, calls in self.calls.items() if any(c.x._version != c.x_version for c in calls)]
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
