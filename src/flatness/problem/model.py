@@ -7,13 +7,14 @@ import inspect
 import math
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
-from flatness.errors import ModelError, NotFiniteError, listed
+from flatness.errors import ModelError, NotFiniteError, OptionError, listed
 from flatness.problem.guard import is_compiled, refuse_measured
 
 
@@ -101,8 +102,11 @@ def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def _check_batch_norm(model: nn.Module) -> None:
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    without = [name or "the model itself" for name, module in norms if module.running_mean is None]
+    without = [
+        name or "the model itself"
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is None
+    ]
     if without:
         raise ModelError(
             f"Expected batch norm with running statistics but got none in {listed(without)}: there each "
@@ -112,26 +116,36 @@ def _check_batch_norm(model: nn.Module) -> None:
 
 
 def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
-    # Norms first, all in one call and one question to each device: NaN and infinity stay in a norm. Those of
-    # large numbers may overflow.
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for value in parameters.values():
-        if value.layout is not torch.strided or value.element_size() < 2:
-            # Sparse ones and those of eight bits have no norm.
-            kinds.setdefault((value.device, torch.float64), []).append(
-                value.detach().sum(dtype=torch.float64)
-            )
-        elif value.numel():
-            kinds.setdefault((value.device, value.dtype), []).append(value.detach())
-    norms = (torch.stack(torch._foreach_norm(same)).sum(dtype=torch.float64) for same in kinds.values())
-    if all(math.isfinite(float(norm)) for norm in norms):
-        return
-    broken = [name for name, value in parameters.items() if not bool(value.detach().isfinite().all())]
+    held = {name: value.detach() for name, value in parameters.items()}
+    # NaN and infinity stay in a sum, which takes a fortieth of the time; that of large numbers may overflow.
+    # There is none in eight bits.
+    sums = {
+        name: float(value.sum(dtype=torch.float64 if value.element_size() < 2 else None))
+        for name, value in held.items()
+    }
+    broken = [name for name in held if not (math.isfinite(sums[name]) or held[name].isfinite().all())]
     if broken:
         raise NotFiniteError(
             f"Expected finite weights but got NaN or infinity in {listed(broken)}. "
             "Training diverged, or the checkpoint is damaged: measure an earlier one."
         )
+
+
+def usable_device(device: Any) -> torch.device | None:
+    """The device that was asked for, if torch can use it."""
+    if device is None:
+        return None
+    try:
+        # The device of a tensor, as that of a weight is compared with it: "cuda" has no number.
+        chosen = torch.empty(0, device=torch.device(device)).device
+        if chosen.type == "meta":
+            raise RuntimeError("it holds no values")
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise OptionError(
+            f"Expected a device that torch can use but got {device!r}: {reason}. For example device='cpu'."
+        ) from error
+    return chosen
 
 
 def converted(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
@@ -142,16 +156,12 @@ def converted(model: nn.Module, device: torch.device | None, dtype: torch.dtype 
     Raises:
         ModelError: If the model cannot be copied, or has parameters of several types and none is asked for.
     """
-    sample = next(model.parameters())
     types = {value.dtype for value in model.parameters()}
     if dtype is None and len(types) > 1:
         raise _several_types(model)
-    same_device = device is None or (sample.device.type, sample.device.index or 0) == (
-        device.type,
-        device.index or 0,
-    )
     inference = any(value.is_inference() for value in (*model.parameters(), *model.buffers()))
-    if same_device and (dtype is None or types == {dtype}) and not inference:
+    same_type = dtype is None or types == {dtype}
+    if same_type and not inference and device in (None, next(model.parameters()).device):
         return model
     _check_own_forward(model)
     try:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -34,16 +35,13 @@ class Source:
 
     def __init__(self, data: Any, seed: int) -> None:
         self.data = _reiterable(data)
+        # Two tensors are batched here.
+        self._pair = self.data if isinstance(self.data, _TensorPair) else None
         self.seed = seed
         self.samples: int | None = None
         self.fingerprint: int | None = None
         self._first_samples: Tensor | None = None
-        self._checked = self.is_pair
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether the data are two tensors, which are batched here."""
-        return isinstance(self.data, _TensorPair)
+        self._checked = self._pair is not None
 
     def first(self) -> Any:
         """The first batch that holds any sample.
@@ -53,12 +51,12 @@ class Source:
         """
         # What a loader picks by numbers is read twice. Other data begin with other random states here than in
         # a pass, which has to meet all of these samples wherever they come then.
-        by_index = self.is_pair or reads_by_index(self.data)
+        by_index = self._pair is not None or reads_by_index(self.data)
         with self._replayable(self.seed if by_index else self.seed + 1):
             batch = next((batch for batch in self._batches(_BATCH) if size_of(batch) > 0), None)
         if batch is None:
             raise DataError(EMPTY)
-        if not self.is_pair:  # tensors begin anew by themselves
+        if self._pair is None:  # tensors begin anew by themselves
             self._first_samples = sample_codes(batch)[: 1 if by_index else None]
         if not self._checked and by_index:
             with self._replayable(self.seed):
@@ -90,12 +88,12 @@ class Source:
 
     def evenly(self, most: int) -> int:
         """At most that many samples per batch, so that the batches of a pair of tensors are equally long."""
-        n = len(self.data) if self.is_pair else 0
+        n = 0 if self._pair is None else len(self._pair)
         return -(-n // -(-n // most)) if n else most
 
     def expected_batches(self, size: int) -> int | None:
         """How many batches a pass has, where that is known."""
-        return -(-len(self.data) // size) if self.is_pair else _length(self.data)
+        return _length(self.data) if self._pair is None else -(-len(self._pair) // size)
 
     def expected_samples(self) -> int | None:
         """How many samples a pass has, where that is known without one."""
@@ -106,10 +104,10 @@ class Source:
                 return sum(map(size_of, self.data))
             except DataError:  # a pass says so
                 return None
-        return _length(self.data if self.is_pair else getattr(self.data, "dataset", None))
+        return _length(getattr(self.data, "dataset", None) if self._pair is None else self._pair)
 
     def _batches(self, size: int) -> Iterator[Any]:
-        return self.data.batches(size) if isinstance(self.data, _TensorPair) else iter(self.data)
+        return iter(self.data) if self._pair is None else self._pair.batches(size)
 
     @contextmanager
     def _replayable(self, seed: int) -> Iterator[None]:
@@ -156,9 +154,10 @@ def different_lengths(x: Tensor, y: Tensor) -> DataError:
 def _length(data: Any) -> int | None:
     """How long something says it is; None where it does not: data that are read in order need not know."""
     try:
-        return len(data)
-    except (TypeError, NotImplementedError):
+        length = length_hint(data, -1)
+    except NotImplementedError:
         return None
+    return None if length < 0 else length
 
 
 class _TensorPair:
@@ -179,17 +178,20 @@ class _TensorPair:
 
 def _generators(data: Any) -> list[torch.Generator]:
     """The generators that a loader and its samplers own."""
-    sampler, batch_sampler = getattr(data, "sampler", None), getattr(data, "batch_sampler", None)
-    owners = (data, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
+    found = [getattr(owner, "generator", None) for owner in _with_samplers(data)]
     return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
 
 
+def _with_samplers(data: Any) -> tuple[Any, ...]:
+    """A loader and its samplers, None for those that there are not."""
+    batch_sampler = getattr(data, "batch_sampler", None)
+    return data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+
+
 def _reiterable(data: Any) -> Any:
-    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        return _TensorPair(*data)
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        return _TensorPair(*data.tensors)
+    pair = data.tensors if isinstance(data, TensorDataset) else data
+    if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair):
+        return _TensorPair(*pair)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=_BATCH)
     if hasattr(data, "__next__"):
@@ -197,14 +199,20 @@ def _reiterable(data: Any) -> Any:
             f"Expected data that can be iterated more than once but got a one-shot {type(data).__name__}. "
             "Pass a DataLoader, a pair of tensors, or list(batches)."
         )
-    arrays = isinstance(data, (tuple, list)) and any(isinstance(part, np.ndarray) for part in data)
-    if arrays or not hasattr(data, "__iter__") or isinstance(data, (str, bytes, Mapping, Tensor, np.ndarray)):
+    if not _gives_batches(data):
         raise DataError(
             "Expected a DataLoader, a pair of tensors or an iterable of batches but got "
             f"{describe(data)}. For example flatness.measure(model, (inputs, targets)) with two tensors; "
             "torch.as_tensor makes one of an array."
         )
     return data
+
+
+def _gives_batches(data: Any) -> bool:
+    """Whether iterating gives batches, as far as types tell."""
+    if isinstance(data, (str, bytes, Mapping, Tensor, np.ndarray)) or not hasattr(data, "__iter__"):
+        return False
+    return not (isinstance(data, (tuple, list)) and any(isinstance(part, np.ndarray) for part in data))
 
 
 # Samples that are read twice, at least and of one batch at most: what changes every other sample shows in 16.
@@ -224,9 +232,8 @@ def reads_by_index(data: Any) -> bool:
 
 def _chooses(loader: DataLoader) -> bool:
     """Whether not all samples are handed out, or some several times."""
-    samplers = (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     names = ("drop_last", "replacement")
-    return any(getattr(owner, name, False) for owner in (loader, *samplers) for name in names)
+    return any(getattr(owner, name, False) for owner in _with_samplers(loader) for name in names)
 
 
 def check_second_reading(loader: DataLoader) -> None:
@@ -283,19 +290,14 @@ def _reader(loader: DataLoader, groups: list[Any]) -> Iterator[Any]:
 
 
 def _change(batch: Any, again: Any) -> str | None:
-    """How two readings differ; None where they do not."""
-    pairs = list(zip(tensors_in(batch), tensors_in(again), strict=False))
-    if any(one.shape != other.shape for one, other in pairs):
-        return "have other shapes"
-    changes = [_largest(one, other) for one, other in pairs]
-    return f"differ by up to {max(changes):.3g}" if any(changes) else None
-
-
-def _largest(one: Tensor, other: Tensor) -> float:
-    """The largest change of an entry; NaN is equal to NaN."""
-    same = (one == other) | ((one != one) & (other != other))
-    if bool(same.all()):
-        return 0.0
-    kind = torch.complex128 if one.is_complex() else torch.float64
-    change = (one.to(kind) - other.to(kind)).abs()[~same]
-    return float(change.nan_to_num(torch.inf).max())
+    """How two readings differ; None where they do not. NaN is equal to NaN."""
+    largest = 0.0
+    for one, other in zip(tensors_in(batch), tensors_in(again), strict=False):
+        if one.shape != other.shape:
+            return "have other shapes"
+        changed = (one != other) & ((one == one) | (other == other))
+        if bool(changed.any()):
+            kind = torch.complex128 if one.is_complex() else torch.float64
+            change = (one.to(kind) - other.to(kind)).abs()[changed]
+            largest = max(largest, float(change.nan_to_num(torch.inf).max()))
+    return f"differ by up to {largest:.3g}" if largest else None
