@@ -22,6 +22,8 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
+from flatness.problem.snapshot import putting_back
+
 Switch = tuple[Callable[[], Any], Callable[[Any], Any], Any]
 """How to read it, how to set it, and what it is while a network is measured."""
 
@@ -110,13 +112,11 @@ class ProcessState:
     def __init__(self, devices: Iterable[int]) -> None:
         self._switches = [(read, write, read(), inside) for read, write, inside in _switches()]
         self._generators = [torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)]
-        self._states = [generator.get_state() for generator in self._generators]
-        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (data sets of others draw from it)
-        self._hooks = [
-            (value, dict(value))
-            for name, value in vars(torch_module).items()
-            if name.startswith("_global_") and isinstance(value, dict)
-        ]
+        hooks = [held for name, held in vars(torch_module).items() if name.startswith("_global_")]
+        # Data sets draw from Python's and NumPy's, too.
+        shared = (*self._generators, random._inst, np.random.mtrand._rand)
+        kept = (*shared, *(held for held in hooks if isinstance(held, dict)))
+        self._steps = [putting_back(value) for value in kept]
         self._modes = _function_modes()
         self._depths = _functorch_depth(), forward_ad._current_level, torch._C._len_torch_dispatch_stack()
 
@@ -134,14 +134,8 @@ class ProcessState:
         for read, write, before, _ in self._switches:
             if read() != before:
                 write(before)
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        for hooks, before in self._hooks:
-            if list(hooks) != list(before):
-                hooks.clear()
-                hooks.update(before)
+        for step in self._steps:
+            step()
 
 
 def _functorch_depth() -> int:
