@@ -6,8 +6,8 @@ such that, for every prediction, Σ_r c_r s_r s_rᵀ = ∂²ℓ/∂f² (`factors
 the outputs.
 
 One file an idea: `base` the interface · `layout` shapes and targets · `softmax` cross-entropy · `normalized`
-its normalized version · `elementwise` squared errors and binary cross-entropy · `custom` any other function ·
-`resolve` from what a user writes to a `Loss`.
+its normalized version · `elementwise` squared errors and binary cross-entropy · `custom` any other function.
+`resolve_loss` makes a `Loss` of what a user writes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,10 @@ from flatness.losses.softmax import CrossEntropy, NegativeLogLikelihood
 
 __all__ = [
     "LOSS_NAMES",
-    "BinaryCrossEntropy",
-    "CrossEntropy",
     "CustomLoss",
     "Items",
     "Loss",
-    "MeanSquaredError",
-    "NegativeLogLikelihood",
     "NormalizedCrossEntropy",
-    "SquaredError",
     "counted",
     "resolve_loss",
 ]
@@ -92,7 +87,12 @@ def resolve_loss(loss: Any) -> Loss:
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, str):
-        return _from_name(loss)
+        if loss in _NAMED:
+            return _NAMED[loss]()
+        raise LossError(
+            f"Expected a loss named {', '.join(LOSS_NAMES)} but got {loss!r}.{nearest(loss, LOSS_NAMES)} "
+            "For any other loss pass a function of (output, target) that returns one loss per sample."
+        )
     if isinstance(loss, nn.Module):
         return _from_module(loss)
     if isinstance(loss, type):
@@ -104,15 +104,6 @@ def resolve_loss(loss: Any) -> Loss:
         f"Use one of {', '.join(LOSS_NAMES)}, or a function of (output, target) that returns one loss per "
         "sample."
     )
-
-
-def _from_name(name: str) -> Loss:
-    if name not in _NAMED:
-        raise LossError(
-            f"Expected a loss named {', '.join(LOSS_NAMES)} but got {name!r}.{nearest(name, LOSS_NAMES)} "
-            "For any other loss pass a function of (output, target) that returns one loss per sample."
-        )
-    return _NAMED[name]()
 
 
 def _from_function(function: Any) -> Loss:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatness.errors import LossError
 from flatness.losses.base import Items, Loss, count, promote, random_signs, refuse
@@ -226,11 +227,7 @@ def _gradient(value: Tensor, logits: Tensor, create_graph: bool) -> Tensor | Non
 
 def _first(target: Any, half: int, n: int) -> Any:
     """Return the first half of a tensor, or of all in a tuple, list or dict; None if that is unclear."""
-    if isinstance(target, Tensor):
-        return target[:half] if target.dim() and len(target) == n else None
-    if type(target) not in (tuple, list, dict):
+    parts, structure = tree_flatten(target)
+    if not all(isinstance(part, Tensor) and part.dim() and len(part) == n for part in parts):
         return None
-    parts = [_first(value, half, n) for value in (target.values() if type(target) is dict else target)]
-    if any(part is None for part in parts):
-        return None
-    return dict(zip(target, parts, strict=True)) if type(target) is dict else type(target)(parts)
+    return tree_unflatten([part[:half] for part in parts], structure)

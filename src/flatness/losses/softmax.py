@@ -70,8 +70,7 @@ class CrossEntropy(Loss):
 
     def values(self, items: Items) -> Tensor:
         """Return Σ_T of the weighted, smoothed cross-entropies: shape (n,)."""
-        losses = self._losses(items, self.weight)
-        return losses[:, 0] if losses.shape[1] == 1 else losses.sum(1)
+        return self._losses(items, self.weight).sum(1)
 
     def items_weighed(self, items: Items) -> tuple[Tensor, Tensor]:
         """Return cross-entropies without class weights, and w_y (soft labels: Σ_k w_k q_k), both (n, T)."""
@@ -100,8 +99,6 @@ class CrossEntropy(Loss):
         """Return Σ w_y over the targets that count, or the number of predictions for class probabilities."""
         if not _hard(items):
             return count(items) * items.target.shape[1]
-        if self.weight is None:
-            return self._counted(items).sum(dtype=torch.float64)
         return self._target_weight(items, torch.float64).sum()
 
     def rank(self, items: Items) -> int:

@@ -89,10 +89,10 @@ def _samples_first(layer: nn.Module, forward: Callable[..., Tensor], *args: Any,
 
     Masks do not depend on the layout.
     """
-    attention = [module for module in layer.children() if isinstance(module, nn.MultiheadAttention)]
     given = inspect.signature(forward).bind(*args, **kwargs)
     sequences = {key: value for key, value in given.arguments.items() if key in _SEQUENCES}
-    if any(module.batch_first for module in attention) or any(x.dim() != 3 for x in sequences.values()):
+    attention = [module for module in layer.children() if isinstance(module, nn.MultiheadAttention)]
+    if attention[0].batch_first or any(x.dim() != 3 for x in sequences.values()):
         return forward(*args, **kwargs)
     given.arguments.update({key: value.transpose(0, 1) for key, value in sequences.items()})
     with ExitStack() as stack:
@@ -126,9 +126,8 @@ def _attend(
     k, v, mask = _extended(module, k, v, mask)
     q, k, v = (tensor.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for tensor in (q, k, v))
     mixed, weights = _mixed(q, k, v, mask, need_weights)
+    weights = weights if weights is None or not average_attn_weights else weights.mean(1)
     output = module.out_proj(mixed.transpose(1, 2).flatten(2)).transpose(0, samples)
-    if weights is not None and average_attn_weights:
-        weights = weights.mean(1)
     if single:
         return output.squeeze(samples), None if weights is None else weights.squeeze(0)
     return output, weights

@@ -9,7 +9,7 @@ without a row there count as curved: when in doubt, not exact.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,27 +121,28 @@ def read_graph(
             those that wrote into a view: with any, all of them count as curved (see `InPlaceOperators`).
     """
     nodes = _operands_first(output.grad_fn)
-    none: frozenset[str] = frozenset()
-    produced: dict[Any, frozenset[str]] = {}
-    for name, edge in layers.items():
-        produced[edge.node] = produced.get(edge.node, none) | {name}
     exempt = trailing_log_softmax(output) if final_log_softmax else None
     # reach[node]: the layers that the node's value depends on
-    reach: dict[Any, frozenset[str]] = {}
+    reach: dict[Any, frozenset[str]] = defaultdict(frozenset)
+    produced: dict[Any, frozenset[str]] = defaultdict(frozenset)
+    for name, edge in layers.items():
+        produced[edge.node] |= {name}
     curved: dict[str, dict[str, None]] = {name: {} for name in layers}
-    operators: set[str] = set()
     for node, inputs in nodes:
         pieces = pieces_of(node)
-        if pieces is None and not _is_leaf(node):
-            operators.add(operator_name(node))
-        operands = [reach.get(operand, none) for operand, _ in inputs]
-        reach[node] = produced.get(node, none).union(*operands)
+        operands = [reach[operand] for operand, _ in inputs]
+        reach[node] = produced[node].union(*operands)
         if node is not exempt:
-            for name in none.union(*operands) if pieces is None else pieces.curved_in(operands):
+            for name in frozenset().union(*operands) if pieces is None else pieces.curved_in(operands):
                 curved[name].update(dict.fromkeys(_culprits(node, curved_in_place)))
-    reached = reach.get(output.grad_fn, none)
     named = {name: list(culprits) for name, culprits in curved.items()}
-    return NetworkGraph(named, reached, _reads(nodes), frozenset(operators))
+    return NetworkGraph(named, reach[output.grad_fn], _reads(nodes), _operators(nodes))
+
+
+def _operators(nodes: list[tuple[Any, Any]]) -> frozenset[str]:
+    """Those that ran and are not known to be piecewise linear."""
+    curved = [node for node, _ in nodes if pieces_of(node) is None and not _is_leaf(node)]
+    return frozenset(map(operator_name, curved))
 
 
 def _culprits(node: Any, curved_in_place: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -80,21 +80,6 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def copied(batch: Any) -> Any:
     """The same batch in memory of its own."""
     return map_tensors(batch, Tensor.clone)
-
-
-def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors on the host; those of a kind come in one copy, as their device is waited for."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    found = list(tensors)
-    for place, tensor in enumerate(found):
-        if tensor.device.type != "cpu":
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(place)
-    for places in kinds.values():
-        packed = torch.cat([found[place].reshape(-1) for place in places]).cpu()
-        parts = packed.split([found[place].numel() for place in places])
-        for place, part in zip(places, parts, strict=True):
-            found[place] = part.reshape(found[place].shape)
-    return found
 
 
 def versions(batch: Any) -> list[int]:

@@ -50,8 +50,8 @@ class DefaultForward:
         """Decide once how outputs and labels are paired, by runs of these samples; what is to be noted."""
         if self.alignment is not None or not _labelled(batch):
             return []
-        self.alignment, notes = find_alignment(model, batch, self._loss)
-        return notes
+        self.alignment = find_alignment(model, batch, self._loss)
+        return [self.alignment.note] if self.alignment.note else []
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Run the model on a batch."""
@@ -109,8 +109,8 @@ Risk = tuple[Tensor, Tensor]
 """The value of a loss on a few outputs, and its gradient in them."""
 
 
-def find_alignment(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> tuple[Alignment, list[str]]:
-    """The alignment with which a loss is the model's own on a few samples, and what is to be noted.
+def find_alignment(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Alignment:
+    """The alignment with which a loss is the model's own on a few samples.
 
     The model is called with labels. Both the loss that it returns and, where autograd connects them, the
     gradient of that loss in the outputs have to be reproduced.
@@ -143,18 +143,18 @@ def _refuse_labels(loss: Loss, output: Any, labels: Any) -> None:
     refuse(loss.checks(items))
 
 
-def _by_name(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Alignment, list[str]]:
+def _by_name(model: nn.Module, batch: Mapping[str, Any]) -> Alignment:
     """Causal language models of transformers predict the next token: their labels are the tokens."""
     kinds = [kind for kind in type(model).__mro__ if kind.__module__.split(".")[0] == "transformers"]
     if any(kind.__name__.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
-        return Alignment(shift=1, known_by="the model's class says so"), []
+        return Alignment(shift=1, known_by="the model's class says so")
     inputs = [name for name, value in batch.items() if name != "labels" and _is(value, batch["labels"])]
-    notes = [
-        f"labels are {name} itself and were not shifted, as the model returns no loss of its own: if it "
-        "predicts the next token, pass a forward= that returns (output[:, :-1], batch['labels'][:, 1:])"
-        for name in inputs[:1]
-    ]
-    return Alignment(), notes
+    if not inputs:
+        return Alignment()
+    return Alignment(
+        note=f"labels are {inputs[0]} itself and were not shifted, as the model returns no loss of its own: "
+        "if it predicts the next token, pass a forward= that returns (output[:, :-1], batch['labels'][:, 1:])"
+    )
 
 
 def _is(value: Any, labels: Any) -> bool:
@@ -164,7 +164,7 @@ def _is(value: Any, labels: Any) -> bool:
     return value.shape == labels.shape and bool(((value == labels) | (labels < 0)).all())
 
 
-def _chosen(own: OwnLoss, labels: Tensor, loss: Loss) -> tuple[Alignment, list[str]]:
+def _chosen(own: OwnLoss, labels: Tensor, loss: Loss) -> Alignment:
     """The one alignment that reproduces the model's own loss."""
     losses = {str(each): each for each in (loss, CrossEntropy(), MeanSquaredError(), BinaryCrossEntropy())}
     fitting = list(_alignments(own, labels))
@@ -187,25 +187,22 @@ def _chosen(own: OwnLoss, labels: Tensor, loss: Loss) -> tuple[Alignment, list[s
     return _unlike(own, fitting, loss, risks[str(loss)])
 
 
-def _agreed(own: OwnLoss, alignment: Alignment, name: str, loss: Loss) -> tuple[Alignment, list[str]]:
+def _agreed(own: OwnLoss, alignment: Alignment, name: str, loss: Loss) -> Alignment:
     """The alignment with which a loss of that name is the model's own; the user may ask for another loss."""
-    alignment = replace(alignment, known_by="as in the model's own loss")
-    if name == str(loss):
-        return alignment, []
-    if _is_default(loss):
+    other = name != str(loss)
+    if other and _is_default(loss):
         raise LossError(
             f"Expected to measure the model's own loss, {own}, which is {name}, but got loss={str(loss)!r}. "
             f"Pass loss={name!r}, {_OR_SAY}"
         )
-    return alignment, [f"measured with {loss}; the loss that the model returns by itself is {name}"]
+    note = f"measured with {loss}; the loss that the model returns by itself is {name}" if other else ""
+    return replace(alignment, known_by="as in the model's own loss", note=note)
 
 
-def _unlike(
-    own: OwnLoss, fitting: list[Alignment], loss: Loss, risks: dict[Alignment, Risk]
-) -> tuple[Alignment, list[str]]:
+def _unlike(own: OwnLoss, fitting: list[Alignment], loss: Loss, risks: dict[Alignment, Risk]) -> Alignment:
     """The alignment where no loss is the model's own, if the user asks for another and shapes tell."""
     if not risks:
-        return Alignment(given=own.given), []  # measuring says why this loss cannot be computed
+        return Alignment(given=own.given)  # measuring says why this loss cannot be computed
     if _is_default(loss) or len(fitting) > 1:
         arrived = [f"{float(value):.6g} ({alignment.labels})" for alignment, (value, _) in risks.items()]
         raise LossError(
@@ -214,7 +211,7 @@ def _unlike(
             f"{_OR_SAY}"
         )
     note = f"measured with {loss}, which is not the loss that the model returns by itself"
-    return replace(fitting[0], known_by="no other fits the shapes"), [note]
+    return replace(fitting[0], known_by="no other fits the shapes", note=note)
 
 
 def _is_default(loss: Loss) -> bool:

@@ -39,10 +39,10 @@ class Kept(UnsplitStack):
 
     def prepare(self) -> None:
         """Wait for other measurements to end, and remember everything."""
-        refuse_measured(self._model)
         self.undo(PROCESS.release())
-        PROCESS.acquire(self._while_waiting)
-        refuse_measured(self._model)
+        while not PROCESS.lock.acquire(timeout=0.05):
+            self.handle_waiting()
+            refuse_measured(self._model)
         self.callback(self._at_work.pop, self, None)
         self._at_work[self] = (threading.get_ident(), _parts_of(self._model))
         # Copies of tensors made in inference mode could not be compared outside.
@@ -50,10 +50,6 @@ class Kept(UnsplitStack):
             self._before = Snapshot(self._model)
         self.undo(self._before.restore)
         self.let_go()
-
-    def _while_waiting(self) -> None:
-        self.handle_waiting()
-        refuse_measured(self._model)
 
 
 class Guard(Kept):
@@ -131,7 +127,7 @@ class Guard(Kept):
         held = {**self._before.parameters, **self._settled}
         found = [name for name, value in held.items() if value.changed(beyond_rounding=name in self._settled)]
         for name in found:
-            self._settled[name] = HeldTensor(held[name].tensor, None)
+            self._settled[name] = HeldTensor(held[name].tensor, held[name].tensor.device)
         return found
 
     def _refuse_late_writing(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
-from flatness.errors import ModelError, NotFiniteError, OptionError, listed
+from flatness.errors import FlatnessError, ModelError, NotFiniteError, OptionError, listed
 from flatness.problem.guard import is_compiled, refuse_measured
 
 
@@ -23,16 +23,15 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, list[str]]:
     notes: list[str] = []
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            notes.append(f"unwrapped {type(model).__name__}")
-            model = model.module
+            wrapper, key = type(model).__name__, "module"
         elif is_compiled(model):
-            notes.append("unwrapped torch.compile")
-            model = model._orig_mod  # type: ignore[assignment]
+            wrapper, key = "torch.compile", "_orig_mod"
         elif _is_of_fabric(model):
-            notes.append("unwrapped Lightning Fabric")
-            model = model._original_module  # type: ignore[assignment]
+            wrapper, key = "Lightning Fabric", "_original_module"
         else:
             return model, notes
+        notes.append(f"unwrapped {wrapper}")
+        model = getattr(model, key)
 
 
 def _is_of_fabric(module: nn.Module) -> bool:
@@ -70,49 +69,43 @@ def check_model(model: object) -> None:
     _check_finite(parameters)
 
 
-# Which parameters cannot be measured, and what is said then.
-_REFUSED: list[tuple[Callable[[nn.Parameter], bool], str]] = [
-    (
-        lambda value: isinstance(value, UninitializedParameter),
-        "Expected initialised parameters but got lazy ones: {}. Run one forward pass first.",
-    ),
-    (
-        lambda value: value.is_meta,
-        "Expected parameters with values but got meta tensors: {}. Load the weights first.",
-    ),
-    (
-        lambda value: hasattr(value, "full_tensor"),
-        "Expected whole parameters but got sharded ones (DTensor): {}. Gather them into an unsharded copy of "
-        "the model and measure that.",
-    ),
-]
+def _refuse(names: Iterable[str], said: str, error: type[FlatnessError] = ModelError) -> None:
+    """Raise an error about parts of a model, if there are any; their names come in the place of "{}"."""
+    names = [name or "the model itself" for name in names]
+    if names:
+        raise error(said.format(listed(names)))
 
 
 def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
-    for is_refused, said in _REFUSED:
-        names = [name for name, value in parameters.items() if is_refused(value)]
-        if names:
-            raise ModelError(said.format(listed(names)))
-    odd = [f"{name} ({value.dtype})" for name, value in parameters.items() if not value.is_floating_point()]
-    if odd:
-        raise ModelError(
-            f"Expected real floating-point parameters but got {listed(odd)}. Second derivatives of complex "
-            "or integer parameters are not defined here; dequantise or use a real model."
-        )
+    held = parameters.items()
+    _refuse(
+        [name for name, value in held if isinstance(value, UninitializedParameter)],
+        "Expected initialised parameters but got lazy ones: {}. Run one forward pass first.",
+    )
+    _refuse(
+        [name for name, value in held if value.is_meta],
+        "Expected parameters with values but got meta tensors: {}. Load the weights first.",
+    )
+    _refuse(
+        [name for name, value in held if hasattr(value, "full_tensor")],
+        "Expected whole parameters but got sharded ones (DTensor): {}. Gather them into an unsharded copy of "
+        "the model and measure that.",
+    )
+    _refuse(
+        [f"{name} ({value.dtype})" for name, value in held if not value.is_floating_point()],
+        "Expected real floating-point parameters but got {}. Second derivatives of complex or integer "
+        "parameters are not defined here; dequantise or use a real model.",
+    )
 
 
 def _check_batch_norm(model: nn.Module) -> None:
-    without = [
-        name or "the model itself"
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is None
-    ]
-    if without:
-        raise ModelError(
-            f"Expected batch norm with running statistics but got none in {listed(without)}: there each "
-            "sample's output depends on its batch, and a loss per sample does not exist. Train with "
-            "track_running_stats=True, or set running_mean and running_var."
-        )
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    _refuse(
+        [name for name, module in norms if module.running_mean is None],
+        "Expected batch norm with running statistics but got none in {}: there each sample's output depends "
+        "on its batch, and a loss per sample does not exist. Train with track_running_stats=True, or set "
+        "running_mean and running_var.",
+    )
 
 
 def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
@@ -123,12 +116,12 @@ def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
         name: float(value.sum(dtype=torch.float64 if value.element_size() < 2 else None))
         for name, value in held.items()
     }
-    broken = [name for name in held if not (math.isfinite(sums[name]) or held[name].isfinite().all())]
-    if broken:
-        raise NotFiniteError(
-            f"Expected finite weights but got NaN or infinity in {listed(broken)}. "
-            "Training diverged, or the checkpoint is damaged: measure an earlier one."
-        )
+    _refuse(
+        [name for name in held if not (math.isfinite(sums[name]) or held[name].isfinite().all())],
+        "Expected finite weights but got NaN or infinity in {}. Training diverged, or the checkpoint is "
+        "damaged: measure an earlier one.",
+        NotFiniteError,
+    )
 
 
 def usable_device(device: Any) -> torch.device | None:
@@ -190,17 +183,13 @@ def _several_types(model: nn.Module) -> ModelError:
 
 def _check_own_forward(model: nn.Module) -> None:
     """Refuse to copy a function that stands in for a forward: the copy's would still run the original."""
-    replaced = [
-        name or "the model itself"
-        for name, module in model.named_modules()
-        if isinstance(own := vars(module).get("forward"), FunctionType) and _knows_modules(own)
-    ]
-    if replaced:
-        raise ModelError(
-            "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got a "
-            f"function in place of the forward of {listed(replaced)}, which would run the original. Convert "
-            "the model yourself and leave device and dtype out."
-        )
+    own = [(name, vars(module).get("forward")) for name, module in model.named_modules()]
+    _refuse(
+        [name for name, forward in own if isinstance(forward, FunctionType) and _knows_modules(forward)],
+        "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got a "
+        "function in place of the forward of {}, which would run the original. Convert the model yourself "
+        "and leave device and dtype out.",
+    )
 
 
 def _knows_modules(function: FunctionType) -> bool:

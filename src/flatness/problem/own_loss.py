@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,14 @@ class Alignment:
         classes_last: Whether outputs are (n, …, K): shapes do not tell where K is also a length.
         given: What the model gets of the labels: "nothing", "decoder_input_ids" made from them, or "labels".
         known_by: What says so.
+        note: What the user should know about it.
     """
 
     shift: int = 0
     classes_last: bool = False
     given: str = "nothing"
     known_by: str = "the model returns no loss of its own"
+    note: str = ""
 
     def run(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         """Outputs of a batch and the labels that they predict."""
@@ -73,8 +75,6 @@ class Alignment:
 
 def logits_of(output: Any) -> Any:
     """The tensor of an output as transformers wrap it."""
-    if isinstance(output, Tensor):
-        return output
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return getattr(output, "logits", output)
@@ -106,12 +106,6 @@ class OwnLoss:
     gradient: Tensor | None
     given: str
 
-    @property
-    def tolerance(self) -> float:
-        """How far from it a loss may be that reproduces it."""
-        half = {self.value.dtype, self.logits.dtype} & {torch.float16, torch.bfloat16}
-        return _CLOSE_IN_HALF if half else _CLOSE
-
     def __str__(self) -> str:
         """Say how large it is, for messages."""
         n = len(self.logits)
@@ -119,13 +113,14 @@ class OwnLoss:
 
     def equals(self, value: Tensor, gradient: Tensor) -> bool:
         """Whether a loss of the same outputs, and its gradient in them, are the model's own."""
-        rounding = self.tolerance * 1e-2 * (1 + float(self.logits.abs().max()))
-        if not abs(float(value - self.value)) <= self.tolerance * abs(float(self.value)) + rounding:
+        close = _close(self.value, self.logits)
+        rounding = close * 1e-2 * (1 + float(self.logits.abs().max()))
+        if not abs(float(value - self.value)) <= close * abs(float(self.value)) + rounding:
             return False
         if self.gradient is None:
             return True
         distance, size = float((gradient - self.gradient).norm()), float(self.gradient.norm())
-        return distance <= self.tolerance * (size + 1e-2)
+        return distance <= close * (size + 1e-2)
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -158,8 +153,7 @@ def own_loss(model: nn.Module, batch: Mapping[str, Any], plain: Any) -> OwnLoss 
     Raises:
         ModelError: If the model fails only with labels though its forward takes them.
     """
-    labels = batch["labels"]
-    if not isinstance(labels, Tensor) or not labels.dim():
+    if not _has_rows(batch["labels"]):
         return None
     with differentiable(model):
         with torch.enable_grad():
@@ -171,11 +165,15 @@ def own_loss(model: nn.Module, batch: Mapping[str, Any], plain: Any) -> OwnLoss 
         value, logits = _loss_of(returned), logits_of(returned)
         if value is None:
             return None
-        if not isinstance(logits, Tensor) or not logits.dim():
+        if not _has_rows(logits):
             return OwnLoss(value.detach(), plain, None, "nothing") if isinstance(plain, Tensor) else None
         gradient = _gradient(value, logits)
         given = _least_given(model, batch, plain, logits.detach())
     return OwnLoss(value.detach(), logits.detach(), gradient, given)
+
+
+def _has_rows(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _gradient(value: Tensor, logits: Tensor) -> Tensor | None:
@@ -227,8 +225,13 @@ def _alike(output: Any, logits: Tensor) -> bool:
     """Whether outputs are the same, up to kernels."""
     if not isinstance(output, Tensor) or output.shape != logits.shape:
         return False
-    close = _CLOSE if torch.finfo(logits.dtype).eps < 1e-6 else _CLOSE_IN_HALF
-    return bool((output - logits).abs().max() <= close * logits.abs().max())
+    return bool((output - logits).abs().max() <= _close(logits) * logits.abs().max())
+
+
+def _close(*computed: Tensor) -> float:
+    """How far apart, relative to their size, numbers may be that are the same up to rounding."""
+    half = any(value.dtype in (torch.float16, torch.bfloat16) for value in computed)
+    return _CLOSE_IN_HALF if half else _CLOSE
 
 
 def _no_loss(error: Exception) -> ModelError:

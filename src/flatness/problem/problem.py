@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from flatness.errors import DataError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
 from flatness.losses import Items, resolve_loss
-from flatness.losses.base import refuse
 from flatness.network.memory import batch_budget, fits
 from flatness.problem import batches
 from flatness.problem.batches import describe
@@ -210,11 +209,6 @@ class Problem:
         with self._located():
             return self.loss.items(output, target) if look else self.loss.lay_out(output, target)
 
-    def look(self, items: Items) -> None:
-        """Look at the numbers of what was laid out without; the device is waited for."""
-        with self._located():
-            refuse(self.loss.checks(items))
-
     def locate_bad_loss(self) -> None:
         """Raise with the first sample whose loss is not finite; called when the total is not."""
         self._find_bad_loss()
@@ -312,17 +306,13 @@ class Problem:
             yield
         except DataError as error:
             number, start, seen = self._origin
-            if self._examples:
-                where = f" Seen on the first {self._examples} samples." if self._examples > 1 else ""
+            if self._examples > 1:
+                where = f"Seen on the first {self._examples} samples."
+            elif seen and not self._examples:
+                where = f"Counted from sample {start} of batch {number}, number {seen} of the data."
             else:
-                where = (
-                    f" Counted from sample {start} of batch {number}, number {seen} of the data."
-                    if seen
-                    else ""
-                )
-            if not where:
                 raise
-            raise DataError(f"{error}{where}") from error
+            raise DataError(f"{error} {where}") from error
 
     def _check_lengths(self, batch: Any) -> None:
         """Refuse a batch (input, target) whose tensors count different numbers of samples."""

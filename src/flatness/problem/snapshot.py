@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
+from itertools import chain
 from types import GetSetDescriptorType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 
@@ -36,16 +37,16 @@ class HeldTensor:
 
     Args:
         tensor: The tensor.
-        device: Where to keep the numbers; beside the tensor when None.
+        device: Where to keep the numbers.
     """
 
-    def __init__(self, tensor: Tensor, device: torch.device | None) -> None:
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self.tensor = tensor
         self._memory = tensor.data
         self._requires_grad, self._hooks = tensor.requires_grad, tensor._backward_hooks
         self._gradient = tensor.grad if tensor.is_leaf else None
         self._version = tensor._version if not tensor.is_inference() else None
-        self._numbers = _one_of_each(self._memory).to(device or tensor.device, copy=True)
+        self._numbers = _one_of_each(self._memory).to(device, copy=True)
 
     def changed(self, *, beyond_rounding: bool = False) -> bool:
         """Whether the tensor holds other numbers, or stands for other memory with other numbers.
@@ -68,7 +69,7 @@ class HeldTensor:
     def restore(self) -> None:
         """The same memory with the same numbers, and the gradient and hooks that it had."""
         now = self.tensor.data
-        if now.data_ptr() != self._memory.data_ptr() or _layout(now) != _layout(self._memory):
+        if now.dtype != self._memory.dtype or not now.is_set_to(self._memory):
             self.tensor.data = self._memory
         if not self._holds(self._memory):
             # Inference tensors are written to in that mode only; others keep their version counter.
@@ -105,14 +106,15 @@ class Snapshot:
         names = {id(value): name for name, value in model.named_parameters()}
         room = max(_ASIDE_BYTES, sum(map(_bytes, model.parameters())))
         copied = [value for value, aside in reachable(model) if not aside or _bytes(value) <= room]
-        self._steps = [putting_back(value) for value in copied if not isinstance(value, Tensor)]
-        tensors = [(names.get(id(value)), part) for value in copied for part in dense_parts(value)]
-        places = _places([part for _, part in tensors])
-        for name, part in tensors:
-            held = HeldTensor(part, places[part.device])
-            self._steps.append(held.restore)
-            if name is not None:
-                self.parameters[name] = held
+        places = _places(copied)
+        self._steps: list[Callable[[], object]] = []
+        for value in copied:
+            held = [HeldTensor(part, places[part.device]) for part in dense_parts(value)]
+            self._steps += [part.restore for part in held]
+            if not isinstance(value, Tensor):
+                self._steps.append(putting_back(value))
+            elif id(value) in names and held:
+                self.parameters[names[id(value)]] = held[-1]
 
     def restore(self) -> None:
         """Put everything back as it was, once; what has not changed is not written to."""
@@ -145,16 +147,17 @@ def _bytes(value: Any) -> int:
     return value.nbytes if isinstance(value, np.ndarray) else sum(part.nbytes for part in dense_parts(value))
 
 
-def _places(tensors: list[Tensor]) -> dict[torch.device, torch.device | None]:
-    """Where to keep copies, by the tensors' device: on the host where they would fill a GPU."""
-    places: dict[torch.device, torch.device | None] = {}
-    for device in {tensor.device for tensor in tensors}:
-        places[device] = None
-        if device.type == "cuda":
-            needed = sum(_bytes(tensor) for tensor in tensors if tensor.device == device)
-            if needed > torch.cuda.mem_get_info(device)[0] // 4:
-                places[device] = torch.device("cpu")
-    return places
+def _places(values: list[Any]) -> dict[torch.device, torch.device]:
+    """Where to keep copies of tensors, by their device: on the host where they would fill a GPU."""
+    needed: Counter[torch.device] = Counter()
+    for part in chain.from_iterable(map(dense_parts, values)):
+        needed[part.device] += part.nbytes
+    filled = [
+        device
+        for device, size in needed.items()
+        if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0] // 4
+    ]
+    return {device: torch.device("cpu") if device in filled else device for device in needed}
 
 
 def _one_of_each(tensor: Tensor) -> Tensor:
@@ -162,10 +165,6 @@ def _one_of_each(tensor: Tensor) -> Tensor:
     if 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
 def _bits(tensor: Tensor) -> Tensor:

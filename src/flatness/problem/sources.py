@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatness.errors import DataError
-from flatness.problem.batches import copied, describe, on_host, sample_codes, size_of, tensors_in
+from flatness.problem.batches import copied, describe, sample_codes, size_of, tensors_in
+from flatness.problem.snapshot import putting_back
 
 _BATCH = 256
 EMPTY = "Expected at least one sample but the data is empty. Check the data set and the loader's drop_last."
@@ -40,7 +41,7 @@ class Source:
         self.seed = seed
         self.samples: int | None = None
         self.fingerprint: int | None = None
-        self._first_samples: Tensor | None = None
+        self._first_samples = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._checked = self._pair is not None
 
     def first(self) -> Any:
@@ -70,21 +71,18 @@ class Source:
         Raises:
             DataError: After the last batch, when this pass saw other samples than the first one.
         """
-        seen, sums, met = 0, [], []
-        first = self._first_samples if self.samples is None else None
+        seen, code = 0, torch.zeros((), dtype=torch.int64, device="cpu")
+        first = self._first_samples if self.samples is None else self._first_samples[:0]
+        met = torch.zeros_like(first, dtype=torch.bool)
         with self._replayable(self.seed):
             for batch in self._batches(size):
                 seen += size_of(batch)
                 codes = sample_codes(batch)  # before it is used: a model may write into what it is given
-                # Kept where they are: a GPU is asked for them once, after the last batch.
-                sums.append(codes.sum())
-                if first is not None:
-                    met.append(torch.isin(first.to(codes.device), codes))
+                # Summed modulo 2^64, as int64 does, where they are: a GPU is waited for after the last batch.
+                code = code + codes.sum()
+                met = met.to(codes.device) | torch.isin(first.to(codes.device), codes)
                 yield batch
-        # Codes add up modulo 2^64, as int64 does.
-        code = int(torch.stack(on_host(sums)).sum()) if sums else 0
-        again = first is None or (bool(met) and bool(torch.stack(on_host(met)).any(0).all()))
-        self._check(seen, code, again)
+        self._check(seen, int(code), bool(met.all()))
 
     def evenly(self, most: int) -> int:
         """At most that many samples per batch, so that the batches of a pair of tensors are equally long."""
@@ -112,16 +110,15 @@ class Source:
     @contextmanager
     def _replayable(self, seed: int) -> Iterator[None]:
         """Random states that are the same whenever the seed is: shuffling repeats itself."""
-        generators = _generators(self.data)
-        states = [generator.get_state() for generator in generators]
+        steps = [putting_back(generator) for generator in _generators(self.data)]
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 (the state that data sets of others draw from)
         try:
             yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            for step in steps:
+                step()
 
     def _check(self, seen: int, code: int, met_first: bool) -> None:
         if not met_first:
@@ -246,18 +243,15 @@ def check_second_reading(loader: DataLoader) -> None:
         DataError: If a sample is not the same when it is read again.
     """
     groups = _groups(loader)
-    once = len(groups)
-    first: list[Any] = []
-    for number, batch in enumerate(_reader(loader, groups * 2)):
-        if number < once:
-            first.append(copied(batch))  # a data set may use its memory again
-        elif (change := _change(first[number - once], batch)) is not None:
-            samples = sum(map(size_of, first))
-            raise DataError(
-                f"Expected the same samples whenever the data are read but the first {samples}, read twice, "
-                f"{change}. Measure without random augmentation: switch off random crops, flips, noise and "
-                "mixing in the data set and its collation, or pass list(loader), which draws them once."
-            )
+    readings = [copied(batch) for batch in _reader(loader, groups * 2)]  # a data set may use its memory again
+    first, again = readings[: len(groups)], readings[len(groups) :]
+    change = _change(first, again)
+    if change is not None:
+        raise DataError(
+            f"Expected the same samples whenever the data are read but the first {sum(map(size_of, first))}, "
+            f"read twice, {change}. Measure without random augmentation: switch off random crops, flips, "
+            "noise and mixing in the data set and its collation, or pass list(loader), which draws them once."
+        )
 
 
 def _groups(loader: DataLoader) -> list[Any]:

@@ -17,9 +17,6 @@ __all__ = [
     "ConvolutionLayer",
     "Layer",
     "LinearLayer",
-    "ProjectionLayer",
-    "TransposedConvolutionLayer",
-    "TransposedLinearLayer",
     "find_layers",
     "own_parameters",
     "register_layer",
@@ -124,7 +121,7 @@ def select_layers(
                 f"Expected a layer that the forward pass uses but {name!r} was never called. "
                 f"Layers that were: {listed(called)}."
             )
-    return [name for name in called if name in set(names)]
+    return sorted(set(names), key=called.index)
 
 
 def _names(
