@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatness.errors import LossError
-from flatness.losses.base import Items, Loss, count, promote, random_signs, refuse
+from flatness.losses.base import Items, Loss, promote, random_signs, refuse
 from flatness.losses.layout import lay_out_values, place, shape, validate_output
 from flatness.losses.signs import Signs
 
@@ -51,10 +51,6 @@ class CustomLoss(Loss):
     def values(self, items: Items) -> Tensor:
         """Return the function's losses, shape (n,)."""
         return self._call(items.logits.reshape(items.shape), items.target)
-
-    def normaliser(self, items: Items) -> Tensor:
-        """Return n."""
-        return count(items)
 
     def rank(self, items: Items) -> int:
         """Return the largest rank of a sample's Hessian in this batch."""
@@ -135,7 +131,9 @@ class CustomLoss(Loss):
         """Return ∂Σℓ/∂f at logits that require gradients, with its graph; None without dependence."""
         with torch.enable_grad():
             losses = self._call(logits.to(items.logits.dtype).reshape(items.shape), items.target)
-            return _gradient(losses.sum(), logits, create_graph=True)
+            if not losses.requires_grad:
+                return None
+            return torch.autograd.grad(losses.sum(), logits, create_graph=True, allow_unused=True)[0]
 
     def _call(self, output: Tensor, target: Any) -> Tensor:
         """Call the function and refuse what is not one number per sample."""
@@ -189,7 +187,7 @@ class CustomLoss(Loss):
     def _row(self, entry: Tensor, logits: Tensor) -> Tensor:
         """Return ∂entry/∂logits, shape (n, K); no dependence is a zero row."""
         try:
-            row = _gradient(entry, logits, create_graph=False)
+            (row,) = torch.autograd.grad(entry, logits, retain_graph=True, materialize_grads=True)
         except (NotImplementedError, RuntimeError) as error:
             if "derivative" not in str(error) and "differentiate" not in str(error):
                 raise
@@ -197,7 +195,7 @@ class CustomLoss(Loss):
                 f"Expected {self.name} to be twice differentiable but got the error '{error}' from torch. "
                 "Write it with operations that have second derivatives."
             ) from error
-        return (torch.zeros_like(logits) if row is None else row).squeeze(1)
+        return row.squeeze(1)
 
 
 def _eigenvectors(H: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,15 +212,6 @@ def _eigenvectors(H: Tensor) -> tuple[Tensor, Tensor]:
     eigenvalues = (eigenvalues * keep).gather(1, order)
     vectors = vectors.gather(2, order[:, None].expand(-1, H.shape[1], -1))
     return vectors * eigenvalues.abs().sqrt()[:, None], eigenvalues.sign()
-
-
-def _gradient(value: Tensor, logits: Tensor, create_graph: bool) -> Tensor | None:
-    """Return ∂value/∂logits, or None where there is no dependence. The graph of the value is kept."""
-    if not value.requires_grad:
-        return None
-    return torch.autograd.grad(
-        value, logits, retain_graph=True, create_graph=create_graph, allow_unused=True
-    )[0]
 
 
 def _first(target: Any, half: int, n: int) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, count, promote, random_signs
+from flatness.losses.base import Check, Items, Loss, promote, random_signs
 from flatness.losses.layout import lay_out_classes, place, shape
 from flatness.losses.signs import Signs
 
@@ -98,7 +98,7 @@ class CrossEntropy(Loss):
     def normaliser(self, items: Items) -> Tensor:
         """Return Σ w_y over the targets that count, or the number of predictions for class probabilities."""
         if not _hard(items):
-            return count(items) * items.target.shape[1]
+            return super().normaliser(items) * items.target.shape[1]
         return self._target_weight(items, torch.float64).sum()
 
     def rank(self, items: Items) -> int:

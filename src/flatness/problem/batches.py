@@ -111,7 +111,7 @@ def sample_codes(batch: Any) -> Tensor:
     """
     n = size_of(batch)
     device = next(tensor.device for tensor in tensors_in(batch) if tensor.dim() > 0)
-    codes: Tensor | None = None
+    codes = torch.zeros(n, dtype=torch.int64, device=device)
     for position, tensor in enumerate(tensors_in(batch)):
         if tensor.dim() == 0 or tensor.shape[0] != n or tensor.numel() == 0:
             continue
@@ -123,8 +123,8 @@ def sample_codes(batch: Any) -> Tensor:
         # Every place has a number of its own: values that change places change the code.
         places = torch.arange(bits.shape[1], device=bits.device) + _SAMPLED_ENTRIES * position + 1
         own = _mixed(torch.add(places * _PLACE, bits, alpha=_MIX)).sum(1).to(device)
-        codes = own if codes is None else torch.add(own, codes, alpha=_MIX)
-    return torch.zeros(n, dtype=torch.int64, device=device) if codes is None else _mixed(codes * _MIX)
+        codes = torch.add(own, codes, alpha=_MIX)
+    return _mixed(codes * _MIX)
 
 
 def _mixed(codes: Tensor) -> Tensor:

@@ -161,7 +161,12 @@ def own_loss(model: nn.Module, batch: Mapping[str, Any], plain: Any) -> OwnLoss 
         # Without an argument of that name it may hand labels on to what takes none.
         hidden = isinstance(error, TypeError) and "labels" not in _arguments(model)
         if error is not None and plain is not None and not hidden:
-            raise _no_loss(error) from error
+            reason = (str(error).splitlines() or [""])[0].rstrip(".")
+            raise ModelError(
+                "Expected the model to return a loss of its own for labels, as its forward takes them, but "
+                f"it raised {type(error).__name__}: {reason}. Call it on one batch yourself, or say what the "
+                f"risk is, for example {INSTEAD}."
+            ) from error
         value, logits = _loss_of(returned), logits_of(returned)
         if value is None:
             return None
@@ -232,12 +237,3 @@ def _close(*computed: Tensor) -> float:
     """How far apart, relative to their size, numbers may be that are the same up to rounding."""
     half = any(value.dtype in (torch.float16, torch.bfloat16) for value in computed)
     return _CLOSE_IN_HALF if half else _CLOSE
-
-
-def _no_loss(error: Exception) -> ModelError:
-    reason = (str(error).splitlines() or [""])[0].rstrip(".")
-    return ModelError(
-        "Expected the model to return a loss of its own for labels, as its forward takes them, but it raised "
-        f"{type(error).__name__}: {reason}. Call it on one batch yourself, or say what the risk is, for "
-        f"example {INSTEAD}."
-    )

@@ -69,7 +69,7 @@ class HeldTensor:
     def restore(self) -> None:
         """The same memory with the same numbers, and the gradient and hooks that it had."""
         now = self.tensor.data
-        if now.dtype != self._memory.dtype or not now.is_set_to(self._memory):
+        if now.data_ptr() != self._memory.data_ptr() or _layout(now) != _layout(self._memory):
             self.tensor.data = self._memory
         if not self._holds(self._memory):
             # Inference tensors are written to in that mode only; others keep their version counter.
@@ -167,6 +167,10 @@ def _one_of_each(tensor: Tensor) -> Tensor:
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
 def _bits(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -230,6 +234,7 @@ def _generator(value: Any) -> Callable[[], object]:
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _LEAVES = (Tensor, np.ndarray, bytearray, *_GENERATORS)
 _CONTAINERS = (dict, list, deque, set)
+_CHANGING = (*_CONTAINERS, *_LEAVES)
 # What belongs to a program rather than to a model, though a module may point at it.
 _ASIDE = (type, torch.optim.Optimizer, Dataset, DataLoader, Sampler)
 _ROOTS_ASIDE = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", *sys.stdlib_module_names}
@@ -258,7 +263,7 @@ def reachable(model: nn.Module) -> Iterator[tuple[Any, bool]]:
             slots = _slots_of(value)
             inside += [*(getattr(value, name) for name in slots), *_own_attributes(value)]
             aside = aside or not isinstance(value, (nn.Module, *_CONTAINERS, tuple))
-        if slots or isinstance(value, (*_LEAVES, *_CONTAINERS)):
+        if slots or isinstance(value, _CHANGING):
             yield value, aside
         waiting += [(inner, aside) for inner in inside]
 
