@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import flatness
-from flatness.problem.guard import normalized, plain_weight_norm
+from flatness.problem.guard import Guard, normalized
 
 STEP = 1e-5
 
@@ -92,7 +92,7 @@ def test_only_networks_that_have_it_are_touched():
 
     for layer, modes in ((nn.Linear(3, 2), 0), (parametrizations.weight_norm(nn.Linear(3, 2)), 1)):
         model = nn.Sequential(layer, Watching())
-        with plain_weight_norm(model):
+        with Guard(model, 0):
             model(torch.ones(1, 3))
         assert (calls.pop() is not None) == bool(modes)
     assert torch.overrides._get_current_function_mode() is None

@@ -163,6 +163,16 @@ def test_tensors_of_every_kind_are_compared_and_restored(tensor):
     assert str(float(model.zero)) == "0.0"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantized_tensors_are_restored():
+    model = nn.Sequential(network())
+    model.kept = torch.quantize_per_tensor(torch.tensor([1.0, 2.0]), 0.5, 0, torch.qint8)
+    before = Snapshot(model)
+    model.kept.copy_(torch.zeros(2))
+    before.restore()
+    assert model.kept.dequantize().tolist() == [1, 2]
+
+
 def test_tensors_made_in_inference_mode_are_restored():
     model = nn.Sequential(network())
     with torch.inference_mode():

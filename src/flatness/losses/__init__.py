@@ -6,8 +6,8 @@ such that, for every prediction, Σ_r c_r s_r s_rᵀ = ∂²ℓ/∂f² (`factors
 the outputs.
 
 One file an idea: `base` the interface · `layout` shapes and targets · `softmax` cross-entropy · `normalized`
-its normalized version · `elementwise` squared errors and binary cross-entropy · `custom` any other function ·
-`resolve` from what a user writes to a `Loss`.
+its normalized version · `elementwise` squared errors and binary cross-entropy · `custom` any other function.
+`resolve_loss` makes a `Loss` of what a user writes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,10 @@ from flatness.losses.softmax import CrossEntropy, NegativeLogLikelihood
 
 __all__ = [
     "LOSS_NAMES",
-    "BinaryCrossEntropy",
-    "CrossEntropy",
     "CustomLoss",
     "Items",
     "Loss",
-    "MeanSquaredError",
-    "NegativeLogLikelihood",
     "NormalizedCrossEntropy",
-    "SquaredError",
     "counted",
     "resolve_loss",
 ]
@@ -56,19 +51,13 @@ _NAMED: dict[str, Callable[[], Loss]] = {
 LOSS_NAMES = tuple(_NAMED)
 """The names `resolve_loss` knows."""
 
-_FUNCTIONS: dict[Any, Callable[[], Loss]] = {
-    F.cross_entropy: CrossEntropy,
-    F.nll_loss: NegativeLogLikelihood,
-    F.mse_loss: MeanSquaredError,
-    F.binary_cross_entropy_with_logits: BinaryCrossEntropy,
-}
-
-_MODULES: dict[type[nn.Module], Callable[[Any], Loss]] = {
-    nn.CrossEntropyLoss: lambda m: CrossEntropy(m.weight, m.ignore_index, m.label_smoothing),
-    nn.NLLLoss: lambda m: NegativeLogLikelihood(m.weight, m.ignore_index),
-    nn.MSELoss: lambda m: MeanSquaredError(),
-    nn.BCEWithLogitsLoss: lambda m: BinaryCrossEntropy(m.pos_weight, m.weight),
-}
+# Torch's module and function, the loss here, and what it takes of the module.
+_TORCH: tuple[tuple[type[nn.Module], Any, Callable[..., Loss], tuple[str, ...]], ...] = (
+    (nn.CrossEntropyLoss, F.cross_entropy, CrossEntropy, ("weight", "ignore_index", "label_smoothing")),
+    (nn.NLLLoss, F.nll_loss, NegativeLogLikelihood, ("weight", "ignore_index")),
+    (nn.MSELoss, F.mse_loss, MeanSquaredError, ()),
+    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, BinaryCrossEntropy, ("pos_weight", "weight")),
+)
 
 _ELEMENTWISE = {
     nn.L1Loss: F.l1_loss,
@@ -98,7 +87,12 @@ def resolve_loss(loss: Any) -> Loss:
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, str):
-        return _from_name(loss)
+        if loss in _NAMED:
+            return _NAMED[loss]()
+        raise LossError(
+            f"Expected a loss named {', '.join(LOSS_NAMES)} but got {loss!r}.{nearest(loss, LOSS_NAMES)} "
+            "For any other loss pass a function of (output, target) that returns one loss per sample."
+        )
     if isinstance(loss, nn.Module):
         return _from_module(loss)
     if isinstance(loss, type):
@@ -112,21 +106,12 @@ def resolve_loss(loss: Any) -> Loss:
     )
 
 
-def _from_name(name: str) -> Loss:
-    if name not in _NAMED:
-        raise LossError(
-            f"Expected a loss named {', '.join(LOSS_NAMES)} but got {name!r}.{nearest(name, LOSS_NAMES)} "
-            "For any other loss pass a function of (output, target) that returns one loss per sample."
-        )
-    return _NAMED[name]()
-
-
 def _from_function(function: Any) -> Loss:
     if function is F.binary_cross_entropy:
         raise _on_probabilities(
             "torch.nn.functional.binary_cross_entropy", "binary_cross_entropy_with_logits"
         )
-    for known, build in _FUNCTIONS.items():  # by identity: a callable need not be hashable
+    for _, known, build, _ in _TORCH:  # by identity: a callable need not be hashable
         if function is known:
             return build()
     inner = function.func if isinstance(function, functools.partial) else function
@@ -151,10 +136,10 @@ def _from_module(module: nn.Module) -> Loss:
             f"{name}(reduction='sum'). Write {name}(reduction='mean'), or pass a function of "
             "(output, target) that returns one loss per sample."
         )
-    for known, build in _MODULES.items():
+    for known, _, build, options in _TORCH:
         # a subclass with a forward of its own is some other loss
         if isinstance(module, known) and type(module).forward is known.forward:
-            return build(module)
+            return build(*(getattr(module, option) for option in options))
     trainable = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
     if trainable:
         raise LossError(

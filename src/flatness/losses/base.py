@@ -70,9 +70,12 @@ class Loss(ABC):
     def values(self, items: Items) -> Tensor:
         """Return the numerators ℓ_i of the risk, shape (n,), differentiable in the logits."""
 
-    @abstractmethod
     def normaliser(self, items: Items) -> Tensor:
-        """Return the batch's share of C, a float64: Σ values / Σ normaliser is torch's mean over the data."""
+        """Return the batch's share of C, a float64: Σ values / Σ normaliser is torch's mean over the data.
+
+        For a mean over samples it is their number.
+        """
+        return torch.full((), float(items.shape[0]), dtype=torch.float64, device=items.logits.device)
 
     def items_weighed(self, items: Items) -> tuple[Tensor, Tensor]:
         """Return the loss of every item by itself and the item's weight c, both (n, T′), c in float64.
@@ -172,8 +175,3 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 def promote(logits: Tensor) -> Tensor:
     """Return the logits in the type their loss is computed in."""
     return logits.to(working_dtype(logits.dtype))
-
-
-def count(items: Items) -> Tensor:
-    """Return the number of samples as a normaliser."""
-    return torch.full((), float(items.shape[0]), dtype=torch.float64, device=items.logits.device)

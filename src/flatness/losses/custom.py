@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatness.errors import LossError
-from flatness.losses.base import Items, Loss, count, promote, random_signs, refuse
+from flatness.losses.base import Items, Loss, promote, random_signs, refuse
 from flatness.losses.layout import lay_out_values, place, shape, validate_output
 from flatness.losses.signs import Signs
 
@@ -51,10 +52,6 @@ class CustomLoss(Loss):
         """Return the function's losses, shape (n,)."""
         return self._call(items.logits.reshape(items.shape), items.target)
 
-    def normaliser(self, items: Items) -> Tensor:
-        """Return n."""
-        return count(items)
-
     def rank(self, items: Items) -> int:
         """Return the largest rank of a sample's Hessian in this batch."""
         return self._columns(items)[0].shape[2]
@@ -73,11 +70,12 @@ class CustomLoss(Loss):
         """
         if items.logits.shape[2] <= LARGEST_OUTPUT:
             return super().probes(items, generator)
-        signs = random_signs(items.logits.detach(), generator)
-        gradient = self._loss_gradient(items.logits, items, keep=(held := []))
+        logits = items.logits.detach().requires_grad_()
+        signs = random_signs(logits, generator)
+        gradient = self._slope(logits, items)
         if gradient is None or not gradient.requires_grad:
             return []
-        (w,) = torch.autograd.grad(gradient, held, signs)
+        (w,) = torch.autograd.grad(gradient, logits, signs)
         size = (w.norm(dim=2, keepdim=True) / signs.norm(dim=2, keepdim=True)).sqrt()
         size = torch.where(size > 0, size, 1.0)
         return [((size * signs + w / size) / 2, 1.0), ((size * signs - w / size) / 2, -1.0)]
@@ -114,11 +112,12 @@ class CustomLoss(Loss):
 
     def _check_curvature(self, items: Items) -> None:
         """Refuse a gradient without graph that varies: `once_differentiable` hides curvature so, silently."""
-        here = self._loss_gradient(items.logits, items)
+        logits = items.logits.detach()
+        here = self._slope(logits.clone().requires_grad_(), items)
         if here is None or here.requires_grad:
             return
-        eps = torch.finfo(items.logits.dtype).eps
-        there = self._loss_gradient(items.logits + eps**0.5 * (1 + items.logits.abs()), items)
+        eps = torch.finfo(logits.dtype).eps
+        there = self._slope((logits + eps**0.5 * (1 + logits.abs())).requires_grad_(), items)
         change = torch.zeros_like(here) if there is None else (there - here).abs()
         # a smooth change is small; a kink, which is no curvature, jumps
         smooth = (change > 10 * eps * here.abs().amax()) & (change < 0.1 * here.abs().amax())
@@ -128,16 +127,13 @@ class CustomLoss(Loss):
                 "derivative. Write it with operations that have second derivatives."
             )
 
-    def _loss_gradient(self, logits: Tensor, items: Items, keep: list[Tensor] | None = None) -> Tensor | None:
-        """Return ∂Σℓ/∂f at these logits, with its graph, or None where there is no dependence.
-
-        The logits that it is a function of are added to `keep`.
-        """
-        logits = logits.detach().requires_grad_()
-        if keep is not None:
-            keep.append(logits)
+    def _slope(self, logits: Tensor, items: Items) -> Tensor | None:
+        """Return ∂Σℓ/∂f at logits that require gradients, with its graph; None without dependence."""
         with torch.enable_grad():
-            return _gradient(self._call(logits.reshape(items.shape), items.target).sum(), logits, True)
+            losses = self._call(logits.to(items.logits.dtype).reshape(items.shape), items.target)
+            if not losses.requires_grad:
+                return None
+            return torch.autograd.grad(losses.sum(), logits, create_graph=True, allow_unused=True)[0]
 
     def _call(self, output: Tensor, target: Any) -> Tensor:
         """Call the function and refuse what is not one number per sample."""
@@ -173,11 +169,10 @@ class CustomLoss(Loss):
                 "them, or measure with method='sampled'."
             )
         logits = promote(items.logits.detach()).requires_grad_()
+        gradient = self._slope(logits, items)
+        if gradient is None or not gradient.requires_grad:
+            return logits.detach().new_zeros(n, K, 0)
         with torch.enable_grad():
-            losses = self._call(logits.to(items.logits.dtype).reshape(items.shape), items.target)
-            gradient = _gradient(losses.sum(), logits, create_graph=True)
-            if gradient is None or not gradient.requires_grad:
-                return logits.detach().new_zeros(n, K, 0)
             rows = [self._row(gradient[:, 0, k].sum(), logits) for k in range(K)]
         H = torch.stack(rows, 1).detach()
         refuse([(~H.isfinite(), self._not_finite)])
@@ -192,7 +187,7 @@ class CustomLoss(Loss):
     def _row(self, entry: Tensor, logits: Tensor) -> Tensor:
         """Return ∂entry/∂logits, shape (n, K); no dependence is a zero row."""
         try:
-            row = _gradient(entry, logits, create_graph=False)
+            (row,) = torch.autograd.grad(entry, logits, retain_graph=True, materialize_grads=True)
         except (NotImplementedError, RuntimeError) as error:
             if "derivative" not in str(error) and "differentiate" not in str(error):
                 raise
@@ -200,7 +195,7 @@ class CustomLoss(Loss):
                 f"Expected {self.name} to be twice differentiable but got the error '{error}' from torch. "
                 "Write it with operations that have second derivatives."
             ) from error
-        return (torch.zeros_like(logits) if row is None else row).squeeze(1)
+        return row.squeeze(1)
 
 
 def _eigenvectors(H: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,22 +214,9 @@ def _eigenvectors(H: Tensor) -> tuple[Tensor, Tensor]:
     return vectors * eigenvalues.abs().sqrt()[:, None], eigenvalues.sign()
 
 
-def _gradient(value: Tensor, logits: Tensor, create_graph: bool) -> Tensor | None:
-    """Return ∂value/∂logits, or None where there is no dependence. The graph of the value is kept."""
-    if not value.requires_grad:
-        return None
-    return torch.autograd.grad(
-        value, logits, retain_graph=True, create_graph=create_graph, allow_unused=True
-    )[0]
-
-
 def _first(target: Any, half: int, n: int) -> Any:
     """Return the first half of a tensor, or of all in a tuple, list or dict; None if that is unclear."""
-    if isinstance(target, Tensor):
-        return target[:half] if target.dim() and len(target) == n else None
-    if type(target) not in (tuple, list, dict):
+    parts, structure = tree_flatten(target)
+    if not all(isinstance(part, Tensor) and part.dim() and len(part) == n for part in parts):
         return None
-    parts = [_first(value, half, n) for value in (target.values() if type(target) is dict else target)]
-    if any(part is None for part in parts):
-        return None
-    return dict(zip(target, parts, strict=True)) if type(target) is dict else type(target)(parts)
+    return tree_unflatten([part[:half] for part in parts], structure)

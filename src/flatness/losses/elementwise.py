@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, count, promote, random_signs
+from flatness.losses.base import Check, Items, Loss, promote, random_signs
 from flatness.losses.layout import finite, lay_out_values, place, shape
 from flatness.losses.signs import Signs
 
@@ -35,10 +35,6 @@ class Elementwise(Loss):
     def checks(self, items: Items) -> list[Check]:
         """Refuse targets out of range."""
         return [self._check(items.target)]
-
-    def normaliser(self, items: Items) -> Tensor:
-        """Return n."""
-        return count(items)
 
     def rank(self, items: Items) -> int:
         """Return K."""

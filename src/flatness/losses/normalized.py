@@ -55,13 +55,10 @@ class NormalizedCrossEntropy(CrossEntropy):
             )
         return items
 
-    def values(self, items: Items) -> Tensor:
-        """Return Σ_T of the cross-entropies of f/σ: shape (n,)."""
-        return super().values(_normalized(items))
-
-    def items_weighed(self, items: Items) -> tuple[Tensor, Tensor]:
-        """Return those of cross-entropy, of f/σ."""
-        return super().items_weighed(_normalized(items))
+    def _losses(self, items: Items, weight: Tensor | None) -> Tensor:
+        """Return the smoothed cross-entropy of every f/σ: shape (n, T)."""
+        c, sigma = _spread(promote(items.logits))
+        return super()._losses(replace(items, logits=c / sigma), weight)
 
     def rank(self, items: Items) -> int:
         """Return K − 1, or 2K beyond `dense_limit` classes."""
@@ -142,12 +139,6 @@ class _Terms:
     r: Tensor  # r̃
     e: Tensor
     alpha: Tensor
-
-
-def _normalized(items: Items) -> Items:
-    """Return the items with f/σ for their outputs."""
-    c, sigma = _spread(promote(items.logits))
-    return replace(items, logits=c / sigma)
 
 
 def _spread(logits: Tensor) -> tuple[Tensor, Tensor]:

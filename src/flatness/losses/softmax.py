@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, count, promote, random_signs
+from flatness.losses.base import Check, Items, Loss, promote, random_signs
 from flatness.losses.layout import lay_out_classes, place, shape
 from flatness.losses.signs import Signs
 
@@ -70,8 +70,7 @@ class CrossEntropy(Loss):
 
     def values(self, items: Items) -> Tensor:
         """Return Σ_T of the weighted, smoothed cross-entropies: shape (n,)."""
-        losses = self._losses(items, self.weight)
-        return losses[:, 0] if losses.shape[1] == 1 else losses.sum(1)
+        return self._losses(items, self.weight).sum(1)
 
     def items_weighed(self, items: Items) -> tuple[Tensor, Tensor]:
         """Return cross-entropies without class weights, and w_y (soft labels: Σ_k w_k q_k), both (n, T)."""
@@ -99,9 +98,7 @@ class CrossEntropy(Loss):
     def normaliser(self, items: Items) -> Tensor:
         """Return Σ w_y over the targets that count, or the number of predictions for class probabilities."""
         if not _hard(items):
-            return count(items) * items.target.shape[1]
-        if self.weight is None:
-            return self._counted(items).sum(dtype=torch.float64)
+            return super().normaliser(items) * items.target.shape[1]
         return self._target_weight(items, torch.float64).sum()
 
     def rank(self, items: Items) -> int:

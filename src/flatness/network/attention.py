@@ -8,6 +8,7 @@ layout is. `flatness.guard` takes all of that off again.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,65 +28,53 @@ class Projection(nn.Module):
 
     Args:
         owner: The attention module.
-        weight: Name of the parameter that holds the weight.
-        rows: Which rows of it; None for all.
-        bias_rows: Which entries of the packed bias.
+        key: Which of them: "q", "k" or "v".
+        third: Its place, from 0, among those that are packed into one parameter.
+
+    Attributes:
+        weight_key: Name of the parameter that holds the weight, in the owner.
     """
 
-    def __init__(self, owner: nn.Module, weight: str, rows: slice | None, bias_rows: slice) -> None:
+    def __init__(self, owner: nn.MultiheadAttention, key: str, third: int) -> None:
         super().__init__()
         # In a tuple: the owner is not a submodule of its own part.
         self._owner = (owner,)
-        self.weight_key, self._rows, self._bias_rows = weight, rows, bias_rows
+        self._packed = owner.in_proj_weight is not None
+        self.weight_key = "in_proj_weight" if self._packed else f"{key}_proj_weight"
+        self._rows = slice(third * owner.embed_dim, (third + 1) * owner.embed_dim)
 
     @property
     def weight(self) -> Tensor:
         """The weight, (d, m): a view of the parameter."""
         weight = cast(Tensor, getattr(self._owner[0], self.weight_key))
-        return weight if self._rows is None else weight[self._rows]
+        return weight[self._rows] if self._packed else weight
 
     @property
     def bias(self) -> Tensor | None:
         """The bias, (d,), or None."""
         packed = cast("Tensor | None", self._owner[0].in_proj_bias)
-        return None if packed is None else packed[self._bias_rows]
-
-    @property
-    def bias_key(self) -> str:
-        """Name of the parameter that holds the bias, in the owner."""
-        return "in_proj_bias"
+        return None if packed is None else packed[self._rows]
 
     def forward(self, input: Tensor) -> Tensor:
         """Input (…, m) to (…, d)."""
         return F.linear(input, self.weight, self.bias)
 
 
-def open_attention(model: nn.Module) -> list[str]:
-    """Open every `nn.MultiheadAttention` of a model, and say which ones; the caller sets modules back."""
-    opened = []
-    for name, module in model.named_modules():
+def open_attention(model: nn.Module) -> None:
+    """Open every `nn.MultiheadAttention` of a model; the caller sets modules back."""
+    for module in list(model.modules()):
         if isinstance(module, nn.MultiheadAttention) and _is_stock(module, nn.MultiheadAttention):
-            for key, projection in _projections(module).items():
-                module.add_module(key, projection)
+            for third, key in enumerate("qkv"):
+                module.add_module(key, Projection(module, key, third))
             vars(module)["forward"] = partial(_attend, module)
-            opened.append(name)
         for kind in _LAYERS:
             if isinstance(module, kind) and _is_stock(module, kind):
                 vars(module)["forward"] = partial(_samples_first, module, module.forward)
-    return opened
 
 
 def _is_stock(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether the module computes what torch wrote."""
     return type(module).forward is kind.forward and "forward" not in vars(module)
-
-
-def _projections(module: nn.MultiheadAttention) -> dict[str, Projection]:
-    E = module.embed_dim
-    thirds = {key: slice(i * E, (i + 1) * E) for i, key in enumerate("qkv")}
-    if module.in_proj_weight is not None:
-        return {key: Projection(module, "in_proj_weight", rows, rows) for key, rows in thirds.items()}
-    return {key: Projection(module, f"{key}_proj_weight", None, rows) for key, rows in thirds.items()}
 
 
 def stacked_projections(model: nn.Module) -> set[str]:
@@ -100,18 +89,17 @@ def _samples_first(layer: nn.Module, forward: Callable[..., Tensor], *args: Any,
 
     Masks do not depend on the layout.
     """
+    given = inspect.signature(forward).bind(*args, **kwargs)
+    sequences = {key: value for key, value in given.arguments.items() if key in _SEQUENCES}
     attention = [module for module in layer.children() if isinstance(module, nn.MultiheadAttention)]
-    sequences = 2 if isinstance(layer, nn.TransformerDecoderLayer) else 1
-    x = next(value for value in (*args, *(kwargs.get(key) for key in _SEQUENCES)) if value is not None)
-    if x.dim() != 3 or any(module.batch_first for module in attention):
+    if attention[0].batch_first or any(x.dim() != 3 for x in sequences.values()):
         return forward(*args, **kwargs)
-    args = tuple(value.transpose(0, 1) if i < sequences else value for i, value in enumerate(args))
-    kwargs = {key: value.transpose(0, 1) if key in _SEQUENCES else value for key, value in kwargs.items()}
+    given.arguments.update({key: value.transpose(0, 1) for key, value in sequences.items()})
     with ExitStack() as stack:
         for module in attention:
             stack.callback(setattr, module, "batch_first", False)
             module.batch_first = True
-        return forward(*args, **kwargs).transpose(0, 1)
+        return forward(*given.args, **given.kwargs).transpose(0, 1)
 
 
 def _attend(
@@ -126,31 +114,34 @@ def _attend(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """What `nn.MultiheadAttention.forward` computes, through the submodules q, k, v and out_proj."""
-    single, swapped = query.dim() == 2, query.dim() == 3 and not module.batch_first
-    given = [query, key, value]
+    samples = 0 if module.batch_first else 1
+    single = query.dim() == 2
     if single:
-        given = [tensor.unsqueeze(0) for tensor in given]
+        query, key, value = (sequence.unsqueeze(samples) for sequence in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    elif swapped:
-        given = [tensor.transpose(0, 1) for tensor in given]
     parts = cast(Any, module)
-    q, k, v = parts.q(given[0]), parts.k(given[1]), parts.v(given[2])
-    n, heads = len(q), module.num_heads
-    mask = _joined_mask(attn_mask, key_padding_mask, n, heads, q.dtype)
+    given = ((parts.q, query), (parts.k, key), (parts.v, value))
+    q, k, v = (projection(sequence.transpose(0, samples)) for projection, sequence in given)
+    mask = _joined_mask(attn_mask, key_padding_mask, len(q), module.num_heads, q.dtype)
     k, v, mask = _extended(module, k, v, mask)
-    q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
-    weights = None
-    if need_weights:
-        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        mixed = weights @ v
-        weights = weights.mean(1) if average_attn_weights else weights
-    else:
-        mixed = F.scaled_dot_product_attention(q, k, v, mask)
-    output = module.out_proj(mixed.transpose(1, 2).flatten(2))
+    q, k, v = (tensor.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for tensor in (q, k, v))
+    mixed, weights = _mixed(q, k, v, mask, need_weights)
+    weights = weights if weights is None or not average_attn_weights else weights.mean(1)
+    output = module.out_proj(mixed.transpose(1, 2).flatten(2)).transpose(0, samples)
     if single:
-        return output.squeeze(0), None if weights is None else weights.squeeze(0)
-    return output.transpose(0, 1) if swapped else output, weights
+        return output.squeeze(samples), None if weights is None else weights.squeeze(0)
+    return output, weights
+
+
+def _mixed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The values (n, heads, L, E) as every query weighs them, and the weights where they are asked for."""
+    if not need_weights:
+        return F.scaled_dot_product_attention(q, k, v, mask), None
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    return weights @ v, weights
 
 
 def _joined_mask(

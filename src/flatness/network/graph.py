@@ -9,8 +9,8 @@ without a row there count as curved: when in doubt, not exact.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,27 +121,28 @@ def read_graph(
             those that wrote into a view: with any, all of them count as curved (see `InPlaceOperators`).
     """
     nodes = _operands_first(output.grad_fn)
-    produced: dict[Any, int] = {}
-    for bit, name in enumerate(layers):
-        produced[layers[name].node] = produced.get(layers[name].node, 0) | (1 << bit)
     exempt = trailing_log_softmax(output) if final_log_softmax else None
-    # reach[node]: the layers that the node's value depends on, one bit each
-    reach: dict[Any, int] = {}
-    curved: dict[str, list[str]] = {name: [] for name in layers}
-    operators: set[str] = set()
+    # reach[node]: the layers that the node's value depends on
+    reach: dict[Any, frozenset[str]] = defaultdict(frozenset)
+    produced: dict[Any, frozenset[str]] = defaultdict(frozenset)
+    for name, edge in layers.items():
+        produced[edge.node] |= {name}
+    curved: dict[str, dict[str, None]] = {name: {} for name in layers}
     for node, inputs in nodes:
         pieces = pieces_of(node)
-        if pieces is None and not _is_leaf(node):
-            operators.add(operator_name(node))
-        operands = [reach.get(operand, 0) for operand, _ in inputs]
-        reach[node] = _union(operands) | produced.get(node, 0)
-        blocked = _union(operands) if pieces is None else pieces.curved_in(operands)
-        if not blocked or node is exempt:
-            continue
-        for name in _named(blocked, layers):
-            curved[name] += [one for one in _culprits(node, curved_in_place) if one not in curved[name]]
-    reached = frozenset(_named(reach.get(output.grad_fn, 0), layers))
-    return NetworkGraph(curved, reached, _reads(nodes), frozenset(operators))
+        operands = [reach[operand] for operand, _ in inputs]
+        reach[node] = produced[node].union(*operands)
+        if node is not exempt:
+            for name in frozenset().union(*operands) if pieces is None else pieces.curved_in(operands):
+                curved[name].update(dict.fromkeys(_culprits(node, curved_in_place)))
+    named = {name: list(culprits) for name, culprits in curved.items()}
+    return NetworkGraph(named, reach[output.grad_fn], _reads(nodes), _operators(nodes))
+
+
+def _operators(nodes: list[tuple[Any, Any]]) -> frozenset[str]:
+    """Those that ran and are not known to be piecewise linear."""
+    curved = [node for node, _ in nodes if pieces_of(node) is None and not _is_leaf(node)]
+    return frozenset(map(operator_name, curved))
 
 
 def _culprits(node: Any, curved_in_place: Sequence[str]) -> list[str]:
@@ -159,10 +160,6 @@ def reads(value: Tensor) -> dict[int, int]:
 def _reads(nodes: list[tuple[Any, Any]]) -> dict[int, int]:
     operands = [operand for _, inputs in nodes for operand, _ in inputs if operand is not None]
     return dict(Counter(id(operand.variable) for operand in operands if _is_leaf(operand)))
-
-
-def _named(bits: int, layers: Iterable[str]) -> list[str]:
-    return [name for bit, name in enumerate(layers) if bits >> bit & 1]
 
 
 def _is_leaf(node: Any) -> bool:
@@ -259,10 +256,3 @@ def _operands_first(root: Any) -> list[tuple[Any, Any]]:
                 if operand is not None and operand not in seen:
                     stack.append((operand, None))
     return order
-
-
-def _union(masks: list[int]) -> int:
-    joined = 0
-    for mask in masks:
-        joined |= mask
-    return joined

@@ -46,17 +46,9 @@ def batch_budget(device: torch.device, backward: bool) -> int:
     On a CPU, backward passes are fastest when their working set stays near the caches; a forward pass wants
     long rows. On a GPU the limit keeps a ResNet-18 within 2 GiB; `batch_size=` trades memory for speed.
     """
-    return batch_budgets(device, backward)[1]
-
-
-def batch_budgets(device: torch.device, backward: bool) -> tuple[int, int]:
-    """`batch_budget` of a forward pass and as asked, together: a GPU is slow to say what is free."""
     if device.type == "cuda":
-        share = torch.cuda.mem_get_info(device)[0] // 4
-        forward, both = min(share, 1024 * _MEGABYTE), min(share, 1536 * _MEGABYTE)
-    else:
-        forward, both = 384 * _MEGABYTE, 64 * _MEGABYTE
-    return forward, both if backward else forward
+        return min(torch.cuda.mem_get_info(device)[0] // 4, (1536 if backward else 1024) * _MEGABYTE)
+    return (64 if backward else 384) * _MEGABYTE
 
 
 def kept_budget(device: torch.device) -> int:

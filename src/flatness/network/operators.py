@@ -39,21 +39,19 @@ class Pieces:
     complex: bool = False
     layout: bool = False
 
-    def curved_in(self, operands: Sequence[int]) -> int:
-        """The layers, as bits, in which a result is not piecewise linear.
+    def curved_in(self, operands: Sequence[frozenset[str]]) -> frozenset[str]:
+        """The layers in which a result is not piecewise linear.
 
         Args:
-            operands: The layers that each operand depends on, as bits.
+            operands: The layers that each operand depends on.
         """
-        curved = 0
-        for position in self.fixed:
-            if position < len(operands):
-                curved |= operands[position]
-        met = 0
-        for position in self.factors:
-            if position < len(operands):
-                curved |= met & operands[position]
-                met |= operands[position]
+        curved = met = frozenset[str]()
+        for position, layers in enumerate(operands):
+            if position in self.fixed:
+                curved |= layers
+            if position in self.factors:
+                curved |= met & layers
+                met |= layers
         return curved
 
     def holds_for(self, args: Sequence[Any]) -> bool:

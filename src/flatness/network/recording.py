@@ -7,10 +7,10 @@ No copy is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,13 +54,12 @@ class Recording:
     def __enter__(self) -> Recording:
         """Install the hooks."""
         for name, module in self._modules.items():
-            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after(name)))
+            before, after = partial(self._before, name), partial(self._after, name)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Remove the hooks and drop what was recorded."""
         for handle in self._handles:
             handle.remove()
@@ -85,69 +84,56 @@ class Recording:
         calls = self.calls.get(name, [])
         if len(calls) == 1:
             return calls[0]
-        counted = (
-            f"Expected {name!r} to be called once in every forward pass but it was called {len(calls)} times "
-            "on this batch. "
-        )
-        if not calls:
-            raise LayerError(
-                counted + "A network whose path depends on the data cannot be measured layer by layer: pass "
-                "layers= without it."
+        if calls:
+            reason = (
+                "The first samples called it once. Look for a path that depends on the data, or for "
+                "something else that calls the layer again, such as a hook; or pass layers= without it."
+            )
+        else:
+            reason = (
+                "A network whose path depends on the data cannot be measured layer by layer: pass layers= "
+                "without it."
             )
         raise LayerError(
-            counted + "The first samples called it once. Look for a path that depends on the data, or for "
-            "something else that calls the layer again, such as a hook; or pass layers= without it."
+            f"Expected {name!r} to be called once in every forward pass but it was called {len(calls)} times "
+            f"on this batch. {reason}"
         )
 
     def overwritten(self) -> list[str]:
         """Names of modules whose recorded input was changed in place after they had used it."""
-        return [
-            name
-            for name, calls in self.calls.items()
-            if any(call.x._version != call.x_version for call in calls)
-        ]
+        return [name for name, calls in self.calls.items() if any(c.x._version != c.x_version for c in calls)]
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._paused:
-                return None
-            x, rebuild = _input_of(name, args, kwargs)
-            if self._copy_inputs:
-                x = x.clone()
-            if self._edges and x.is_floating_point():
-                # A view of its own: the derivative at this edge is what flows through this module alone.
-                x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-            self._entered[name] = x
-            return rebuild(x)
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paused:
+            return None
+        x, rebuild = _input_of(name, args, kwargs)
+        if self._copy_inputs:
+            x = x.clone()
+        if self._edges and x.is_floating_point():
+            # A view of its own: the derivative at this edge is what flows through this module alone.
+            x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+        self._entered[name] = x
+        return rebuild(x)
 
-        return hook
-
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-            if self._paused:
-                return None
-            x = self._entered.pop(name)
-            replaced = self._edges and output._is_view()
-            if replaced:
-                # In-place operations on a view rewire its base's graph and would bypass the edge.
-                output = output.clone()
-            elif self._edges and torch.is_grad_enabled() and not output.requires_grad:
-                # An embedding whose table is frozen: nothing before it has a derivative.
-                output, replaced = output.detach().requires_grad_(), True
-            # Reentrant checkpointing runs modules without a graph.
-            edges = self._edges and torch.is_grad_enabled()
-            self.calls.setdefault(name, []).append(
-                Record(
-                    x.detach(),
-                    x._version,
-                    get_gradient_edge(x) if edges and x.requires_grad else None,
-                    get_gradient_edge(output) if edges and output.requires_grad else None,
-                    output.shape,
-                )
-            )
-            return output if replaced else None
-
-        return hook
+    def _after(self, name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if self._paused:
+            return None
+        x = self._entered.pop(name)
+        replaced = self._edges and output._is_view()
+        if replaced:
+            # In-place operations on a view rewire its base's graph and would bypass the edge.
+            output = output.clone()
+        elif self._edges and torch.is_grad_enabled() and not output.requires_grad:
+            # An embedding whose table is frozen: nothing before it has a derivative.
+            output, replaced = output.detach().requires_grad_(), True
+        # Reentrant checkpointing runs modules without a graph.
+        edges = self._edges and torch.is_grad_enabled()
+        x_edge, z_edge = (
+            get_gradient_edge(value) if edges and value.requires_grad else None for value in (x, output)
+        )
+        record = Record(x.detach(), x._version, x_edge, z_edge, output.shape)
+        self.calls.setdefault(name, []).append(record)
+        return output if replaced else None
 
 
 def _input_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -159,9 +145,3 @@ def _input_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     raise LayerError(
         f"Expected {name!r} to be called with a tensor as its first argument but got {type(args[:1])}."
     )
-
-
-def modules_called(recording: Recording, names: Iterable[str]) -> list[str]:
-    """Those of `names` that were called, in the order of their first call."""
-    wanted = set(names)
-    return [name for name in recording.calls if name in wanted]

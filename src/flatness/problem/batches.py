@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +19,8 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     """All tensors of a batch, in a fixed order."""
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for key in batch:
-            yield from tensors_in(batch[key])
-    elif isinstance(batch, (tuple, list)):
-        for part in batch:
+    elif isinstance(batch, (Mapping, tuple, list)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
             yield from tensors_in(part)
 
 
@@ -54,20 +50,17 @@ def size_of(batch: Any) -> int:
 
 def rows(batch: Any, start: int, stop: int) -> Any:
     """Samples start to stop of a batch; tensors that do not have one row per sample stay whole."""
-    n = size_of(batch)
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[start:stop] if tensor.dim() > 0 and tensor.shape[0] == n else tensor
-
-    return map_tensors(batch, cut)
+    return picked(batch, slice(start, stop))
 
 
-def picked(batch: Any, index: Tensor) -> Any:
+def picked(batch: Any, index: slice | Tensor) -> Any:
     """The samples of a batch with these places; tensors without one row per sample stay whole."""
     n = size_of(batch)
 
     def pick(tensor: Tensor) -> Tensor:
-        return tensor[index.to(tensor.device)] if tensor.dim() > 0 and tensor.shape[0] == n else tensor
+        if tensor.dim() == 0 or tensor.shape[0] != n:
+            return tensor
+        return tensor[index if isinstance(index, slice) else index.to(tensor.device)]
 
     return map_tensors(batch, pick)
 
@@ -87,21 +80,6 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def copied(batch: Any) -> Any:
     """The same batch in memory of its own."""
     return map_tensors(batch, Tensor.clone)
-
-
-def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors on the host; those of a kind come in one copy, as their device is waited for."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    found = list(tensors)
-    for place, tensor in enumerate(found):
-        if tensor.device.type != "cpu":
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(place)
-    for places in kinds.values():
-        packed = torch.cat([found[place].reshape(-1) for place in places]).cpu()
-        parts = packed.split([found[place].numel() for place in places])
-        for place, part in zip(places, parts, strict=True):
-            found[place] = part.reshape(found[place].shape)
-    return found
 
 
 def versions(batch: Any) -> list[int]:
@@ -133,32 +111,20 @@ def sample_codes(batch: Any) -> Tensor:
     """
     n = size_of(batch)
     device = next(tensor.device for tensor in tensors_in(batch) if tensor.dim() > 0)
-    codes: Tensor | None = None
+    codes = torch.zeros(n, dtype=torch.int64, device=device)
     for position, tensor in enumerate(tensors_in(batch)):
         if tensor.dim() == 0 or tensor.shape[0] != n or tensor.numel() == 0:
             continue
         flat = tensor.detach().reshape(n, -1)
         if flat.shape[1] > _SAMPLED_ENTRIES:
-            flat = flat[:, _entries(flat.shape[1], flat.device)]
+            spaced = torch.arange(_SAMPLED_ENTRIES, device=flat.device)
+            flat = flat[:, spaced * (flat.shape[1] - 1) // (_SAMPLED_ENTRIES - 1)]
         bits = _as_integers(flat)
         # Every place has a number of its own: values that change places change the code.
-        places = _places(position, bits.shape[1], bits.device)
-        own = _mixed(torch.add(places, bits, alpha=_MIX)).sum(1).to(device)
-        codes = own if codes is None else torch.add(own, codes, alpha=_MIX)
-    return torch.zeros(n, dtype=torch.int64, device=device) if codes is None else _mixed(codes * _MIX)
-
-
-@lru_cache(maxsize=64)
-def _entries(size: int, device: torch.device) -> Tensor:
-    """Evenly spaced entries of a sample."""
-    places = torch.arange(_SAMPLED_ENTRIES, device=device)
-    return places * (size - 1) // (_SAMPLED_ENTRIES - 1)
-
-
-@lru_cache(maxsize=64)
-def _places(position: int, count: int, device: torch.device) -> Tensor:
-    """Numbers of the places of the tensor that comes at that position of a batch."""
-    return (torch.arange(count, device=device) + 64 * position + 1) * _PLACE
+        places = torch.arange(bits.shape[1], device=bits.device) + _SAMPLED_ENTRIES * position + 1
+        own = _mixed(torch.add(places * _PLACE, bits, alpha=_MIX)).sum(1).to(device)
+        codes = torch.add(own, codes, alpha=_MIX)
+    return _mixed(codes * _MIX)
 
 
 def _mixed(codes: Tensor) -> Tensor:

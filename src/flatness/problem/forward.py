@@ -22,7 +22,7 @@ from flatness.problem.own_loss import (
     OwnLoss,
     logits_of,
     own_loss,
-    run_without_labels,
+    run_given,
     takes_labels,
 )
 
@@ -50,8 +50,8 @@ class DefaultForward:
         """Decide once how outputs and labels are paired, by runs of these samples; what is to be noted."""
         if self.alignment is not None or not _labelled(batch):
             return []
-        self.alignment, notes = find_alignment(model, batch, self._loss)
-        return notes
+        self.alignment = find_alignment(model, batch, self._loss)
+        return [self.alignment.note] if self.alignment.note else []
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Run the model on a batch."""
@@ -103,12 +103,14 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+_OR_SAY = f"or say what the risk is, for example {INSTEAD}."
+
 Risk = tuple[Tensor, Tensor]
 """The value of a loss on a few outputs, and its gradient in them."""
 
 
-def find_alignment(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> tuple[Alignment, list[str]]:
-    """The alignment with which a loss is the model's own on a few samples, and what is to be noted.
+def find_alignment(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Alignment:
+    """The alignment with which a loss is the model's own on a few samples.
 
     The model is called with labels. Both the loss that it returns and, where autograd connects them, the
     gradient of that loss in the outputs have to be reproduced.
@@ -124,7 +126,7 @@ def find_alignment(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> tu
     """
     if not takes_labels(model):
         return _by_name(model, batch)
-    plain = run_without_labels(model, batch)
+    plain = run_given("nothing", model, batch)
     _refuse_labels(loss, plain, batch["labels"])
     own = own_loss(model, batch, plain)
     if own is None or not own.logits.isfinite().all():  # the latter has an error of its own
@@ -141,18 +143,18 @@ def _refuse_labels(loss: Loss, output: Any, labels: Any) -> None:
     refuse(loss.checks(items))
 
 
-def _by_name(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Alignment, list[str]]:
+def _by_name(model: nn.Module, batch: Mapping[str, Any]) -> Alignment:
     """Causal language models of transformers predict the next token: their labels are the tokens."""
     kinds = [kind for kind in type(model).__mro__ if kind.__module__.split(".")[0] == "transformers"]
     if any(kind.__name__.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
-        return Alignment(shift=1, known_by="the model's class says so"), []
+        return Alignment(shift=1, known_by="the model's class says so")
     inputs = [name for name, value in batch.items() if name != "labels" and _is(value, batch["labels"])]
-    notes = [
-        f"labels are {name} itself and were not shifted, as the model returns no loss of its own: if it "
-        "predicts the next token, pass a forward= that returns (output[:, :-1], batch['labels'][:, 1:])"
-        for name in inputs[:1]
-    ]
-    return Alignment(), notes
+    if not inputs:
+        return Alignment()
+    return Alignment(
+        note=f"labels are {inputs[0]} itself and were not shifted, as the model returns no loss of its own: "
+        "if it predicts the next token, pass a forward= that returns (output[:, :-1], batch['labels'][:, 1:])"
+    )
 
 
 def _is(value: Any, labels: Any) -> bool:
@@ -162,36 +164,54 @@ def _is(value: Any, labels: Any) -> bool:
     return value.shape == labels.shape and bool(((value == labels) | (labels < 0)).all())
 
 
-def _chosen(own: OwnLoss, labels: Tensor, loss: Loss) -> tuple[Alignment, list[str]]:
+def _chosen(own: OwnLoss, labels: Tensor, loss: Loss) -> Alignment:
     """The one alignment that reproduces the model's own loss."""
     losses = {str(each): each for each in (loss, CrossEntropy(), MeanSquaredError(), BinaryCrossEntropy())}
     fitting = list(_alignments(own, labels))
     risks = {name: _risks(each, fitting, own.logits, labels) for name, each in losses.items()}
     if any(risks.values()) and not own.value.isfinite():
-        raise _not_finite(own)
+        raise LossError(
+            f"Expected a finite loss from the model itself but got {own}: it does not tell which output "
+            f"predicts which label. Put samples first whose labels count (-100 does not), {_OR_SAY}"
+        )
     for name, found in risks.items():
         same = [alignment for alignment, risk in found.items() if own.equals(*risk)]
         if len(same) > 1:
-            raise _ambiguous(own, name)
+            raise LossError(
+                "Expected one way of pairing outputs and labels to give the model's own loss, "
+                f"{own}, but got it for {name} both with labels shifted by one and with labels not shifted. "
+                f"Put samples first on which they differ, {_OR_SAY}"
+            )
         if same:
             return _agreed(own, same[0], name, loss)
-    given = risks[str(loss)]
-    if not given:
-        return Alignment(given=own.given), []  # measuring says why this loss cannot be computed
-    if _is_default(loss) or len(fitting) > 1:
-        raise _not_reproduced(own, loss, given)
-    note = f"measured with {loss}, which is not the loss that the model returns by itself"
-    return replace(fitting[0], known_by="no other fits the shapes"), [note]
+    return _unlike(own, fitting, loss, risks[str(loss)])
 
 
-def _agreed(own: OwnLoss, alignment: Alignment, name: str, loss: Loss) -> tuple[Alignment, list[str]]:
+def _agreed(own: OwnLoss, alignment: Alignment, name: str, loss: Loss) -> Alignment:
     """The alignment with which a loss of that name is the model's own; the user may ask for another loss."""
-    alignment = replace(alignment, known_by="as in the model's own loss")
-    if name == str(loss):
-        return alignment, []
-    if _is_default(loss):
-        raise _another(own, loss, name)
-    return alignment, [f"measured with {loss}; the loss that the model returns by itself is {name}"]
+    other = name != str(loss)
+    if other and _is_default(loss):
+        raise LossError(
+            f"Expected to measure the model's own loss, {own}, which is {name}, but got loss={str(loss)!r}. "
+            f"Pass loss={name!r}, {_OR_SAY}"
+        )
+    note = f"measured with {loss}; the loss that the model returns by itself is {name}" if other else ""
+    return replace(alignment, known_by="as in the model's own loss", note=note)
+
+
+def _unlike(own: OwnLoss, fitting: list[Alignment], loss: Loss, risks: dict[Alignment, Risk]) -> Alignment:
+    """The alignment where no loss is the model's own, if the user asks for another and shapes tell."""
+    if not risks:
+        return Alignment(given=own.given)  # measuring says why this loss cannot be computed
+    if _is_default(loss) or len(fitting) > 1:
+        arrived = [f"{float(value):.6g} ({alignment.labels})" for alignment, (value, _) in risks.items()]
+        raise LossError(
+            f"Expected to measure the model's own loss, {own}, but got {loss} {' or '.join(arrived)}. Pass "
+            "the loss that the model computes, with its class weights or label smoothing, as loss=, "
+            f"{_OR_SAY}"
+        )
+    note = f"measured with {loss}, which is not the loss that the model returns by itself"
+    return replace(fitting[0], known_by="no other fits the shapes", note=note)
 
 
 def _is_default(loss: Loss) -> bool:
@@ -213,52 +233,17 @@ def _alignments(own: OwnLoss, labels: Tensor) -> Iterator[Alignment]:
 
 def _risks(loss: Loss, alignments: list[Alignment], logits: Tensor, labels: Tensor) -> dict[Alignment, Risk]:
     """The risks by alignment, where they can be computed."""
-    found = {alignment: _risk(loss, alignment, logits, labels) for alignment in alignments}
-    return {alignment: risk for alignment, risk in found.items() if risk is not None}
-
-
-def _risk(loss: Loss, alignment: Alignment, logits: Tensor, labels: Tensor) -> Risk | None:
-    """A loss of these outputs and its gradient in them; None where it cannot be computed."""
-    leaf = logits.clone().requires_grad_()
-    try:
-        with torch.enable_grad():
-            items = loss.items(*alignment.pairs(leaf, labels))
-            value = loss.values(items).sum() / loss.normaliser(items)
-            (gradient,) = torch.autograd.grad(value, leaf)
-    except (FlatnessError, RuntimeError, TypeError, ValueError, LookupError) as error:
-        if ran_out(error):
-            raise
-        return None
-    return value.detach(), gradient
-
-
-def _not_finite(own: OwnLoss) -> LossError:
-    return LossError(
-        f"Expected a finite loss from the model itself but got {own}: it does not tell which output predicts "
-        "which label. Put samples first whose labels count (-100 does not), or say what the risk is, for "
-        f"example {INSTEAD}."
-    )
-
-
-def _ambiguous(own: OwnLoss, name: str) -> LossError:
-    return LossError(
-        f"Expected one way of pairing outputs and labels to give the model's own loss, {own}, but got it for "
-        f"{name} both with labels shifted by one and with labels not shifted. Put samples first on which "
-        f"they differ, or say what the risk is, for example {INSTEAD}."
-    )
-
-
-def _not_reproduced(own: OwnLoss, loss: Loss, tried: Mapping[Alignment, Risk]) -> LossError:
-    arrived = [f"{float(value):.6g} ({alignment.labels})" for alignment, (value, _) in tried.items()]
-    return LossError(
-        f"Expected to measure the model's own loss, {own}, but got {loss} {' or '.join(arrived)}. Pass the "
-        "loss that the model computes, with its class weights or label smoothing, as loss=, or say what the "
-        f"risk is, for example {INSTEAD}."
-    )
-
-
-def _another(own: OwnLoss, loss: Loss, name: str) -> LossError:
-    return LossError(
-        f"Expected to measure the model's own loss, {own}, which is {name}, but got loss={str(loss)!r}. Pass "
-        f"loss={name!r}, or say what the risk is, for example {INSTEAD}."
-    )
+    found: dict[Alignment, Risk] = {}
+    for alignment in alignments:
+        leaf = logits.clone().requires_grad_()
+        try:
+            with torch.enable_grad():
+                items = loss.items(*alignment.pairs(leaf, labels))
+                value = loss.values(items).sum() / loss.normaliser(items)
+                (gradient,) = torch.autograd.grad(value, leaf)
+        except (FlatnessError, RuntimeError, ValueError, LookupError) as error:
+            if ran_out(error):
+                raise
+            continue
+        found[alignment] = value.detach(), gradient
+    return found

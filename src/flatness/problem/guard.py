@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -40,10 +39,10 @@ class Kept(UnsplitStack):
 
     def prepare(self) -> None:
         """Wait for other measurements to end, and remember everything."""
-        refuse_measured(self._model)
         self.undo(PROCESS.release())
-        PROCESS.acquire(self._while_waiting)
-        refuse_measured(self._model)
+        while not PROCESS.lock.acquire(timeout=0.05):
+            self.handle_waiting()
+            refuse_measured(self._model)
         self.callback(self._at_work.pop, self, None)
         self._at_work[self] = (threading.get_ident(), _parts_of(self._model))
         # Copies of tensors made in inference mode could not be compared outside.
@@ -51,10 +50,6 @@ class Kept(UnsplitStack):
             self._before = Snapshot(self._model)
         self.undo(self._before.restore)
         self.let_go()
-
-    def _while_waiting(self) -> None:
-        self.handle_waiting()
-        refuse_measured(self._model)
 
 
 class Guard(Kept):
@@ -99,7 +94,8 @@ class Guard(Kept):
         self.enter_context(torch.inference_mode(False))
         process.prepare(self._seed)
         self._prepare_modules()
-        self.enter_context(plain_weight_norm(model))
+        if any(map(_is_normalized, model.modules())):
+            self.enter_context(PlainWeightNorm())
         for kind in dict.fromkeys(("cpu", next(model.parameters()).device.type)):
             self.enter_context(torch.autocast(kind, enabled=False))
         # Ends before those, which turn on again what was on.
@@ -110,20 +106,12 @@ class Guard(Kept):
             self.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _prepare_modules(self) -> None:
-        own = list(self._model.modules())
-        if not _switches_as_torch(own) or any(module.training for module in own):
-            self._model.eval()
-        for module in own:
-            if module._backward_hooks or module._backward_pre_hooks:
-                module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
-        hooked = {value: hooks for value in self._model.parameters() if (hooks := value._backward_hooks)}
-        self.undo(partial(_hook_again, hooked))
-        for parameter in hooked:
-            parameter._backward_hooks = None  # one that clips gradients, for example
+        self._model.eval()
+        for module in self._model.modules():
+            module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
         for parameter in self._model.parameters():
-            # A forward pass that has a backward pass inside adds to gradients in place.
-            if parameter.grad is not None:
-                parameter.grad = None
+            parameter._backward_hooks = None  # one that clips gradients, for example
+            parameter.grad = None  # a forward pass that has a backward pass inside adds to it in place
         open_attention(self._model)
         _shorten_rows(self._model)
 
@@ -139,18 +127,13 @@ class Guard(Kept):
         held = {**self._before.parameters, **self._settled}
         found = [name for name, value in held.items() if value.changed(beyond_rounding=name in self._settled)]
         for name in found:
-            self._settled[name] = HeldTensor(held[name].tensor, None)
+            self._settled[name] = HeldTensor(held[name].tensor, held[name].tensor.device)
         return found
 
     def _refuse_late_writing(self, kind: type[BaseException] | None, *_: object) -> None:
         late = [] if kind is not None else self.written()
         if late:
             raise changing_weights(late)
-
-
-def _hook_again(hooked: dict[nn.Parameter, dict]) -> None:
-    for parameter, hooks in hooked.items():
-        parameter._backward_hooks = hooks
 
 
 def changing_weights(names: list[str]) -> ModelError:
@@ -202,17 +185,6 @@ def _shorten_rows(model: nn.Module) -> None:
             torch.embedding_renorm_(weight, rows, float(module.max_norm), float(module.norm_type))
 
 
-def _switches_as_torch(own: list[nn.Module]) -> bool:
-    """Whether `train` and `eval` set nothing but `training`: neither a class nor a module has its own."""
-    kinds = {type(module) for module in own}
-    if not all(kind.train is nn.Module.train and kind.eval is nn.Module.eval for kind in kinds):
-        return False
-    return not any("train" in vars(module) or "eval" in vars(module) for module in own)
-
-
-_SET = torch.set_autocast_enabled
-
-
 class Suppressed:
     """In one thread, ``torch.autocast`` as if it said ``enabled=False``, from `start` to `end`.
 
@@ -227,33 +199,22 @@ class Suppressed:
     def __init__(self) -> None:
         self.seen = False
         self._thread = threading.get_ident()
-        self._outer = _OFF.get(self._thread)
+        self._outer = torch.set_autocast_enabled
 
     def start(self) -> None:
         """Turn it off."""
-        _OFF[self._thread] = self
-        torch.set_autocast_enabled = _set
+        torch.set_autocast_enabled = self._set
 
     def end(self) -> None:
         """As it was; after an interrupted call as well."""
-        if self._outer is not None:
-            _OFF[self._thread] = self._outer
-            return
-        _OFF.pop(self._thread, None)
-        torch.set_autocast_enabled = _SET
+        torch.set_autocast_enabled = self._outer
 
-
-# Where it is off, by thread.
-_OFF: dict[int, Suppressed] = {}
-
-
-def _set(*arguments: Any) -> None:
-    """`torch.set_autocast_enabled` of (kind of device, enabled), or of the latter; off where a thread is."""
-    *kind, enabled = arguments
-    off = _OFF.get(threading.get_ident())
-    if off is not None:
-        off.seen = off.seen or enabled
-    _SET(*kind, bool(enabled and off is None))  # type: ignore[call-overload]
+    def _set(self, *arguments: Any) -> None:
+        """`torch.set_autocast_enabled` of (kind of device, enabled), or of the latter; off in this thread."""
+        *kind, enabled = arguments
+        here = threading.get_ident() == self._thread
+        self.seen = self.seen or bool(enabled and here)
+        self._outer(*kind, bool(enabled and not here))  # type: ignore[call-overload]
 
 
 class PlainWeightNorm(TorchFunctionMode):
@@ -270,16 +231,6 @@ def normalized(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """g·v/‖v‖, with a norm for each place along an axis, or one for all of v where it is −1."""
     v = v.view_as(v)  # reads the parameter once, as the kernel does: uses of parameters are counted
     return v * (g / torch.norm_except_dim(v, 2, dim))
-
-
-@contextmanager
-def plain_weight_norm(model: nn.Module) -> Iterator[None]:
-    """Plain operators for the weight normalisation of a model that has one."""
-    if any(map(_is_normalized, model.modules())):
-        with PlainWeightNorm():
-            yield
-    else:
-        yield
 
 
 def _is_normalized(module: nn.Module) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +30,14 @@ class Alignment:
         classes_last: Whether outputs are (n, …, K): shapes do not tell where K is also a length.
         given: What the model gets of the labels: "nothing", "decoder_input_ids" made from them, or "labels".
         known_by: What says so.
+        note: What the user should know about it.
     """
 
     shift: int = 0
     classes_last: bool = False
     given: str = "nothing"
     known_by: str = "the model returns no loss of its own"
+    note: str = ""
 
     def run(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         """Outputs of a batch and the labels that they predict."""
@@ -74,8 +75,6 @@ class Alignment:
 
 def logits_of(output: Any) -> Any:
     """The tensor of an output as transformers wrap it."""
-    if isinstance(output, Tensor):
-        return output
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return getattr(output, "logits", output)
@@ -107,12 +106,6 @@ class OwnLoss:
     gradient: Tensor | None
     given: str
 
-    @property
-    def tolerance(self) -> float:
-        """How far from it a loss may be that reproduces it."""
-        half = {self.value.dtype, self.logits.dtype} & {torch.float16, torch.bfloat16}
-        return _CLOSE_IN_HALF if half else _CLOSE
-
     def __str__(self) -> str:
         """Say how large it is, for messages."""
         n = len(self.logits)
@@ -120,24 +113,33 @@ class OwnLoss:
 
     def equals(self, value: Tensor, gradient: Tensor) -> bool:
         """Whether a loss of the same outputs, and its gradient in them, are the model's own."""
-        rounding = self.tolerance * 1e-2 * (1 + float(self.logits.abs().max()))
-        if not abs(float(value - self.value)) <= self.tolerance * abs(float(self.value)) + rounding:
+        close = _close(self.value, self.logits)
+        rounding = close * 1e-2 * (1 + float(self.logits.abs().max()))
+        if not abs(float(value - self.value)) <= close * abs(float(self.value)) + rounding:
             return False
         if self.gradient is None:
             return True
         distance, size = float((gradient - self.gradient).norm()), float(self.gradient.norm())
-        return distance <= self.tolerance * (size + 1e-2)
+        return distance <= close * (size + 1e-2)
 
 
-def run_without_labels(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """What the model returns without labels; None where it does not run."""
+def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a call of the model returns, or what it raises: without labels, or with them, it need not run.
+
+    Its code may raise anything then; but memory that runs out says nothing about labels.
+    """
     try:
-        with torch.no_grad():
-            return Alignment().outputs(model, copied(batch))
+        return call(), None
     except Exception as error:
         if ran_out(error):
             raise
-        return None
+        return None, error
+
+
+def run_given(given: str, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """What the model returns, given so much of the labels as `Alignment` says; None where it does not run."""
+    with torch.no_grad():
+        return _attempt(lambda: Alignment(given=given).outputs(model, copied(batch)))[0]
 
 
 def own_loss(model: nn.Module, batch: Mapping[str, Any], plain: Any) -> OwnLoss | None:
@@ -146,37 +148,44 @@ def own_loss(model: nn.Module, batch: Mapping[str, Any], plain: Any) -> OwnLoss 
     Args:
         model: The model.
         batch: A few samples: a dict with "labels".
-        plain: What `run_without_labels` gave for them.
+        plain: What `run_given` gave for them.
 
     Raises:
         ModelError: If the model fails only with labels though its forward takes them.
     """
-    labels = batch["labels"]
-    if not isinstance(labels, Tensor) or not labels.dim():
+    if not _has_rows(batch["labels"]):
         return None
-    with differentiable(model), _same_configurations(model):
-        try:
-            with torch.enable_grad():
-                returned = model(**copied(batch))
-        except Exception as error:
-            if ran_out(error):
-                raise
-            hidden = isinstance(error, TypeError) and "labels" not in _arguments(model)
-            if plain is None or hidden:  # the model does not run, or hands labels on to what takes none
-                return None
-            raise _no_loss(error) from error
+    with differentiable(model):
+        with torch.enable_grad():
+            returned, error = _attempt(lambda: model(**copied(batch)))
+        # Without an argument of that name it may hand labels on to what takes none.
+        hidden = isinstance(error, TypeError) and "labels" not in _arguments(model)
+        if error is not None and plain is not None and not hidden:
+            reason = (str(error).splitlines() or [""])[0].rstrip(".")
+            raise ModelError(
+                "Expected the model to return a loss of its own for labels, as its forward takes them, but "
+                f"it raised {type(error).__name__}: {reason}. Call it on one batch yourself, or say what the "
+                f"risk is, for example {INSTEAD}."
+            ) from error
         value, logits = _loss_of(returned), logits_of(returned)
         if value is None:
             return None
-        if not isinstance(logits, Tensor) or not logits.dim():
-            if not isinstance(plain, Tensor):
-                return None
-            return OwnLoss(value.detach(), plain, None, "nothing")
-        gradient = None
-        if value.requires_grad and logits.requires_grad:
-            (gradient,) = torch.autograd.grad(value, logits, allow_unused=True)
+        if not _has_rows(logits):
+            return OwnLoss(value.detach(), plain, None, "nothing") if isinstance(plain, Tensor) else None
+        gradient = _gradient(value, logits)
         given = _least_given(model, batch, plain, logits.detach())
     return OwnLoss(value.detach(), logits.detach(), gradient, given)
+
+
+def _has_rows(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _gradient(value: Tensor, logits: Tensor) -> Tensor | None:
+    """The gradient of a loss in the outputs; None where autograd does not connect them."""
+    if not (value.requires_grad and logits.requires_grad):
+        return None
+    return torch.autograd.grad(value, logits, allow_unused=True)[0]
 
 
 def takes_labels(model: nn.Module) -> bool:
@@ -189,69 +198,42 @@ def _arguments(model: nn.Module) -> dict[str, Any]:
     """The kinds of the arguments of a model's forward; any are taken where that is not known."""
     try:
         parameters = inspect.signature(model.forward).parameters
-    except (TypeError, ValueError):
+    except ValueError:
         return {"anything": inspect.Parameter.VAR_KEYWORD}
     return {name: parameter.kind for name, parameter in parameters.items()}
 
 
 def _loss_of(returned: Any) -> Tensor | None:
     """The loss in what a model returned: ``.loss``, ``["loss"]``, a number by itself or in a tuple."""
-    if isinstance(returned, Tensor):
-        found = returned if returned.dim() == 0 else None
-    elif isinstance(returned, Mapping):
+    if isinstance(returned, Mapping):
         found = returned.get("loss")
-    elif isinstance(returned, (tuple, list)) and not hasattr(returned, "loss"):
-        found = next((part for part in returned if isinstance(part, Tensor) and part.dim() == 0), None)
+    elif hasattr(returned, "loss"):
+        found = returned.loss
     else:
-        found = getattr(returned, "loss", None)
+        parts = returned if isinstance(returned, (tuple, list)) else [returned]
+        found = next((part for part in parts if isinstance(part, Tensor) and part.dim() == 0), None)
     return found.mean() if isinstance(found, Tensor) and found.is_floating_point() and found.numel() else None
 
 
 def _least_given(model: nn.Module, batch: Mapping[str, Any], plain: Any, logits: Tensor) -> str:
     """The least that the model must get of the labels for the outputs that it has when it gets them."""
-
-    def same(given: str, samples: Mapping[str, Any]) -> bool:
-        try:
-            with torch.no_grad():
-                return _alike(Alignment(given=given).outputs(model, copied(samples)), logits)
-        except Exception as error:
-            if ran_out(error):
-                raise
-            return False
-
-    if hasattr(model, PREPARE) and "decoder_input_ids" not in batch and same("decoder_input_ids", batch):
+    prepares = hasattr(model, PREPARE) and "decoder_input_ids" not in batch
+    if prepares and _alike(run_given("decoder_input_ids", model, batch), logits):
         return "decoder_input_ids"
     # Inputs may happen to be what is made from the labels: other labels must make no difference.
     others = {**batch, "labels": batch["labels"].flip(-1)}
-    return "nothing" if _alike(plain, logits) and same("labels", others) else "labels"
+    same = _alike(plain, logits) and _alike(run_given("labels", model, others), logits)
+    return "nothing" if same else "labels"
 
 
 def _alike(output: Any, logits: Tensor) -> bool:
     """Whether outputs are the same, up to kernels."""
     if not isinstance(output, Tensor) or output.shape != logits.shape:
         return False
-    close = _CLOSE if torch.finfo(logits.dtype).eps < 1e-6 else _CLOSE_IN_HALF
-    return bool((output - logits).abs().max() <= close * logits.abs().max())
+    return bool((output - logits).abs().max() <= _close(logits) * logits.abs().max())
 
 
-@contextmanager
-def _same_configurations(model: nn.Module) -> Iterator[None]:
-    """Configurations as before when it ends: transformers write into them what kind of loss they took."""
-    found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    held = [(vars(config), dict(vars(config))) for config in found.values() if hasattr(config, "__dict__")]
-    try:
-        yield
-    finally:
-        for entries, before in held:
-            if isinstance(entries, dict) and entries != before:
-                entries.clear()
-                entries.update(before)
-
-
-def _no_loss(error: Exception) -> ModelError:
-    reason = (str(error).splitlines() or [""])[0].rstrip(".")
-    return ModelError(
-        "Expected the model to return a loss of its own for labels, as its forward takes them, but it raised "
-        f"{type(error).__name__}: {reason}. Call it on one batch yourself, or say what the risk is, for "
-        f"example {INSTEAD}."
-    )
+def _close(*computed: Tensor) -> float:
+    """How far apart, relative to their size, numbers may be that are the same up to rounding."""
+    half = any(value.dtype in (torch.float16, torch.bfloat16) for value in computed)
+    return _CLOSE_IN_HALF if half else _CLOSE

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatness.errors import ModelError, NotFiniteError, OptionError
+from flatness.errors import DataError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
 from flatness.losses import Items, resolve_loss
-from flatness.losses.base import refuse
+from flatness.network.memory import batch_budget, fits
 from flatness.problem import batches
 from flatness.problem.batches import describe
 from flatness.problem.forward import DefaultForward, Forward, line_for
 from flatness.problem.guard import Guard, Suppressed
-from flatness.problem.model import check_model, converted, unwrap
+from flatness.problem.model import check_model, converted, unwrap, usable_device
 from flatness.problem.own_loss import Alignment
 from flatness.problem.process_state import PROCESS
+from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import Ranks
 from flatness.problem.sources import Source, different_lengths
-from flatness.problem.stream import StreamedData
+
+_DEFAULT_BATCH = 256
 
 
-class Problem(StreamedData):
+class Problem:
     """Model + data + loss.
 
     Everything that touches the data goes through `stream`, which weighs samples (never batches), splits
@@ -46,6 +49,7 @@ class Problem(StreamedData):
 
     Attributes:
         notes: What happened that the user should know.
+        micro_batch: How many samples are worked on at a time.
         copy_batches: Whether the model gets copies of its inputs, because a run showed that it writes into
             them; None until it has run once, on a copy.
     """
@@ -75,28 +79,26 @@ class Problem(StreamedData):
                 notes.append("the model was in training mode; measured in evaluation mode, then restored")
             self.model = converted(model, usable_device(device), dtype)
             self._original = None if self.model is model else model
-        self._guard: Guard | None = None
         parameter = next(self.model.parameters())
-        if parameter.dtype in (torch.float16, torch.bfloat16):
-            notes.append(
-                f"computed in {parameter.dtype}: about two digits; pass dtype=torch.float32 for more"
-            )
-        source = Source(data, seed)
-        super().__init__(
-            source,
-            resolved,
-            parameter.device,
-            parameter.dtype,
-            batch_size=batch_size,
-            progress=progress,
-            ranks=ranks,
-        )
-        self.notes += notes
+        self.device, self.dtype = parameter.device, parameter.dtype
+        if self.dtype in (torch.float16, torch.bfloat16):
+            notes.append(f"computed in {self.dtype}: about two digits; pass dtype=torch.float32 for more")
+        self.notes = notes
+        self.source = Source(data, seed)
+        self.loss = resolved
         self.forward = forward or DefaultForward(resolved)
         self.weight_decay = float(weight_decay)
         self.seed = int(seed)
+        self.progress = progress
+        self.ranks = ranks or Ranks()
+        self.micro_batch = int(batch_size or _DEFAULT_BATCH)
         self.copy_batches: bool | None = None
+        self._fixed_batch = batch_size
+        self._guard: Guard | None = None
         self._watch: Callable[[Tensor], None] | None = None
+        # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.
+        self._origin = (0, 0, 0)
+        self._examples = 0
 
     def guarded(self) -> Guard:
         """A context in which the model is in evaluation mode, and after which it is as it was."""
@@ -128,9 +130,33 @@ class Problem(StreamedData):
         """How outputs are paired with the labels of dict batches; None for others, or where the user says."""
         return self.forward.alignment if isinstance(self.forward, DefaultForward) else None
 
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of a full pass, known after the first."""
+        return self.source.samples
+
+    @property
+    def fingerprint(self) -> int | None:
+        """What tells the data apart from other data, known after the first pass."""
+        return self.source.fingerprint
+
+    def sample_numbers(self, n: int) -> torch.Tensor:
+        """Where in the data the n samples of the micro-batch at hand are, counted from 0: (n,)."""
+        return torch.arange(n, device=self.device) + self._origin[2]
+
+    def placed(self, batch: Any) -> Any:
+        """The batch on the measuring device, floating-point parts in the measuring dtype."""
+        return batches.place(batch, self.device, self.dtype)
+
     def example(self, size: int) -> Any:
-        """The first samples of the first batch, placed; before any other run they say what labels mean."""
-        batch = super().example(size)
+        """The first samples of the first batch, placed, in memory of their own: what plans are made from.
+
+        Before any other run they say what labels mean.
+        """
+        batch = self.source.first()
+        self._check_lengths(batch)
+        self._examples = min(size, batches.size_of(batch))
+        batch = batches.copied(self.placed(batches.rows(batch, 0, size)))
         if isinstance(self.forward, DefaultForward):
             with self._located():
                 self.notes += self.forward.settle(self.model, batch)
@@ -183,11 +209,6 @@ class Problem(StreamedData):
         with self._located():
             return self.loss.items(output, target) if look else self.loss.lay_out(output, target)
 
-    def look(self, items: Items) -> None:
-        """Look at the numbers of what was laid out without; the device is waited for."""
-        with self._located():
-            refuse(self.loss.checks(items))
-
     def locate_bad_loss(self) -> None:
         """Raise with the first sample whose loss is not finite; called when the total is not."""
         self._find_bad_loss()
@@ -197,24 +218,101 @@ class Problem(StreamedData):
         )
 
     def _find_bad_loss(self) -> None:
-        index = 0
-        for number, batch in enumerate(self.source.batches(self.micro_batch)):
-            size = batches.size_of(batch)
-            for start in range(0, size, self.micro_batch):
-                self._origin, self._examples = (number, start, index + start), 0
-                part = self.placed(batches.rows(batch, start, start + self.micro_batch))
-                with torch.no_grad():
-                    values = self.loss.values(self.items(part))
-                bad = (~values.isfinite()).nonzero()
-                if len(bad):
-                    first = int(bad[0])
-                    raise NotFiniteError(
-                        f"Expected a finite loss for every sample but sample {start + first} of batch "
-                        f"{number} (number {index + start + first} of the data) has loss "
-                        f"{float(values[first])}. Look for NaN or infinite inputs, or outputs that overflow "
-                        f"in {self.dtype}."
-                    )
-            index += size
+        """Raise with the first sample whose target is wrong or whose loss is not finite, if there is one."""
+
+        def step(part: Any) -> None:
+            with torch.no_grad():
+                values = self.loss.values(self.items(part))
+            bad = (~values.isfinite()).nonzero()
+            if len(bad):
+                first, (number, start, seen) = int(bad[0]), self._origin
+                raise NotFiniteError(
+                    f"Expected a finite loss for every sample but sample {start + first} of batch {number} "
+                    f"(number {seen + first} of the data) has loss {float(values[first])}. Look for NaN or "
+                    f"infinite inputs, or outputs that overflow in {self.dtype}."
+                )
+
+        self._pass(step, "finding a sample", None)
+
+    def fit_memory(self, bytes_per_sample: int, *, backward: bool) -> None:
+        """Choose the micro-batch from what one sample takes, unless the user fixed it."""
+        each = max(1, bytes_per_sample)
+        few = min(8, batch_budget(self.device, backward=False) // each)
+        # Longer batches are slower on a CPU: activations leave the caches.
+        longest = 65536 if self.device.type == "cuda" else 512
+        self.take_together(max(1, min(longest, max(few, batch_budget(self.device, backward) // each))))
+
+    def take_together(self, samples: int) -> None:
+        """Work on that many samples at a time, unless the user fixed it."""
+        if self._fixed_batch is None:
+            self.micro_batch = samples
+
+    def stream(self, step: Callable[[Any], None], label: str, first: int | None = None) -> None:
+        """One pass over the data, or over its first samples only.
+
+        Args:
+            step: Called with each placed micro-batch. It must add to its totals only at its very end: when
+                memory runs out it is called again with half as many samples.
+            label: What the progress bar says.
+            first: How many samples to stop after.
+        """
+        before = self.micro_batch
+        try:
+            self._pass(step, label, first)
+        except LossError:
+            # A loss that refuses NaN in its own words: say which sample it was, if that is the cause.
+            self._find_bad_loss()
+            raise
+        except OutOfMemoryError:
+            self.micro_batch = before  # another step may take less
+            raise
+        if self.micro_batch < before:
+            self.notes.append(f"out of memory: went on with micro-batches of {self.micro_batch}")
+
+    def _pass(self, step: Callable[[Any], None], label: str, first: int | None) -> None:
+        seen, length = 0, self.micro_batch
+        if self._fixed_batch is None:
+            length = self.source.evenly(length)
+        with ProgressBar(label, self.source.expected_batches(length), self.progress) as bar:
+            for number, batch in enumerate(self.source.batches(length)):
+                size = batches.size_of(batch)
+                self._steps(step, batch, size if first is None else min(size, first - seen), number, seen)
+                seen += size
+                bar.advance()
+                if first is not None and seen >= first:
+                    break
+
+    def _steps(self, step: Callable[[Any], None], batch: Any, size: int, number: int, seen: int) -> None:
+        start, self._examples = 0, 0
+        self._check_lengths(batch)
+        while start < size:
+            stop = min(size, start + self.micro_batch)
+            self._origin = (number, start, seen + start)
+            if fits(lambda: step(self.placed(batches.rows(batch, start, stop))), self.device):  # noqa: B023 (called at once)
+                start = stop
+            elif stop - start == 1:
+                raise OutOfMemoryError(
+                    f"Expected one sample to fit into memory but it does not, on {self.device}. Measure "
+                    "fewer layers at a time (layers=), fewer measures, a lower dtype, or use a device with "
+                    "more memory."
+                )
+            else:
+                self.micro_batch = max(1, (stop - start) // 2)
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Errors about samples say where in the data they are."""
+        try:
+            yield
+        except DataError as error:
+            number, start, seen = self._origin
+            if self._examples > 1:
+                where = f"Seen on the first {self._examples} samples."
+            elif seen and not self._examples:
+                where = f"Counted from sample {start} of batch {number}, number {seen} of the data."
+            else:
+                raise
+            raise DataError(f"{error} {where}") from error
 
     def _check_lengths(self, batch: Any) -> None:
         """Refuse a batch (input, target) whose tensors count different numbers of samples."""
@@ -227,44 +325,31 @@ class Problem(StreamedData):
 _PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def usable_device(device: Any) -> torch.device | None:
-    """The device that was asked for, if torch can use it."""
-    if device is None:
-        return None
-    try:
-        chosen = torch.device(device)
-        if chosen.type == "meta":
-            raise RuntimeError("it holds no values")
-        torch.empty(0, device=chosen)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise OptionError(
-            f"Expected a device that torch can use but got {device!r}: {reason}. For example device='cpu'."
-        ) from error
-    return chosen
-
-
 def check_options(weight_decay: Any, batch_size: Any, dtype: Any, seed: Any, forward: Any) -> None:
     """Refuse values that the arguments of a `Problem` cannot have."""
-    if not isinstance(weight_decay, (int, float)) or not (weight_decay >= 0 and math.isfinite(weight_decay)):
+    if not (isinstance(weight_decay, (int, float)) and 0 <= weight_decay < math.inf):
         raise OptionError(
             f"Expected weight_decay to be a finite number ≥ 0 but got {weight_decay!r}. Pass the optimiser's "
             "value."
         )
-    if batch_size is not None and (not hasattr(batch_size, "__index__") or batch_size < 1):
+    if batch_size is not None and not _counts_from(1, batch_size):
         raise OptionError(
             f"Expected batch_size to be a positive integer or None but got {batch_size!r}. None chooses it "
             "by memory."
         )
-    if dtype is not None and dtype not in _PRECISIONS:
+    if dtype not in (None, *_PRECISIONS):
         raise OptionError(
             f"Expected dtype to be torch.float16, bfloat16, float32, float64 or None but got {dtype!r}. "
             "For example dtype=torch.float64."
         )
-    if not hasattr(seed, "__index__") or seed < 0:
+    if not _counts_from(0, seed):
         raise OptionError(f"Expected seed to be an integer ≥ 0 but got {seed!r}. For example seed=0.")
     if forward is not None and not callable(forward):
         raise OptionError(
             f"Expected forward to be a function of (model, batch) but got {describe(forward)}. "
             "For example forward=lambda model, batch: (model(batch[0]), batch[1])."
         )
+
+
+def _counts_from(least: int, value: Any) -> bool:
+    return hasattr(value, "__index__") and value >= least

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -21,6 +22,8 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+
+from flatness.problem.snapshot import putting_back
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any], Any]
 """How to read it, how to set it, and what it is while a network is measured."""
@@ -50,11 +53,6 @@ class OneAtATime:
 
         return give_back
 
-    def acquire(self, meanwhile: Callable[[], None]) -> None:
-        """Wait for the right, and call `meanwhile` now and then."""
-        while not self.lock.acquire(timeout=0.05):
-            meanwhile()
-
     def _forget(self) -> None:
         self.lock = threading.RLock()
 
@@ -76,11 +74,7 @@ def _switches() -> list[Switch]:
         (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
         (torch.is_grad_enabled, torch._C._set_grad_enabled, True),
         # How many `torch.func.jvp` are under way; only an interrupted one leaves it changed.
-        (
-            lambda: eager_transforms.JVP_NESTING,
-            lambda value: setattr(eager_transforms, "JVP_NESTING", value),
-            eager_transforms.JVP_NESTING,
-        ),
+        (*_attribute(eager_transforms, "JVP_NESTING"), eager_transforms.JVP_NESTING),
     ]
     backends: list[Any] = [
         torch.backends.cuda.matmul,
@@ -90,14 +84,12 @@ def _switches() -> list[Switch]:
         torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
     ]
     # These, not `allow_tf32`: reading that one raises where the user set them.
-    return found + [
-        (
-            lambda backend=backend: backend.fp32_precision,
-            lambda value, backend=backend: setattr(backend, "fp32_precision", value),
-            "ieee",
-        )
-        for backend in backends
-    ]
+    return found + [(*_attribute(backend, "fp32_precision"), "ieee") for backend in backends]
+
+
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How to read and how to set an attribute."""
+    return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
 class ProcessState:
@@ -110,15 +102,15 @@ class ProcessState:
     def __init__(self, devices: Iterable[int]) -> None:
         self._switches = [(read, write, read(), inside) for read, write, inside in _switches()]
         self._generators = [torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)]
-        self._states = [generator.get_state() for generator in self._generators]
-        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (data sets of others draw from it)
-        self._hooks = [
-            (value, dict(value))
-            for name, value in vars(torch_module).items()
-            if name.startswith("_global_") and isinstance(value, dict)
-        ]
+        hooks = [held for name, held in vars(torch_module).items() if name.startswith("_global_")]
+        # Data sets draw from Python's and NumPy's, too.
+        shared = (*self._generators, random._inst, np.random.mtrand._rand)
+        kept = (*shared, *(held for held in hooks if isinstance(held, dict)))
+        self._steps = [putting_back(value) for value in kept]
         self._modes = _function_modes()
-        self._depths = _functorch_depth(), forward_ad._current_level, torch._C._len_torch_dispatch_stack()
+        self._functorch_depth = _functorch.get_dynamic_layer_stack_depth()
+        self._dual_level = forward_ad._current_level
+        self._dispatch_depth = torch._C._len_torch_dispatch_stack()
 
     def prepare(self, seed: int) -> None:
         """Set switches and random states as measuring needs them."""
@@ -130,38 +122,26 @@ class ProcessState:
 
     def restore(self) -> None:
         """Everything as it was; after an interrupted call as well."""
-        _restore_modes(self._modes, self._depths)
+        self._restore_modes()
         for read, write, before, _ in self._switches:
             if read() != before:
                 write(before)
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        for hooks, before in self._hooks:
-            if list(hooks) != list(before):
-                hooks.clear()
-                hooks.update(before)
+        for step in self._steps:
+            step()
 
-
-def _functorch_depth() -> int:
-    return _functorch.get_dynamic_layer_stack_depth()
-
-
-def _restore_modes(modes: list[Any], depths: tuple[int, int, int]) -> None:
-    """Torch's stacks as they were: an interrupted ``with`` leaves its mode there, or takes another's away."""
-    functorch, dual, dispatch = depths
-    if _functorch_depth() > functorch:
-        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(functorch)
-    while forward_ad._current_level > dual:
-        forward_ad.exit_dual_level()
-    while torch._C._len_torch_dispatch_stack() > dispatch:
-        torch._C._pop_torch_dispatch_stack()
-    if _function_modes() != modes:
-        while torch._C._len_torch_function_stack():
-            torch._C._pop_torch_function_stack()
-        for mode in modes:
-            torch._C._push_on_torch_function_stack(mode)
+    def _restore_modes(self) -> None:
+        """Torch's stacks as they were: an interrupted ``with`` leaves its mode there, or takes another's."""
+        if _functorch.get_dynamic_layer_stack_depth() > self._functorch_depth:
+            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(self._functorch_depth)
+        while forward_ad._current_level > self._dual_level:
+            forward_ad.exit_dual_level()
+        while torch._C._len_torch_dispatch_stack() > self._dispatch_depth:
+            torch._C._pop_torch_dispatch_stack()
+        if _function_modes() != self._modes:
+            while torch._C._len_torch_function_stack():
+                torch._C._pop_torch_function_stack()
+            for mode in self._modes:
+                torch._C._push_on_torch_function_stack(mode)
 
 
 def _function_modes() -> list[Any]:
@@ -281,14 +261,8 @@ class UnsplitStack(ExitStack):
                 self._put_handlers_back(numbers[1:])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._entering or self._is_left(frame):
+        calls = (call for call, _ in traceback.walk_stack(frame) if call.f_code is _LEAVING)
+        if self._entering or any(call.f_locals.get("self") is self for call in calls):
             self._waiting.append((number, frame))
         else:
             self._handlers[number](number, frame)
-
-    def _is_left(self, frame: FrameType | None) -> bool:
-        while frame is not None:
-            if frame.f_code is _LEAVING and frame.f_locals.get("self") is self:
-                return True
-            frame = frame.f_back
-        return False

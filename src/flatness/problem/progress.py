@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, ClassVar
 
 _PATIENCE = 2.0
@@ -35,9 +34,7 @@ class ProgressBar:
         ProgressBar._outermost = ProgressBar._outermost or self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
@@ -57,28 +54,21 @@ class ProgressBar:
         if ProgressBar._outermost not in (None, self):
             return
         # Imported late: most measurements finish before anything is drawn.
+        from rich import progress
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
 
         console = Console(file=sys.stderr)
         if not (console.is_terminal or console.is_jupyter):
             # Logs and pipes get no half-drawn bars.
             self._enabled = False
             return
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+        self._bar = progress.Progress(
+            "{task.description}",
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            "left",
+            progress.TimeRemainingColumn(),
             console=console,
             transient=True,
         )

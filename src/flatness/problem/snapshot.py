@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from itertools import chain
+from types import GetSetDescriptorType, MemberDescriptorType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,15 +37,16 @@ class HeldTensor:
 
     Args:
         tensor: The tensor.
-        device: Where to keep the numbers; beside the tensor when None.
+        device: Where to keep the numbers.
     """
 
-    def __init__(self, tensor: Tensor, device: torch.device | None) -> None:
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self.tensor = tensor
         self._memory = tensor.data
-        self._requires_grad, self._gradient = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
+        self._requires_grad, self._hooks = tensor.requires_grad, tensor._backward_hooks
+        self._gradient = tensor.grad if tensor.is_leaf else None
         self._version = tensor._version if not tensor.is_inference() else None
-        self._numbers = _one_of_each(self._memory).to(device or tensor.device, copy=True)
+        self._numbers = _one_of_each(self._memory).to(device, copy=True)
 
     def changed(self, *, beyond_rounding: bool = False) -> bool:
         """Whether the tensor holds other numbers, or stands for other memory with other numbers.
@@ -65,7 +67,7 @@ class HeldTensor:
         return not bool((now - before).abs().max() <= allowed)
 
     def restore(self) -> None:
-        """The same memory with the same numbers, and the gradient that it had."""
+        """The same memory with the same numbers, and the gradient and hooks that it had."""
         now = self.tensor.data
         if now.data_ptr() != self._memory.data_ptr() or _layout(now) != _layout(self._memory):
             self.tensor.data = self._memory
@@ -78,6 +80,8 @@ class HeldTensor:
                 self.tensor.requires_grad_(self._requires_grad)
             if self.tensor.grad is not self._gradient:
                 self.tensor.grad = self._gradient
+            if self.tensor._backward_hooks is not self._hooks:
+                self.tensor._backward_hooks = self._hooks
 
     def _holds(self, memory: Tensor) -> bool:
         if memory.is_quantized:
@@ -99,23 +103,18 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.parameters: dict[str, HeldTensor] = {}
         self._restored = False
-        found = list(reachable(model))
         names = {id(value): name for name, value in model.named_parameters()}
-        tensors = [
-            (part, aside, names.get(id(value)))
-            for value, aside in found
-            if isinstance(value, Tensor)
-            for part in dense_parts(value)
-        ]
-        room = max(_ASIDE_BYTES, sum(_bytes(tensor) for tensor, _, name in tensors if name is not None))
-        places = _places([tensor for tensor, *_ in tensors])
-        self._steps = [_putting_back(value) for value, aside in found if _is_copied(value, room, aside)]
-        for tensor, aside, name in tensors:
-            if _has_numbers(tensor) and (not aside or _bytes(tensor) <= room):
-                held = HeldTensor(tensor, places[tensor.device])
-                self._steps.append(held.restore)
-                if name is not None:
-                    self.parameters[name] = held
+        room = max(_ASIDE_BYTES, sum(map(_bytes, model.parameters())))
+        copied = [value for value, aside in reachable(model) if not aside or _bytes(value) <= room]
+        places = _places(copied)
+        self._steps: list[Callable[[], object]] = []
+        for value in copied:
+            held = [HeldTensor(part, places[part.device]) for part in dense_parts(value)]
+            self._steps += [part.restore for part in held]
+            if not isinstance(value, Tensor):
+                self._steps.append(putting_back(value))
+            elif id(value) in names and held:
+                self.parameters[names[id(value)]] = held[-1]
 
     def restore(self) -> None:
         """Put everything back as it was, once; what has not changed is not written to."""
@@ -126,8 +125,11 @@ class Snapshot:
             self._restored = True
 
 
-def dense_parts(tensor: Tensor) -> list[Tensor]:
+def dense_parts(tensor: Any) -> list[Tensor]:
     """The tensors that hold a tensor's numbers: itself, or what a sparse one consists of; none of others."""
+    without = (UninitializedParameter, UninitializedBuffer)
+    if not isinstance(tensor, Tensor) or isinstance(tensor, without) or tensor.is_meta:
+        return []
     if tensor.layout is torch.strided:
         return [] if tensor.is_nested else [tensor]
     held = tensor.detach()
@@ -140,31 +142,22 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return []
 
 
-def _is_copied(value: Any, room: int, aside: bool) -> bool:
-    """Whether what is no tensor is put back: arrays of others only where they are small."""
-    if isinstance(value, np.ndarray):
-        return not aside or value.nbytes <= room
-    return not isinstance(value, Tensor)
+def _bytes(value: Any) -> int:
+    """How much memory the numbers of a tensor or an array take; of anything else, 0."""
+    return value.nbytes if isinstance(value, np.ndarray) else sum(part.nbytes for part in dense_parts(value))
 
 
-def _has_numbers(tensor: Tensor) -> bool:
-    return not tensor.is_meta and not isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size() if _has_numbers(tensor) else 0
-
-
-def _places(tensors: list[Tensor]) -> dict[torch.device, torch.device | None]:
-    """Where to keep copies, by the tensors' device: on the host where they would fill a GPU."""
-    places: dict[torch.device, torch.device | None] = {}
-    for device in {tensor.device for tensor in tensors}:
-        places[device] = None
-        if device.type == "cuda":
-            needed = sum(_bytes(tensor) for tensor in tensors if tensor.device == device)
-            if needed > torch.cuda.mem_get_info(device)[0] // 4:
-                places[device] = torch.device("cpu")
-    return places
+def _places(values: list[Any]) -> dict[torch.device, torch.device]:
+    """Where to keep copies of tensors, by their device: on the host where they would fill a GPU."""
+    needed: Counter[torch.device] = Counter()
+    for part in chain.from_iterable(map(dense_parts, values)):
+        needed[part.device] += part.nbytes
+    filled = [
+        device
+        for device, size in needed.items()
+        if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0] // 4
+    ]
+    return {device: torch.device("cpu") if device in filled else device for device in needed}
 
 
 def _one_of_each(tensor: Tensor) -> Tensor:
@@ -184,7 +177,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().view(_BITS[tensor.element_size()])
 
 
-def _putting_back(value: Any) -> Callable[[], object]:
+def putting_back(value: Any) -> Callable[[], object]:
     """What puts back the content of a container, an array, a generator or an object with slots."""
     if isinstance(value, dict):
         return partial(_put_back_dict, value, dict(value))
@@ -192,21 +185,19 @@ def _putting_back(value: Any) -> Callable[[], object]:
         return partial(_put_back_items, value, list(value))
     if isinstance(value, np.ndarray):
         return partial(_put_back_array, value, value.copy())
-    if isinstance(value, GENERATORS):
+    if isinstance(value, _GENERATORS):
         return _generator(value)
-    return partial(_put_back_slots, value, {name: getattr(value, name) for name in slots_of(value)})
+    return partial(_put_back_slots, value, {name: getattr(value, name) for name in _slots_of(value)})
 
 
 def _put_back_dict(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
     # An own `__setitem__` is not asked. An OrderedDict keeps an order of its own.
     kind: Any = OrderedDict if isinstance(entries, OrderedDict) else dict
-    if [id(key) for key in kind.keys(entries)] != [id(key) for key in before]:
+    same_keys = [id(key) for key in kind.keys(entries)] == [id(key) for key in before]
+    if not same_keys:
         kind.clear(entries)
-        for key, value in before.items():
-            kind.__setitem__(entries, key, value)
-        return
     for key, value in before.items():
-        if kind.__getitem__(entries, key) is not value:
+        if not same_keys or kind.__getitem__(entries, key) is not value:
             kind.__setitem__(entries, key, value)
 
 
@@ -223,7 +214,7 @@ def _put_back_array(array: np.ndarray, before: np.ndarray) -> None:
 
 
 def _put_back_slots(value: Any, before: dict[str, Any]) -> None:
-    for name in set(slots_of(value)) - set(before):
+    for name in set(_slots_of(value)) - set(before):
         object.__delattr__(value, name)
     for name, held in before.items():
         object.__setattr__(value, name, held)
@@ -231,44 +222,22 @@ def _put_back_slots(value: Any, before: dict[str, Any]) -> None:
 
 def _generator(value: Any) -> Callable[[], object]:
     """What puts a random generator back to where it was."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.RandomState):
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
         return partial(value.set_state, value.get_state())
     bits = value.bit_generator
     return partial(setattr, bits, "state", bits.state)
 
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""Random generators that someone may own."""
-
-_LEAVES = (Tensor, np.ndarray, bytearray, *GENERATORS)
+# Random generators that someone may own.
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_LEAVES = (Tensor, np.ndarray, bytearray, *_GENERATORS)
 _CONTAINERS = (dict, list, deque, set)
+_CHANGING = (*_CONTAINERS, *_LEAVES)
 # What belongs to a program rather than to a model, though a module may point at it.
 _ASIDE = (type, torch.optim.Optimizer, Dataset, DataLoader, Sampler)
 _ROOTS_ASIDE = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", *sys.stdlib_module_names}
-
-
-class _Kind(NamedTuple):
-    """What can be changed in values of a class, and how to go on from them.
-
-    Attributes:
-        holds: Whether the value itself can be changed in place.
-        has_items: Whether it is a container.
-        attributes: Whether its `__dict__` is part of a model.
-        slots: Its slots, if they are.
-        aside: Whether it is an object that is no module.
-        leads_on: Whether there is anything about such a value.
-    """
-
-    holds: bool = False
-    has_items: bool = False
-    attributes: bool = False
-    slots: tuple[str, ...] = ()
-    aside: bool = False
-    leads_on: bool = True
 
 
 def reachable(model: nn.Module) -> Iterator[tuple[Any, bool]]:
@@ -289,60 +258,41 @@ def reachable(model: nn.Module) -> Iterator[tuple[Any, bool]]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        kind = _kind(type(value))
-        aside = aside or kind.aside
-        if kind.holds:
+        inside, slots = list(_items(value)), list[str]()
+        if _has_attributes(type(value)):
+            slots = _slots_of(value)
+            inside += [*(getattr(value, name) for name in slots), *_own_attributes(value)]
+            aside = aside or not isinstance(value, (nn.Module, *_CONTAINERS, tuple))
+        if slots or isinstance(value, _CHANGING):
             yield value, aside
-        inside = _inside(value, kind)
-        own = _own_attributes(value) if kind.attributes else None
-        if own is not None and id(own) not in seen:
-            seen.add(id(own))
-            yield own, aside
-            inside = [*inside, *own.values()]
-        waiting.extend([(inner, aside) for inner in inside if _kind(type(inner)).leads_on])
+        waiting += [(inner, aside) for inner in inside]
 
 
-def _inside(value: Any, kind: _Kind) -> Iterable[Any]:
-    """What a container or the slots of an object hold."""
-    if kind.has_items:
-        return value.values() if isinstance(value, dict) else value
-    return [getattr(value, name) for name in slots_of(value)] if kind.slots else ()
+def _items(value: Any) -> Iterable[Any]:
+    """What a container holds."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (*_CONTAINERS, tuple)) else ()
 
 
 @lru_cache(maxsize=4096)
-def _kind(kind: type) -> _Kind:
-    if issubclass(kind, nn.Module):
-        return _Kind(attributes=True)
-    if issubclass(kind, _LEAVES):
-        return _Kind(holds=True)
-    container = issubclass(kind, _CONTAINERS)
+def _has_attributes(kind: type) -> bool:
+    """Whether what values of a class have as attributes is part of the model."""
+    if issubclass(kind, nn.Module) or kind is SimpleNamespace:
+        return True
     root = kind.__module__.partition(".")[0]
-    followed = kind is SimpleNamespace or (root not in _ROOTS_ASIDE and not issubclass(kind, _ASIDE))
-    slots = _slots(kind) if followed else ()
-    return _Kind(
-        holds=container or bool(slots),
-        has_items=container or issubclass(kind, tuple),
-        attributes=followed,
-        slots=slots,
-        aside=followed and not container and not issubclass(kind, tuple),
-        leads_on=followed or container or issubclass(kind, tuple),
-    )
+    return root not in _ROOTS_ASIDE and not issubclass(kind, (*_ASIDE, *_LEAVES))
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    declared = (vars(base).get("__slots__", ()) for base in kind.__mro__)
-    names = [(own,) if isinstance(own, str) else tuple(own) for own in declared]
-    return tuple(name for own in names for name in own if not name.startswith("__"))
+def _slots_of(value: Any) -> list[str]:
+    """The slots of an object, those that are set."""
+    declared = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
+    names = [name for own in declared for name in ([own] if isinstance(own, str) else own)]
+    return [name for name in names if not name.startswith("__") and hasattr(value, name)]
 
 
-def slots_of(value: Any) -> list[str]:
-    """The slots of an object that may be part of a model, those that are set."""
-    return [name for name in _kind(type(value)).slots if hasattr(value, name)]
-
-
-def _own_attributes(value: Any) -> dict[str, Any] | None:
-    try:
-        own = value.__dict__
-    except Exception:  # a proxy or a descriptor of someone's own may raise anything
-        return None
-    return own if type(own) is dict else None
+def _own_attributes(value: Any) -> list[dict[str, Any]]:
+    """The `__dict__` of an object, if it has one, whatever a proxy shows under that name."""
+    found = (vars(base).get("__dict__") for base in type(value).__mro__)
+    descriptors = [own for own in found if isinstance(own, (GetSetDescriptorType, MemberDescriptorType))]
+    return [own.__get__(value) for own in descriptors[:1]]

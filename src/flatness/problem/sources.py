@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatness.errors import DataError
-from flatness.problem.batches import copied, describe, on_host, sample_codes, size_of, tensors_in
+from flatness.problem.batches import copied, describe, sample_codes, size_of, tensors_in
+from flatness.problem.snapshot import putting_back
 
 _BATCH = 256
 EMPTY = "Expected at least one sample but the data is empty. Check the data set and the loader's drop_last."
@@ -34,16 +36,13 @@ class Source:
 
     def __init__(self, data: Any, seed: int) -> None:
         self.data = _reiterable(data)
+        # Two tensors are batched here.
+        self._pair = self.data if isinstance(self.data, _TensorPair) else None
         self.seed = seed
         self.samples: int | None = None
         self.fingerprint: int | None = None
-        self._first_samples: Tensor | None = None
-        self._checked = self.is_pair
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether the data are two tensors, which are batched here."""
-        return isinstance(self.data, _TensorPair)
+        self._first_samples = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self._checked = self._pair is not None
 
     def first(self) -> Any:
         """The first batch that holds any sample.
@@ -53,12 +52,12 @@ class Source:
         """
         # What a loader picks by numbers is read twice. Other data begin with other random states here than in
         # a pass, which has to meet all of these samples wherever they come then.
-        by_index = self.is_pair or reads_by_index(self.data)
+        by_index = self._pair is not None or reads_by_index(self.data)
         with self._replayable(self.seed if by_index else self.seed + 1):
             batch = next((batch for batch in self._batches(_BATCH) if size_of(batch) > 0), None)
         if batch is None:
             raise DataError(EMPTY)
-        if not self.is_pair:  # tensors begin anew by themselves
+        if self._pair is None:  # tensors begin anew by themselves
             self._first_samples = sample_codes(batch)[: 1 if by_index else None]
         if not self._checked and by_index:
             with self._replayable(self.seed):
@@ -72,30 +71,27 @@ class Source:
         Raises:
             DataError: After the last batch, when this pass saw other samples than the first one.
         """
-        seen, sums, met = 0, [], []
-        first = self._first_samples if self.samples is None else None
+        seen, code = 0, torch.zeros((), dtype=torch.int64, device="cpu")
+        first = self._first_samples if self.samples is None else self._first_samples[:0]
+        met = torch.zeros_like(first, dtype=torch.bool)
         with self._replayable(self.seed):
             for batch in self._batches(size):
                 seen += size_of(batch)
                 codes = sample_codes(batch)  # before it is used: a model may write into what it is given
-                # Kept where they are: a GPU is asked for them once, after the last batch.
-                sums.append(codes.sum())
-                if first is not None:
-                    met.append(torch.isin(first.to(codes.device), codes))
+                # Summed modulo 2^64, as int64 does, where they are: a GPU is waited for after the last batch.
+                code = code + codes.sum()
+                met = met.to(codes.device) | torch.isin(first.to(codes.device), codes)
                 yield batch
-        # Codes add up modulo 2^64, as int64 does.
-        code = int(torch.stack(on_host(sums)).sum()) if sums else 0
-        again = first is None or (bool(met) and bool(torch.stack(on_host(met)).any(0).all()))
-        self._check(seen, code, again)
+        self._check(seen, int(code), bool(met.all()))
 
     def evenly(self, most: int) -> int:
         """At most that many samples per batch, so that the batches of a pair of tensors are equally long."""
-        n = len(self.data) if self.is_pair else 0
+        n = 0 if self._pair is None else len(self._pair)
         return -(-n // -(-n // most)) if n else most
 
     def expected_batches(self, size: int) -> int | None:
         """How many batches a pass has, where that is known."""
-        return -(-len(self.data) // size) if self.is_pair else _length(self.data)
+        return _length(self.data) if self._pair is None else -(-len(self._pair) // size)
 
     def expected_samples(self) -> int | None:
         """How many samples a pass has, where that is known without one."""
@@ -106,24 +102,23 @@ class Source:
                 return sum(map(size_of, self.data))
             except DataError:  # a pass says so
                 return None
-        return _length(self.data if self.is_pair else getattr(self.data, "dataset", None))
+        return _length(getattr(self.data, "dataset", None) if self._pair is None else self._pair)
 
     def _batches(self, size: int) -> Iterator[Any]:
-        return self.data.batches(size) if isinstance(self.data, _TensorPair) else iter(self.data)
+        return iter(self.data) if self._pair is None else self._pair.batches(size)
 
     @contextmanager
     def _replayable(self, seed: int) -> Iterator[None]:
         """Random states that are the same whenever the seed is: shuffling repeats itself."""
-        generators = _generators(self.data)
-        states = [generator.get_state() for generator in generators]
+        steps = [putting_back(generator) for generator in _generators(self.data)]
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 (the state that data sets of others draw from)
         try:
             yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            for step in steps:
+                step()
 
     def _check(self, seen: int, code: int, met_first: bool) -> None:
         if not met_first:
@@ -156,9 +151,10 @@ def different_lengths(x: Tensor, y: Tensor) -> DataError:
 def _length(data: Any) -> int | None:
     """How long something says it is; None where it does not: data that are read in order need not know."""
     try:
-        return len(data)
-    except (TypeError, NotImplementedError):
+        length = length_hint(data, -1)
+    except NotImplementedError:
         return None
+    return None if length < 0 else length
 
 
 class _TensorPair:
@@ -179,17 +175,20 @@ class _TensorPair:
 
 def _generators(data: Any) -> list[torch.Generator]:
     """The generators that a loader and its samplers own."""
-    sampler, batch_sampler = getattr(data, "sampler", None), getattr(data, "batch_sampler", None)
-    owners = (data, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
+    found = [getattr(owner, "generator", None) for owner in _with_samplers(data)]
     return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
 
 
+def _with_samplers(data: Any) -> tuple[Any, ...]:
+    """A loader and its samplers, None for those that there are not."""
+    batch_sampler = getattr(data, "batch_sampler", None)
+    return data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+
+
 def _reiterable(data: Any) -> Any:
-    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        return _TensorPair(*data)
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        return _TensorPair(*data.tensors)
+    pair = data.tensors if isinstance(data, TensorDataset) else data
+    if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair):
+        return _TensorPair(*pair)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=_BATCH)
     if hasattr(data, "__next__"):
@@ -197,14 +196,20 @@ def _reiterable(data: Any) -> Any:
             f"Expected data that can be iterated more than once but got a one-shot {type(data).__name__}. "
             "Pass a DataLoader, a pair of tensors, or list(batches)."
         )
-    arrays = isinstance(data, (tuple, list)) and any(isinstance(part, np.ndarray) for part in data)
-    if arrays or not hasattr(data, "__iter__") or isinstance(data, (str, bytes, Mapping, Tensor, np.ndarray)):
+    if not _gives_batches(data):
         raise DataError(
             "Expected a DataLoader, a pair of tensors or an iterable of batches but got "
             f"{describe(data)}. For example flatness.measure(model, (inputs, targets)) with two tensors; "
             "torch.as_tensor makes one of an array."
         )
     return data
+
+
+def _gives_batches(data: Any) -> bool:
+    """Whether iterating gives batches, as far as types tell."""
+    if isinstance(data, (str, bytes, Mapping, Tensor, np.ndarray)) or not hasattr(data, "__iter__"):
+        return False
+    return not (isinstance(data, (tuple, list)) and any(isinstance(part, np.ndarray) for part in data))
 
 
 # Samples that are read twice, at least and of one batch at most: what changes every other sample shows in 16.
@@ -224,9 +229,8 @@ def reads_by_index(data: Any) -> bool:
 
 def _chooses(loader: DataLoader) -> bool:
     """Whether not all samples are handed out, or some several times."""
-    samplers = (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     names = ("drop_last", "replacement")
-    return any(getattr(owner, name, False) for owner in (loader, *samplers) for name in names)
+    return any(getattr(owner, name, False) for owner in _with_samplers(loader) for name in names)
 
 
 def check_second_reading(loader: DataLoader) -> None:
@@ -239,18 +243,15 @@ def check_second_reading(loader: DataLoader) -> None:
         DataError: If a sample is not the same when it is read again.
     """
     groups = _groups(loader)
-    once = len(groups)
-    first: list[Any] = []
-    for number, batch in enumerate(_reader(loader, groups * 2)):
-        if number < once:
-            first.append(copied(batch))  # a data set may use its memory again
-        elif (change := _change(first[number - once], batch)) is not None:
-            samples = sum(map(size_of, first))
-            raise DataError(
-                f"Expected the same samples whenever the data are read but the first {samples}, read twice, "
-                f"{change}. Measure without random augmentation: switch off random crops, flips, noise and "
-                "mixing in the data set and its collation, or pass list(loader), which draws them once."
-            )
+    readings = [copied(batch) for batch in _reader(loader, groups * 2)]  # a data set may use its memory again
+    first, again = readings[: len(groups)], readings[len(groups) :]
+    change = _change(first, again)
+    if change is not None:
+        raise DataError(
+            f"Expected the same samples whenever the data are read but the first {sum(map(size_of, first))}, "
+            f"read twice, {change}. Measure without random augmentation: switch off random crops, flips, "
+            "noise and mixing in the data set and its collation, or pass list(loader), which draws them once."
+        )
 
 
 def _groups(loader: DataLoader) -> list[Any]:
@@ -283,19 +284,14 @@ def _reader(loader: DataLoader, groups: list[Any]) -> Iterator[Any]:
 
 
 def _change(batch: Any, again: Any) -> str | None:
-    """How two readings differ; None where they do not."""
-    pairs = list(zip(tensors_in(batch), tensors_in(again), strict=False))
-    if any(one.shape != other.shape for one, other in pairs):
-        return "have other shapes"
-    changes = [_largest(one, other) for one, other in pairs]
-    return f"differ by up to {max(changes):.3g}" if any(changes) else None
-
-
-def _largest(one: Tensor, other: Tensor) -> float:
-    """The largest change of an entry; NaN is equal to NaN."""
-    same = (one == other) | ((one != one) & (other != other))
-    if bool(same.all()):
-        return 0.0
-    kind = torch.complex128 if one.is_complex() else torch.float64
-    change = (one.to(kind) - other.to(kind)).abs()[~same]
-    return float(change.nan_to_num(torch.inf).max())
+    """How two readings differ; None where they do not. NaN is equal to NaN."""
+    largest = 0.0
+    for one, other in zip(tensors_in(batch), tensors_in(again), strict=False):
+        if one.shape != other.shape:
+            return "have other shapes"
+        changed = (one != other) & ((one == one) | (other == other))
+        if bool(changed.any()):
+            kind = torch.complex128 if one.is_complex() else torch.float64
+            change = (one.to(kind) - other.to(kind)).abs()[changed]
+            largest = max(largest, float(change.nan_to_num(torch.inf).max()))
+    return f"differ by up to {largest:.3g}" if largest else None

@@ -27,13 +27,13 @@ class Substitution:
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        own: dict[str, Tensor] = {**parameters, **dict(model.named_buffers())}
-        self._own = {id(value): value for value in own.values()}
-        self._names = {id(value): name for name, value in own.items()}
+        self._own: dict[str, Tensor] = {**parameters, **dict(model.named_buffers())}
+        self._names = {id(value): name for name, value in self._own.items()}
         self._places: list[tuple[Any, Any, Any]] = []
         for value, _ in reachable(model):
-            pairs = value.items() if isinstance(value, dict) else enumerate(value) if _is_row(value) else ()
-            self._places += [(value, key, held) for key, held in list(pairs) if self._leads_here(held)]
+            if isinstance(value, (dict, list, deque)):
+                pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+                self._places += [(value, key, held) for key, held in pairs if self._leads_here(held)]
 
     @contextmanager
     def __call__(self, values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -45,9 +45,7 @@ class Substitution:
             values: By the name of the parameter or buffer; what is not named stays.
         """
         instead = {
-            name: _substitute(self._own[key], values[name])
-            for key, name in self._names.items()
-            if name in values
+            name: _substitute(self._own[name], value) for name, value in values.items() if name in self._own
         }
         try:
             for holder, key, held in self._places:
@@ -97,7 +95,3 @@ def _substitute(own: Tensor, value: Tensor) -> Tensor:
         value = nn.Parameter(value, requires_grad=True)
     vars(value).update(vars(own))
     return value
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, (list, deque))

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError
-from flatness.problem.batches import on_host
 from flatness.problem.ranks import Ranks
-
-# Numbers of a sum up to which it is copied together with others.
-_SMALL = 1 << 16
 
 
 class Statistics:
@@ -93,12 +89,10 @@ class Statistics:
         return self
 
     def to_host(self) -> Statistics:
-        """Move everything to the host, in place; small sums in one copy, as the device is waited for."""
-        sums = {(o, name): value for o, values in self.sums.items() for name, value in values.items()}
-        small = {key: value for key, value in sums.items() if value.numel() <= _SMALL}
-        self.normaliser, self.risk, *hosts = on_host([self.normaliser, self.risk, *small.values()])
-        for (owner, name), value in (sums | dict(zip(small, hosts, strict=True))).items():
-            self.sums[owner][name] = value.cpu()
+        """Move everything to the host, in place."""
+        self.normaliser, self.risk = self.normaliser.cpu(), self.risk.cpu()
+        for own in self.sums.values():
+            own.update({name: value.cpu() for name, value in own.items()})
         return self
 
     def mean(self, owner: str, statistic: str) -> Tensor:

@@ -100,7 +100,7 @@ def model_fingerprint(model: nn.Module) -> str:
     numbers: list[Tensor] = []
     for name, value in model.state_dict().items():
         digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
-        for part in dense_parts(value) if isinstance(value, Tensor) else []:
+        for part in dense_parts(value):
             if part.numel() and not part.is_complex():
                 flat = part.detach().reshape(-1)
                 # Devices sum large tensors where they are, each in its own order.

@@ -17,9 +17,6 @@ __all__ = [
     "ConvolutionLayer",
     "Layer",
     "LinearLayer",
-    "ProjectionLayer",
-    "TransposedConvolutionLayer",
-    "TransposedLinearLayer",
     "find_layers",
     "own_parameters",
     "register_layer",
@@ -117,38 +114,32 @@ def select_layers(
         return called
     if isinstance(layers, str) and layers == "last" and "last" not in available:
         return [last] if last is not None else called[-1:]
-    names = _names(layers, available)
+    names = _names(layers, available, modules or {})
     for name in names:
-        if name not in available:
-            raise _unsupported(name, available, modules or {})
         if name not in called:
             raise LayerError(
                 f"Expected a layer that the forward pass uses but {name!r} was never called. "
                 f"Layers that were: {listed(called)}."
             )
-    return [name for name in called if name in set(names)]
+    return sorted(set(names), key=called.index)
 
 
-def _names(layers: str | Iterable[str], available: Mapping[str, Layer]) -> list[str]:
-    """The names that a user wrote, at least one."""
+def _names(
+    layers: str | Iterable[str], available: Mapping[str, Layer], modules: Mapping[str, str]
+) -> list[str]:
+    """The names that a user wrote, at least one, all of them of supported layers."""
+    known = f"Supported layers of this model: {listed(available) or 'none'}."
     if not isinstance(layers, Iterable):
+        kind = type(layers).__name__
         raise LayerError(
-            f"Expected layers to be None, 'last', a name or a list of names but got {type(layers).__name__}. "
-            f"Supported layers of this model: {listed(available) or 'none'}."
+            f"Expected layers to be None, 'last', a name or a list of names but got {kind}. {known}"
         )
     names = [layers] if isinstance(layers, str) else list(layers)
     if not names:
-        raise LayerError(
-            "Expected at least one layer but got an empty list. Supported layers of this model: "
-            f"{listed(available)}."
-        )
+        raise LayerError(f"Expected at least one layer but got an empty list. {known}")
+    for name in names:
+        if name not in available:
+            kind = modules.get(name)
+            what = f", which is a {kind}." if kind else f".{nearest(name, available)}"
+            raise LayerError(f"Expected the name of a supported layer but got {name!r}{what} {known}")
     return names
-
-
-def _unsupported(name: str, available: Mapping[str, Layer], modules: Mapping[str, str]) -> LayerError:
-    kind = modules.get(name)
-    what = f"{name!r}, which is a {kind}." if kind else f"{name!r}.{nearest(name, available)}"
-    return LayerError(
-        f"Expected the name of a supported layer but got {what} "
-        f"Supported layers of this model: {listed(available) or 'none'}."
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch.nn.functional as F
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from flatness.network.layers.view import Layer
 
 
-class ConvolutionLayer(Layer):
-    """`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d` with any stride, padding, dilation and number of groups."""
+class _PatchLayer(Layer):
+    """What convolutions have in common: every output position sees one patch of the input."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
@@ -20,10 +21,31 @@ class ConvolutionLayer(Layer):
         self.groups = int(conv.groups)
         self.taps = math.prod(conv.kernel_size)
         self._kernel, self._stride, self._dilation = conv.kernel_size, conv.stride, conv.dilation
-        # torch keeps the padding of every mode in the form F.pad wants: last dimension first, (before, after)
-        # pairs.
-        self._padding = tuple(conv._reversed_padding_repeated_twice)
-        self._mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+
+    def _patches(self, x: Tensor, strides: Sequence[int]) -> Tensor:
+        """The patches of an input that is padded already, (n, C, k_1, …, k_r, P)."""
+        spatial = len(self._kernel)
+        for axis, (size, step, stride) in enumerate(zip(self._kernel, self._dilation, strides, strict=True)):
+            x = x.unfold(2 + axis, (size - 1) * step + 1, stride)[..., ::step]
+        # now (n, C, P_1 … P_r, k_1 … k_r): taps come right after the channel, positions last
+        order = [0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial)]
+        return x.permute(order).flatten(2 + spatial)
+
+    def _columns(self, patches: Tensor) -> Tensor:
+        """Patches as Φ (n, G, C_in/G · taps, P)."""
+        return patches.reshape(len(patches), self.groups, -1, patches.shape[-1])
+
+    def signals(self, dz: Tensor, n: int) -> Tensor:
+        """δ (n, G, d, P)."""
+        return dz.reshape(n, self.groups, dz.shape[1] // self.groups, -1)
+
+    def per_input_unit(self, values: Tensor, n: int) -> Tensor:
+        """Values (n, C, …) as (n, C, pixels)."""
+        return values.reshape(n, values.shape[1], -1)
+
+
+class ConvolutionLayer(_PatchLayer):
+    """`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d` with any stride, padding, dilation and number of groups."""
 
     def matrix(self) -> Tensor:
         """W (G, d, C_in/G · taps)."""
@@ -32,42 +54,22 @@ class ConvolutionLayer(Layer):
 
     def features(self, x: Tensor, n: int) -> Tensor:
         """Φ (n, G, C_in/G · taps, P): the patches, padded as the module pads."""
-        if any(self._padding):
-            x = F.pad(x, self._padding, mode=self._mode)
-        spatial = len(self._kernel)
-        for axis in range(spatial):
-            reach = (self._kernel[axis] - 1) * self._dilation[axis] + 1
-            x = x.unfold(2 + axis, reach, self._stride[axis])[..., :: self._dilation[axis]]
-        # now (n, C, P_1 … P_r, k_1 … k_r): taps come right after the channel, positions last
-        order = [0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial)]
-        x = x.permute(order)
-        positions = math.prod(x.shape[2 + spatial :])
-        return x.reshape(n, self.groups, -1, positions)
-
-    def signals(self, dz: Tensor, n: int) -> Tensor:
-        """δ (n, G, d, P)."""
-        return dz.reshape(n, self.groups, dz.shape[1] // self.groups, -1)
-
-    def per_input_unit(self, values: Tensor, n: int) -> Tensor:
-        """Values (n, C, …) as (n, C, pixels)."""
-        return values.reshape(n, values.shape[1], -1)
+        conv = cast(Any, self.module)
+        # torch keeps the padding of every mode in the form F.pad wants: last dimension first, (before, after)
+        # pairs.
+        padding = conv._reversed_padding_repeated_twice
+        if any(padding):
+            x = F.pad(x, padding, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
+        return self._columns(self._patches(x, self._stride))
 
 
-class TransposedConvolutionLayer(Layer):
+class TransposedConvolutionLayer(_PatchLayer):
     """`nn.ConvTranspose1d`, `2d` and `3d` with any stride, padding, output padding, dilation and groups.
 
     Output position o of channel s gets Σ_{c,κ} W_csκ x_ci over those taps κ with o = i·stride − padding +
     κ·dilation. So it is a convolution with the kernel turned round over the input with stride − 1 zeros put
     between its pixels, and the weight, stored as (C_in, C_out/G, taps), has its rows in the second place.
     """
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        super().__init__(name, module)
-        conv = cast(Any, module)
-        self.groups = int(conv.groups)
-        self.taps = math.prod(conv.kernel_size)
-        self._kernel, self._stride, self._dilation = conv.kernel_size, conv.stride, conv.dilation
-        self._padding, self._output_padding = conv.padding, conv.output_padding
 
     def matrix(self) -> Tensor:
         """W (G, d, C_in/G · taps)."""
@@ -76,32 +78,18 @@ class TransposedConvolutionLayer(Layer):
 
     def features(self, x: Tensor, n: int) -> Tensor:
         """Φ (n, G, C_in/G · taps, P): which input pixels each output pixel sees through which tap."""
-        spatial = len(self._kernel)
-        x = self._spread(x)
-        for axis in range(spatial):
-            reach = (self._kernel[axis] - 1) * self._dilation[axis] + 1
-            # Turned round: the first tap meets the last pixel of a window.
-            x = x.unfold(2 + axis, reach, 1)[..., :: self._dilation[axis]].flip(-1)
-        order = [0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial)]
-        x = x.permute(order)
-        positions = math.prod(x.shape[2 + spatial :])
-        return x.reshape(n, self.groups, -1, positions)
+        patches = self._patches(self._spread(x), [1] * len(self._kernel))
+        # Turned round: the first tap meets the last pixel of a window.
+        return self._columns(patches.flip(*range(2, patches.dim() - 1)))
 
     def _spread(self, x: Tensor) -> Tensor:
         """The input with zeros between its pixels, padded (or cut): every window is an output pixel."""
+        conv = cast(Any, self.module)
         places = [((size - 1) * step + 1) for size, step in zip(x.shape[2:], self._stride, strict=True)]
         spread = x.new_zeros(*x.shape[:2], *places)
         spread[(..., *(slice(None, None, step) for step in self._stride))] = x
         margins: list[int] = []
         for axis in reversed(range(len(places))):
-            before = (self._kernel[axis] - 1) * self._dilation[axis] - self._padding[axis]
-            margins += [before, before + self._output_padding[axis]]
+            before = (self._kernel[axis] - 1) * self._dilation[axis] - conv.padding[axis]
+            margins += [before, before + conv.output_padding[axis]]
         return F.pad(spread, margins)
-
-    def signals(self, dz: Tensor, n: int) -> Tensor:
-        """δ (n, G, d, P)."""
-        return dz.reshape(n, self.groups, dz.shape[1] // self.groups, -1)
-
-    def per_input_unit(self, values: Tensor, n: int) -> Tensor:
-        """Values (n, C, …) as (n, C, pixels)."""
-        return values.reshape(n, values.shape[1], -1)

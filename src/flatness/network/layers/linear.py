@@ -25,7 +25,7 @@ class LinearLayer(Layer):
 
     def signals(self, dz: Tensor, n: int) -> Tensor:
         """δ (n, 1, d, P)."""
-        return self.per_input_unit(dz, n).unsqueeze(1)
+        return LinearLayer.per_input_unit(self, dz, n).unsqueeze(1)
 
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:
         """Values (n, …, m) as (n, m, P)."""
@@ -43,7 +43,7 @@ class ProjectionLayer(LinearLayer):
     @property
     def bias_name(self) -> str:
         """The packed bias."""
-        return self._in_owner(cast(Projection, self.module).bias_key)
+        return self._in_owner("in_proj_bias")
 
     def _in_owner(self, key: str) -> str:
         owner = self.name.rpartition(".")[0]

@@ -15,15 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatness.network.layers.linear import TransposedLinearLayer
 from flatness.network.layers.view import Layer
 
 
-class EmbeddingLayer(Layer):
+class EmbeddingLayer(TransposedLinearLayer):
     """`nn.Embedding` as z = Wφ with φ the indicator of a token: W is the table transposed, (1, E, tokens)."""
-
-    def matrix(self) -> Tensor:
-        """W (1, E, tokens)."""
-        return self.weight.detach().T.unsqueeze(0)
 
     def features(self, x: Tensor, n: int) -> Tensor:
         """Φ (n, 1, tokens, P): ones where a token stands; the padding token has no derivative."""
@@ -33,10 +30,6 @@ class EmbeddingLayer(Layer):
         if padding is not None:
             Phi[..., padding] = 0
         return Phi.transpose(1, 2).unsqueeze(1)
-
-    def signals(self, dz: Tensor, n: int) -> Tensor:
-        """δ (n, 1, E, P)."""
-        return dz.reshape(n, -1, dz.shape[-1]).transpose(1, 2).unsqueeze(1)
 
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:
         """The indicators, (n, tokens, P)."""
