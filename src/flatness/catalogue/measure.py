@@ -65,6 +65,10 @@ class LayerView:
         """‖W‖²_F."""
         return squared_norm(self.weight)
 
+    def per_unit(self, values: Tensor) -> Tensor:
+        """Sums of numbers like W (G, d, m) over the columns of each input unit: (G, d, units)."""
+        return values.unflatten(2, (-1, self.taps)).sum(3)
+
 
 @dataclass(frozen=True)
 class Valued:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flatness.catalogue.measure import Measure, Surroundings, Valued
 from flatness.catalogue.options import count, declared, share
-from flatness.catalogue.registry import register_measure
 from flatness.errors import UndefinedMeasureError
 
 # The search begins at this share of the parameters' root mean square and goes this many doublings each way.
@@ -129,21 +128,19 @@ def _jackknife(curve: Curve, drop: float, draws: int) -> float:
     return math.sqrt((draws - 1) / draws * float((values - values.mean()).square().sum()))
 
 
-pac_bayes_flatness = register_measure(
-    Measure(
-        name="pac_bayes_flatness",
-        symbol="1/σ²",
-        formula="1/σ², σ the largest standard deviation of noise on all parameters that costs ≤ 0.1 accuracy",
-        source="petzka2021, App. C; Jiang et al. 2020",
-        summary="How little noise on the parameters is needed to lose a tenth of the accuracy.",
-        when="As the baseline that did best in large studies of generalisation measures.",
-        misleads=(
-            "The same noise on all parameters means little where layers have different scales: "
-            "rescaling changes it at will. A few draws leave an error of some percent."
-        ),
-        levels=("network",),
-        explore=_pac_bayes_flatness,
-        cost="about 12 forward passes per draw of the noise",
-        **declared({"draws": count(5, 2), "drop": share(0.1), "tolerance": share(0.01)}),
-    )
+pac_bayes_flatness = Measure(
+    name="pac_bayes_flatness",
+    symbol="1/σ²",
+    formula="1/σ², σ the largest standard deviation of noise on all parameters that costs ≤ 0.1 accuracy",
+    source="petzka2021, App. C; Jiang et al. 2020",
+    summary="How little noise on the parameters is needed to lose a tenth of the accuracy.",
+    when="As the baseline that did best in large studies of generalisation measures.",
+    misleads=(
+        "The same noise on all parameters means little where layers have different scales: "
+        "rescaling changes it at will. A few draws leave an error of some percent."
+    ),
+    levels=("network",),
+    explore=_pac_bayes_flatness,
+    cost="about 12 forward passes per draw of the noise",
+    **declared({"draws": count(5, 2), "drop": share(0.1), "tolerance": share(0.01)}),
 )
