@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from flatness.curvature.operators.network_spectrum import NetworkSpectrum, SpectrumRequest
 from flatness.curvature.operators.spectrum import Spectrum
-from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.sums.squared_gradients import SquaredGradients
 from flatness.network.layers import Layer
@@ -95,6 +95,12 @@ class Valued:
     over: str | None = None
 
 
+def averaged(draws: Sequence[float]) -> tuple[float, float]:
+    """The mean over independent draws, and its standard error."""
+    values = torch.tensor(draws, dtype=torch.float64, device="cpu")
+    return float(values.mean()), float(values.std()) / math.sqrt(len(values))
+
+
 @dataclass(frozen=True)
 class NetworkView:
     """What a measure gets to see of the whole network.
@@ -125,7 +131,6 @@ class Surroundings:
         gradient: Gives E and ∇E at θ; computed once for all measures that ask, like the next two.
         squared_gradients: Gives E(∂_i ℓ)² for every parameter.
         spectrum: Gives extreme eigenvalues of the network's Hessian in a metric.
-        hessian: Products with the Hessian of all parameters.
         options: The measure's own options.
         seed: Seed of everything random.
     """
@@ -136,7 +141,6 @@ class Surroundings:
     gradient: Callable[[], tuple[float, Tensor]]
     squared_gradients: Callable[[], SquaredGradients]
     spectrum: Callable[[SpectrumRequest], NetworkSpectrum]
-    hessian: HessianOperator
     options: Mapping[str, Any]
     seed: int
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.catalogue.measure import Measure, NetworkView, Surroundings, Valued
+from flatness.catalogue.measure import Measure, NetworkView, Surroundings, Valued, averaged
 from flatness.catalogue.options import choice, count, declared, positive
 from flatness.curvature.operators.network_spectrum import METRICS, SpectrumRequest, inverse_metric_root
 from flatness.errors import UndefinedMeasureError
@@ -155,11 +155,10 @@ def _average(around: Surroundings, root: Tensor, rho: float, norm: str) -> Value
         u = _drawn(len(root), norm, generator).to(root.device)
         pair = [around.space.risk(sign * rho * root * u) for sign in (1.0, -1.0)]
         rises.append(sum(pair) / 2 - risk)
-    values = torch.tensor(rises, dtype=torch.float64)
-    stderr = float(values.std()) / math.sqrt(len(values))
+    mean, stderr = averaged(rises)
     kind = "normal, standard deviation" if norm == "l2" else "uniform, up to"
-    note = f"{len(values)} pairs ±u of {kind} ρ = {rho:g} of each parameter's size"
-    return Valued(float(values.mean()), (note,), stderr=stderr, method="sampled")
+    note = f"{len(rises)} pairs ±u of {kind} ρ = {rho:g} of each parameter's size"
+    return Valued(mean, (note,), stderr=stderr, method="sampled")
 
 
 def _drawn(size: int, norm: str, generator: torch.Generator) -> Tensor:

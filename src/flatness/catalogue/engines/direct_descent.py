@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatness.catalogue.engines.balancing import Array
 from flatness.catalogue.engines.weight_noise import NoiseScales, WeightNoise, row_column_scales
-from flatness.catalogue.measure import LayerView, Surroundings, Valued
+from flatness.catalogue.measure import LayerView, Surroundings, Valued, averaged
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 
 
@@ -47,13 +47,13 @@ class DirectObjective:
             scales.append(NoiseScales(x.reshape(G, d), y.reshape(G, units), view.taps, G * (d + units)))
         return scales
 
-    def rises(self, deviations: Sequence[Tensor], draws: Sequence[Sequence[Tensor]]) -> Tensor:
+    def rises(self, deviations: Sequence[Tensor], draws: Sequence[Sequence[Tensor]]) -> list[float]:
         """E(θ ± s∘ε) − E(θ), averaged over the two signs, for each draw: forward passes only."""
         found = []
         for epsilon in draws:
             step = self.noise.place([s * e for s, e in zip(deviations, epsilon, strict=True)])
             found.append((self.space.risk(step) + self.space.risk(-step)) / 2 - self.risk)
-        return torch.tensor(found, dtype=torch.float64, device="cpu")
+        return found
 
     def value_and_gradient(self, z: Array, draws: Sequence[Sequence[Tensor]]) -> tuple[float, Array]:
         """The objective for these draws, and its derivatives with respect to log σ² and log σ′²."""
@@ -97,7 +97,7 @@ def normalized_sharpness_direct(around: Surroundings) -> Valued:
     deviations = [scale.deviations() for scale in objective.unpack(solved.x)]
     # Fresh draws: the minimum over noise that was optimised against is too low.
     rises = objective.rises(deviations, [objective.noise.draw(generator) for _ in range(8 * count)])
-    rise, stderr = float(rises.mean()), float(rises.std()) / math.sqrt(len(rises))
+    rise, stderr = averaged(rises)
     distance = float(sum(part.sum() for part in objective.noise.penalty(deviations, strength)))
     settled = bool(solved.success) or (len(course) > 1 and course[-2] - course[-1] <= stderr)
     notes = _notes(objective, rise, distance, settled)

@@ -26,7 +26,7 @@ from flatness.catalogue.engines.weight_noise import (
     matrix_scales,
     row_column_scales,
 )
-from flatness.catalogue.measure import Surroundings, Valued
+from flatness.catalogue.measure import Surroundings, Valued, averaged
 from flatness.problem.progress import ProgressBar
 
 UNKNOWN = "(A) network without noise instead of with it"
@@ -73,8 +73,8 @@ class _Posterior:
         """KL of Q from the Gaussian around 0 with the same deviations: Σ W²/2s²."""
         return sum(float(part.sum()) for part in self.noise.penalty(self.deviations(strength)))
 
-    def error_rates(self, strength: float, count: int, seed: int) -> Tensor:
-        """L_S of `count` networks drawn from Q."""
+    def error_rate(self, strength: float, count: int, seed: int) -> tuple[float, float]:
+        """L_S, from `count` networks drawn from Q, and its standard error."""
         generator = torch.Generator().manual_seed(seed)
         space, deviations, found = self.noise.space, self.deviations(strength), []
         with ProgressBar("noise", count, space.problem.progress) as bar:
@@ -82,7 +82,7 @@ class _Posterior:
                 drawn = zip(deviations, self.noise.draw(generator), strict=True)
                 found.append(space.error_rate(self.noise.place([s * epsilon for s, epsilon in drawn])))
                 bar.advance()
-        return torch.tensor(found, dtype=torch.float64, device="cpu")
+        return averaged(found)
 
 
 def pac_bayes_bound(around: Surroundings) -> Valued:
@@ -96,11 +96,10 @@ def pac_bayes_bound(around: Surroundings) -> Valued:
     pilots = _pilots(posterior, rests, max(2, draws // 5), around.seed)
     best = min(pilots, key=lambda strength: pilots[strength] + rests[strength])
     # Fresh draws: those that chose λ would make it look better than it is.
-    rates = posterior.error_rates(best, draws, around.seed + 1)
-    stderr = float(rates.std()) / math.sqrt(len(rates))
+    noisy, stderr = posterior.error_rate(best, draws, around.seed + 1)
     terms = [
         ("training error of the network", error, 0.0),
-        ("(C) its rise under the noise", float(rates.mean()) - error, stderr),
+        ("(C) its rise under the noise", noisy - error, stderr),
         *((name, value, 0.0) for name, value in parts[best].items()),
     ]
     value = sum(size for _, size, _ in terms)
@@ -145,7 +144,7 @@ def _pilots(posterior: _Posterior, rests: Mapping[float, float], draws: int, see
     for strength in sorted(rests, key=rests.__getitem__):
         if rests[strength] >= least:
             break
-        found[strength] = float(posterior.error_rates(strength, draws, seed).mean())
+        found[strength] = posterior.error_rate(strength, draws, seed)[0]
         least = min(least, found[strength] + rests[strength])
     return found
 

@@ -202,10 +202,8 @@ class PathSums(TorchDispatchMode):
         self._of_weights: set[int] = set()
         self._of_input: set[int] = set()
         self._signs: set[int] = set()
-        for value in model.parameters():
-            self._mark(value, self._of_weights)
-        for value in inputs:
-            self._mark(value, self._of_input)
+        self._mark(model.parameters(), self._of_weights)
+        self._mark(inputs, self._of_input)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -221,11 +219,10 @@ class PathSums(TorchDispatchMode):
             return _constant(call.name, call.run())
         if call.writes:
             self._check_canvas(args[0])
-        result = self._by_rule(call, any(_is_complex(value) for value in leaves))
-        known = self._of_input if any(self._from_input(value) for value in on_path) else self._of_weights
-        for value in tree_leaves(result):
-            if _is_real(value):
-                self._mark(value, known)
+        result = self._by_rule(call, any(map(_is_complex, leaves)))
+        from_input = any(map(self._from_input, on_path))
+        results = filter(_is_real, tree_leaves(result))
+        self._mark(results, self._of_input if from_input else self._of_weights)
         return result
 
     def check_reached(self, output: Tensor) -> None:
@@ -268,7 +265,7 @@ class PathSums(TorchDispatchMode):
         ordered = call.name not in ("eq", "ne")
         self._refuse_if(call.name, "of weights", ordered and not self._from_input(call.args[0]))
         signs = call.run()
-        self._mark(signs, self._signs)
+        self._mark([signs], self._signs)
         return signs
 
     def _rectifier(self, call: _Call) -> Any:
@@ -340,9 +337,10 @@ class PathSums(TorchDispatchMode):
             words = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
             self.refused.add(f"{words} {what}".rstrip())
 
-    def _mark(self, value: Tensor, known: set[int]) -> None:
-        self._kept.append(value)
-        known.add(_memory(value))
+    def _mark(self, values: Iterable[Tensor], known: set[int]) -> None:
+        for value in values:
+            self._kept.append(value)
+            known.add(_memory(value))
 
     def _from_input(self, value: Any) -> bool:
         return isinstance(value, Tensor) and _memory(value) in self._of_input
