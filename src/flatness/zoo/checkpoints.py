@@ -195,10 +195,12 @@ def fit_checkpoint(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -
 def _problems(fitted: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
     """Tensors that are missing, too many or of another shape, a few of each."""
     missing = [key for key in wanted if key not in fitted and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in fitted if key not in wanted]
-    pairs = {key: (fitted[key].shape, value.shape) for key, value in wanted.items() if key in fitted}
-    shapes = [f"{key} {list(one)} for {list(other)}" for key, (one, other) in pairs.items() if one != other]
-    found = {"missing": missing, "unexpected": unexpected, "other shapes": shapes}
+    shapes = [
+        f"{key} {list(fitted[key].shape)} for {list(value.shape)}"
+        for key, value in wanted.items()
+        if key in fitted and fitted[key].shape != value.shape
+    ]
+    found = {"missing": missing, "unexpected": sorted(fitted.keys() - wanted), "other shapes": shapes}
     return [f"{what}: {listed(keys, _SHOWN_KEYS)}" for what, keys in found.items() if keys]
 
 

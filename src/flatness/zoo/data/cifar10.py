@@ -42,11 +42,6 @@ def read_archive(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
     return {name: contents[name] for name in wanted}
 
 
-def _read_file(path: Path) -> bytes:
-    with explained(path, "batch"):
-        return path.read_bytes()
-
-
 def _binary_batch(raw: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
     """A label byte and 3,072 pixel bytes, red plane first, for each sample."""
     if not raw or len(raw) % _RECORD:
@@ -65,17 +60,12 @@ def _python_batch(raw: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
         raise DataError(
             f"Expected {where} to be a pickle of arrays, numbers and text, but {error}. Download it again."
         ) from error
-    fields = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
-    images, labels = fields.get("data"), fields.get("labels")
+    # Python 2 writes its texts as bytes.
+    images, labels = (batch.get(key, batch.get(key.encode())) for key in ("data", "labels"))
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (_PIXELS,):
-        raise DataError(
-            f"Expected 'data' in {where} to be uint8 of shape (samples, {_PIXELS}), but got"
-            f" {_described(images)}."
-        )
+        raise _unexpected("data", where, f"uint8 of shape (samples, {_PIXELS})", images)
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
-        raise DataError(
-            f"Expected 'labels' in {where} to be a list of whole numbers, but got {_described(labels)}."
-        )
+        raise _unexpected("labels", where, "a list of whole numbers", labels)
     if len(labels) != len(images):
         raise DataError(
             f"Expected as many labels as images, but {where} has {len(images):,} images and"
@@ -84,35 +74,37 @@ def _python_batch(raw: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
     return images.reshape(-1, 3, 32, 32), np.asarray(labels, object)  # of any size, until checked
 
 
-def _described(field: object) -> str:
+def _unexpected(name: str, where: str, expected: str, field: object) -> DataError:
     match field:
         case None:
-            return "nothing"
+            found = "nothing"
         case np.ndarray():
-            return f"{field.dtype} of shape {field.shape}"
+            found = f"{field.dtype} of shape {field.shape}"
         case list():
-            return "a list with something else in it"
+            found = "a list with something else in it"
         case _:
-            return type(field).__name__
-
-
-def _batches(suffix: str) -> dict[str, tuple[Slot, ...]]:
-    train = tuple((f"data_batch_{i}{suffix}",) for i in range(1, 6))
-    return {"train": train, "test": ((f"test_batch{suffix}",),)}
+            found = type(field).__name__
+    return DataError(f"Expected {name!r} in {where} to be {expected}, but got {found}.")
 
 
 def _variant(
     suffix: str, decode: Callable[[bytes, str], tuple[np.ndarray, np.ndarray]], archive: str = ""
 ) -> Variant:
     """Batches in one of two formats; with the name of an archive, inside that."""
-    files = _batches(suffix)
+    files: dict[str, tuple[Slot, ...]] = {
+        "train": tuple((f"data_batch_{i}{suffix}",) for i in range(1, 6)),
+        "test": ((f"test_batch{suffix}",),),
+    }
 
     def read(paths: Sequence[Path], split: str) -> tuple[np.ndarray, np.ndarray]:
         if archive:
             names = [slot[0] for slot in files[split]]
             batches = {f"{name} in {paths[0]}": raw for name, raw in read_archive(paths[0], names).items()}
         else:
-            batches = {str(path): _read_file(path) for path in paths}
+            batches = {}
+            for path in paths:
+                with explained(path, "batch"):
+                    batches[str(path)] = path.read_bytes()
         parts = [decode(raw, where) for where, raw in batches.items()]
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
