@@ -29,7 +29,6 @@ class DirectObjective:
         self.space, self.layers, self.strength = space, layers, strength
         self.noise = WeightNoise(space, layers)
         self.risk = space.risk()
-        self.evaluations = 0
 
     def pack(self, scales: Sequence[NoiseScales]) -> Array:
         """All logarithms in one vector, for λ = `strength`."""
@@ -57,7 +56,6 @@ class DirectObjective:
 
     def value_and_gradient(self, z: Array, draws: Sequence[Sequence[Tensor]]) -> tuple[float, Array]:
         """The objective for these draws, and its derivatives with respect to log σ² and log σ′²."""
-        self.evaluations += 1
         deviations = [scale.deviations() for scale in self.unpack(z)]
         penalty = self.noise.penalty(deviations, self.strength)
         # u = log s²: ∂E/∂u = ½ s ε ∂E/∂W, and ∂/∂u of W²/(2λ s²) is its negative
@@ -100,17 +98,19 @@ def normalized_sharpness_direct(around: Surroundings) -> Valued:
     rise, stderr = averaged(rises)
     distance = float(sum(part.sum() for part in objective.noise.penalty(deviations, strength)))
     settled = bool(solved.success) or (len(course) > 1 and course[-2] - course[-1] <= stderr)
-    notes = _notes(objective, rise, distance, settled)
+    notes = _notes(objective, solved.nfev, rise, distance, settled)
     return Valued(rise + distance, notes, settled, stderr, "sampled")
 
 
-def _notes(objective: DirectObjective, rise: float, distance: float, settled: bool) -> tuple[str, ...]:
+def _notes(
+    objective: DirectObjective, evaluations: int, rise: float, distance: float, settled: bool
+) -> tuple[str, ...]:
     notes = [
         f"λ = {objective.strength:g}; rise of the risk under the noise {rise:.4g}, weights over noise "
         f"{distance:.4g}",
         f"noise in {', '.join(view.name or 'the model itself' for view in objective.layers)}, all at once; "
         "biases and norm scales have none",
-        f"{objective.evaluations} evaluations from the scales of eq. 17; not convex: a local minimum, which "
+        f"{evaluations} evaluations from the scales of eq. 17; not convex: a local minimum, which "
         "bounds the least value from above",
         "the order of networks may change with λ, unlike that of normalized_sharpness",
     ]

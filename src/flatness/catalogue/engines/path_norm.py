@@ -47,20 +47,17 @@ def squared_network(model: nn.Module) -> nn.Module:
             "Expected a model that copy.deepcopy can copy, as path_norm squares the weights of a copy, but "
             f"got: {error}. Leave path_norm out."
         ) from error
-    done: set[int] = set()
     with torch.no_grad():
         for module in squared.modules():
             if isinstance(module, _BatchNorm):
-                _square_batch_norm(module)
-                continue
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) not in done:
-                    parameter.square_()
-                    done.add(id(parameter))
+                _take_in_statistics(module)
+        for parameter in squared.parameters():
+            parameter.square_()
     return squared
 
 
-def _square_batch_norm(module: _BatchNorm) -> None:
+def _take_in_statistics(module: _BatchNorm) -> None:
+    """Write a norm layer as x ↦ a x + c, by its weight and bias alone."""
     assert module.running_mean is not None
     assert module.running_var is not None
     scale = (module.running_var + module.eps).rsqrt()
@@ -72,8 +69,8 @@ def _square_batch_norm(module: _BatchNorm) -> None:
     module.eps = sys.float_info.min  # some versions of torch refuse 0, and 1 + this is 1
     module.running_mean = torch.zeros_like(module.running_mean)
     module.running_var = torch.ones_like(module.running_var)
-    module.weight = nn.Parameter(scale.square())
-    module.bias = nn.Parameter(shift.square())
+    module.weight = nn.Parameter(scale)
+    module.bias = nn.Parameter(shift)
 
 
 def path_norm(problem: Problem) -> Valued:
