@@ -74,9 +74,8 @@ def balance(a: Array, b: Array, *, tolerance: float = 1e-9, max_iterations: int 
     value = lower = 0.0
     iterations = 0
     for rows, columns in _components(a, b):
-        whole = len(rows) == d and len(columns) == m
-        part = np.ix_(rows, columns)
-        solved = _solve(*((a, b) if whole else (a[part], b[part])), tolerance, max_iterations)
+        parts = _part(a, rows, columns), _part(b, rows, columns)
+        solved = _solve(*parts, tolerance, max_iterations)
         x[rows], y[columns] = solved.x, solved.y
         value, lower = value + solved.value, lower + solved.lower
         iterations = max(iterations, solved.iterations)
@@ -86,12 +85,11 @@ def balance(a: Array, b: Array, *, tolerance: float = 1e-9, max_iterations: int 
 def _components(a: Array, b: Array) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
     """Rows and columns of every strongly connected component that has both."""
     d, m = a.shape
-    rows, columns = _living(a, b)
+    # Rows and columns without edges in both directions are components of their own.
+    rows, columns = np.flatnonzero(a.any(1) & b.any(1)), np.flatnonzero(a.any(0) & b.any(0))
     if not len(rows) or not len(columns):
         return
-    part = np.ix_(rows, columns)
-    inner = (a, b) if len(rows) == d and len(columns) == m else (a[part], b[part])
-    if _connected(*inner):
+    if _connected(_part(a, rows, columns), _part(b, rows, columns)):
         yield rows, columns
         return
     out_i, out_j = np.nonzero(a)
@@ -105,9 +103,9 @@ def _components(a: Array, b: Array) -> Iterator[tuple[NDArray[np.intp], NDArray[
             yield rows, columns
 
 
-def _living(a: Array, b: Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Rows and columns with edges in both directions; the others are components of their own."""
-    return np.flatnonzero(a.any(1) & b.any(1)), np.flatnonzero(a.any(0) & b.any(0))
+def _part(matrix: Array, rows: NDArray[np.intp], columns: NDArray[np.intp]) -> Array:
+    """Some rows and columns; nothing is copied where these are all."""
+    return matrix if matrix.shape == (len(rows), len(columns)) else matrix[np.ix_(rows, columns)]
 
 
 def _connected(a: Array, b: Array) -> bool:
@@ -147,10 +145,10 @@ def _descend(a: Array, b: Array, x: Array, y: Array, tolerance: float, max_itera
     # The gap is of the order of the squared imbalance.
     small = min(1e-4, 0.3 * tolerance**0.5)
     iterations = 0
-    value, lower, done = np.inf, -np.inf, False
+    value, lower = np.inf, -np.inf
     with np.errstate(over="raise", divide="raise", invalid="raise"):
         up, down = a.sum(1), b.sum(1)
-        while not done and iterations < max_iterations:
+        while iterations < max_iterations:
             iterations += 1
             r = np.sqrt(down / up)
             c = np.sqrt(((1 / r) @ b) / (r @ a))
@@ -158,13 +156,14 @@ def _descend(a: Array, b: Array, x: Array, y: Array, tolerance: float, max_itera
             imbalance = np.abs(r * up - down / r).max() / (r * up + down / r).max()
             if imbalance < small or iterations % 25 == 0 or iterations == max_iterations:
                 value, lower = _bounds(a, b, r, c)
-                done = value - lower <= tolerance * value
-                if not done:
-                    r, c, steps = _newton(a, b, r, c)
-                    iterations += steps
-                    value, lower = _bounds(a, b, r, c)
-                    done = value - lower <= tolerance * value
-                    up, down = a @ c, b @ (1 / c)
+                if value - lower <= tolerance * value:
+                    break
+                r, c, steps = _newton(a, b, r, c)
+                iterations += steps
+                value, lower = _bounds(a, b, r, c)
+                if value - lower <= tolerance * value:
+                    break
+                up, down = a @ c, b @ (1 / c)
     return Balance(value, lower, x + np.log(r), y + np.log(c), iterations)
 
 
