@@ -28,6 +28,8 @@ from scipy.sparse.csgraph import connected_components
 Array = NDArray[np.float64]
 # Turns of rows and columns after which a linear system is solved directly.
 _TURNS = 40
+# Sweeps and Newton steps of one component.
+_MOST_ITERATIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,13 @@ class Balance:
         return (self.value - self.lower) / self.value if self.value > 0 else 0.0
 
 
-def balance(a: Array, b: Array, *, tolerance: float = 1e-9, max_iterations: int = 1000) -> Balance:
+def balance(a: Array, b: Array, *, tolerance: float = 1e-9) -> Balance:
     """Minimise S over x and y.
 
     Args:
         a: Non-negative (d, m).
         b: Non-negative (d, m).
         tolerance: Relative gap between value and lower bound to stop at.
-        max_iterations: Limit of sweeps per component.
 
     Example:
         >>> import numpy as np
@@ -75,7 +76,7 @@ def balance(a: Array, b: Array, *, tolerance: float = 1e-9, max_iterations: int 
     iterations = 0
     for rows, columns in _components(a, b):
         parts = _part(a, rows, columns), _part(b, rows, columns)
-        solved = _solve(*parts, tolerance, max_iterations)
+        solved = _solve(*parts, tolerance)
         x[rows], y[columns] = solved.x, solved.y
         value, lower = value + solved.value, lower + solved.lower
         iterations = max(iterations, solved.iterations)
@@ -124,11 +125,11 @@ def _connected(a: Array, b: Array) -> bool:
     return True
 
 
-def _solve(a: Array, b: Array, tolerance: float, max_iterations: int) -> Balance:
+def _solve(a: Array, b: Array, tolerance: float) -> Balance:
     """One strongly connected component."""
     x, y = np.zeros(len(a)), np.zeros(a.shape[1])
     try:
-        return _descend(a, b, x, y, tolerance, max_iterations)
+        return _descend(a, b, x, y, tolerance)
     except FloatingPointError:
         # Numbers too far apart for e^x and e^y: one sweep in logarithms brings them together.
         with np.errstate(divide="ignore"):
@@ -136,10 +137,10 @@ def _solve(a: Array, b: Array, tolerance: float, max_iterations: int) -> Balance
         x = 0.5 * (_log_sum(log_b, 1) - _log_sum(log_a, 1))
         y = 0.5 * (_log_sum(log_b - x[:, None], 0) - _log_sum(log_a + x[:, None], 0))
         u = x[:, None] + y
-        return _descend(np.exp(log_a + u), np.exp(log_b - u), x, y, tolerance, max_iterations)
+        return _descend(np.exp(log_a + u), np.exp(log_b - u), x, y, tolerance)
 
 
-def _descend(a: Array, b: Array, x: Array, y: Array, tolerance: float, max_iterations: int) -> Balance:
+def _descend(a: Array, b: Array, x: Array, y: Array, tolerance: float) -> Balance:
     """Sweeps until the gradient is small, Newton steps where the gap is not; a and b are those at (x, y)."""
     r, c = np.ones(len(a)), np.ones(a.shape[1])
     # The gap is of the order of the squared imbalance.
@@ -148,13 +149,13 @@ def _descend(a: Array, b: Array, x: Array, y: Array, tolerance: float, max_itera
     value, lower = np.inf, -np.inf
     with np.errstate(over="raise", divide="raise", invalid="raise"):
         up, down = a.sum(1), b.sum(1)
-        while iterations < max_iterations:
+        while iterations < _MOST_ITERATIONS:
             iterations += 1
             r = np.sqrt(down / up)
             c = np.sqrt(((1 / r) @ b) / (r @ a))
             up, down = a @ c, b @ (1 / c)
             imbalance = np.abs(r * up - down / r).max() / (r * up + down / r).max()
-            if imbalance < small or iterations % 25 == 0 or iterations == max_iterations:
+            if imbalance < small or iterations % 25 == 0 or iterations == _MOST_ITERATIONS:
                 value, lower = _bounds(a, b, r, c)
                 if value - lower <= tolerance * value:
                     break
@@ -179,11 +180,11 @@ def _terms(a: Array, b: Array, r: Array, c: Array) -> tuple[Array, Array]:
     return a * scale, b / scale
 
 
-def _newton(a: Array, b: Array, r: Array, c: Array, steps: int = 4) -> tuple[Array, Array, int]:
+def _newton(a: Array, b: Array, r: Array, c: Array) -> tuple[Array, Array, int]:
     """Newton steps with halving; each solves the (d + m) system of row and column sums."""
     up, down = _terms(a, b, r, c)
     taken = 0
-    for _ in range(steps):
+    for _ in range(4):
         flow, weights = up - down, up + down
         alpha, beta = _potentials(weights, flow.sum(1), flow.sum(0))
         size = 1.0
