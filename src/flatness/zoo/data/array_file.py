@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
 from flatness.errors import DataError, listed
 from flatness.report.unpacking import (
     UNREADABLE,
-    TooLargeError,
     array_length,
     array_names,
     read_array,
 )
-from flatness.zoo.data.source import Folder, Stored, moments_of
+from flatness.zoo.data.source import Folder, Stored, explained, moments_of
 
 _INPUTS = ("x", "inputs", "images")
 _TARGETS = ("y", "targets", "labels")
+_ARRAY = "an array of numbers, but it is truncated, corrupted or pickled (pickled objects are never loaded)"
 _SINGLE = b"\x93NUMPY"  # what a file of one array begins with
 _MOST_CLASSES = 1_000_000  # larger numbers are identifiers or years, not classes
 
@@ -68,7 +67,7 @@ class ArrayFile:
     def _inputs(self, split: str, rows: int | None = None) -> tuple[np.ndarray, int]:
         """Inputs of a split, uint8 as stored, all else as finite float32; and how many there are in all."""
         name = self._name(_INPUTS, split)
-        with self._explained(name):
+        with explained(f"{name!r} in {self.path}", _ARRAY, UNREADABLE):
             values, total = read_array(self.path, name, rows), array_length(self.path, name)
         if values.dtype.kind not in "iufb" or values.ndim < 2:
             raise DataError(
@@ -80,7 +79,7 @@ class ArrayFile:
     def _targets(self, split: str) -> np.ndarray:
         """Targets of a split: class labels as int64 of shape (samples,), real targets as float32."""
         name = self._name(_TARGETS, split)
-        with self._explained(name):
+        with explained(f"{name!r} in {self.path}", _ARRAY, UNREADABLE):
             values = read_array(self.path, name)
         if values.dtype.kind == "f" and values.ndim >= 1:
             return self._finite(values, name, "targets")
@@ -126,18 +125,3 @@ class ArrayFile:
                 f" {'several fit' if found else 'none is'}: it has {listed(self.names) or 'no arrays'}."
             )
         return found[0]
-
-    @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
-        """What is wrong with an array that cannot be read, in words."""
-        try:
-            yield
-        except TooLargeError as error:
-            raise DataError(
-                f"Expected {name!r} in {self.path} to be of a usual size, but it {error}."
-            ) from error
-        except UNREADABLE as error:
-            raise DataError(
-                f"Expected {name!r} in {self.path} to be an array of numbers, but it is truncated, corrupted"
-                " or pickled (pickled objects are never loaded)."
-            ) from error

@@ -13,7 +13,7 @@ import numpy as np
 from flatness.errors import DataError
 from flatness.report.unpacking import Bounded
 from flatness.zoo.data.array_pickle import ArrayPickleError, load_array_pickle
-from flatness.zoo.data.source import Published, Slot, Variant, explained, register
+from flatness.zoo.data.source import BROKEN, Published, Slot, Variant, explained, register
 
 _PIXELS = 3 * 32 * 32
 _RECORD = 1 + _PIXELS
@@ -25,7 +25,7 @@ _ROUGHLY_A_BATCH = 64 * 2**20  # a published batch has 31 MB; more than this is 
 def read_archive(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
     """Read the wanted members in one pass, in whatever order they come, without unpacking to disk."""
     contents: dict[str, bytes] = {}
-    with explained(path, ".tar.gz archive"), gzip.open(path) as stream:
+    with explained(path, f"a whole .tar.gz archive, {BROKEN}"), gzip.open(path) as stream:
         # Headers of an archive have sizes too, and are read whole.
         unzipped = Bounded(cast(IO[bytes], stream), path, _ROUGHLY_AN_ARCHIVE)
         archive = tarfile.open(fileobj=cast(IO[bytes], unzipped), mode="r|", bufsize=_BUFFER)  # noqa: SIM115
@@ -103,7 +103,7 @@ def _variant(
         else:
             batches = {}
             for path in paths:
-                with explained(path, "batch"):
+                with explained(path, f"a whole batch, {BROKEN}"):
                     batches[str(path)] = path.read_bytes()
         parts = [decode(raw, where) for where, raw in batches.items()]
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])

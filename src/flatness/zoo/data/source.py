@@ -245,16 +245,27 @@ def _roots(data_dir: Folder | None) -> dict[Path, str]:
     return found
 
 
+BROKEN = "but it is truncated or corrupted. Download it again"
+
+
 @contextmanager
-def explained(path: Path, form: str) -> Iterator[None]:
-    """Say in words why a file cannot be read, inside; `form` is what it should be, whole."""
+def explained(
+    what: object,
+    expected: str,
+    damage: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error, tarfile.TarError),
+) -> Iterator[None]:
+    """Say in words why something cannot be read, inside.
+
+    Args:
+        what: What is read: a file, an array in one.
+        expected: What it should be, and what it seems to be instead.
+        damage: What reading it raises where it is not that.
+    """
     try:
         yield
     except TooLargeError as error:
-        raise DataError(f"Expected {path} to be of a usual size, but it {error}.") from error
-    except (EOFError, OSError, zlib.error, tarfile.TarError) as error:
+        raise DataError(f"Expected {what} to be of a usual size, but it {error}.") from error
+    except damage as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's, not the format's
-            raise DataError(f"Expected to read {path}, but got: {error.strerror}.") from error
-        raise DataError(
-            f"Expected {path} to be a whole {form}, but it is truncated or corrupted. Download it again."
-        ) from error
+            raise DataError(f"Expected to read {what}, but got: {error.strerror}.") from error
+        raise DataError(f"Expected {what} to be {expected}.") from error
