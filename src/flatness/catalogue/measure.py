@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flatness.curvature.operators.network_spectrum import NetworkSpectrum, SpectrumRequest
 from flatness.curvature.operators.spectrum import Spectrum
+from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.sums.squared_gradients import SquaredGradients
 from flatness.network.layers import Layer
@@ -131,6 +132,7 @@ class Surroundings:
         gradient: Gives E and ∇E at θ; computed once for all measures that ask, like the next two.
         squared_gradients: Gives E(∂_i ℓ)² for every parameter.
         spectrum: Gives extreme eigenvalues of the network's Hessian in a metric.
+        hessian: Products with the Hessian of all parameters.
         options: The measure's own options.
         seed: Seed of everything random.
     """
@@ -141,6 +143,7 @@ class Surroundings:
     gradient: Callable[[], tuple[float, Tensor]]
     squared_gradients: Callable[[], SquaredGradients]
     spectrum: Callable[[SpectrumRequest], NetworkSpectrum]
+    hessian: HessianOperator
     options: Mapping[str, Any]
     seed: int
 

@@ -77,7 +77,9 @@ def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything:
         with _left_out(notes, [measure.name], everything):
             _refuse_several(problem)
             values[measure.name] = measure.explore(
-                Surroundings(space, seen, weights, gradient, squares, solver.one, options, problem.seed)
+                Surroundings(
+                    space, seen, weights, gradient, squares, solver.one, hessian, options, problem.seed
+                )
             )
     if squares.cache_info().currsize and squares().sampled:
         notes.append(
