@@ -27,7 +27,7 @@ from scipy.optimize import minimize
 from torch import nn
 
 import flatness
-from flatness.catalogue.balancing import balance
+from flatness.catalogue.engines.balancing import balance
 from flatness.zoo.data import load
 from flatness.zoo.models import build
 

@@ -5,125 +5,86 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.version import __version__ as __version__
 
+# For type checkers.
 if TYPE_CHECKING:
-    from flatness import data, landscape, models, study
-    from flatness.catalogue.measure import LayerView, Measure, NetworkView, Valued
-    from flatness.catalogue.registry import measures, register_measure
-    from flatness.errors import FlatnessError
-    from flatness.generalization.bound import generalization_bound
-    from flatness.generalization.bound_result import GeneralizationBound
-    from flatness.generalization.locally_constant import LabelConstancy, locally_constant_labels
-    from flatness.generalization.pac_bayes import PacBayesBound, pac_bayes_bound
-    from flatness.generalization.representativeness import Representativeness, representativeness
-    from flatness.generalization.robustness import feature_robustness
-    from flatness.generalization.robustness_result import Robustness
-    from flatness.integrations.monitor import Monitor
-    from flatness.measuring.measure import measure, plan
-    from flatness.measuring.merge import merge
-    from flatness.measuring.plan.plan import Plan
-    from flatness.measuring.spectra import network_spectrum
-    from flatness.network.layers import ConvolutionLayer, Layer, LinearLayer, register_layer
-    from flatness.problem.problem import Problem
-    from flatness.problem.ranks import separately
-    from flatness.report.compare import Comparison, compare
-    from flatness.report.report import Report, Result
-    from flatness.symmetry.check.invariance import check_invariance
-    from flatness.symmetry.check.verdicts import InvarianceReport
-    from flatness.symmetry.flow.groups import Symmetries, symmetries
-    from flatness.symmetry.rewriting.rescaling import rescale, vertical_directions
-
-__all__ = [
-    "Comparison",
-    "ConvolutionLayer",
-    "FlatnessError",
-    "GeneralizationBound",
-    "InvarianceReport",
-    "LabelConstancy",
-    "Layer",
-    "LayerView",
-    "LinearLayer",
-    "Measure",
-    "Monitor",
-    "NetworkView",
-    "Valued",
-    "PacBayesBound",
-    "Plan",
-    "Problem",
-    "Report",
-    "Representativeness",
-    "Result",
-    "Robustness",
-    "Symmetries",
-    "check_invariance",
-    "compare",
-    "data",
-    "feature_robustness",
-    "generalization_bound",
-    "locally_constant_labels",
-    "landscape",
-    "measure",
-    "measures",
-    "merge",
-    "models",
-    "network_spectrum",
-    "pac_bayes_bound",
-    "plan",
-    "register_layer",
-    "register_measure",
-    "representativeness",
-    "rescale",
-    "separately",
-    "study",
-    "symmetries",
-    "vertical_directions",
-]
+    from flatness import data as data
+    from flatness import landscape as landscape
+    from flatness import models as models
+    from flatness import study as study
+    from flatness.catalogue.measure import LayerView as LayerView
+    from flatness.catalogue.measure import Measure as Measure
+    from flatness.catalogue.measure import NetworkView as NetworkView
+    from flatness.catalogue.measure import Valued as Valued
+    from flatness.catalogue.registry import measures as measures
+    from flatness.catalogue.registry import register_measure as register_measure
+    from flatness.errors import FlatnessError as FlatnessError
+    from flatness.generalization.bound import generalization_bound as generalization_bound
+    from flatness.generalization.bound_result import GeneralizationBound as GeneralizationBound
+    from flatness.generalization.locally_constant import LabelConstancy as LabelConstancy
+    from flatness.generalization.locally_constant import locally_constant_labels as locally_constant_labels
+    from flatness.generalization.pac_bayes import PacBayesBound as PacBayesBound
+    from flatness.generalization.pac_bayes import pac_bayes_bound as pac_bayes_bound
+    from flatness.generalization.representativeness import Representativeness as Representativeness
+    from flatness.generalization.representativeness import representativeness as representativeness
+    from flatness.generalization.robustness import feature_robustness as feature_robustness
+    from flatness.generalization.robustness_result import Robustness as Robustness
+    from flatness.integrations.monitor import Monitor as Monitor
+    from flatness.measuring.measure import measure as measure
+    from flatness.measuring.measure import plan as plan
+    from flatness.measuring.merge import merge as merge
+    from flatness.measuring.plan.plan import Plan as Plan
+    from flatness.measuring.spectra import network_spectrum as network_spectrum
+    from flatness.network.layers import ConvolutionLayer as ConvolutionLayer
+    from flatness.network.layers import Layer as Layer
+    from flatness.network.layers import LinearLayer as LinearLayer
+    from flatness.network.layers import register_layer as register_layer
+    from flatness.problem.problem import Problem as Problem
+    from flatness.problem.ranks import separately as separately
+    from flatness.report.compare import Comparison as Comparison
+    from flatness.report.compare import compare as compare
+    from flatness.report.report import Report as Report
+    from flatness.report.report import Result as Result
+    from flatness.symmetry.check.invariance import check_invariance as check_invariance
+    from flatness.symmetry.check.verdicts import InvarianceReport as InvarianceReport
+    from flatness.symmetry.flow.groups import Symmetries as Symmetries
+    from flatness.symmetry.flow.groups import symmetries as symmetries
+    from flatness.symmetry.rewriting.rescaling import rescale as rescale
+    from flatness.symmetry.rewriting.rescaling import vertical_directions as vertical_directions
 
 # Where each public name lives. Names are imported when they are first used: the command line answers `--help`
-# without loading torch. A new name goes here, into __all__ and into the imports above, for type checkers.
-_HOME = {
-    "Comparison": "report.compare",
-    "ConvolutionLayer": "network.layers",
-    "FlatnessError": "errors",
-    "GeneralizationBound": "generalization.bound_result",
-    "InvarianceReport": "symmetry.check.verdicts",
-    "LabelConstancy": "generalization.locally_constant",
-    "Layer": "network.layers",
-    "LayerView": "catalogue.measure",
-    "LinearLayer": "network.layers",
-    "Measure": "catalogue.measure",
-    "Monitor": "integrations.monitor",
-    "NetworkView": "catalogue.measure",
-    "Valued": "catalogue.measure",
-    "PacBayesBound": "generalization.pac_bayes",
-    "Plan": "measuring.plan.plan",
-    "Problem": "problem.problem",
-    "Report": "report.report",
-    "Representativeness": "generalization.representativeness",
-    "Result": "report.report",
-    "Robustness": "generalization.robustness_result",
-    "Symmetries": "symmetry.flow.groups",
-    "check_invariance": "symmetry.check.invariance",
-    "compare": "report.compare",
-    "feature_robustness": "generalization.robustness",
-    "generalization_bound": "generalization.bound",
-    "locally_constant_labels": "generalization.locally_constant",
-    "measure": "measuring.measure",
-    "measures": "catalogue.registry",
-    "merge": "measuring.merge",
-    "network_spectrum": "measuring.spectra",
-    "pac_bayes_bound": "generalization.pac_bayes",
-    "plan": "measuring.measure",
-    "register_layer": "network.layers",
-    "register_measure": "catalogue.registry",
-    "representativeness": "generalization.representativeness",
-    "rescale": "symmetry.rewriting.rescaling",
-    "separately": "problem.ranks",
-    "symmetries": "symmetry.flow.groups",
-    "vertical_directions": "symmetry.rewriting.rescaling",
+# without loading torch. A new name goes here, and into the imports above for type checkers.
+_PUBLIC = {
+    "catalogue.measure": ("LayerView", "Measure", "NetworkView", "Valued"),
+    "catalogue.registry": ("measures", "register_measure"),
+    "errors": ("FlatnessError",),
+    "generalization.bound": ("generalization_bound",),
+    "generalization.bound_result": ("GeneralizationBound",),
+    "generalization.locally_constant": ("LabelConstancy", "locally_constant_labels"),
+    "generalization.pac_bayes": ("PacBayesBound", "pac_bayes_bound"),
+    "generalization.representativeness": ("Representativeness", "representativeness"),
+    "generalization.robustness": ("feature_robustness",),
+    "generalization.robustness_result": ("Robustness",),
+    "integrations.monitor": ("Monitor",),
+    "measuring.measure": ("measure", "plan"),
+    "measuring.merge": ("merge",),
+    "measuring.plan.plan": ("Plan",),
+    "measuring.spectra": ("network_spectrum",),
+    "network.layers": ("ConvolutionLayer", "Layer", "LinearLayer", "register_layer"),
+    "problem.problem": ("Problem",),
+    "problem.ranks": ("separately",),
+    "report.compare": ("Comparison", "compare"),
+    "report.report": ("Report", "Result"),
+    "symmetry.check.invariance": ("check_invariance",),
+    "symmetry.check.verdicts": ("InvarianceReport",),
+    "symmetry.flow.groups": ("Symmetries", "symmetries"),
+    "symmetry.rewriting.rescaling": ("rescale", "vertical_directions"),
 }
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 # Modules that are public as such: `flatness.study.run.run`, `flatness.landscape.line`.
 _MODULES = ("data", "landscape", "models", "study")
+
+__all__ = sorted([*_HOME, *_MODULES])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -49,23 +49,17 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         )
 
 
-def set_aside(path: Path, target: Path | None = None) -> Path:
+def set_aside(path: Path) -> None:
     """Rename a file that cannot be read, so that it is out of the way and can still be looked at.
 
-    Args:
-        path: The file.
-        target: What it becomes, a number added where there is such a file; ``NAME.damaged`` if not given.
-
-    Returns:
-        Its new path.
+    It becomes ``NAME.damaged``, with a number added where there is such a file.
     """
-    wanted = target or path.with_name(f"{path.name}.damaged")
+    wanted = path.with_name(f"{path.name}.damaged")
     free, number = wanted, 1
     while free.exists() or free.is_symlink():
         number += 1
         free = wanted.with_name(f"{wanted.name}-{number}")
     os.rename(path, free)
-    return free
 
 
 def _flush(path: Path) -> None:
@@ -364,10 +358,8 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, CHECKSUM: digest(content)}
 
 
-def intact(content: Any) -> bool:
+def intact(content: Mapping[str, Any]) -> bool:
     """Whether sealed content is as it was; what has no digest is believed, as earlier versions wrote none."""
-    if not isinstance(content, Mapping):
-        return False
     if CHECKSUM not in content:
         return True
     rest = {name: value for name, value in content.items() if name != CHECKSUM}

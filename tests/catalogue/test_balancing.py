@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from flatness.catalogue.balancing import _bounds, balance
+from flatness.catalogue.engines.balancing import _bounds, balance
 
 
 def objective(z, a, b):

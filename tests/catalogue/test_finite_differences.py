@@ -7,9 +7,10 @@ from test_tsuzuku2020 import expected_sharpness, normalized
 
 import flatness
 import oracle
-from flatness.catalogue.finite_differences import differenced_diagonals
+from flatness.catalogue.engines.finite_differences import differenced_diagonals
 from flatness.catalogue.measure import LayerView
 from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.network.layers import find_layers
 from flatness.problem.problem import Problem
 from networks import CASES
 
@@ -17,7 +18,12 @@ from networks import CASES
 def differenced(case, model, **arguments):
     problem = Problem(model, (case.x, case.y), progress=False)
     with problem.guarded():
-        views = [LayerView(name, oracle.weight_matrix(model.get_submodule(name)), {}) for name in case.layers]
+        views = [
+            LayerView(
+                name, oracle.weight_matrix(model.get_submodule(name)), {}, layer=find_layers(model)[name]
+            )
+            for name in case.layers
+        ]
         return differenced_diagonals(ParameterSpace(problem), views, **arguments)
 
 

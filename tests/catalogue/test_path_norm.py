@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import flatness
-from flatness.catalogue.path_sums import _RULES
+from flatness.catalogue.engines.path_norm import _RULES
 from flatness.errors import UndefinedMeasureError
 from flatness.network.operators import OPERATORS, row_name
 from network.test_operator_table import CASES, ELSEWHERE

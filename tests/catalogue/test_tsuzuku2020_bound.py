@@ -13,9 +13,9 @@ from torch.func import functional_call
 
 import flatness
 import oracle
+from flatness.catalogue.engines.pac_bayes_bound import grid_of, positive_numbers
+from flatness.catalogue.engines.weight_noise import matrix_scales, row_column_scales
 from flatness.catalogue.measure import LayerView
-from flatness.catalogue.noise_scales import matrix_scales, row_column_scales
-from flatness.catalogue.tsuzuku2020_bound import grid_of, positive_numbers
 from networks import CASES
 from untouched import untouched
 

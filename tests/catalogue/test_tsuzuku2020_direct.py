@@ -11,9 +11,10 @@ from torch.func import functional_call
 
 import flatness
 import oracle
+from flatness.catalogue.engines.direct_descent import DirectObjective
 from flatness.catalogue.measure import LayerView
-from flatness.catalogue.tsuzuku2020_direct import DirectObjective
 from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.network.layers import find_layers
 from flatness.problem.problem import Problem
 from networks import CASES
 from small import data, network
@@ -26,6 +27,7 @@ def views_of(case, model):
             oracle.weight_matrix(model.get_submodule(name)),
             {},
             taps=oracle.kernel_taps(model.get_submodule(name)),
+            layer=find_layers(model)[name],
         )
         for name in case.layers
     ]
@@ -39,7 +41,8 @@ def test_value_and_gradient_for_fixed_noise(name):
     problem = Problem(model, (case.x, case.y), progress=False)
     with problem.guarded():
         objective = DirectObjective(ParameterSpace(problem), views_of(case, model), strength)
-        noise = objective.draws(2, torch.Generator().manual_seed(3))
+        generator = torch.Generator().manual_seed(3)
+        noise = [objective.noise.draw(generator) for _ in range(2)]
         rng = np.random.default_rng(4)
         size = sum(G * (d + m // v.taps) for v in objective.layers for G, d, m in [v.W.shape])
         z = -2 + 0.3 * rng.normal(size=size)

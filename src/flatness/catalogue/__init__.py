@@ -1,26 +1,26 @@
 """The measures of the papers, small functions of shared statistics; importing this fills the catalogue."""
 
-# In the order in which tables show them: the papers' own, then what they are compared with.
-from flatness.catalogue import (  # noqa: F401
-    baselines,
-    petzka2019,
-    petzka2021,
-    rangamani2019,
-    tsuzuku2020,
-    tsuzuku2020_bound,
-    tsuzuku2020_direct,
+import importlib
+import pkgutil
+
+from flatness.catalogue.measure import Measure
+from flatness.catalogue.registry import register_measure
+
+# In the order in which tables show them: the papers' own, then what they are compared with. Measures of other
+# files in this folder come behind.
+_ORDER = (
+    "baselines",
+    "petzka2019",
+    "petzka2021",
+    "rangamani2019",
+    "tsuzuku2020",
+    "sharpness",
+    "pac_bayes_flatness",
+    "norms",
 )
 
-# isort: split
-from flatness.catalogue import (  # noqa: F401
-    epsilon_sharpness,
-    fisher_rao,
-    minimum_sharpness,
-    pac_bayes_flatness,
-    path_norm,
-    sam_sharpness,
-    spectral_norm,
-)
-
-# isort: split
-from flatness.catalogue import adaptive_sharpness  # noqa: F401
+_files = [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]
+for _family in dict.fromkeys([*_ORDER, *_files]):
+    for _value in vars(importlib.import_module(f"{__name__}.{_family}")).values():
+        if isinstance(_value, Measure):
+            register_measure(_value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,6 +66,10 @@ class LayerView:
         """‖W‖²_F."""
         return squared_norm(self.weight)
 
+    def per_unit(self, values: Tensor) -> Tensor:
+        """Sums of numbers like W (G, d, m) over the columns of each input unit: (G, d, units)."""
+        return values.unflatten(2, (-1, self.taps)).sum(3)
+
 
 @dataclass(frozen=True)
 class Valued:
@@ -89,6 +94,12 @@ class Valued:
     residual: float | None = None
     terms: Mapping[str, Any] | None = None
     over: str | None = None
+
+
+def averaged(draws: Sequence[float]) -> tuple[float, float]:
+    """The mean over independent draws, and its standard error."""
+    values = torch.tensor(draws, dtype=torch.float64, device="cpu")
+    return float(values.mean()), float(values.std()) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)

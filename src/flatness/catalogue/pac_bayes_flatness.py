@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flatness.catalogue.measure import Measure, Surroundings, Valued
 from flatness.catalogue.options import count, declared, share
-from flatness.catalogue.registry import register_measure
 from flatness.errors import UndefinedMeasureError
 
 # The search begins at this share of the parameters' root mean square and goes this many doublings each way.
@@ -76,7 +75,7 @@ def _pac_bayes_flatness(around: Surroundings) -> dict[str | None, Valued]:
     size = float(around.space.theta.square().mean().sqrt())
     start = math.log2(_FIRST * size) if size > 0 else 0.0
     low, high = _bracket(curve, drop, start)
-    if low is None or high is None:
+    if math.isinf(high - low):
         return {None: _one_sided(low, high, drop)}
     while high - low > math.log2(1 + tolerance):
         middle = (low + high) / 2
@@ -91,27 +90,29 @@ def _pac_bayes_flatness(around: Surroundings) -> dict[str | None, Valued]:
     return {None: Valued(sigma**-2, (note,), stderr=_jackknife(curve, drop, draws), method="sampled")}
 
 
-def _bracket(curve: Curve, drop: float, start: float) -> tuple[float | None, float | None]:
-    """Neighbouring powers of two, relative to the start, between which the accuracy has dropped enough."""
+def _bracket(curve: Curve, drop: float, start: float) -> tuple[float, float]:
+    """Neighbouring powers of two, relative to the start, between which the accuracy has dropped enough.
+
+    Infinite on the side where the search found none.
+    """
     harmless = curve.drop(start) <= drop
     way = 1 if harmless else -1
     for place in (start + way * doubling for doubling in range(1, _REACH + 1)):
         if (curve.drop(place) <= drop) != harmless:
             return (place - 1, place) if harmless else (place, place + 1)
     last = start + way * _REACH
-    return (last, None) if harmless else (None, last)
+    return (last, math.inf) if harmless else (-math.inf, last)
 
 
-def _one_sided(low: float | None, high: float | None, drop: float) -> Valued:
+def _one_sided(low: float, high: float, drop: float) -> Valued:
     """What there is to report when no σ was small enough, or none large enough."""
-    if low is not None:
+    if high == math.inf:
         sigma = 2.0**low
         note = (
             f"no noise is large enough: the accuracy does not drop by {drop:g} up to σ = {sigma:.3g}; the "
             "value is an upper bound. Networks that guess one class behave like this"
         )
     else:
-        assert high is not None
         sigma = 2.0**high
         note = (
             f"no noise is small enough: the accuracy drops by more than {drop:g} even at σ = {sigma:.3g}; "
@@ -129,21 +130,19 @@ def _jackknife(curve: Curve, drop: float, draws: int) -> float:
     return math.sqrt((draws - 1) / draws * float((values - values.mean()).square().sum()))
 
 
-pac_bayes_flatness = register_measure(
-    Measure(
-        name="pac_bayes_flatness",
-        symbol="1/σ²",
-        formula="1/σ², σ the largest standard deviation of noise on all parameters that costs ≤ 0.1 accuracy",
-        source="petzka2021, App. C; Jiang et al. 2020",
-        summary="How little noise on the parameters is needed to lose a tenth of the accuracy.",
-        when="As the baseline that did best in large studies of generalisation measures.",
-        misleads=(
-            "The same noise on all parameters means little where layers have different scales: "
-            "rescaling changes it at will. A few draws leave an error of some percent."
-        ),
-        levels=("network",),
-        explore=_pac_bayes_flatness,
-        cost="about 12 forward passes per draw of the noise",
-        **declared({"draws": count(5, 2), "drop": share(0.1), "tolerance": share(0.01)}),
-    )
+pac_bayes_flatness = Measure(
+    name="pac_bayes_flatness",
+    symbol="1/σ²",
+    formula="1/σ², σ the largest standard deviation of noise on all parameters that costs ≤ 0.1 accuracy",
+    source="petzka2021, App. C; Jiang et al. 2020",
+    summary="How little noise on the parameters is needed to lose a tenth of the accuracy.",
+    when="As the baseline that did best in large studies of generalisation measures.",
+    misleads=(
+        "The same noise on all parameters means little where layers have different scales: "
+        "rescaling changes it at will. A few draws leave an error of some percent."
+    ),
+    levels=("network",),
+    explore=_pac_bayes_flatness,
+    cost="about 12 forward passes per draw of the noise",
+    **declared({"draws": count(5, 2), "drop": share(0.1), "tolerance": share(0.01)}),
 )

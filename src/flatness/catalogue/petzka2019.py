@@ -8,90 +8,80 @@ from __future__ import annotations
 
 from flatness.catalogue.measure import Measure
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, declared
-from flatness.catalogue.registry import register_measure
 
-layer_flatness = register_measure(
-    Measure(
-        name="layer_flatness",
-        symbol="κ^l",
-        formula="‖W_l‖² λ_max(H_l)",
-        source="petzka2019, Def. 1",
-        summary="Sharpest direction of a layer, in units of its weights.",
-        when="When single sharp directions matter, and networks differ by scales of whole layers.",
-        misleads=(
-            "Rescaling single neurons changes it. The largest eigenvalue says little about the other "
-            "directions."
-        ),
-        levels=("layer", "network"),
-        invariances=frozenset({"layerwise"}),
-        needs=frozenset({"layer_eigenvalue"}),
-        layer=lambda view: view.squared_norm * view.spectra["layer_eigenvalue"].values[0],
-        reductions=("max", "sum"),
-        **declared(EIGENVALUE_OPTIONS),
-    )
+layer_flatness = Measure(
+    name="layer_flatness",
+    symbol="κ^l",
+    formula="‖W_l‖² λ_max(H_l)",
+    source="petzka2019, Def. 1",
+    summary="Sharpest direction of a layer, in units of its weights.",
+    when="When single sharp directions matter, and networks differ by scales of whole layers.",
+    misleads=(
+        "Rescaling single neurons changes it. The largest eigenvalue says little about the other directions."
+    ),
+    levels=("layer", "network"),
+    invariances=frozenset({"layerwise"}),
+    needs=frozenset({"layer_eigenvalue"}),
+    layer=lambda view: view.squared_norm * view.spectra["layer_eigenvalue"].values[0],
+    reductions=("max", "sum"),
+    **declared(EIGENVALUE_OPTIONS),
 )
 
-layer_flatness_trace = register_measure(
-    Measure(
-        name="layer_flatness_trace",
-        symbol="κ_τ^l",
-        formula="‖W_l‖² Tr H_l",
-        source="petzka2019, Table 1",
-        summary="Total curvature of a layer, in units of its weights.",
-        when=(
-            "For comparing networks of one architecture, layer by layer; the paper's correlation of "
-            "0.91 with the gap on CIFAR-10 is with this one."
-        ),
-        misleads=(
-            "Rescaling single neurons changes it, so networks trained with different regularisers can "
-            "differ for no other reason."
-        ),
-        levels=("layer", "network"),
-        invariances=frozenset({"layerwise"}),
-        needs=frozenset({"row_traces"}),
-        layer=lambda view: view.squared_norm * view.trace,
-        reductions=("max", "sum"),
-    )
+layer_flatness_trace = Measure(
+    name="layer_flatness_trace",
+    symbol="κ_τ^l",
+    formula="‖W_l‖² Tr H_l",
+    source="petzka2019, Table 1",
+    summary="Total curvature of a layer, in units of its weights.",
+    when=(
+        "For comparing networks of one architecture, layer by layer; the paper's correlation of "
+        "0.91 with the gap on CIFAR-10 is with this one."
+    ),
+    misleads=(
+        "Rescaling single neurons changes it, so networks trained with different regularisers can "
+        "differ for no other reason."
+    ),
+    levels=("layer", "network"),
+    invariances=frozenset({"layerwise"}),
+    needs=frozenset({"row_traces"}),
+    layer=lambda view: view.squared_norm * view.trace,
+    reductions=("max", "sum"),
 )
 
-neuron_flatness = register_measure(
-    Measure(
-        name="neuron_flatness",
-        symbol="ρ^l(j)",
-        formula="w(j)ᵀ H(w(j)) w(j), w(j) the outgoing weights of input unit j",
-        source="petzka2019, App. B",
-        summary="Curvature along a scaling of one neuron's outgoing weights; rescaling neurons leaves it.",
-        when=(
-            "When single neurons are of interest: which of a layer's input units does the loss depend "
-            "on most sharply?"
-        ),
-        misleads=(
-            "It looks along the weights only, one direction per unit: curvature in all other "
-            "directions is not seen, and it can be negative away from a minimum."
-        ),
-        levels=("unit", "layer", "network"),
-        invariances=frozenset({"layerwise", "neuronwise"}),
-        needs=frozenset({"outgoing"}),
-        units=lambda view: view.statistics["outgoing"],
-        unit_name="input unit",
-        reductions=("max", "sum"),
-    )
+neuron_flatness = Measure(
+    name="neuron_flatness",
+    symbol="ρ^l(j)",
+    formula="w(j)ᵀ H(w(j)) w(j), w(j) the outgoing weights of input unit j",
+    source="petzka2019, App. B",
+    summary="Curvature along a scaling of one neuron's outgoing weights; rescaling neurons leaves it.",
+    when=(
+        "When single neurons are of interest: which of a layer's input units does the loss depend "
+        "on most sharply?"
+    ),
+    misleads=(
+        "It looks along the weights only, one direction per unit: curvature in all other "
+        "directions is not seen, and it can be negative away from a minimum."
+    ),
+    levels=("unit", "layer", "network"),
+    invariances=frozenset({"layerwise", "neuronwise"}),
+    needs=frozenset({"outgoing"}),
+    units=lambda view: view.statistics["outgoing"],
+    unit_name="input unit",
+    reductions=("max", "sum"),
 )
 
-neuron_flatness_incoming = register_measure(
-    Measure(
-        name="neuron_flatness_incoming",
-        symbol="ρ_in^l(s)",
-        formula="w_sᵀ H_{s,s} w_s, w_s the incoming weights of output unit s",
-        source="after petzka2019, App. B",
-        summary="The same with a neuron's incoming weights.",
-        when="As `neuron_flatness`, from the side of the output units.",
-        misleads="The same: one direction per unit.",
-        levels=("unit", "layer", "network"),
-        invariances=frozenset({"layerwise", "neuronwise"}),
-        needs=frozenset({"incoming"}),
-        units=lambda view: view.statistics["incoming"],
-        unit_name="output unit",
-        reductions=("max", "sum"),
-    )
+neuron_flatness_incoming = Measure(
+    name="neuron_flatness_incoming",
+    symbol="ρ_in^l(s)",
+    formula="w_sᵀ H_{s,s} w_s, w_s the incoming weights of output unit s",
+    source="after petzka2019, App. B",
+    summary="The same with a neuron's incoming weights.",
+    when="As `neuron_flatness`, from the side of the output units.",
+    misleads="The same: one direction per unit.",
+    levels=("unit", "layer", "network"),
+    invariances=frozenset({"layerwise", "neuronwise"}),
+    needs=frozenset({"incoming"}),
+    units=lambda view: view.statistics["incoming"],
+    unit_name="output unit",
+    reductions=("max", "sum"),
 )

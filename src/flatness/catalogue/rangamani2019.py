@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-from flatness.catalogue.eigenvalues import largest_of_network
+from flatness.catalogue.baselines import largest_of_network
 from flatness.catalogue.measure import Measure
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, choice, declared
-from flatness.catalogue.registry import register_measure
 from flatness.curvature.operators.network_spectrum import METRICS, PARAMETERS, SOLVERS
 
 _OPTIONS = {**EIGENVALUE_OPTIONS, "parameters": choice(*PARAMETERS), "solver": choice(*SOLVERS)}
 _COST = "Hessian products of the whole network: about 20 to 60, in step with other eigenvalues"
 
-riemannian_spectral_norm = register_measure(
-    Measure(
-        name="riemannian_spectral_norm",
-        symbol="‖Hess f‖",
-        formula="λ_max(D^½ H D^½), D = ‖W_l‖² on W_l and ‖b_l‖² on b_l",
-        source="rangamani2019, Def. 3",
-        summary="The sharpest direction of all, each layer in units of its own length.",
-        when=(
-            "For the sharpest direction of the network as a whole, comparable between networks whose "
-            "layers have different scales."
-        ),
-        misleads=(
-            "Rescaling single neurons changes it; take the nodewise version. It takes Hessian "
-            "products, and means what the paper says only at a critical point: the notes give the "
-            "gradient's length."
-        ),
-        levels=("network",),
-        invariances=frozenset({"layerwise"}),
-        network=largest_of_network,
-        network_needs=frozenset({"spectrum"}),
-        **declared({**_OPTIONS, "metric": choice(*METRICS, default="layerwise")}),
-        cost=_COST,
-    )
+riemannian_spectral_norm = Measure(
+    name="riemannian_spectral_norm",
+    symbol="‖Hess f‖",
+    formula="λ_max(D^½ H D^½), D = ‖W_l‖² on W_l and ‖b_l‖² on b_l",
+    source="rangamani2019, Def. 3",
+    summary="The sharpest direction of all, each layer in units of its own length.",
+    when=(
+        "For the sharpest direction of the network as a whole, comparable between networks whose "
+        "layers have different scales."
+    ),
+    misleads=(
+        "Rescaling single neurons changes it; take the nodewise version. It takes Hessian products, and "
+        "means what the paper says only at a critical point: the notes give the gradient's length."
+    ),
+    levels=("network",),
+    invariances=frozenset({"layerwise"}),
+    network=largest_of_network,
+    network_needs=frozenset({"spectrum"}),
+    **declared({**_OPTIONS, "metric": choice(*METRICS, default="layerwise")}),
+    cost=_COST,
 )
 
-riemannian_spectral_norm_nodewise = register_measure(
-    Measure(
-        name="riemannian_spectral_norm_nodewise",
-        symbol="‖Hess f‖ (nodes)",
-        formula="λ_max(D^½ H D^½), D = θ_i²",
-        source="rangamani2019, §6",
-        summary="The sharpest direction of all, each parameter in units of its own size.",
-        when=(
-            "As `riemannian_spectral_norm`, also between networks that differ in the scales of single "
-            "neurons."
-        ),
-        misleads="Parameters near 0 hardly count, whatever their curvature: pruned networks look flat.",
-        levels=("network",),
-        invariances=frozenset({"layerwise", "neuronwise"}),
-        network=largest_of_network,
-        network_needs=frozenset({"spectrum"}),
-        **declared({**_OPTIONS, "metric": choice(*METRICS, default="nodewise")}),
-        cost=_COST,
-    )
+riemannian_spectral_norm_nodewise = Measure(
+    name="riemannian_spectral_norm_nodewise",
+    symbol="‖Hess f‖ (nodes)",
+    formula="λ_max(D^½ H D^½), D = θ_i²",
+    source="rangamani2019, §6",
+    summary="The sharpest direction of all, each parameter in units of its own size.",
+    when=(
+        "As `riemannian_spectral_norm`, also between networks that differ in the scales of single neurons."
+    ),
+    misleads="Parameters near 0 hardly count, whatever their curvature: pruned networks look flat.",
+    levels=("network",),
+    invariances=frozenset({"layerwise", "neuronwise"}),
+    network=largest_of_network,
+    network_needs=frozenset({"spectrum"}),
+    **declared({**_OPTIONS, "metric": choice(*METRICS, default="nodewise")}),
+    cost=_COST,
 )

@@ -103,20 +103,21 @@ def select_measures(measures: str | Measure | Iterable[str | Measure]) -> list[M
     if measures in ("default", "all"):
         return [measure for measure in _REGISTRY.values() if measures == "all" or measure.one_pass]
     if isinstance(measures, (str, Measure)):
-        return [get_measure(measures)]
+        measures = [measures]
     if not isinstance(measures, Iterable):
         raise MeasureError(
             "Expected measures to be a name, a list of names, 'default' or 'all' but got "
             f"{type(measures).__name__}. Known: {listed(_REGISTRY, 40)}."
         )
-    measures = list(measures)
-    for word in ("all", "default"):
-        if word in measures and word not in _REGISTRY:
+    chosen: dict[str, Measure] = {}
+    for name in measures:
+        if name in ("all", "default"):
             raise MeasureError(
-                f"Expected names of measures in a list but got {word!r}, which stands for many. Pass "
-                f"measures={word!r} by itself."
+                f"Expected names of measures in a list but got {name!r}, which stands for many. Pass "
+                f"measures={name!r} by itself."
             )
-    chosen = {measure.name: measure for measure in map(get_measure, measures)}
+        measure = get_measure(name)
+        chosen[measure.name] = measure
     if not chosen:
         raise MeasureError(
             f"Expected at least one measure but got an empty list. Known: {listed(_REGISTRY, 40)}."

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from flatness.errors import OptionError
-from flatness.integrations.monitor import Monitor
+from flatness.integrations.monitor import Monitor, library, values_of
 
 
 def flatness_callback(monitor: Monitor, network: str | None = None) -> Any:
@@ -18,7 +16,7 @@ def flatness_callback(monitor: Monitor, network: str | None = None) -> Any:
         network: Attribute of the LightningModule that holds the network; None measures the module itself,
             whose forward must then return the outputs.
     """
-    lightning = _lightning()
+    lightning = library("Lightning", "lightning", "lightning.pytorch", "pytorch_lightning")
 
     class FlatnessCallback(lightning.Callback):
         """Measures after training batches."""
@@ -28,20 +26,6 @@ def flatness_callback(monitor: Monitor, network: str | None = None) -> Any:
             model = pl_module if network is None else getattr(pl_module, network)
             report = monitor.step(model, trainer.global_step)
             if report is not None and trainer.logger is not None:
-                from flatness.integrations.monitor import values_of
-
                 trainer.logger.log_metrics(values_of(report), step=trainer.global_step)
 
     return FlatnessCallback()
-
-
-def _lightning() -> Any:
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise OptionError(
-        "Expected Lightning for this callback but it is not installed. "
-        "Type: pip install 'flatness[lightning]'."
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -109,6 +110,24 @@ def values_of(report: Report) -> dict[str, float]:
             name = "/".join(part for part in ("flatness", row.measure, place, row.reduction) if part)
             found[name] = row.value
     return found
+
+
+def library(title: str, extra: str, *names: str) -> Any:
+    """The first of these modules that is installed, for a callback of the library that they belong to.
+
+    Args:
+        title: What the library is called.
+        extra: The extra of this package that installs it.
+        names: The modules.
+    """
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise OptionError(
+        f"Expected {title} for this callback but it is not installed. Type: pip install 'flatness[{extra}]'."
+    )
 
 
 def _logger(log: Any) -> Log:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from flatness.errors import OptionError
-from flatness.integrations.monitor import Monitor, values_of
+from flatness.integrations.monitor import Monitor, library, values_of
 
 
 def flatness_callback(monitor: Monitor) -> Any:
@@ -15,13 +13,7 @@ def flatness_callback(monitor: Monitor) -> Any:
     The monitor's data are dictionaries with "labels", as the Trainer's are; `flatness.measure` takes them as
     they come. Values also go to the Trainer's history (``trainer.state.log_history``).
     """
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise OptionError(
-            "Expected transformers for this callback but it is not installed. "
-            "Type: pip install 'flatness[transformers]'."
-        ) from error
+    transformers = library("transformers", "transformers", "transformers")
 
     class FlatnessCallback(transformers.TrainerCallback):
         """Measures after optimizer steps."""

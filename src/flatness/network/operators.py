@@ -68,7 +68,8 @@ class Operator:
         pieces: In which operands it is piecewise linear; None: in none of them.
         flow: Which rule of `flatness.symmetry.flow.rules` says how factors of channels pass; None: they do
             not.
-        paths: Which rule of `flatness.catalogue.path_sums` says how sums over paths pass; None: they do not.
+        paths: Which rule of `flatness.catalogue.engines.path_norm` says how sums over paths pass; None: they
+            do not.
         values: For that rule, positions of the arguments that enter the result, numbers included; None where
             all floating-point tensors do and numbers do not.
     """

@@ -85,7 +85,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         CheckpointError: When the file is no checkpoint, is damaged, or holds more than plain values.
     """
     path = Path(path)
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    try:
+        content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"Expected a checkpoint that can be read but got {path}: {error.strerror or error}."
+        ) from error
     return _tensors(content, path)
 
 
@@ -99,8 +104,6 @@ def _read_safetensors(path: Path) -> Any:
         raise CheckpointError(
             f"Expected a whole safetensors file but {path} is damaged, cut short or something else: {error}."
         ) from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
 
 
 def _read_torch(path: Path) -> Any:
@@ -110,8 +113,6 @@ def _read_torch(path: Path) -> Any:
             # About old pickle protocols: what cannot be read is refused below.
             warnings.simplefilter("ignore")
             return read_tensors(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
     except DamagedFileError as error:
         said = str(error) if isinstance(error.__cause__, pickle.UnpicklingError) else ""
         if "weights_only" in said or "Unsupported" in said:
@@ -137,12 +138,6 @@ def _check_size(path: Path) -> None:
         pass  # another format, or damaged: the reader says so
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"Expected a checkpoint that can be read but got {path}: {error.strerror or error}."
-    )
-
-
 def _culprit(said: str) -> str:
     """The name of the refused object, where torch says it."""
     found = re.search(r"GLOBAL\s+(\w+(?:\.\w+)+)", said)
@@ -152,10 +147,8 @@ def _culprit(said: str) -> str:
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     """The dictionary of tensors inside what was read, which may be up to two dictionaries deep."""
     for _ in range(2):
-        inner = [content[key] for key in _INSIDE if isinstance(_entries(content).get(key), Mapping)]
-        if not inner:
-            break
-        content = inner[0]
+        inner = (content[key] for key in _INSIDE if isinstance(_entries(content).get(key), Mapping))
+        content = next(inner, content)
     tensors = {str(name): value for name, value in _entries(content).items() if isinstance(value, Tensor)}
     if tensors:
         return tensors
@@ -195,10 +188,12 @@ def fit_checkpoint(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -
 def _problems(fitted: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
     """Tensors that are missing, too many or of another shape, a few of each."""
     missing = [key for key in wanted if key not in fitted and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in fitted if key not in wanted]
-    pairs = {key: (fitted[key].shape, value.shape) for key, value in wanted.items() if key in fitted}
-    shapes = [f"{key} {list(one)} for {list(other)}" for key, (one, other) in pairs.items() if one != other]
-    found = {"missing": missing, "unexpected": unexpected, "other shapes": shapes}
+    shapes = [
+        f"{key} {list(fitted[key].shape)} for {list(value.shape)}"
+        for key, value in wanted.items()
+        if key in fitted and fitted[key].shape != value.shape
+    ]
+    found = {"missing": missing, "unexpected": sorted(fitted.keys() - wanted), "other shapes": shapes}
     return [f"{what}: {listed(keys, _SHOWN_KEYS)}" for what, keys in found.items() if keys]
 
 

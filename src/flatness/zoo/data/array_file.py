@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
 from flatness.errors import DataError, listed
 from flatness.report.unpacking import (
     UNREADABLE,
-    TooLargeError,
     array_length,
     array_names,
     read_array,
 )
-from flatness.zoo.data.source import Folder, Stored, moments_of
+from flatness.zoo.data.source import Folder, Stored, explained, moments_of
 
 _INPUTS = ("x", "inputs", "images")
 _TARGETS = ("y", "targets", "labels")
+_ARRAY = "an array of numbers, but it is truncated, corrupted or pickled (pickled objects are never loaded)"
 _SINGLE = b"\x93NUMPY"  # what a file of one array begins with
 _MOST_CLASSES = 1_000_000  # larger numbers are identifiers or years, not classes
 
@@ -49,40 +48,39 @@ class ArrayFile:
 
     def read(self, split: str, data_dir: Folder | None = None, rows: int | None = None) -> Stored:
         """One split, or its first samples; uint8 inputs are scaled to [0, 1], others are as stored."""
-        inputs, classes, targets = self.inputs(split, rows), self._classes(), self.targets(split)
-        total = self.length(split)
+        inputs, total = self._inputs(split, rows)
+        splits = [each for each in ("train", "test") if each == split or self._candidates(_TARGETS, each)]
+        labels = {each: self._targets(each) for each in splits}
+        targets = labels[split]
+        # As many classes as the largest label of any split asks for; none for real targets.
+        largest = [int(each.max()) for each in labels.values() if each.dtype == np.int64 and each.size]
+        classes = tuple(map(str, range(max(largest, default=-1) + 1)))
         if total != len(targets):
             raise DataError(
                 f"Expected as many targets as inputs, but {self.path} has {total:,} inputs and"
                 f" {len(targets):,} targets to {split}."
             )
         scale = 255 if inputs.dtype == np.uint8 else 1
-        moments = lambda: moments_of(self.inputs("train") / scale)  # noqa: E731
+        moments = lambda: moments_of(self._inputs("train")[0] / scale)  # noqa: E731
         return Stored(inputs, targets[:rows], classes, scale, moments, self.path, total=total)
 
-    def length(self, split: str) -> int:
-        """Number of samples of a split."""
+    def _inputs(self, split: str, rows: int | None = None) -> tuple[np.ndarray, int]:
+        """Inputs of a split, uint8 as stored, all else as finite float32; and how many there are in all."""
         name = self._name(_INPUTS, split)
-        with self._explained(name):
-            return array_length(self.path, name)
-
-    def inputs(self, split: str, rows: int | None = None) -> np.ndarray:
-        """Inputs of a split: uint8 as stored, all else as finite float32."""
-        name = self._name(_INPUTS, split)
-        values = self._read(name, rows)
+        with explained(f"{name!r} in {self.path}", _ARRAY, UNREADABLE):
+            values, total = read_array(self.path, name, rows), array_length(self.path, name)
         if values.dtype.kind not in "iufb" or values.ndim < 2:
             raise DataError(
                 f"Expected {name!r} in {self.path} to be numbers with a first axis of samples and at least"
                 f" one more, but got {values.dtype} of shape {values.shape}."
             )
-        if values.dtype == np.uint8:
-            return values
-        return self._finite(values, name, "inputs")
+        return values if values.dtype == np.uint8 else self._finite(values, name, "inputs"), total
 
-    def targets(self, split: str) -> np.ndarray:
+    def _targets(self, split: str) -> np.ndarray:
         """Targets of a split: class labels as int64 of shape (samples,), real targets as float32."""
         name = self._name(_TARGETS, split)
-        values = self._read(name)
+        with explained(f"{name!r} in {self.path}", _ARRAY, UNREADABLE):
+            values = read_array(self.path, name)
         if values.dtype.kind == "f" and values.ndim >= 1:
             return self._finite(values, name, "targets")
         if values.ndim == 2 and values.shape[1] == 1:
@@ -99,12 +97,6 @@ class ArrayFile:
                 f" {name!r} in {self.path} has {values[wrong[0]]}."
             )
         return values.astype(np.int64, copy=False)
-
-    def _classes(self) -> tuple[str, ...]:
-        """As many as the largest label of any split asks for; none for real targets."""
-        known = [self.targets(split) for split in ("train", "test") if self._candidates(_TARGETS, split)]
-        largest = [int(labels.max()) for labels in known if labels.dtype == np.int64 and labels.size]
-        return tuple(map(str, range(max(largest, default=-1) + 1)))
 
     def _finite(self, values: np.ndarray, name: str, role: str) -> np.ndarray:
         """`values` as float32, where that loses nothing but digits."""
@@ -133,22 +125,3 @@ class ArrayFile:
                 f" {'several fit' if found else 'none is'}: it has {listed(self.names) or 'no arrays'}."
             )
         return found[0]
-
-    def _read(self, name: str, rows: int | None = None) -> np.ndarray:
-        with self._explained(name):
-            return read_array(self.path, name, rows)
-
-    @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
-        """What is wrong with an array that cannot be read, in words."""
-        try:
-            yield
-        except TooLargeError as error:
-            raise DataError(
-                f"Expected {name!r} in {self.path} to be of a usual size, but it {error}."
-            ) from error
-        except UNREADABLE as error:
-            raise DataError(
-                f"Expected {name!r} in {self.path} to be an array of numbers, but it is truncated, corrupted"
-                " or pickled (pickled objects are never loaded)."
-            ) from error

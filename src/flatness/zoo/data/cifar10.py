@@ -13,7 +13,7 @@ import numpy as np
 from flatness.errors import DataError
 from flatness.report.unpacking import Bounded
 from flatness.zoo.data.array_pickle import ArrayPickleError, load_array_pickle
-from flatness.zoo.data.source import Published, Slot, Variant, explained, register
+from flatness.zoo.data.source import BROKEN, Published, Slot, Variant, explained, register
 
 _PIXELS = 3 * 32 * 32
 _RECORD = 1 + _PIXELS
@@ -25,7 +25,7 @@ _ROUGHLY_A_BATCH = 64 * 2**20  # a published batch has 31 MB; more than this is 
 def read_archive(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
     """Read the wanted members in one pass, in whatever order they come, without unpacking to disk."""
     contents: dict[str, bytes] = {}
-    with explained(path, ".tar.gz archive"), gzip.open(path) as stream:
+    with explained(path, f"a whole .tar.gz archive, {BROKEN}"), gzip.open(path) as stream:
         # Headers of an archive have sizes too, and are read whole.
         unzipped = Bounded(cast(IO[bytes], stream), path, _ROUGHLY_AN_ARCHIVE)
         archive = tarfile.open(fileobj=cast(IO[bytes], unzipped), mode="r|", bufsize=_BUFFER)  # noqa: SIM115
@@ -40,11 +40,6 @@ def read_archive(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
     if missing:
         raise DataError(f"Expected {path} to hold {', '.join(wanted)}, but it lacks {', '.join(missing)}.")
     return {name: contents[name] for name in wanted}
-
-
-def _read_file(path: Path) -> bytes:
-    with explained(path, "batch"):
-        return path.read_bytes()
 
 
 def _binary_batch(raw: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -65,17 +60,12 @@ def _python_batch(raw: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
         raise DataError(
             f"Expected {where} to be a pickle of arrays, numbers and text, but {error}. Download it again."
         ) from error
-    fields = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
-    images, labels = fields.get("data"), fields.get("labels")
+    # Python 2 writes its texts as bytes.
+    images, labels = (batch.get(key, batch.get(key.encode())) for key in ("data", "labels"))
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (_PIXELS,):
-        raise DataError(
-            f"Expected 'data' in {where} to be uint8 of shape (samples, {_PIXELS}), but got"
-            f" {_described(images)}."
-        )
+        raise _unexpected("data", where, f"uint8 of shape (samples, {_PIXELS})", images)
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
-        raise DataError(
-            f"Expected 'labels' in {where} to be a list of whole numbers, but got {_described(labels)}."
-        )
+        raise _unexpected("labels", where, "a list of whole numbers", labels)
     if len(labels) != len(images):
         raise DataError(
             f"Expected as many labels as images, but {where} has {len(images):,} images and"
@@ -84,35 +74,37 @@ def _python_batch(raw: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
     return images.reshape(-1, 3, 32, 32), np.asarray(labels, object)  # of any size, until checked
 
 
-def _described(field: object) -> str:
+def _unexpected(name: str, where: str, expected: str, field: object) -> DataError:
     match field:
         case None:
-            return "nothing"
+            found = "nothing"
         case np.ndarray():
-            return f"{field.dtype} of shape {field.shape}"
+            found = f"{field.dtype} of shape {field.shape}"
         case list():
-            return "a list with something else in it"
+            found = "a list with something else in it"
         case _:
-            return type(field).__name__
-
-
-def _batches(suffix: str) -> dict[str, tuple[Slot, ...]]:
-    train = tuple((f"data_batch_{i}{suffix}",) for i in range(1, 6))
-    return {"train": train, "test": ((f"test_batch{suffix}",),)}
+            found = type(field).__name__
+    return DataError(f"Expected {name!r} in {where} to be {expected}, but got {found}.")
 
 
 def _variant(
     suffix: str, decode: Callable[[bytes, str], tuple[np.ndarray, np.ndarray]], archive: str = ""
 ) -> Variant:
     """Batches in one of two formats; with the name of an archive, inside that."""
-    files = _batches(suffix)
+    files: dict[str, tuple[Slot, ...]] = {
+        "train": tuple((f"data_batch_{i}{suffix}",) for i in range(1, 6)),
+        "test": ((f"test_batch{suffix}",),),
+    }
 
     def read(paths: Sequence[Path], split: str) -> tuple[np.ndarray, np.ndarray]:
         if archive:
             names = [slot[0] for slot in files[split]]
             batches = {f"{name} in {paths[0]}": raw for name, raw in read_archive(paths[0], names).items()}
         else:
-            batches = {str(path): _read_file(path) for path in paths}
+            batches = {}
+            for path in paths:
+                with explained(path, f"a whole batch, {BROKEN}"):
+                    batches[str(path)] = path.read_bytes()
         parts = [decode(raw, where) for where, raw in batches.items()]
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 

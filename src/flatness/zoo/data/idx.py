@@ -13,7 +13,7 @@ import numpy as np
 
 from flatness.errors import DataError
 from flatness.report.unpacking import check_unpacked
-from flatness.zoo.data.source import Slot, Variant, explained
+from flatness.zoo.data.source import BROKEN, Slot, Variant, explained
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -31,7 +31,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     Returns:
         A writable uint8 array with as many dimensions.
     """
-    with explained(path, "gzip file"), open(path, "rb") as plain:
+    with explained(path, f"a whole gzip file, {BROKEN}"), open(path, "rb") as plain:
         compressed = plain.read(2) == _GZIP_MAGIC
         plain.seek(0)
         stream = cast(BinaryIO, gzip.GzipFile(fileobj=plain)) if compressed else plain

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Protocol
 
@@ -150,22 +151,16 @@ class Published:
     def _find(self, split: str, data_dir: Folder | None) -> tuple[Variant, list[Path]]:
         """The first form of which one folder has all files of a split, and their paths."""
         places, incomplete = _roots(data_dir), []
-        for folder, variant in self._candidates(places):
-            slots = variant.files[split]
-            paths = [_first_file(folder, slot) for slot in slots]
+        for root, variant, folder in product(places, self.variants, self.folders):
+            paths = [_first_file(root / folder, slot) for slot in variant.files[split]]
             present = [path for path in paths if path is not None]
             if len(present) == len(paths):
                 return variant, present
             if present:
-                missing = [slot[0] for slot, path in zip(slots, paths, strict=True) if path is None]
-                incomplete.append(f"{folder} lacks {', '.join(missing)}")
+                slots = zip(variant.files[split], paths, strict=True)
+                missing = ", ".join(slot[0] for slot, path in slots if path is None)
+                incomplete.append(f"{root / folder} lacks {missing}")
         raise DataError(self._nowhere(split, places, incomplete))
-
-    def _candidates(self, places: dict[Path, str]) -> Iterator[tuple[Path, Variant]]:
-        for root in places:
-            for variant in self.variants:
-                for folder in self.folders:
-                    yield root / folder, variant
 
     def _nowhere(self, split: str, places: dict[Path, str], incomplete: list[str]) -> str:
         """The one message for data that is not there: what was looked for, where, and what to do."""
@@ -195,21 +190,24 @@ class Published:
         if len(images) != self.counts[split]:
             return (f"{len(images):,} samples, where the published {self.title} has {self.counts[split]:,}",)
         means = _channel_means(images)
-        known = [one for one in SOURCES.values() if isinstance(one, Published) and one.shape == self.shape]
-        found = [one for one in known if np.allclose(means, one.means[split], rtol=0, atol=1e-6)]
-        if self in found:
+        if self._has_means(means, split):
             return ()
-        for other in found:
-            raise DataError(
-                f"Expected the images of {self.title} in {source}, but found those of {other.title}, whose"
-                f" files have the same names. Keep each in a folder of its own: {self.folders[0]}/ and"
-                f" {other.folders[0]}/."
-            )
+        for other in SOURCES.values():
+            if isinstance(other, Published) and other._has_means(means, split):
+                raise DataError(
+                    f"Expected the images of {self.title} in {source}, but found those of {other.title},"
+                    f" whose files have the same names. Keep each in a folder of its own: {self.folders[0]}/"
+                    f" and {other.folders[0]}/."
+                )
         shown, expected = (", ".join(f"{mean:.6f}" for mean in each) for each in (means, self.means[split]))
         return (
             f"pixels other than the published {self.title} (re-encoded, perhaps): channel means {shown},"
             f" where the published have {expected}",
         )
+
+    def _has_means(self, means: Sequence[float], split: str) -> bool:
+        published = self.means[split]
+        return len(means) == len(published) and np.allclose(means, published, rtol=0, atol=1e-6)
 
 
 def _first_file(folder: Path, slot: Slot) -> Path | None:
@@ -247,16 +245,27 @@ def _roots(data_dir: Folder | None) -> dict[Path, str]:
     return found
 
 
+BROKEN = "but it is truncated or corrupted. Download it again"
+
+
 @contextmanager
-def explained(path: Path, form: str) -> Iterator[None]:
-    """Say in words why a file cannot be read, inside; `form` is what it should be, whole."""
+def explained(
+    what: object,
+    expected: str,
+    damage: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error, tarfile.TarError),
+) -> Iterator[None]:
+    """Say in words why something cannot be read, inside.
+
+    Args:
+        what: What is read: a file, an array in one.
+        expected: What it should be, and what it seems to be instead.
+        damage: What reading it raises where it is not that.
+    """
     try:
         yield
     except TooLargeError as error:
-        raise DataError(f"Expected {path} to be of a usual size, but it {error}.") from error
-    except (EOFError, OSError, zlib.error, tarfile.TarError) as error:
+        raise DataError(f"Expected {what} to be of a usual size, but it {error}.") from error
+    except damage as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's, not the format's
-            raise DataError(f"Expected to read {path}, but got: {error.strerror}.") from error
-        raise DataError(
-            f"Expected {path} to be a whole {form}, but it is truncated or corrupted. Download it again."
-        ) from error
+            raise DataError(f"Expected to read {what}, but got: {error.strerror}.") from error
+        raise DataError(f"Expected {what} to be {expected}.") from error

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flatness.catalogue.engines.weight_noise import WeightNoise
 from flatness.catalogue.measure import LayerView
-from flatness.catalogue.weight_matrices import WeightMatrices
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.problem.progress import ProgressBar
 
@@ -42,24 +42,20 @@ def differenced_diagonals(
         seed: Seed of the noise.
         groups: Number of estimates to form, each from draws/groups of the ε.
     """
-    weights = WeightMatrices(space, layers)
+    noise = WeightNoise(space, layers)
     generator = torch.Generator().manual_seed(seed)
     radii = [_radius(view.W, radius) for view in layers]
     groups = min(groups, draws)
     sums = [torch.zeros(groups, *view.W.shape, dtype=torch.float64, device="cpu") for view in layers]
-    counts = torch.zeros(groups, dtype=torch.float64, device="cpu")
     with ProgressBar("finite differences", draws, space.problem.progress) as bar:
         for draw in range(draws):
-            noise = [
-                torch.randn(view.W.shape, generator=generator, dtype=torch.float64, device="cpu")
-                for view in layers
-            ]
-            step = weights.place([r * epsilon for r, epsilon in zip(radii, noise, strict=True)])
-            rise = weights.take(space.gradient(step)[1] - space.gradient(-step)[1])
-            for total, r, epsilon, difference in zip(sums, radii, noise, rise, strict=True):
+            drawn = noise.draw(generator)
+            step = noise.place([r * epsilon for r, epsilon in zip(radii, drawn, strict=True)])
+            rise = noise.take(space.gradient(step)[1] - space.gradient(-step)[1])
+            for total, r, epsilon, difference in zip(sums, radii, drawn, rise, strict=True):
                 total[draw % groups] += epsilon * difference / (2 * r)
-            counts[draw % groups] += 1
             bar.advance()
+    counts = torch.bincount(torch.arange(draws, device="cpu") % groups)
     return [total / counts[:, None, None, None] for total in sums]
 
 

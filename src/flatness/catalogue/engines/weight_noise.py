@@ -1,4 +1,4 @@
-"""The standard deviations of the Gaussian posterior of tsuzuku2020, chosen by its second-order expansion.
+"""Gaussian noise on the weight matrices of layers, by the scales that tsuzuku2020 chooses.
 
 With the ½ of the expansion that eq. 5 and 10 drop, the noise s_ij = σ_i σ′_j of a weight matrix minimises
 
@@ -10,20 +10,77 @@ with s² divided by √λ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatness.catalogue.balancing import Array, balance
+from flatness.catalogue.engines.balancing import Array, balance
 from flatness.catalogue.measure import LayerView
+from flatness.curvature.parameters.parameter_products import entries_of, own_parameter
+from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.errors import UndefinedMeasureError
 
 # Entries without curvature would get infinite noise, entries without weight none at all: |W|√h of every entry
 # counts as at least this share of its mean. The product does not change when rows or columns are rescaled.
 _FLOOR = 1e-2
 # log σ² of rows and columns with neither weights nor curvature: any noise is free, next to none is meant.
 _SILENT = -40.0
+
+
+class WeightNoise:
+    """Noise as matrices (G, d, m), one per layer, and as vectors over all parameters.
+
+    Args:
+        space: The parameters as one vector.
+        layers: The layers whose weights get noise.
+
+    Attributes:
+        count: Number of weights.
+    """
+
+    def __init__(self, space: ParameterSpace, layers: Sequence[LayerView]) -> None:
+        self.space, self.layers = space, layers
+        self.count = sum(view.weight.numel() for view in layers)
+        sizes = [parameter.numel() for parameter in space.parameters.values()]
+        starts = dict(zip(space.parameters, accumulate(sizes, initial=0), strict=False))
+        self._entries = []
+        for view in layers:
+            assert view.layer is not None
+            name = own_parameter(space.problem.model, view.layer)
+            if name is None:
+                raise UndefinedMeasureError(
+                    f"Expected the weight of {view.name!r} to be a parameter, as this puts noise on it, but "
+                    "it is made from others. Remove the parametrisation, or leave the layer out with layers=."
+                )
+            self._entries.append(starts[name] + entries_of(view.layer, space.parameters[name]))
+
+    def draw(self, generator: torch.Generator) -> list[Tensor]:
+        """Standard normal matrices, in float64 on the host."""
+        return [
+            torch.randn(view.weight.shape, generator=generator, dtype=torch.float64, device="cpu")
+            for view in self.layers
+        ]
+
+    def place(self, matrices: Sequence[Tensor]) -> Tensor:
+        """A float64 vector over all parameters: the matrices where the weights are, 0 elsewhere."""
+        theta = self.space.theta
+        vector = torch.zeros_like(theta)
+        for entries, matrix in zip(self._entries, matrices, strict=True):
+            vector[entries] = matrix.to(theta)
+        return vector
+
+    def take(self, vector: Tensor) -> list[Tensor]:
+        """The parts of a vector that belong to the weights, as matrices in float64 on the host."""
+        return [vector[entries].double().cpu() for entries in self._entries]
+
+    def penalty(self, deviations: Sequence[Tensor], strength: float = 1.0) -> list[Tensor]:
+        """W²/(2λ s²), entry by entry, for λ = `strength`."""
+        pairs = zip(self.layers, deviations, strict=True)
+        return [view.W.square() / (2 * strength * s.square()) for view, s in pairs]
 
 
 @dataclass(frozen=True)
@@ -44,19 +101,19 @@ class NoiseScales:
 
     def deviations(self, strength: float = 1.0, precision: torch.dtype = torch.float64) -> Tensor:
         """The deviations s (G, d, m) for λ = `strength`, each σ rounded to a number of that precision."""
-        rows = (0.5 * self.x - 0.25 * np.log(strength)).exp()
-        columns = (0.5 * self.y).exp()
-        rows, columns = (_rounded(values, precision) for values in (rows, columns))
+        limits = torch.finfo(precision)
+        rows, columns = (
+            values.exp().clamp(limits.tiny, limits.max).to(precision).double()
+            for values in (0.5 * self.x - 0.25 * np.log(strength), 0.5 * self.y)
+        )
         return rows[:, :, None] * columns.repeat_interleave(self.taps, dim=1)[:, None]
 
 
 def row_column_scales(view: LayerView) -> NoiseScales:
     """The minimiser by rows and columns, eq. 17; from the diagonal of H and the weights."""
-    G, d, m = view.W.shape
-    units = m // view.taps
-    shape = (G, d, units, view.taps)
-    a = view.statistics["diagonal"].reshape(shape).clamp(min=0).sum(3).numpy()
-    b = view.W.square().reshape(shape).sum(3).numpy()
+    a = view.per_unit(view.statistics["diagonal"].clamp(min=0)).numpy()
+    b = view.per_unit(view.W.square()).numpy()
+    G, d, units = a.shape
     level = float(np.sqrt(a * b).mean())
     floor = (_FLOOR * level) ** 2 if level > 0 else 1.0
     x, y = np.zeros((G, d)), np.zeros((G, units))
@@ -90,8 +147,3 @@ def matrix_scales(view: LayerView) -> NoiseScales:
         variance = float(np.sqrt(norm / trace)) if trace > 0 else norm / view.W.numel()
     x = torch.full((G, d), float(np.log(variance)), dtype=torch.float64, device="cpu")
     return NoiseScales(x, torch.zeros(G, m // view.taps, dtype=x.dtype, device="cpu"), view.taps, 1)
-
-
-def _rounded(values: Tensor, precision: torch.dtype) -> Tensor:
-    limits = torch.finfo(precision)
-    return values.clamp(limits.tiny, limits.max).to(precision).double()

@@ -28,6 +28,8 @@ from scipy.sparse.csgraph import connected_components
 Array = NDArray[np.float64]
 # Turns of rows and columns after which a linear system is solved directly.
 _TURNS = 40
+# Sweeps and Newton steps of one component.
+_MOST_ITERATIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,13 @@ class Balance:
         return (self.value - self.lower) / self.value if self.value > 0 else 0.0
 
 
-def balance(a: Array, b: Array, *, tolerance: float = 1e-9, max_iterations: int = 1000) -> Balance:
+def balance(a: Array, b: Array, *, tolerance: float = 1e-9) -> Balance:
     """Minimise S over x and y.
 
     Args:
         a: Non-negative (d, m).
         b: Non-negative (d, m).
         tolerance: Relative gap between value and lower bound to stop at.
-        max_iterations: Limit of sweeps per component.
 
     Example:
         >>> import numpy as np
@@ -74,9 +75,8 @@ def balance(a: Array, b: Array, *, tolerance: float = 1e-9, max_iterations: int 
     value = lower = 0.0
     iterations = 0
     for rows, columns in _components(a, b):
-        whole = len(rows) == d and len(columns) == m
-        part = np.ix_(rows, columns)
-        solved = _solve(*((a, b) if whole else (a[part], b[part])), tolerance, max_iterations)
+        parts = _part(a, rows, columns), _part(b, rows, columns)
+        solved = _solve(*parts, tolerance)
         x[rows], y[columns] = solved.x, solved.y
         value, lower = value + solved.value, lower + solved.lower
         iterations = max(iterations, solved.iterations)
@@ -86,12 +86,11 @@ def balance(a: Array, b: Array, *, tolerance: float = 1e-9, max_iterations: int 
 def _components(a: Array, b: Array) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
     """Rows and columns of every strongly connected component that has both."""
     d, m = a.shape
-    rows, columns = _living(a, b)
+    # Rows and columns without edges in both directions are components of their own.
+    rows, columns = np.flatnonzero(a.any(1) & b.any(1)), np.flatnonzero(a.any(0) & b.any(0))
     if not len(rows) or not len(columns):
         return
-    part = np.ix_(rows, columns)
-    inner = (a, b) if len(rows) == d and len(columns) == m else (a[part], b[part])
-    if _connected(*inner):
+    if _connected(_part(a, rows, columns), _part(b, rows, columns)):
         yield rows, columns
         return
     out_i, out_j = np.nonzero(a)
@@ -105,9 +104,9 @@ def _components(a: Array, b: Array) -> Iterator[tuple[NDArray[np.intp], NDArray[
             yield rows, columns
 
 
-def _living(a: Array, b: Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Rows and columns with edges in both directions; the others are components of their own."""
-    return np.flatnonzero(a.any(1) & b.any(1)), np.flatnonzero(a.any(0) & b.any(0))
+def _part(matrix: Array, rows: NDArray[np.intp], columns: NDArray[np.intp]) -> Array:
+    """Some rows and columns; nothing is copied where these are all."""
+    return matrix if matrix.shape == (len(rows), len(columns)) else matrix[np.ix_(rows, columns)]
 
 
 def _connected(a: Array, b: Array) -> bool:
@@ -126,11 +125,11 @@ def _connected(a: Array, b: Array) -> bool:
     return True
 
 
-def _solve(a: Array, b: Array, tolerance: float, max_iterations: int) -> Balance:
+def _solve(a: Array, b: Array, tolerance: float) -> Balance:
     """One strongly connected component."""
     x, y = np.zeros(len(a)), np.zeros(a.shape[1])
     try:
-        return _descend(a, b, x, y, tolerance, max_iterations)
+        return _descend(a, b, x, y, tolerance)
     except FloatingPointError:
         # Numbers too far apart for e^x and e^y: one sweep in logarithms brings them together.
         with np.errstate(divide="ignore"):
@@ -138,33 +137,34 @@ def _solve(a: Array, b: Array, tolerance: float, max_iterations: int) -> Balance
         x = 0.5 * (_log_sum(log_b, 1) - _log_sum(log_a, 1))
         y = 0.5 * (_log_sum(log_b - x[:, None], 0) - _log_sum(log_a + x[:, None], 0))
         u = x[:, None] + y
-        return _descend(np.exp(log_a + u), np.exp(log_b - u), x, y, tolerance, max_iterations)
+        return _descend(np.exp(log_a + u), np.exp(log_b - u), x, y, tolerance)
 
 
-def _descend(a: Array, b: Array, x: Array, y: Array, tolerance: float, max_iterations: int) -> Balance:
+def _descend(a: Array, b: Array, x: Array, y: Array, tolerance: float) -> Balance:
     """Sweeps until the gradient is small, Newton steps where the gap is not; a and b are those at (x, y)."""
     r, c = np.ones(len(a)), np.ones(a.shape[1])
     # The gap is of the order of the squared imbalance.
     small = min(1e-4, 0.3 * tolerance**0.5)
     iterations = 0
-    value, lower, done = np.inf, -np.inf, False
+    value, lower = np.inf, -np.inf
     with np.errstate(over="raise", divide="raise", invalid="raise"):
         up, down = a.sum(1), b.sum(1)
-        while not done and iterations < max_iterations:
+        while iterations < _MOST_ITERATIONS:
             iterations += 1
             r = np.sqrt(down / up)
             c = np.sqrt(((1 / r) @ b) / (r @ a))
             up, down = a @ c, b @ (1 / c)
             imbalance = np.abs(r * up - down / r).max() / (r * up + down / r).max()
-            if imbalance < small or iterations % 25 == 0 or iterations == max_iterations:
+            if imbalance < small or iterations % 25 == 0 or iterations == _MOST_ITERATIONS:
                 value, lower = _bounds(a, b, r, c)
-                done = value - lower <= tolerance * value
-                if not done:
-                    r, c, steps = _newton(a, b, r, c)
-                    iterations += steps
-                    value, lower = _bounds(a, b, r, c)
-                    done = value - lower <= tolerance * value
-                    up, down = a @ c, b @ (1 / c)
+                if value - lower <= tolerance * value:
+                    break
+                r, c, steps = _newton(a, b, r, c)
+                iterations += steps
+                value, lower = _bounds(a, b, r, c)
+                if value - lower <= tolerance * value:
+                    break
+                up, down = a @ c, b @ (1 / c)
     return Balance(value, lower, x + np.log(r), y + np.log(c), iterations)
 
 
@@ -180,11 +180,11 @@ def _terms(a: Array, b: Array, r: Array, c: Array) -> tuple[Array, Array]:
     return a * scale, b / scale
 
 
-def _newton(a: Array, b: Array, r: Array, c: Array, steps: int = 4) -> tuple[Array, Array, int]:
+def _newton(a: Array, b: Array, r: Array, c: Array) -> tuple[Array, Array, int]:
     """Newton steps with halving; each solves the (d + m) system of row and column sums."""
     up, down = _terms(a, b, r, c)
     taken = 0
-    for _ in range(steps):
+    for _ in range(4):
         flow, weights = up - down, up + down
         alpha, beta = _potentials(weights, flow.sum(1), flow.sum(0))
         size = 1.0

@@ -1,4 +1,4 @@
-"""Sums over paths: a forward pass in which every operator follows the rule of paths, or is refused by name.
+"""The path norm: a forward pass in which every operator follows the rule of paths, or is refused by name.
 
 Where all parameters and inputs are squares, a sum over paths of products is what the network computes,
 provided that each operator adds, moves, scales or rectifies what comes along the paths and nothing else. A
@@ -9,18 +9,119 @@ their size. Constants that are added start no path. Which operator goes by which
 
 from __future__ import annotations
 
+import copy
+import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flatness.catalogue.measure import Valued
+from flatness.errors import UndefinedMeasureError, listed
 from flatness.network.operators import OPERATORS, Operator
+from flatness.problem import batches
+from flatness.problem.problem import Problem
 
 _aten = torch.ops.aten
+_NOTE = "one forward pass of ones through the squared weights; pooling layers stay as they are"
+_SIGNED = "differences count as sums over paths, and constant factors by their size"
+
+
+def squared_network(model: nn.Module) -> nn.Module:
+    """A float64 copy whose weights, biases and norm layers (evaluation mode) are the squares of the model's.
+
+    A norm layer in evaluation mode is x ↦ a x + c with a = γ/√(var + eps) and c = β − a·mean; in the copy it
+    is x ↦ a² x + c².
+    """
+    try:
+        squared = copy.deepcopy(model).to(torch.float64)
+    except Exception as error:
+        raise UndefinedMeasureError(
+            "Expected a model that copy.deepcopy can copy, as path_norm squares the weights of a copy, but "
+            f"got: {error}. Leave path_norm out."
+        ) from error
+    with torch.no_grad():
+        for module in squared.modules():
+            if isinstance(module, _BatchNorm):
+                _take_in_statistics(module)
+        for parameter in squared.parameters():
+            parameter.square_()
+    return squared
+
+
+def _take_in_statistics(module: _BatchNorm) -> None:
+    """Write a norm layer as x ↦ a x + c, by its weight and bias alone."""
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    scale = (module.running_var + module.eps).rsqrt()
+    if module.weight is not None:
+        scale = scale * module.weight
+    shift = -scale * module.running_mean
+    if module.bias is not None:
+        shift = shift + module.bias
+    module.eps = sys.float_info.min  # some versions of torch refuse 0, and 1 + this is 1
+    module.running_mean = torch.zeros_like(module.running_mean)
+    module.running_var = torch.ones_like(module.running_var)
+    module.weight = nn.Parameter(scale)
+    module.bias = nn.Parameter(shift)
+
+
+def path_norm(problem: Problem) -> Valued:
+    """The sum over all paths of the products of squared weights on them."""
+    _refuse_parametrized(problem.model)
+    batch = _ones(problem)
+    model = squared_network(problem.model)
+    inputs = [tensor for tensor in batches.tensors_in(batch) if tensor.is_floating_point()]
+    with torch.no_grad(), PathSums(model, inputs) as paths:
+        output, _ = problem.forward(model, batch)
+        paths.check_reached(output)
+    _refuse_others(paths.refused)
+    value = float(output.detach().sum()) / len(output)
+    if not math.isfinite(value):
+        raise UndefinedMeasureError(
+            f"Expected a finite path norm but got {value}: products of squared weights overflow even in "
+            "float64. Leave path_norm out."
+        )
+    return Valued(value, (_NOTE, _SIGNED) if paths.signed else (_NOTE,))
+
+
+def _ones(problem: Problem) -> Any:
+    """One sample whose floating-point tensors are ones in float64; the target does not matter."""
+    batch = problem.example(1)
+    if not any(tensor.is_floating_point() for tensor in batches.tensors_in(batch)):
+        raise UndefinedMeasureError(
+            f"Expected inputs that are real numbers but got {batches.describe(batch)}: a path starts at an "
+            "input that can be 1. Leave path_norm out."
+        )
+
+    def one(tensor: Tensor) -> Tensor:
+        return torch.ones_like(tensor, dtype=torch.float64) if tensor.is_floating_point() else tensor
+
+    return batches.map_tensors(batch, one)
+
+
+def _refuse_parametrized(model: nn.Module) -> None:
+    found = [name for name, module in model.named_modules() if parametrize.is_parametrized(module)]
+    if found:
+        raise UndefinedMeasureError(
+            f"Expected weights that are parameters but those of {listed(found)} are computed from others "
+            "(torch.nn.utils.parametrize). Remove the parametrizations first."
+        )
+
+
+def _refuse_others(operators: set[str]) -> None:
+    if operators:
+        raise UndefinedMeasureError(
+            "Expected a network of layers, rectifiers, pooling and batch norm, in which paths multiply, but "
+            f"it computes {listed(sorted(operators))}. Leave path_norm out."
+        )
 
 
 @dataclass(frozen=True)
@@ -98,10 +199,8 @@ class PathSums(TorchDispatchMode):
         self._of_weights: set[int] = set()
         self._of_input: set[int] = set()
         self._signs: set[int] = set()
-        for value in model.parameters():
-            self._mark(value, self._of_weights)
-        for value in inputs:
-            self._mark(value, self._of_input)
+        self._mark(model.parameters(), self._of_weights)
+        self._mark(inputs, self._of_input)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,11 +216,10 @@ class PathSums(TorchDispatchMode):
             return _constant(call.name, call.run())
         if call.writes:
             self._check_canvas(args[0])
-        result = self._by_rule(call, any(_is_complex(value) for value in leaves))
-        known = self._of_input if any(self._from_input(value) for value in on_path) else self._of_weights
-        for value in tree_leaves(result):
-            if _is_real(value):
-                self._mark(value, known)
+        result = self._by_rule(call, any(map(_is_complex, leaves)))
+        from_input = any(map(self._from_input, on_path))
+        results = filter(_is_real, tree_leaves(result))
+        self._mark(results, self._of_input if from_input else self._of_weights)
         return result
 
     def check_reached(self, output: Tensor) -> None:
@@ -164,7 +262,7 @@ class PathSums(TorchDispatchMode):
         ordered = call.name not in ("eq", "ne")
         self._refuse_if(call.name, "of weights", ordered and not self._from_input(call.args[0]))
         signs = call.run()
-        self._mark(signs, self._signs)
+        self._mark([signs], self._signs)
         return signs
 
     def _rectifier(self, call: _Call) -> Any:
@@ -236,9 +334,10 @@ class PathSums(TorchDispatchMode):
             words = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
             self.refused.add(f"{words} {what}".rstrip())
 
-    def _mark(self, value: Tensor, known: set[int]) -> None:
-        self._kept.append(value)
-        known.add(_memory(value))
+    def _mark(self, values: Iterable[Tensor], known: set[int]) -> None:
+        for value in values:
+            self._kept.append(value)
+            known.add(_memory(value))
 
     def _from_input(self, value: Any) -> bool:
         return isinstance(value, Tensor) and _memory(value) in self._of_input

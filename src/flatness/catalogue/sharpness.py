@@ -1,0 +1,286 @@
+"""Sharpness: how far the risk rises around the parameters, in a ball, along a step, after a rescaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.catalogue.measure import Measure, NetworkView, Surroundings, Valued, averaged
+from flatness.catalogue.options import choice, count, declared, positive
+from flatness.curvature.operators.network_spectrum import METRICS, SpectrumRequest, inverse_metric_root
+from flatness.errors import UndefinedMeasureError
+
+# An alignment of displacement and gradient above which an ascent counts as having arrived.
+_ARRIVED = 0.99
+
+
+# Radii in units of the parameters. A ball in ℓ2 shares one length among all parameters; the others give each
+# parameter that much, so that their numbers are smaller.
+_DEFAULT_RHO = {
+    ("worst", "l2"): 0.5,
+    ("worst", "linf"): 0.01,
+    ("average", "l2"): 0.05,
+    ("average", "linf"): 0.1,
+}
+_NODEWISE = SpectrumRequest(metric="nodewise")
+
+
+def _starts(around: Surroundings, request: SpectrumRequest, root: Tensor, count: int) -> dict[str, Tensor]:
+    """Directions to begin an ascent in: the gradient, the sharpest direction both ways, then random ones.
+
+    All but the random ones turn with the network when its parameters are rescaled or change places.
+    """
+    _, slope = around.gradient()
+    starts: dict[str, Tensor] = {}
+    if bool((root * slope).any()):
+        starts["the gradient"] = root * slope
+    if count > 1:
+        sharpest = around.spectrum(request).vector
+        u = torch.where(root > 0, sharpest / root.clamp(min=1e-300), 0.0)
+        starts |= {"the sharpest direction": u, "the sharpest direction, backwards": -u}
+    generator = torch.Generator().manual_seed(around.seed)
+    while len(starts) < count:
+        drawn = torch.randn(len(root), generator=generator, dtype=torch.float64, device="cpu")
+        starts[f"random direction {len(starts)}"] = torch.where(root > 0, drawn.to(root.device), 0.0)
+    return dict(list(starts.items())[:count])
+
+
+def _largest_rise(
+    around: Surroundings, request: SpectrumRequest, root: Tensor, radius: float, norm: str, ball: str
+) -> Valued:
+    """The largest rise of the risk in a ball that the ascents of a measure's options find.
+
+    Args:
+        around: The network.
+        request: The metric.
+        root: D^½, one number per parameter.
+        radius: The ball's.
+        norm: "l2" or "linf".
+        ball: The ball in words, for the notes.
+    """
+    from flatness.curvature.operators.ascent import ascend
+
+    risk, _ = around.gradient()
+    starts = _starts(around, request, root, around.options["restarts"])
+    best = ascend(around.space, root, radius, starts, norm=norm, steps=around.options["steps"])
+    arrived = best.alignment >= _ARRIVED
+    notes = [
+        f"a lower bound: the best of {len(starts)} ascents in {best.passes} gradients, from {best.start}; "
+        + ball
+    ]
+    if not arrived:
+        notes.append(
+            f"still climbing: displacement and gradient are aligned to {best.alignment:.3f} only; raise steps"
+        )
+    return Valued(max(best.risk - risk, 0.0), tuple(notes), arrived, method="ascent")
+
+
+def _epsilon_sharpness(around: Surroundings) -> dict[str | None, Valued]:
+    options = around.options
+    request = SpectrumRequest(metric=options["metric"])
+    root = inverse_metric_root(around.space, request, around.squared_gradients)
+    if not bool(root.any()):
+        raise UndefinedMeasureError(
+            f"Expected parameters that have a {options['metric']} metric but all of them are zero. "
+            "Pass options={'epsilon_sharpness': {'metric': 'euclidean'}}."
+        )
+    form = _quadratic if options["form"] == "quadratic" else _ascent
+    return {None: form(around, request, root, float(options["epsilon"]))}
+
+
+def _ascent(around: Surroundings, request: SpectrumRequest, root: Tensor, epsilon: float) -> Valued:
+    risk, _ = around.gradient()
+    found = _largest_rise(around, request, root, epsilon, "l2", f"ε = {epsilon:g}, {request.metric} metric")
+    return replace(found, value=found.value / (1 + risk))
+
+
+def _quadratic(around: Surroundings, request: SpectrumRequest, root: Tensor, epsilon: float) -> Valued:
+    risk, slope = around.gradient()
+    spectrum = around.spectrum(request)
+    linear = epsilon * float((root * slope).norm()) / (1 + risk)
+    notes = [
+        f"ε = {epsilon:g}, {request.metric} metric; λ_max = {spectrum.largest:.4g}, residual "
+        f"{spectrum.residual:.1e}",
+        f"holds at a minimum: here the gradient would add {linear:.2g}",
+    ]
+    if spectrum.largest < 0:
+        notes.append("the largest eigenvalue is negative and counts as 0: no minimum")
+    if not spectrum.converged:
+        notes.append("the eigenvalue has not converged")
+    value = epsilon**2 * max(spectrum.largest, 0.0) / (2 * (1 + risk))
+    scale = epsilon**2 / (2 * (1 + risk))
+    return Valued(value, tuple(notes), spectrum.converged, residual=scale * spectrum.residual)
+
+
+def _sam(around: Surroundings) -> dict[str | None, Valued]:
+    risk, slope = around.gradient()
+    length = float(slope.norm())
+    if length == 0:
+        raise UndefinedMeasureError(
+            "Expected a gradient to step along but it is zero everywhere: sam_sharpness is not defined here. "
+            "Use epsilon_sharpness, or check that the outputs depend on the parameters."
+        )
+    rho = float(around.options["rho"])
+    higher = around.space.risk(slope * (rho / length))
+    note = f"one step of length {rho:g} along the gradient of all the data, whose length is {length:.3g}"
+    return {None: Valued(higher - risk, (note,))}
+
+
+def _adaptive(around: Surroundings) -> dict[str | None, Valued]:
+    options = around.options
+    case, norm = options["case"], options["norm"]
+    rho = float(_DEFAULT_RHO[case, norm] if options["rho"] is None else options["rho"])
+    root = inverse_metric_root(around.space, _NODEWISE)
+    if not bool(root.any()):
+        raise UndefinedMeasureError(
+            "Expected parameters to move in proportion to their size but all of them are zero: "
+            "adaptive_sharpness is not defined here. Check that the weights are loaded."
+        )
+    if case == "worst":
+        return {None: _largest_rise(around, _NODEWISE, root, rho, norm, f"ρ = {rho:g}, {norm}")}
+    return {None: _average(around, root, rho, norm)}
+
+
+def _average(around: Surroundings, root: Tensor, rho: float, norm: str) -> Valued:
+    """The mean over pairs ±u, in which the gradient's noise cancels; u normal (l2) or uniform (linf)."""
+    risk, _ = around.gradient()
+    generator = torch.Generator().manual_seed(around.seed)
+    rises = []
+    for _ in range(around.options["draws"]):
+        u = _drawn(len(root), norm, generator).to(root.device)
+        pair = [around.space.risk(sign * rho * root * u) for sign in (1.0, -1.0)]
+        rises.append(sum(pair) / 2 - risk)
+    mean, stderr = averaged(rises)
+    kind = "normal, standard deviation" if norm == "l2" else "uniform, up to"
+    note = f"{len(rises)} pairs ±u of {kind} ρ = {rho:g} of each parameter's size"
+    return Valued(mean, (note,), stderr=stderr, method="sampled")
+
+
+def _drawn(size: int, norm: str, generator: torch.Generator) -> Tensor:
+    if norm == "l2":
+        return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
+    return 2 * torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") - 1
+
+
+def _loss_of(options: Mapping[str, Any]) -> str | None:
+    """Logits divided by their standard deviation over the classes: the loss of tsuzuku2020."""
+    return "normalized_cross_entropy" if options["logit_normalization"] else None
+
+
+def _minimum(view: NetworkView) -> Valued:
+    """The minimum of Σ_l α_l⁻² Tr H_l over Π α_l = 1, where all terms are the traces' geometric mean."""
+    traces = {name or "the model itself": float(trace) for name, trace in view.layer_traces.items()}
+    L = len(traces)
+    over = f"the weights of {', '.join(traces)}; biases and norm layers are no part of it"
+    low = [name for name, trace in traces.items() if trace <= 0]
+    if not traces:  # no signal arrives anywhere: the loss has no curvature on these outputs
+        return Valued(0.0, ("no layer has any curvature",), converged=False)
+    if low:
+        # A trace of 0 makes the infimum 0; below 0 there is none, and the value says no more than that.
+        note = f"traces that are not positive count as 0: {', '.join(low)}; no minimum is attained"
+        return Valued(0.0, (note,), converged=False, over=over)
+    return Valued(L * math.exp(sum(math.log(trace) for trace in traces.values()) / L), over=over)
+
+
+epsilon_sharpness = Measure(
+    name="epsilon_sharpness",
+    symbol="S_ε",
+    formula="(max_{‖v‖≤ε} E(θ+v) − E)/(1 + E); quadratic form: ε² λ_max/(2(1 + E))",
+    source="rangamani2019, Def. 1",
+    summary=(
+        "The largest rise of the risk within a small ball. With metric='layerwise' or 'nodewise' the "
+        "ball scales with the parameters, and rescaling leaves the value."
+    ),
+    when=("For the worst case at a stated distance, where the quadratic picture of eigenvalues may fail."),
+    misleads=(
+        "The ascent gives a lower bound. In the Euclidean metric, rescaling gives an equal "
+        "network any value: use metric='layerwise' or 'nodewise' to compare networks."
+    ),
+    levels=("network",),
+    explore=_epsilon_sharpness,
+    cost="gradients of all the data: restarts × steps at most, and one eigenvalue for several starts",
+    **declared(
+        {
+            "epsilon": positive(1e-3),
+            "form": choice("ascent", "quadratic"),
+            "metric": choice(*METRICS),
+            "steps": count(20),
+            "restarts": count(3),
+        }
+    ),
+)
+
+sam_sharpness = Measure(
+    name="sam_sharpness",
+    symbol="SAM",
+    formula="E(θ + ρ ∇E/‖∇E‖) − E(θ), ρ = 0.05",
+    source="Foret et al. 2021",
+    summary="How much the risk rises in the ascent step that sharpness-aware minimisation takes.",
+    when="To see what sharpness-aware training minimises, on all the data instead of a batch.",
+    misleads=(
+        "One step along the gradient finds the steepest direction, not the sharpest; near a "
+        "minimum it says little, and rescaling changes it."
+    ),
+    levels=("network",),
+    explore=_sam,
+    cost="one gradient and one forward pass",
+    **declared({"rho": positive(0.05)}),
+)
+
+adaptive_sharpness = Measure(
+    name="adaptive_sharpness",
+    symbol="S^ρ(θ, |θ|)",
+    formula=(
+        "max of E(θ+δ) − E over ‖δ/|θ|‖_p ≤ ρ, p = 2 or ∞; average case: the mean of E(θ+δ) − E, "
+        "δ_i/|θ_i| normal with deviation ρ (p = 2) or uniform up to ρ (p = ∞)"
+    ),
+    source="Kwon et al. 2021; Andriushchenko et al. 2023",
+    summary="The rise of the risk when every parameter moves in proportion to its size.",
+    when="To compare with recent studies of sharpness that no rescaling of neurons can change.",
+    misleads=(
+        "Values depend on ρ, the norm and the case, and the worst case is a lower bound: compare "
+        "only numbers with the same options."
+    ),
+    levels=("network",),
+    invariances=frozenset({"layerwise", "neuronwise"}),
+    explore=_adaptive,
+    cost="gradients of all the data: restarts × steps at most; average case: 2 × draws forward passes",
+    **declared(
+        {
+            "case": choice("worst", "average"),
+            "norm": choice("l2", "linf"),
+            "rho": positive(None, none="for a radius that suits case and norm", example="0.5"),
+            "steps": count(20),
+            "restarts": count(1),
+            "draws": count(20, 2),
+            "logit_normalization": choice(False, True),
+        }
+    ),
+    loss_of=_loss_of,
+)
+
+minimum_sharpness = Measure(
+    name="minimum_sharpness",
+    symbol="MS",
+    formula="min of Σ_l Tr H_l over layer-wise factors with product 1 = L (Π_l Tr H_l)^{1/L}",
+    source="Ibayashi et al. 2021",
+    summary=(
+        "The trace of the network's Hessian after the best rescaling of its layers. Where branches meet, "
+        "factors need not multiply to 1, and rescaling changes it."
+    ),
+    when="For the trace of a plain chain of layers, freed of the scale of its layers.",
+    misleads=(
+        "Where branches or norm layers take up factors its minimum is over the wrong rescalings; "
+        "neurons scaled one by one change it anywhere."
+    ),
+    levels=("network",),
+    invariances=frozenset({"layerwise in chains"}),
+    network=_minimum,
+    network_needs=frozenset({"traces"}),
+    clips="sums",
+)
