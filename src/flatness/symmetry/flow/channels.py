@@ -1,14 +1,12 @@
-"""Groups of channels: what they are called, what they touch, and what that means for a parameter."""
+"""Groups of channels: what they are called, and what they touch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
 
 from flatness.errors import listed
-from flatness.symmetry.flow.uses import Use
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,70 +55,8 @@ class Group:
 
     def __str__(self) -> str:
         """One line: producers → consumers, or the reason."""
-        line = (
-            f"{counted(self.channels, 'channel')}: {_by_layer(self.producers)} → {_by_layer(self.consumers)}"
-        )
-        return (
-            f"{counted(self.channels, 'channel')}: {_by_layer(self.producers)}; {listed(self.reasons, 3)}"
-            if self.reasons
-            else line
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Action:
-    """What happens to one parameter: which classes of channels (numbered; −1 is fixed) scale its entries.
-
-    Attributes:
-        use: Where it comes from.
-        up: Classes that multiply, broadcasting against the entries in use.
-        down: Classes that divide.
-        rows: Class of every output unit.
-        columns: Class of every input unit.
-    """
-
-    use: Use
-    up: Tensor | None
-    down: Tensor | None
-    rows: Tensor | None
-    columns: Tensor | None
-
-    @classmethod
-    def of(cls, use: Use, numbers: Tensor) -> Self:
-        """What a use of a parameter does, labels replaced by the numbers of their classes."""
-        parts = (use.up, use.down, use.rows, use.columns)
-        return cls(use, *(None if labels is None else numbers[labels.long()] for labels in parts))
-
-    @property
-    def layer(self) -> str:
-        """What users call it."""
-        return layer_of(self.use)
-
-
-def layer_name(parameter: str) -> str:
-    """The layer of a parameter: ``fc1`` for ``fc1.weight`` and ``fc1.bias``; another parameter is its own.
-
-    >>> layer_name("block.fc1.weight"), layer_name("mix")
-    ('block.fc1', 'mix')
-    """
-    owner, _, last = parameter.rpartition(".")
-    return (
-        owner
-        if owner and last in ("weight", "bias", "running_mean", "running_var", "weight_orig")
-        else parameter
-    )
-
-
-def layer_of(use: Use) -> str:
-    """The layer of a use of a parameter; of packed projections of attention the one it is: ``attn.q``."""
-    owner, _, last = use.name.rpartition(".")
-    part = ""
-    if last in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-        part = last[0]
-    elif last in ("in_proj_weight", "in_proj_bias") and use.index is not None and use.index.numel():
-        third = int(use.index.flatten()[0]) // use.index.numel()
-        part = "qkv"[third] if third < 3 else ""
-    return layer_name(use.name) if not part else f"{owner}.{part}" if owner else part
+        end = f"; {listed(self.reasons, 3)}" if self.reasons else f" → {_by_layer(self.consumers)}"
+        return f"{counted(self.channels, 'channel')}: {_by_layer(self.producers)}{end}"
 
 
 def counted(number: int, word: str) -> str:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import LayerError, ModelError, OptionError, listed, nearest
-from flatness.symmetry.flow.channels import Action
 from flatness.symmetry.flow.groups import Symmetries
+from flatness.symmetry.flow.uses import Use
 
 FIXED = -1
 
@@ -48,6 +48,15 @@ class Draw:
     high: float = 5.0
     frozen: Set[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        bounds = (self.low, self.high)
+        numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in bounds)
+        if not numbers or not 0 < self.low <= self.high:
+            raise OptionError(f"Expected 0 < low ≤ high but got low={self.low!r} and high={self.high!r}.")
+        if not hasattr(self.seed, "__index__"):
+            raise OptionError(f"Expected seed to be an integer but got {self.seed!r}. For example seed=0.")
+
     def uniform(self, count: int) -> Tensor:
         """Numbers between 0 and 1, in float64."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -64,7 +73,6 @@ class Rescaling(ABC):
     """A change of parameters that leaves a network's function as it is, or what `expected` says.
 
     Attributes:
-        factors: What `flatness.rescale` takes as ``factors`` to do the same again.
         symmetries: What it acts on.
         scales: The factor of every class of channels; for a permutation the class whose place each one takes.
         kind: Its name, which its file has too.
@@ -73,7 +81,6 @@ class Rescaling(ABC):
         reorders: Whether units change places, so that values of units are compared in order of size.
     """
 
-    factors: dict[str, Any]
     symmetries: Symmetries
     scales: Tensor
 
@@ -104,10 +111,6 @@ class Rescaling(ABC):
         Raises:
             OptionError: When the factors are not of its form, or would change the function.
         """
-
-    @abstractmethod
-    def inverse(self) -> dict[str, Any]:
-        """The factors that undo it."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> None:
@@ -145,23 +148,20 @@ class Scaling(Rescaling):
 
     def apply(self, model: nn.Module) -> None:
         """Multiply every parameter and running statistic by the factors of its channels, in place."""
-        extended = with_fixed(self.scales)
+        scales = with_fixed(self.scales)
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        with torch.no_grad():
-            for correction, numbers in self.symmetries.corrections:
-                s, variance = extended[numbers], tensors[correction.variance].double().cpu()
-                factor = (s.square() * variance + correction.eps).sqrt() / (
-                    s * (variance + correction.eps).sqrt()
-                )
-                _multiply(tensors[correction.scale], factor, None)
-            for action in self.symmetries.actions:
-                factor = torch.ones((), dtype=torch.float64)
-                if action.up is not None:
-                    factor = factor * extended[action.up] ** action.use.power
-                if action.down is not None:
-                    factor = factor / extended[action.down]
-                if not bool((factor == 1).all()):
-                    _multiply(tensors[action.use.name], factor, action.use.index)
+        for correction in self.symmetries.corrections:
+            s, variance = scales[correction.labels], tensors[correction.variance].double().cpu()
+            factor = (s.square() * variance + correction.eps).sqrt()
+            factor = factor / (s * (variance + correction.eps).sqrt())
+            _multiply(tensors[correction.scale], factor, None)
+        for action in self.symmetries.actions:
+            factor = scales.new_ones(())
+            if action.up is not None:
+                factor = factor * scales[action.up] ** action.power
+            if action.down is not None:
+                factor = factor / scales[action.down]
+            _multiply(tensors[action.name], factor, action.index)
 
 
 class ChannelScaling(Scaling):
@@ -184,9 +184,9 @@ class ChannelScaling(Scaling):
         """The class whose factor each class of channels takes; −1 for those that are fixed."""
 
     @classmethod
-    @abstractmethod
     def scaled(cls, found: Symmetries, scales: Tensor) -> Self:
         """The one with these factors of classes."""
+        return cls(found, scales)
 
     @classmethod
     def drawn(cls, found: Symmetries, draw: Draw) -> Self:
@@ -201,10 +201,6 @@ class ChannelScaling(Scaling):
                 scales[other] = 1 / scales[number]
         return cls.scaled(found, scales)
 
-    def inverse(self) -> dict[str, Any]:
-        """One over each factor."""
-        return {name: 1 / value for name, value in self.factors.items()}
-
 
 def with_fixed(scales: Tensor) -> Tensor:
     """Factors of classes, with that of class −1 as the last: 1."""
@@ -212,14 +208,17 @@ def with_fixed(scales: Tensor) -> Tensor:
 
 
 def _multiply(values: Tensor, factor: Tensor, index: Tensor | None) -> None:
+    if bool((factor == 1).all()):
+        return
     if index is not None:
         whole = torch.ones(values.numel(), dtype=torch.float64)
         whole[index.long()] = factor.expand(index.shape)
         factor = whole.reshape(values.shape)
-    values.copy_((values.double() * factor.to(values.device)).to(values.dtype))
+    with torch.no_grad():
+        values.copy_((values.double() * factor.to(values.device)).to(values.dtype))
 
 
-def named_layers(found: Symmetries, given: Mapping[str, Any], what: str = "factors") -> dict[str, Action]:
+def named_layers(found: Symmetries, given: Mapping[str, Any], what: str = "factors") -> dict[str, Use]:
     """The layers that a user gave something for, in network order."""
     for name in given:
         if name not in found.layers:
@@ -230,21 +229,25 @@ def named_layers(found: Symmetries, given: Mapping[str, Any], what: str = "facto
     return {name: action for name, action in found.layers.items() if name in given}
 
 
-def numbers_in(value: Any, dtype: torch.dtype | None = None) -> Tensor | None:
-    """What a user gave as numbers; None where it is none."""
+def numbers_in(value: Any, wanted: str, dtype: torch.dtype | None = None) -> Tensor:
+    """What a user gave as numbers.
+
+    Raises:
+        OptionError: Where it is none.
+    """
     try:
         return torch.as_tensor(value, dtype=dtype).flatten()
-    except (TypeError, ValueError, RuntimeError):
-        return None
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(f"Expected {wanted} but got {value!r}.") from error
 
 
 def positive(name: str, value: Any, units: int) -> Tensor:
     """Factors of a layer as a float64 tensor of one or `units` numbers, all positive."""
-    values = numbers_in(value, torch.float64)
-    wanted = "one number" if units == 1 else f"one number or {units}"
-    if values is None or values.numel() not in (1, units):
-        got = repr(value) if values is None or not values.numel() else f"{values.numel()} numbers"
-        raise OptionError(f"Expected {wanted} as the factor of {name!r} but got {got}.")
+    wanted = f"{'one number' if units == 1 else f'one number or {units}'} as the factor of {name!r}"
+    values = numbers_in(value, wanted, torch.float64)
+    if values.numel() not in (1, units):
+        got = f"{values.numel()} numbers" if values.numel() else repr(value)
+        raise OptionError(f"Expected {wanted} but got {got}.")
     wrong = values[~(values.isfinite() & (values > 0))]
     if wrong.numel():
         raise OptionError(
@@ -259,7 +262,7 @@ def contradiction(
 ) -> OptionError:
     """What to raise where a layer's factor, or that of one of its units, can only be another one."""
     where = name if unit is None else f"unit {unit} of {name}"
-    parameter = found.layers[name].use.name
+    parameter = found.layers[name].name
     fixed = [g for g in found.fixed if any(slot.parameter == parameter for slot in g.producers)]
     why = f" ({fixed[0].reasons[0]})" if fixed else ""
     return OptionError(

@@ -41,16 +41,6 @@ class Layerwise(ChannelScaling):
         return _layer_classes(found)
 
     @classmethod
-    def scaled(cls, found: Symmetries, scales: Tensor) -> Self:
-        """With λ of every layer, W → λW, as the factors: that of its rows over that of its columns."""
-        extended = with_fixed(scales)
-        factors = {
-            name: float(extended[_first(action.rows)] / extended[_first(action.columns)])
-            for name, action in found.layers.items()
-        }
-        return cls(factors, found, scales)
-
-    @classmethod
     def given(cls, found: Symmetries, factors: Mapping[str, Any]) -> Self:
         """From λ of some layers: what is given holds, and layers not given make up for it.
 
@@ -81,13 +71,18 @@ class Layerwise(ChannelScaling):
             return self.kind in declared
         # A scale of a norm layer takes no columns in: it is no layer of the chain.
         chain = [name for name, action in self.symmetries.layers.items() if action.columns is not None]
-        return abs(math.prod(self.factors.get(name, 1.0) for name in chain) - 1.0) < _ONE
+        return abs(math.prod(map(self._factor, chain)) - 1.0) < _ONE
 
     def reaches(self, layer: str | None) -> bool:
         """Whether a layer's own factor is another one than 1: those of its rows and columns may cancel."""
         if layer is None or layer not in self.symmetries.layers:
             return super().reaches(layer)
-        return abs(self.factors.get(layer, 1.0) - 1.0) > _UNCHANGED
+        return abs(self._factor(layer) - 1.0) > _UNCHANGED
+
+    def _factor(self, layer: str) -> float:
+        """λ of a layer, W → λW: the factor of its rows over that of its columns."""
+        action, scales = self.symmetries.layers[layer], with_fixed(self.scales)
+        return float(scales[_first(action.rows)] / scales[_first(action.columns)])
 
 
 def _layer_classes(found: Symmetries) -> Tensor:

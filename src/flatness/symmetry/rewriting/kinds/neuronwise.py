@@ -17,7 +17,6 @@ from flatness.symmetry.rewriting.base import (
     contradiction,
     named_layers,
     positive,
-    with_fixed,
 )
 
 OWN_FEATURES = "neuronwise except own features"
@@ -39,15 +38,6 @@ class Neuronwise(ChannelScaling):
     def choices(cls, found: Symmetries) -> Tensor:
         """Every class has its own factor."""
         return torch.arange(found.classes)
-
-    @classmethod
-    def scaled(cls, found: Symmetries, scales: Tensor) -> Self:
-        """With the factor of every output unit of every layer as the factors that a user could give."""
-        extended = with_fixed(scales)
-        factors = {
-            name: extended[action.rows] for name, action in found.layers.items() if action.rows is not None
-        }
-        return cls(factors, found, scales)
 
     @classmethod
     def given(cls, found: Symmetries, factors: Mapping[str, Any]) -> Self:
