@@ -226,7 +226,7 @@ def test_a_kind_that_is_not_complete_says_what_is_missing(monkeypatch):
     with pytest.raises(OptionError, match=r"Expected a class OneHalf in \S+one_half but there is none"):
         kind_named("one_half")
     module.OneHalf = type("OneHalf", (ChannelScaling,), {"kind": "one_half"})
-    with pytest.raises(OptionError, match=r"lacks choices, given\. Define them"):
+    with pytest.raises(OptionError, match=r"lacks choices, ties\. Define them"):
         kind_named("one_half")
     module.OneHalf = type("OneHalf", (Neuronwise,), {})
     with pytest.raises(

@@ -22,8 +22,7 @@ from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately
 from flatness.report.report import Report
-from flatness.symmetry.check.judgement import Rewriting, judged
-from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow
+from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow, Rewriting, judged
 from flatness.symmetry.flow.groups import Symmetries, checked, symmetries
 from flatness.symmetry.rewriting.base import Draw, Rescaling
 from flatness.symmetry.rewriting.equality import Comparison

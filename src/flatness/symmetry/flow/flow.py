@@ -39,14 +39,7 @@ class Flow:
         free_output: Whether the output may scale, all of it by one factor.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        rules: Mapping[str, Rule],
-        *,
-        permuting: bool = False,
-        free_output: bool = False,
-    ) -> None:
+    def __init__(self, trace: Trace, rules: Mapping[str, Rule], permuting: bool, free_output: bool) -> None:
         self.trace = trace
         self.permuting = permuting
         self.classes = Classes()
@@ -56,7 +49,6 @@ class Flow:
         self._entries: dict[Value, Tensor | ParameterView] = {}
         # Labels of what whole numbers and truth values were decided by.
         self._deciders: dict[Value, frozenset[int]] = {}
-        self._used = {value for call in trace.calls for value in call.operands()}
         for call in trace.calls:
             self._follow(call, rules)
         self.output = self.labels(trace.output)
@@ -73,6 +65,17 @@ class Flow:
         if operand not in self._entries:
             self._entries[operand] = self._first_entry(operand)
         return self._entries[operand]
+
+    def parameter(self, operand: Any) -> ParameterView:
+        """The parameter that an operand is.
+
+        Raises:
+            UnknownFormError: When it is none.
+        """
+        entry = self.entry(operand)
+        if isinstance(entry, ParameterView):
+            return entry
+        raise UnknownFormError
 
     def labels(self, operand: Any) -> Tensor:
         """Labels of an operand; a parameter among values is a producer whose entries can all scale."""
@@ -94,7 +97,7 @@ class Flow:
 
     def shape(self, call: Call) -> tuple[int, ...]:
         """Shape of the first tensor that a call returned."""
-        return call.outputs()[0].shape
+        return call.outputs[0].shape
 
     def per_channel(self, labels: Tensor, axis: int) -> Tensor:
         """One label per index along an axis, all other dimensions put into its class."""
@@ -103,8 +106,7 @@ class Flow:
 
     def settled(self, labels: Tensor) -> Tensor:
         """Labels of channels that meet parameters of their own: constants among them stay in place."""
-        free = labels == ANY
-        return torch.where(free, self._fixed_constant(labels.shape), labels) if bool(free.any()) else labels
+        return torch.where(labels == ANY, self._fixed_constant(labels.shape), labels)
 
     def join(self, operand: Any, labels: Tensor, part: str) -> None:
         """Let a bias, scale or shift, if there is one, go with values that have these labels."""
@@ -114,13 +116,9 @@ class Flow:
         elif operand is not None:
             self.classes.unite(labels, self.labels(operand))
 
-    def hold(self, entry: ParameterView, reason: str) -> None:
-        """Note a use of a parameter that does not allow it to change."""
-        self.uses.append(Use(entry.name, entry.index, held=reason))
-
     def fixed_output(self, call: Call, reason: str | None = None) -> list[Tensor]:
         """Fixed labels for everything a call returned."""
-        return [self.classes.fixed(value.shape, reason or f"fed by {call}") for value in call.outputs()]
+        return [self.classes.fixed(value.shape, reason or f"fed by {call}") for value in call.outputs]
 
     def keep_company(self, labels: Tensor, dims: Sequence[int], *, alone: bool = False) -> None:
         """Note that channels side by side along some dimensions change places only with each other.
@@ -160,7 +158,7 @@ class Flow:
             if isinstance(entry, Tensor):
                 self.classes.pin(entry, reason)
             else:
-                self.hold(entry, reason)
+                self.uses.append(Use(entry.name, entry.index, held=reason))
         return self.fixed_output(call)
 
     def _first_entry(self, value: Value) -> Tensor | ParameterView:
@@ -189,25 +187,26 @@ class Flow:
         self._note_deciders(call)
         word = OPERATORS.get(call.name, Operator()).flow
         reason = self._ending(call, word)
-        results = None
-        if reason is None:
-            followed = any(self._labelled(value) for value in call.operands())
-            if not followed and not any(value.floating for value in call.outputs()):
-                return  # whole numbers out of whole numbers
-            results = self._ruled(call, rules[word]) if word is not None else None
-        if results is None or len(results) != len(call.outputs()):
+        if reason is None and not self._concerns(call):
+            return  # whole numbers out of whole numbers
+        results = self._ruled(call, rules.get(word or "")) if reason is None else None
+        if results is None or len(results) != len(call.outputs):
             results = self.stop(call, reason or _unknown(call))
-        for value, result in zip(call.outputs(), results, strict=True):
-            if value.floating or self.permuting:
-                self._store(call, value, result)
+        for value, result in zip(call.outputs, results, strict=True):
+            self._store(call, value, result)
 
-    def _ruled(self, call: Call, rule: Rule) -> list[Any] | None:
+    def _ruled(self, call: Call, rule: Rule | None) -> list[Any] | None:
         """What a rule says of each result; None where it does not know this form of the call."""
         try:
-            results = rule(self, call)
+            results = None if rule is None else rule(self, call)
         except UnknownFormError:
             return None
         return results if results is None or isinstance(results, list) else [results]
+
+    def _concerns(self, call: Call) -> bool:
+        """Whether anything that a call takes or puts out can scale or move."""
+        labelled = any(self._labelled(value) for value in call.operands())
+        return labelled or any(value.floating for value in call.outputs)
 
     def _labelled(self, value: Value) -> bool:
         """Whether an operand can scale or move: values, parameters, and what was decided by values."""
@@ -215,23 +214,25 @@ class Flow:
 
     def _ending(self, call: Call, word: str | None) -> str | None:
         """Why a call ends all chains whatever its rule says; None where it does not."""
-        outputs = call.outputs()
-        if not outputs:
+        if not call.outputs:
             return f"Python code reads its values ({call})"
         operands = [value for value in call.operands() if self._labelled(value) and value.floating]
         if any(0 in value.shape for value in operands):
             return f"the example has no entries for {call}"
-        if not operands or word in (None, _CREATION):
-            return None
-        if word not in _UNMOVED and any(value in self._used for value in outputs if not value.floating):
+        return self._loss(call, operands, word) if operands and word not in (None, _CREATION) else None
+
+    def _loss(self, call: Call, operands: list[Value], word: str | None) -> str | None:
+        """What a call takes away from floating-point operands, if anything."""
+        counted = [value for value in call.outputs if not value.floating]
+        if word not in _UNMOVED and any(value in self.trace.used for value in counted):
             return f"{call} turns it into whole numbers"
-        if not self.permuting and min(_bits(outputs), default=64) < max(_bits(operands)):
+        if not self.permuting and min(_bits(call.outputs), default=64) < max(_bits(operands)):
             return f"{call} rounds it to fewer digits"
         return None
 
     def _note_deciders(self, call: Call) -> None:
         """Remember what the whole numbers that a call puts out were decided by."""
-        decided = [value for value in call.outputs() if not value.floating]
+        decided = [value for value in call.outputs if not value.floating]
         deciders: set[int] = set()
         for value in call.operands() if decided else ():
             deciders |= self._deciders.get(value, frozenset())
@@ -241,18 +242,26 @@ class Flow:
         self._deciders |= dict.fromkeys(decided, frozenset(deciders))
 
     def _store(self, call: Call, value: Value, result: Tensor | ParameterView) -> None:
-        old = result if call.in_place is None else self.entry(call.in_place)
-        moved = old is not result and (isinstance(old, ParameterView) or isinstance(result, ParameterView))
-        if moved or tuple(result.shape) != value.shape:
-            result = self.stop(call, _unknown(call))[0].reshape(-1)[:1].expand(value.shape)
-        elif old is not result and isinstance(old, Tensor) and isinstance(result, Tensor):
-            # Other names for the same memory still carry the old labels: both must stay true.
-            if result.shape == old.shape:
-                result = self.classes.unite(result, old)
-            else:
-                self.classes.pin(old, _unknown(call))
-                self.classes.pin(result, _unknown(call))
-        self._entries[value] = result
+        if not value.floating and not self.permuting:
+            return
+        both = result if call.in_place is None else self._written(call, self.entry(call.in_place), result)
+        if both is None or tuple(both.shape) != value.shape:
+            both = self.stop(call, _unknown(call))[0].reshape(-1)[:1].expand(value.shape)
+        self._entries[value] = both
+
+    def _written(
+        self, call: Call, old: Tensor | ParameterView, new: Tensor | ParameterView
+    ) -> Tensor | ParameterView | None:
+        """What is true of memory that other names carry old labels of; None where nothing is known to be."""
+        if old is new:
+            return new
+        if isinstance(old, ParameterView) or isinstance(new, ParameterView):
+            return None
+        if new.shape == old.shape:
+            return self.classes.unite(new, old)
+        self.classes.pin(old, _unknown(call))
+        self.classes.pin(new, _unknown(call))
+        return new
 
     def _check_uses(self) -> None:
         """Pin what belongs to parameters that are held, used more than once, or used in part.
@@ -262,16 +271,17 @@ class Flow:
         by_name: dict[str, list[Use]] = {}
         for use in self.uses:
             by_name.setdefault(use.name, []).append(use)
-        read = Counter(
-            value.name for call in self.trace.calls for value in call.operands() if is_constant(value)
-        )
+        operands = [value for call in self.trace.calls for value in call.operands()]
+        read = Counter(value.name for value in operands if is_constant(value))
         for name, uses in by_name.items():
             reason = self._held(name, uses, read[name])
             for use in uses:
-                self._pin(reason, use.up, use.down)
+                self.classes.pin(use.up, reason)
+                self.classes.pin(use.down, reason)
         other_way = way_through(self.trace)
         for use in self.uses:
-            self._pin(other_way, use.up, use.down, use.rows, use.columns)
+            for labels in (use.up, use.down, use.rows, use.columns):
+                self.classes.pin(labels, other_way)
 
     def _held(self, name: str, uses: list[Use], read: int) -> str | None:
         """Why a parameter, or a running statistic that so many calls read, may not change; None: it may."""
@@ -283,12 +293,6 @@ class Flow:
             return f"{name} is used {len(uses)} times"
         held = next((use.held for use in uses if use.held is not None), None)
         return f"the example uses only a part of {name}" if held is None and different < total else held
-
-    def _pin(self, reason: str | None, *parts: Tensor | None) -> None:
-        """Fix labels, where there is a reason to."""
-        for labels in parts:
-            if reason is not None and labels is not None:
-                self.classes.pin(labels, reason)
 
 
 def is_constant(operand: Any) -> bool:

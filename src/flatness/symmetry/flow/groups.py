@@ -9,16 +9,66 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatness.errors import listed
 from flatness.problem import batches
 from flatness.problem.guard import Guard
 from flatness.problem.model import check_model, unwrap
-from flatness.symmetry.flow.channels import Group, Slot, counted
 from flatness.symmetry.flow.flow import Flow
 from flatness.symmetry.flow.rules import RULES
 from flatness.symmetry.flow.uses import NormCorrection, Use
 from flatness.symmetry.trace.forward_pass import Forward, Trace, default_forward, trace
 
 _STATISTICS = ("running mean", "running variance")
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Where a group of channels meets a parameter.
+
+    Attributes:
+        parameter: Name of the parameter or buffer.
+        layer: What users call the layer it belongs to.
+        part: "rows", "bias", "scale", "shift", "columns", "running mean", …
+        units: (channels, k): for every channel the rows, columns or entries of the parameter that belong to
+            it. After a flatten k columns belong to one channel.
+    """
+
+    parameter: str
+    layer: str
+    part: str
+    units: Tensor
+
+    def __str__(self) -> str:
+        """The part, and how much of it belongs to one channel."""
+        return f"{self.part} ×{self.units.shape[1]}" if self.units.shape[1] > 1 else self.part
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Channels side by side: each may have a factor of its own, and all that it touches is scaled together.
+
+    Attributes:
+        channels: Number of channels.
+        producers: What is multiplied by a channel's factor: rows, biases, scales and shifts.
+        consumers: What makes up for it: columns, the running statistics of a batch norm, and the rows and
+            biases of keys for those of queries.
+        reasons: Why the channels may not be rescaled; empty for those that may.
+    """
+
+    channels: int
+    producers: tuple[Slot, ...]
+    consumers: tuple[Slot, ...]
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The layers that produce it."""
+        return ", ".join(dict.fromkeys(slot.layer for slot in self.producers)) or "input"
+
+    def __str__(self) -> str:
+        """One line: producers → consumers, or the reason."""
+        end = f"; {listed(self.reasons, 3)}" if self.reasons else f" → {_by_layer(self.consumers)}"
+        return f"{_counted(self.channels, 'channel')}: {_by_layer(self.producers)}{end}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +79,6 @@ class Symmetries:
         model: Name of the model's class.
         groups: Groups of channels that may be rescaled, in network order.
         fixed: Groups that may not, with the reasons.
-        held: Parameters that no channel can be told apart in, with the reasons.
         actions: What happens to each parameter: its uses, with numbers of classes as labels.
         corrections: What batch norms need on top, likewise.
         classes: Number of classes: every channel of every group is one.
@@ -42,14 +91,18 @@ class Symmetries:
     model: str
     groups: tuple[Group, ...]
     fixed: tuple[Group, ...]
-    held: dict[str, str]
     actions: tuple[Use, ...]
     corrections: tuple[NormCorrection, ...]
     classes: int
     trace: Trace
-    output: int = -1
-    inverse: tuple[int, ...] = ()
-    companies: tuple[tuple[Tensor, Tensor], ...] = ()
+    output: int
+    inverse: tuple[int, ...]
+    companies: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def held(self) -> dict[str, str]:
+        """Parameters that no channel can be told apart in, with the reasons."""
+        return {action.name: action.held for action in self.actions if action.held is not None}
 
     @cached_property
     def layers(self) -> dict[str, Use]:
@@ -89,8 +142,8 @@ class Symmetries:
 
     def __str__(self) -> str:
         """A tree of what may be rescaled and what may not."""
-        channels = counted(sum(group.channels for group in self.groups), "channel")
-        free = f"may be rescaled: {channels} in {counted(len(self.groups), 'group')}"
+        channels = _counted(sum(group.channels for group in self.groups), "channel")
+        free = f"may be rescaled: {channels} in {_counted(len(self.groups), 'group')}"
         fixed = [str(group) for group in self.fixed if group.producers]
         fixed += [f"{name}; {reason}" for name, reason in self.held.items()]
         lines = [self.model, *_branch(free, [str(group) for group in self.groups], last=not fixed)]
@@ -134,6 +187,26 @@ def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None
     return find_groups(recorded)
 
 
+def _counted(number: int, word: str) -> str:
+    """A number and its noun.
+
+    >>> _counted(1, "channel"), _counted(2, "channel")
+    ('1 channel', '2 channels')
+    """
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _by_layer(slots: tuple[Slot, ...]) -> str:
+    parts: dict[str, list[str]] = {}
+    for slot in slots:
+        parts.setdefault(slot.layer, []).append(str(slot))
+    named = [
+        f"{layer} ({', '.join(dict.fromkeys(parts))})" if parts != ["entries"] else layer
+        for layer, parts in parts.items()
+    ]
+    return ", ".join(named) or "nothing"
+
+
 def _branch(heading: str, leaves: list[str], *, last: bool) -> list[str]:
     """The lines of one branch of a tree."""
     ends = ["├─"] * (len(leaves) - 1) + ["└─"]
@@ -167,21 +240,19 @@ def find_groups(trace: Trace, *, permuting: bool = False, free_output: bool = Fa
         permuting: Whether channels are to change places instead of being scaled.
         free_output: Whether the output may scale, all of it by one factor.
     """
-    flow = Flow(trace, RULES, permuting=permuting, free_output=free_output)
+    flow = Flow(trace, RULES, permuting, free_output)
     table, roots = _numbered_classes(flow)
     groups = _families(flow)
-    partners = [flow.classes.inverse(root) for root in roots]
     return Symmetries(
         model=trace.model,
         groups=tuple(group for group in groups if not group.reasons),
         fixed=tuple(group for group in groups if group.reasons),
-        held={use.name: use.held for use in flow.uses if use.held is not None},
         actions=tuple(use.numbered(table) for use in flow.uses),
         corrections=tuple(replace(one, labels=table[one.labels.long()]) for one in flow.corrections),
         classes=len(roots),
         trace=trace,
-        output=int(table[flow.output.flatten()[:1].long()]) if flow.output.numel() else -1,
-        inverse=tuple(-1 if partner is None else int(table[partner]) for partner in partners),
+        output=int(table[flow.output.flatten()[0].long()]),
+        inverse=tuple(int(table[flow.classes.inverse(root)]) for root in roots),
         companies=tuple((table[labels.long()], places) for labels, places in flow.companies),
     )
 
@@ -193,11 +264,11 @@ def _numbered_classes(flow: Flow) -> tuple[Tensor, list[int]]:
     """
     free = flow.classes.free_roots()
     used = [labels.flatten() for use in flow.uses for labels in (use.rows, use.columns) if labels is not None]
-    roots = free[torch.cat(used).long()].unique() if used else torch.empty(0, dtype=torch.int64)
+    roots = free[torch.cat([torch.empty(0), *used]).long()].unique()
     roots = roots[roots >= 0]
     number = torch.full((len(free),), -1, dtype=torch.int64)
     number[roots] = torch.arange(len(roots))
-    return torch.where(free >= 0, number[free], -1), roots.tolist()
+    return number[free], roots.tolist()  # no root is the last entry, where −1 leads to
 
 
 _Touches = dict[tuple[int, bool, bool], list[int]]
@@ -211,7 +282,7 @@ def _families(flow: Flow) -> tuple[Group, ...]:
     for root in sorted(touched):
         # Classes with inverse factors are one group: what multiplies the one divides the other.
         partner = flow.classes.inverse(root)
-        if partner in touched and root in touched and partner > root and not flow.classes.reasons(root):
+        if partner in touched and partner > root and not flow.classes.reasons(root):
             inverse = touched.pop(partner)
             touched[root] |= {(number, up, not up): units for (number, up, _), units in inverse.items()}
     families: dict[Any, list[int]] = {}

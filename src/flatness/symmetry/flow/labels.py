@@ -75,12 +75,14 @@ class Classes:
         for one, other in _pairs(a, b):
             self._pair(one, other)
 
-    def inverse(self, label: int) -> int | None:
-        """The root of the class with inverse factors; None where there is none."""
-        return self._inverse.get(self.root(label))
+    def inverse(self, label: int) -> int:
+        """The root of the class with inverse factors; -1 where there is none."""
+        return self._inverse.get(self.root(label), -1)
 
-    def pin(self, labels: Tensor, reason: str) -> None:
-        """Fix the classes of these labels; a class that is fixed already keeps its own reason."""
+    def pin(self, labels: Tensor | None, reason: str | None) -> None:
+        """Fix the classes of labels, where there is a reason to; one that is fixed already keeps its own."""
+        if labels is None or reason is None:
+            return
         for label in distinct(labels):
             root = self.root(label)
             self._reasons.setdefault(root, (reason,))
@@ -155,12 +157,8 @@ class Classes:
 
 def _pairs(a: Tensor, b: Tensor) -> list[tuple[int, int]]:
     """The different pairs of labels at the same position, without `ANY`, in order."""
-    one, other = (labels.flatten().long() for labels in (a, b))
-    both = (one >= 0) & (other >= 0)
-    one, other = one[both], other[both]
-    size = int(other.max()) + 1 if len(other) else 1
-    # Sorting one number for each pair is many times as fast as sorting pairs.
-    return [divmod(code, size) for code in torch.unique(one * size + other).tolist()]
+    met = (a != ANY) & (b != ANY)
+    return sorted(set(zip(a[met].long().tolist(), b[met].long().tolist(), strict=True)))
 
 
 def compact(*tensors: Tensor) -> list[Tensor]:

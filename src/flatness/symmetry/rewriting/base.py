@@ -16,6 +16,8 @@ from flatness.symmetry.flow.groups import Symmetries
 from flatness.symmetry.flow.uses import Use
 
 FIXED = -1
+# How far the logarithm of a product of factors may be from 0 by rounding alone.
+_ROUNDED = 1e-9
 
 
 class Invariance(NamedTuple):
@@ -184,9 +186,36 @@ class ChannelScaling(Scaling):
         """The class whose factor each class of channels takes; −1 for those that are fixed."""
 
     @classmethod
+    @abstractmethod
+    def ties(cls, name: str, action: Use, factors: Any) -> list[tuple[int, int, float]]:
+        """What a user's factors for a layer say: the factor of a class over that of another, for each."""
+
+    @classmethod
     def scaled(cls, found: Symmetries, scales: Tensor) -> Self:
         """The one with these factors of classes."""
         return cls(found, scales)
+
+    @classmethod
+    def given(cls, found: Symmetries, factors: Mapping[str, Any]) -> Self:
+        """From factors of some layers: what is given holds, and layers not given make up for it.
+
+        Where that leaves a choice, the scale that comes first in the network stays 1, so that later layers
+        make up for earlier ones.
+        """
+        of = [*cls.choices(found).tolist(), FIXED]
+        scales = TiedScales()
+        for number, other in enumerate(found.inverse):
+            if other != FIXED and FIXED != of[number] < of[other]:
+                scales.invert(of[number], of[other])
+        for name, action in named_layers(found, factors).items():
+            ties = cls.ties(name, action, factors[name])
+            for unit, (out, into, value) in enumerate(ties):
+                forced = scales.tie(of[out], of[into], math.log2(value))
+                if forced is not None:
+                    where = f"unit {unit} of {name}" if len(ties) > 1 else name
+                    raise _contradiction(found, name, where, value, 2**forced)
+        logs = [scales.log(number) for number in of[:-1]]
+        return cls.scaled(found, torch.tensor(logs, dtype=torch.float64).exp2())
 
     @classmethod
     def drawn(cls, found: Symmetries, draw: Draw) -> Self:
@@ -200,6 +229,47 @@ class ChannelScaling(Scaling):
             if other > number:
                 scales[other] = 1 / scales[number]
         return cls.scaled(found, scales)
+
+
+class TiedScales:
+    """Scales of classes that are tied to each other, log s_a = ± log s_b + step; that of class −1 is 1.
+
+    Logarithms are to the base 2, so that powers of two stay exact.
+    """
+
+    def __init__(self) -> None:
+        self._ties: dict[int, tuple[int, int, float]] = {}
+
+    def invert(self, one: int, other: int) -> None:
+        """Let a class have the inverse scale of one that comes before it."""
+        self._ties[other] = (one, -1, 0.0)
+
+    def tie(self, out: int, into: int, step: float) -> float | None:
+        """Let log s_out be log s_into + step; where it is tied to another step already, returns that one."""
+        (a, turn_a, from_a), (b, turn_b, from_b) = self._anchored(out), self._anchored(into)
+        turn, missing = turn_a * turn_b, step + from_b - from_a
+        if a == b and (turn > 0 or a == FIXED):
+            return None if abs(missing) <= _ROUNDED else from_a - from_b
+        if a == b:
+            self._ties[a] = (FIXED, 1, turn_a * missing / 2)
+        elif a != FIXED and (b == FIXED or a > b):
+            self._ties[a] = (b, turn, turn_a * missing)
+        else:
+            self._ties[b] = (a, turn, -turn_b * missing)
+        return None
+
+    def log(self, number: int) -> float:
+        """The logarithm of a scale, that of untied classes 0."""
+        return self._anchored(number)[2]
+
+    def _anchored(self, number: int) -> tuple[int, int, float]:
+        """The class that a class is tied to in the end, with sign and step."""
+        sign, offset = 1, 0.0
+        while number in self._ties:
+            number, turn, step = self._ties[number]
+            offset += sign * step
+            sign *= turn
+        return number, sign, offset
 
 
 def with_fixed(scales: Tensor) -> Tensor:
@@ -257,11 +327,8 @@ def positive(name: str, value: Any, units: int) -> Tensor:
     return values
 
 
-def contradiction(
-    found: Symmetries, name: str, value: float, forced: float, unit: int | None = None
-) -> OptionError:
+def _contradiction(found: Symmetries, name: str, where: str, value: float, forced: float) -> OptionError:
     """What to raise where a layer's factor, or that of one of its units, can only be another one."""
-    where = name if unit is None else f"unit {unit} of {name}"
     parameter = found.layers[name].name
     fixed = [g for g in found.fixed if any(slot.parameter == parameter for slot in g.producers)]
     why = f" ({fixed[0].reasons[0]})" if fixed else ""

@@ -81,26 +81,20 @@ class Comparison:
         generator = torch.Generator().manual_seed(0)
         found = []
         for _ in range(max(2, min(_BATCHES, _SAMPLES // samples))):
-            inputs = inputs_like(example, generator)
-            output = self._output_or_reason(inputs)
-            if isinstance(output, str):
+            inputs, output, reason = inputs_like(example, generator), None, "it puts out NaN or infinity"
+            try:
+                output = self._output(self._model, inputs)
+            except ModelError as error:
+                reason = first_line(error.__cause__ or error)
+            if output is None or not bool(output.isfinite().all()):
                 self.notes.append(
                     "compared the networks on the example only, also in another order, as the model does not "
-                    f"run on random inputs like it ({output})"
+                    f"run on random inputs like it ({reason})"
                 )
                 shuffled = batches.picked(example, torch.randperm(samples, generator=generator))
                 return [(_SHUFFLED, shuffled, self._output(self._model, shuffled))]
             found.append((_NEW, inputs, output))
         return found
-
-    def _output_or_reason(self, inputs: Any) -> Tensor | str:
-        """The output for new inputs, or why there is none."""
-        try:
-            output = self._output(self._model, inputs)
-        except ModelError as error:
-            return first_line(error.__cause__ or error)
-        finite = not output.is_floating_point() or bool(output.isfinite().all())
-        return output if finite else "it puts out NaN or infinity"
 
     def _output(self, model: nn.Module, inputs: Any) -> Tensor:
         with Guard(model, 0):

@@ -73,7 +73,7 @@ class Call:
         function: What was called.
         args: Its arguments, with a `Value` for every tensor.
         kwargs: Its keyword arguments, likewise.
-        output: What it returned, likewise.
+        outputs: All tensors it returned or wrote into.
         module: Name of the innermost module it ran in.
         in_place: The value it overwrote, if any.
         enclosed: Whether it belongs to a module that was recorded as one operator.
@@ -83,7 +83,7 @@ class Call:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any
+    outputs: list[Value]
     module: str
     in_place: Value | None = None
     enclosed: bool = False
@@ -106,7 +106,7 @@ class Call:
         given = dict(zip([*required, *optional], self.args, strict=False)) | self.kwargs
         known = set(required) <= set(given) <= {*required, *optional}
         if not known or len(given) != len(self.args) + len(self.kwargs):
-            raise UnknownFormError(self.name)
+            raise UnknownFormError
         return given
 
     def first(self) -> Value:
@@ -117,7 +117,7 @@ class Call:
         """
         first = self.args[0] if self.args else self.kwargs.get("input")
         if not isinstance(first, Value):
-            raise UnknownFormError(self.name)
+            raise UnknownFormError
         return first
 
     def operand(self) -> Value:
@@ -128,16 +128,12 @@ class Call:
         """
         first = self.first()
         if self.operands() != [first]:
-            raise UnknownFormError(self.name)
+            raise UnknownFormError
         return first
 
     def operands(self) -> list[Value]:
         """All tensors among the arguments."""
         return values_in((self.args, self.kwargs))
-
-    def outputs(self) -> list[Value]:
-        """All tensors it returned."""
-        return values_in(self.output)
 
 
 def canonical_name(function: Any) -> str:

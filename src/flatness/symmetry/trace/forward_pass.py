@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,6 +51,16 @@ class Trace:
     output: Value
     model: str
     shapes: dict[str, tuple[int, ...]]
+
+    @cached_property
+    def used(self) -> frozenset[Value]:
+        """All values that calls take."""
+        return frozenset(value for call in self.calls for value in call.operands())
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether every parameter is used."""
+        return all(value in self.used for value in self.values if value.kind == "parameter")
 
 
 def default_forward(model: nn.Module, example: Any) -> Any:
@@ -167,24 +178,25 @@ def way_through(trace: Trace) -> str | None:
     possible. Where they come from whole numbers and masks alone, as lengths and paddings do, the example
     shows all of the network as long as it uses every parameter.
     """
-    used = {value for call in trace.calls for value in call.operands()}
-    partial = any(value.kind == "parameter" and value not in used for value in trace.values)
-    # Whether what is read off a value may decide a branch that the example does not show.
-    data = {value: value.floating or partial for value in trace.values if value.kind == "input"}
+    data = {value: value.floating for value in trace.values if value.kind == "input"}
     for call in trace.calls:
         given = [data[value] for value in call.operands() if value in data]
-        if any(given) and _is_read(call):
+        if given and _is_read(call) and (any(given) or not trace.complete):
             return f"Python code reads the data ({call}), so that other data may take another way"
-        for value in call.outputs() if given else ():
-            data[value] = any(given) or value.floating
+        data |= _made_of(given, call.outputs)
     return None
+
+
+def _made_of(given: list[bool], outputs: list[Value]) -> dict[Value, bool]:
+    """What is made of data, and whether of floating-point data: such numbers may decide any branch."""
+    return {value: any(given) or value.floating for value in outputs} if given else {}
 
 
 def _is_read(call: Call) -> bool:
     """Whether a call shows Python code something about values."""
     if call.enclosed:
         return False
-    if not call.outputs() or call.name in _SHAPED_BY_DATA:
+    if not call.outputs or call.name in _SHAPED_BY_DATA:
         return True
     operands = call.operands()
     if call.name == "getitem":

@@ -176,10 +176,9 @@ class Recorder(TorchFunctionMode):
             self._forget_sharers(tensor)
         if not any(self._follows(value) for value in operands):
             return
-        returned = [id(tensor) for tensor in _tensors(output)]
-        beside = [tensor for tensor in written if id(tensor) not in returned]
-        made = output if not beside else beside[0] if not returned and len(beside) == 1 else (output, beside)
-        outputs = tree_map_only(Tensor, lambda leaf: self._add(leaf, "computed"), made)
+        returned = _tensors(output)
+        beside = [tensor for tensor in written if all(tensor is not one for one in returned)]
+        outputs = [self._add(tensor, "computed") for tensor in (*returned, *beside)]
         args, kwargs = arguments
         self.calls.append(Call(name, func, args, kwargs, outputs, self.location.module, overwritten))
 
@@ -196,7 +195,7 @@ class Recorder(TorchFunctionMode):
             return self._add(tensor, "constant", self._names.get(id(tensor), ""))
         # A tensor nobody returned, in the memory of one that was written to: a base or a view of it.
         value = self._add(tensor, "computed")
-        self.calls.append(Call("shared memory", torch.clone, sharers, {}, value, self.location.module))
+        self.calls.append(Call("shared memory", torch.clone, sharers, {}, [value], self.location.module))
         return value
 
     def _sharers(self, tensor: Tensor) -> tuple[Value, ...]:

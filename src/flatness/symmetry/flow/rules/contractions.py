@@ -50,20 +50,11 @@ def _matmul(flow: Flow, call: Call, first: Any, second: Any) -> Any:
 
 
 def conv(flow: Flow, call: Call) -> Any:
-    """A convolution with groups: weight (O, C/G, …)."""
-    return _convolved(flow, call, call.bound("input weight | bias stride padding dilation groups"))
-
-
-def conv_transpose(flow: Flow, call: Call) -> Any:
-    """A transposed convolution with groups: weight (C, O/G, …)."""
-    given = call.bound("input weight | bias stride padding output_padding groups dilation")
-    return _convolved(flow, call, given, transposed=True)
-
-
-def _convolved(flow: Flow, call: Call, given: dict[str, Any], *, transposed: bool = False) -> Any:
-    W, groups = flow.entry(given["weight"]), given.get("groups", 1)
-    if not isinstance(W, ParameterView):
-        return None
+    """A convolution with groups: weight (O, C/G, …), or (C, O/G, …) of a transposed one."""
+    transposed = call.name.startswith("conv_transpose")
+    last = "output_padding groups dilation" if transposed else "dilation groups"
+    given = call.bound(f"input weight | bias stride padding {last}")
+    W, groups = flow.parameter(given["weight"]), given.get("groups", 1)
     taps = [1] * (len(W.shape) - 2)
     x = flow.labels(given["input"])
     columns = flow.per_channel(x, x.dim() - len(taps) - 1)
@@ -77,17 +68,18 @@ def _convolved(flow: Flow, call: Call, given: dict[str, Any], *, transposed: boo
     return rows.reshape(-1, *taps).expand(flow.shape(call))
 
 
+conv_transpose = conv
+
+
 def embedding(flow: Flow, call: Call) -> Any:
     """Every column of the table is a unit, whichever rows the example looks up."""
     given = call.bound("input weight | padding_idx max_norm norm_type scale_grad_by_freq sparse")
-    table = flow.entry(given["weight"])
-    if not isinstance(table, ParameterView) or given.get("max_norm") is not None:
+    table = flow.parameter(given["weight"])
+    if given.get("max_norm") is not None:
         return None
     flow.decided(given["input"], f"it decides what {call} picks")
     rows = flow.classes.fresh(table.shape[1])
-    flow.uses.append(
-        Use(table.name, table.index, up=rows.reshape(1, -1), rows=rows, up_part="columns of the table")
-    )
+    flow.uses.append(Use(table.name, table.index, up=rows, rows=rows, up_part="columns of the table"))
     return rows.expand(flow.shape(call))
 
 

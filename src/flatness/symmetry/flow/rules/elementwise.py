@@ -71,9 +71,7 @@ def power(flow: Flow, call: Call) -> Any:
 def prelu(flow: Flow, call: Call) -> Any:
     """The slopes have no scale; permuted, they go along with their channels."""
     given = call.bound("input weight")
-    labels, slopes = flow.labels(given["input"]), flow.entry(given["weight"])
-    if not isinstance(slopes, ParameterView):
-        return None
+    labels, slopes = flow.labels(given["input"]), flow.parameter(given["weight"])
     if not flow.permuting or math.prod(slopes.shape) == 1:
         flow.uses.append(Use(slopes.name, slopes.index, up_part="slopes"))
         return labels

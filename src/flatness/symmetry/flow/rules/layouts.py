@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def layout(flow: Flow, call: Call) -> Any:
         return None
     if flow.permuting and call.name == "roll" and not call.bound("input shifts | dims").get("dims"):
         return None  # entries go on in the next sample
-    form = _reshaping(flow, call) if call.name in _RESHAPED else (call.function, call.args, call.kwargs)
+    form = _form(flow, call)
     operands = values_in(form)
     if len(operands) == 1 and isinstance(view := flow.entry(operands[0]), ParameterView):
         moved = _moved(form, {operands[0]: view.entries().clone()})
@@ -48,10 +48,12 @@ def layout(flow: Flow, call: Call) -> Any:
     return _moved(form, labels) if call.name in _IN_ORDER else _followed_parts(flow, form, labels)
 
 
-def _reshaping(flow: Flow, call: Call) -> _Form:
-    """One function for all operators that only change a shape, which their result has."""
+def _form(flow: Flow, call: Call) -> _Form:
+    """What is called; one function for all operators that only change a shape, which their result has."""
+    if call.name not in _RESHAPED:
+        return call.function, call.args, call.kwargs
     if any(isinstance(argument, torch.dtype) for argument in (*call.args, *call.kwargs.values())):
-        raise UnknownFormError(call.name)  # other numbers out of the same memory
+        raise UnknownFormError  # other numbers out of the same memory
     function = torch.broadcast_to if call.name.startswith(("expand", "broadcast")) else torch.reshape
     return function, (call.first(), flow.shape(call)), {}
 
@@ -104,7 +106,7 @@ def pick(flow: Flow, call: Call) -> Any:
     reason = _unlike(flow, call, entry, indices, touched)
     if reason is not None:
         return flow.stop(call, reason)
-    return _followed_parts(flow, (call.function, call.args, call.kwargs), {source: entry})
+    return _followed_parts(flow, _form(flow, call), {source: entry})
 
 
 def _unlike(flow: Flow, call: Call, entry: Tensor, indices: list[Value], touched: list[int]) -> str | None:
@@ -161,7 +163,7 @@ def filling(flow: Flow, call: Call) -> Any:
     if flow.permuting and call.name != "unfold":
         return None  # it fills other entries of other channels
     shifted = {call.operand(): flow.labels(call.operand()) - ANY}
-    return [part + ANY for part in _moved((call.function, call.args, call.kwargs), shifted)]
+    return [part + ANY for part in _moved(_form(flow, call), shifted)]
 
 
 def pad(flow: Flow, call: Call) -> Any:
@@ -213,8 +215,7 @@ def reduction(flow: Flow, call: Call) -> Any:
     labels, dims = flow.labels(call.operand()), given.get("dim", given.get("axis"))
     if dims is None or dims == () or isinstance(dims, bool):  # std(False) is about all dimensions
         dims = range(labels.dim())
-    one = flow.classes.unite_along(labels, [dims] if isinstance(dims, int) else dims)
-    return [one.reshape(flow.shape(call))] * len(call.outputs())
+    return _united(flow, call, labels, [dims] if isinstance(dims, int) else dims)
 
 
 def along(flow: Flow, call: Call) -> Any:
@@ -222,9 +223,7 @@ def along(flow: Flow, call: Call) -> Any:
     chosen = call.name in ("topk", "kthvalue")
     names = "input k | dim largest sorted keepdim" if chosen else "input | dim descending stable dtype"
     dim = call.bound(names).get("dim", -1)
-    one = flow.classes.unite_along(flow.labels(call.operand()), [dim])
-    shape = flow.shape(call)
-    return [one.expand(shape) if len(shape) == one.dim() else one.reshape(shape)] * len(call.outputs())
+    return _united(flow, call, flow.labels(call.operand()), [dim])
 
 
 def pooling(flow: Flow, call: Call) -> Any:
@@ -232,5 +231,10 @@ def pooling(flow: Flow, call: Call) -> Any:
     labels = flow.labels(call.operand())
     digits = [int(letter) for letter in call.name if letter.isdigit()]
     spatial = digits[0] if digits else labels.dim() - 2
-    one = flow.classes.unite_along(labels, range(labels.dim() - spatial, labels.dim()))
-    return [one.expand(flow.shape(call))] * len(call.outputs())
+    return _united(flow, call, labels, range(labels.dim() - spatial, labels.dim()))
+
+
+def _united(flow: Flow, call: Call, labels: Tensor, dims: Sequence[int]) -> list[Tensor]:
+    """All results, in each of which what lies along some dimensions has become one class."""
+    one, shape = flow.classes.unite_along(labels, dims), flow.shape(call)
+    return [one.expand(shape) if len(shape) == one.dim() else one.reshape(shape)] * len(call.outputs)

@@ -10,31 +10,36 @@ from torch import Tensor
 
 from flatness.symmetry.flow.flow import Flow
 from flatness.symmetry.flow.uses import NormCorrection, ParameterView, Use
-from flatness.symmetry.trace.calls import Call
+from flatness.symmetry.trace.calls import Call, UnknownFormError
 
 
 def batch_norm(flow: Flow, call: Call) -> Any:
     """Follow z = γ (x − μ)/√(v + ε) + β: x may scale if the running μ and v do, z may scale by γ and β."""
     given = call.bound("input running_mean running_var | weight bias training momentum eps")
-    names = [value.name for value in (given["running_mean"], given["running_var"]) if value is not None]
-    if call.function is not F.batch_norm or given.get("training") or len(names) < 2 or not all(names):
+    if call.function is not F.batch_norm or given.get("training") or given["running_mean"] is None:
         return None
     inner = flow.per_channel(flow.labels(given["input"]), 1)
-    scale = None if given.get("weight") is None else flow.entry(given["weight"])
     if flow.permuting:
-        inner = outer = flow.settled(inner)
-    elif scale is None:
+        outer = flow.settled(inner)
+        _statistics(flow, given, outer, 1)
+        return _affine(flow, call, given, outer, 1)
+    if given.get("weight") is None:
         flow.classes.pin(inner, f"{call} has no scale that could make up for its eps")
         return flow.fixed_output(call)
-    elif isinstance(scale, ParameterView) and scale.index is None:
-        outer = flow.classes.fresh(len(inner))
-        flow.corrections.append(NormCorrection(scale.name, names[1], float(given.get("eps", 1e-5)), inner))
-    else:
+    scale, eps = flow.parameter(given["weight"]), float(given.get("eps", 1e-5))
+    _statistics(flow, given, inner, 2)
+    if scale.index is not None:
         return None
-    for name, part in zip(names, ("running mean", "running variance"), strict=True):
-        squared = part == "running variance" and not flow.permuting
-        flow.uses.append(Use(name, up=inner, rows=inner, up_part=part, power=2 if squared else 1))
-    return _affine(flow, call, given, outer, 1)
+    flow.corrections.append(NormCorrection(scale.name, given["running_var"].name, eps, inner))
+    return _affine(flow, call, given, flow.classes.fresh(len(inner)), 1)
+
+
+def _statistics(flow: Flow, given: dict[str, Any], labels: Tensor, power: int) -> None:
+    """Note that the running mean takes the factors of channels, and the variance a power of them."""
+    for key, part, times in (("running_mean", "running mean", 1), ("running_var", "running variance", power)):
+        if not given[key].name:
+            raise UnknownFormError
+        flow.uses.append(Use(given[key].name, up=labels, rows=labels, up_part=part, power=times))
 
 
 def feature_norm(flow: Flow, call: Call) -> Any:
@@ -53,25 +58,21 @@ def feature_norm(flow: Flow, call: Call) -> Any:
 
 
 def group_norm(flow: Flow, call: Call) -> Any:
-    """Group norm: scale and shift start a class per channel."""
-    return _channel_norm(flow, call, call.bound("input num_groups | weight bias eps"))
-
-
-def instance_norm(flow: Flow, call: Call) -> Any:
-    """Instance norm: scale and shift start a class per channel."""
-    return _channel_norm(
-        flow, call, call.bound("input | running_mean running_var weight bias use_input_stats momentum eps")
-    )
-
-
-def _channel_norm(flow: Flow, call: Call, given: dict[str, Any]) -> Any:
+    """Group norm and instance norm: scale and shift start a class per channel."""
+    statistics = "running_mean running_var weight bias use_input_stats momentum eps"
+    names = "num_groups | weight bias eps" if call.name == "group_norm" else f"| {statistics}"
+    given = call.bound(f"input {names}")
     flow.classes.pin(flow.labels(given["input"]), f"{call} is not positively homogeneous")
     if given.get("weight") is None or flow.permuting:
         for entry in (flow.entry(given[key]) for key in ("weight", "bias") if given.get(key) is not None):
             if isinstance(entry, ParameterView):
-                flow.hold(entry, f"{call} is not known to keep channels apart")
+                reason = f"{call} is not known to keep channels apart"
+                flow.uses.append(Use(entry.name, entry.index, held=reason))
         return flow.fixed_output(call)
     return _affine(flow, call, given, flow.classes.fresh(flow.shape(call)[1]), 1)
+
+
+instance_norm = group_norm
 
 
 def _affine(flow: Flow, call: Call, given: dict[str, Any], outer: Tensor, axis: int) -> Tensor:

@@ -110,19 +110,23 @@ class Output(Scaling):
 
 def _final_biases(trace: Trace) -> list[str]:
     """Names of the biases that, all shifted by one number, shift every output by it; empty without such."""
-    made = {value: call for call in trace.calls for value in call.outputs()}
-    taken = Counter(value for call in trace.calls for value in set(call.operands()))
-    waiting, names = [trace.output], []
+    made, waiting, names = _made_for_one(trace), [trace.output], []
     while waiting:
-        value = waiting.pop()
-        call = made.get(value)
-        if call is None or (value is not trace.output and taken[value] > 1):
-            return []  # shifted, it would also change what else it goes into
+        call = made.get(waiting.pop())
+        if call is None:
+            return []
         if _passes(call):
             waiting += [operand for operand in call.operands() if operand.floating]
         else:
             names.append(_bias_name(call))
-    return names if all(names) and len(set(names)) == len(names) else []
+    return names if len({*names} - {""}) == len(names) else []
+
+
+def _made_for_one(trace: Trace) -> dict[Value, Call]:
+    """What made the output, and each value that one call takes: shifted, it would change nothing else."""
+    taken = Counter(value for call in trace.calls for value in set(call.operands()))
+    made = {value: call for call in trace.calls for value in call.outputs}
+    return {value: call for value, call in made.items() if value is trace.output or taken[value] == 1}
 
 
 def _passes(call: Call) -> bool:

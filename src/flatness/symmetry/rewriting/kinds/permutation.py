@@ -100,9 +100,8 @@ def exchangeable(symmetries: Symmetries) -> list[list[int]]:
     for own, places in symmetries.companies:
         signature = _with_neighbours(signature, own, places)
     families: dict[int, list[int]] = {}
-    for number, one in enumerate(signature.tolist()):
-        if whole[number]:
-            families.setdefault(one, []).append(number)
+    for number in whole.nonzero().flatten().tolist():
+        families.setdefault(int(signature[number]), []).append(number)
     return [members for members in families.values() if len(members) > 1]
 
 
