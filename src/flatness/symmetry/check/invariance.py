@@ -156,14 +156,10 @@ class _Original:
 
     def rewritten(self, rewriting: Rewriting, rescaling: Rescaling) -> Report:
         """The measures of a rewritten copy."""
-        narrowed = {**self._options, "progress": False}  # one bar for all networks, not one for each
-        if rewriting.layers is not None:
-            narrowed["layers"] = rewriting.layers
-        if rewriting.measures is not None:
-            asked = self._options.get("options") or {}
-            narrowed["measures"] = rewriting.measures
-            narrowed["options"] = {key: asked[key] for key in asked if key in rewriting.measures}
-        return measure(rescaled_copy(self._model, rescaling, self._comparison), self._part, **narrowed)
+        asked = {**self._options, **rewriting.only, "progress": False}  # one bar for all networks
+        own = asked.get("options") or {}
+        asked["options"] = {key: own[key] for key in own if key in asked["measures"]}
+        return measure(rescaled_copy(self._model, rescaling, self._comparison), self._part, **asked)
 
 
 def _first_samples(problem: Problem, samples: int | None) -> tuple[list[Any], bool]:
@@ -216,7 +212,8 @@ def _rewritings(
         excepting = [item.name for item in chosen if partial in item.invariances]
         apart = own_feature_batches(original.found, original.report.layers()) if excepting else ()
         for together, frozen in apart:
-            rewritings.append(Rewriting(partial, drawn(kind, frozen), together, excepting))
+            only = {"layers": together, "measures": excepting}
+            rewritings.append(Rewriting(partial, drawn(kind, frozen), only))
     if not rewritings:
         raise next(iter(refused.values()))
     return rewritings, [f"no {kind} rewriting: {error}" for kind, error in refused.items()]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from flatness.catalogue.measure import Measure
@@ -64,7 +64,7 @@ class InvarianceRow:
     values: tuple[float, ...]
 
 
-_COLUMNS = tuple(field.name for field in fields(InvarianceRow) if field.name != "values")
+_COLUMNS = tuple(column.name for column in fields(InvarianceRow) if column.name != "values")
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,12 @@ class Rewriting:
     Attributes:
         kind: What measures declare about it.
         rescalings: One per trial.
-        layers: The layers it is judged on; None for all of them and the network.
-        measures: The measures it is judged on; None for all.
+        only: The ``layers`` and ``measures`` it is judged on; empty for all of them and the network.
     """
 
     kind: str
     rescalings: list[Rescaling]
-    layers: list[str] | None = None
-    measures: list[str] | None = None
+    only: Mapping[str, list[str]] = field(default_factory=dict)
 
     def leaves(self, measure: Measure, layer: str | None) -> bool:
         """Whether a measure declares that it keeps its value for a layer (None: for the network)."""
@@ -191,7 +189,7 @@ def judged(
     for quantity, before in _by_address(original).items():
         again = [found[quantity] for found in after if quantity in found]
         # Other features are frozen for other layers, so that the network has no value of its own.
-        of_network = rewriting.layers is not None and before[0].layer is None
+        of_network = bool(rewriting.only) and before[0].layer is None
         if len(again) == len(after) and not of_network:
             dtype = str(original.meta.get("dtype"))
             rows.append(_row(rewriting, measures[before[0].measure], before, again, dtype))

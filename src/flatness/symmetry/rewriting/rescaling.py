@@ -153,9 +153,8 @@ def vertical_directions(
         raise OptionError(
             f"Expected kind to be one of {listed(scalings)} but got {kind!r}.{nearest(kind, scalings)}"
         )
-    return [
-        _direction(model, found, exponents) for exponents in _exponents(found, scalings[kind].choices(found))
-    ]
+    chosen = _exponents(found, scalings[kind].choices(found))
+    return [_direction(model, found, exponents) for exponents in chosen]
 
 
 def _direction(model: nn.Module, found: Symmetries, exponents: Tensor) -> dict[str, Tensor]:

@@ -174,9 +174,8 @@ def _scaled_by_parameter(flow: Flow, call: Call, labels: Tensor, view: Parameter
     """γ∘x: where each entry of γ meets one class of x, the product may have any scale: γ makes up for it."""
     shape, size = flow.shape(call), flow.size(view)
     index, inner_labels = compact(view.entries().expand(shape), labels.expand(shape))
-    pairs = torch.stack(
-        [index.flatten(), flow.classes.roots(inner_labels, free_only=False).flatten().double()]
-    )
+    roots = flow.classes.roots(inner_labels, free_only=False).double()
+    pairs = torch.stack([index.flatten(), roots.flatten()])
     one_each = torch.unique(pairs, dim=1).shape[1] == len(torch.unique(index))
     if size == 1 or not one_each:
         if flow.permuting and size > 1:

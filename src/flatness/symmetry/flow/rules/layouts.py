@@ -98,7 +98,7 @@ def pick(flow: Flow, call: Call) -> Any:
     if "out" in call.kwargs or any(value.floating for value in indices):
         return None
     entry = flow.entry(source)
-    touched = _touched(flow, call, len(entry.shape))
+    touched = _touched(call, len(entry.shape))
     if not indices and (not flow.permuting or len(touched) < 2):
         return layout(flow, call)
     if isinstance(entry, ParameterView):
@@ -124,10 +124,10 @@ def _unlike(flow: Flow, call: Call, entry: Tensor, indices: list[Value], touched
     return f"{call} picks other entries of other channels" if several else None
 
 
-def _touched(flow: Flow, call: Call, dims: int) -> list[int]:
+def _touched(call: Call, dims: int) -> list[int]:
     """The dimensions that an index picks along."""
     if call.name == "getitem":
-        return _indexed(flow, call.args[1], dims)
+        return _indexed(call.args[1], dims)
     if call.name == "diagonal":
         given = call.bound("input | offset dim1 dim2")
         return [given.get("dim1", 0) % dims, given.get("dim2", 1) % dims]
@@ -135,10 +135,10 @@ def _touched(flow: Flow, call: Call, dims: int) -> list[int]:
     return list(range(dims)) if dim is None else [dim % dims]
 
 
-def _indexed(flow: Flow, index: Any, dims: int) -> list[int]:
+def _indexed(index: Any, dims: int) -> list[int]:
     """The dimensions along which ``tensor[index]`` picks by tensors or lists, not by slices and numbers."""
     parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
-    sizes = [_consumed(flow, part) for part in parts]
+    sizes = [_consumed(part) for part in parts]
     touched, place = [], 0
     for part, size in zip(parts, sizes, strict=True):
         if part is Ellipsis:
@@ -150,7 +150,7 @@ def _indexed(flow: Flow, index: Any, dims: int) -> list[int]:
     return touched
 
 
-def _consumed(flow: Flow, part: Any) -> int:
+def _consumed(part: Any) -> int:
     """How many dimensions a part of an index stands for."""
     if part is Ellipsis or isinstance(part, bool):
         return 0
@@ -188,7 +188,7 @@ def set_item(flow: Flow, call: Call) -> Any:
     labels = flow.labels(target).clone()
     written = flow.labels(source)
     if flow.permuting:
-        if _indexed(flow, index, labels.dim()):
+        if _indexed(index, labels.dim()):
             return None
         # Channels that are written over are not like the others any more.
         flow.classes.pin(labels[where], f"{call} writes over it")

@@ -115,7 +115,7 @@ def _final_biases(trace: Trace) -> list[str]:
         call = made.get(waiting.pop())
         if call is None:
             return []
-        if _passes(call):
+        if call.name in _MEANS or OPERATORS.get(call.name, Operator()).flow in _PASSING:
             waiting += [operand for operand in call.operands() if operand.floating]
         else:
             names.append(_bias_name(call))
@@ -127,10 +127,6 @@ def _made_for_one(trace: Trace) -> dict[Value, Call]:
     taken = Counter(value for call in trace.calls for value in set(call.operands()))
     made = {value: call for call in trace.calls for value in call.outputs}
     return {value: call for value, call in made.items() if value is trace.output or taken[value] == 1}
-
-
-def _passes(call: Call) -> bool:
-    return call.name in _MEANS or OPERATORS.get(call.name, Operator()).flow in _PASSING
 
 
 def _bias_name(call: Call) -> str:
