@@ -12,9 +12,10 @@ import transformer_models as nets
 from flatness.errors import OptionError
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.flow.labels import Classes
-from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
-from flatness.symmetry.trace.forward_pass import default_forward
+from flatness.symmetry.rewriting.base import Draw
+from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale
 from measuring.test_transformer_layers import MODELS, built, inputs
+from rewritings import changed_copy, factors_of, inverse_of
 
 SEQUENCE = (5, 4)
 
@@ -80,8 +81,8 @@ def test_attention_written_out_of_linear_layers(name):
 
 
 def assert_equal_networks(model, x, found, kind):
-    rescaling = make_rescaling(found, kind, seed=1)
-    changed = rescaled_copy(model, x[:1], rescaling, default_forward)
+    rescaling = make_rescaling(found, kind, Draw(seed=1))
+    changed = changed_copy(model, x[:1], rescaling)
     torch.testing.assert_close(changed(2 * x), model(2 * x), rtol=1e-10, atol=1e-10)
     moved = [
         n
@@ -89,8 +90,8 @@ def assert_equal_networks(model, x, found, kind):
         if bool((a != b).any())
     ]
     assert len(moved) >= 3
-    again = rescale(model, x[:1], kind, factors=rescaling.factors)
-    back = rescale(changed, x[:1], kind, factors=rescaling.inverse())
+    again = rescale(model, x[:1], kind, factors=factors_of(rescaling))
+    back = rescale(changed, x[:1], kind, factors=inverse_of(rescaling))
     for one, other in ((again, changed), (back, model)):
         for a, b in zip(one.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -200,7 +201,7 @@ def test_measures_of_a_transformer_are_as_invariant_as_they_say(kind):
     build, shape = MODELS["encoder"]
     model, (x, y) = built(build), inputs(shape)
     found = symmetries(model, x)
-    changed = rescaled_copy(model, x, make_rescaling(found, kind, seed=2), default_forward)
+    changed = changed_copy(model, x, make_rescaling(found, kind, Draw(seed=2)))
     names = [
         "relative_flatness",
         "relative_flatness_normalized",

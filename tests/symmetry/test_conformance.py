@@ -16,12 +16,12 @@ import flatness
 from flatness.errors import ModelError, OptionError
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.rewriting import kinds
-from flatness.symmetry.rewriting.base import ChannelScaling
+from flatness.symmetry.rewriting.base import ChannelScaling, Draw
 from flatness.symmetry.rewriting.kinds import KINDS, invariances, kind_named
 from flatness.symmetry.rewriting.kinds.neuronwise import Neuronwise
-from flatness.symmetry.rewriting.rescaling import make_rescaling, rescaled_copy
-from flatness.symmetry.trace.forward_pass import default_forward
+from flatness.symmetry.rewriting.rescaling import make_rescaling
 from networks import CASES
+from rewritings import changed_copy
 
 NETWORKS = (
     "mlp",
@@ -86,8 +86,8 @@ def drift(before, after):
 def rewritten(name, kind, seed, **arguments):
     """The rewritten network of a case, and which of its layers have other weights than before."""
     case, model, found, _ = original(name)
-    rescaling = make_rescaling(found, kind, seed=seed, **arguments)
-    changed = rescaled_copy(model, case.x, rescaling, default_forward)
+    rescaling = make_rescaling(found, kind, Draw(seed=seed, **arguments))
+    changed = changed_copy(model, case.x, rescaling)
     touched = {
         layer: not torch.equal(
             model.get_parameter(f"{layer}.weight"), changed.get_parameter(f"{layer}.weight")
@@ -226,7 +226,7 @@ def test_a_kind_that_is_not_complete_says_what_is_missing(monkeypatch):
     with pytest.raises(OptionError, match=r"Expected a class OneHalf in \S+one_half but there is none"):
         kind_named("one_half")
     module.OneHalf = type("OneHalf", (ChannelScaling,), {"kind": "one_half"})
-    with pytest.raises(OptionError, match=r"lacks choices, given, scaled\. Define them"):
+    with pytest.raises(OptionError, match=r"lacks choices, ties\. Define them"):
         kind_named("one_half")
     module.OneHalf = type("OneHalf", (Neuronwise,), {})
     with pytest.raises(

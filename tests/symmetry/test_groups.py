@@ -187,6 +187,13 @@ def test_parameters_outside_of_layers_are_producers_and_consumers():
     assert [group.name for group in one.groups] == ["fc1"]
 
 
+def test_one_number_as_the_bias_of_all_channels_ties_them():
+    parts = {"mix": nn.Parameter(torch.randn(6, 6)), "shift": nn.Parameter(torch.randn(1))}
+    for formula in (lambda m, h: F.linear(h, m.mix, m.shift), lambda m, h: torch.addmm(m.shift, h, m.mix)):
+        found = found_in(formula, **parts)
+        assert str(of(found, "shift")) == "1 channel: mix (rows ×6), shift → fc2 (columns ×6)"
+
+
 def test_a_weight_used_in_parts_has_a_factor_for_each():
     found = found_in(
         lambda m, h: torch.cat([F.linear(h.relu(), m.both[:2]), F.linear(h.relu(), m.both[2:])], 1),
@@ -404,7 +411,7 @@ def test_every_case_of_the_zoo_accounts_for_every_parameter():
             for group in [*found.groups, *found.fixed]
             for slot in [*group.producers, *group.consumers]
         }
-        slopes = {action.use.name for action in found.actions if action.use.up_part == "slopes"}
+        slopes = {action.name for action in found.actions if action.up_part == "slopes"}
         assert {key for key, _ in model.named_parameters()} <= seen | slopes | set(found.held), name
         paired = sum(other >= 0 for other in found.inverse) // 2
         assert sum(group.channels for group in found.groups) == found.classes - paired, name

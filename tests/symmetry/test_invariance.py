@@ -11,6 +11,7 @@ from flatness.catalogue.registry import unregister_measure
 from flatness.errors import MeasureError, ModelError, OptionError
 from flatness.symmetry.check.invariance import check_invariance, own_feature_batches
 from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting.base import Draw
 from flatness.symmetry.rewriting.rescaling import make_rescaling
 from networks import CASES
 
@@ -203,9 +204,9 @@ def test_untouched_layers_are_told_from_invariant_ones():
         None: "moves",
     }
     found = symmetries(case.build(), case.x)
-    assert not make_rescaling(found, "layerwise").reaches("conv1")
-    assert make_rescaling(found, "neuronwise").reaches("conv1")
-    assert make_rescaling(found, "output").reaches("conv1")
+    assert not make_rescaling(found, "layerwise", Draw()).reaches("conv1")
+    assert make_rescaling(found, "neuronwise", Draw()).reaches("conv1")
+    assert make_rescaling(found, "output", Draw()).reaches("conv1")
 
 
 def test_a_model_that_runs_in_its_own_precision_only_is_checked_there():

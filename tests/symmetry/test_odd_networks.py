@@ -18,6 +18,7 @@ from torch import nn
 from flatness.errors import ModelError, OptionError
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.flow.rules import RULES
+from flatness.symmetry.rewriting.base import Draw
 from flatness.symmetry.rewriting.kinds import KINDS
 from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale
 from transformer_models import Compute
@@ -348,7 +349,7 @@ def drifts(model, example):
         before = [model(x) for x in data]
     for kind in KINDS:
         try:
-            rescaling = make_rescaling(found, kind, seed=3)
+            rescaling = make_rescaling(found, kind, Draw(seed=3))
         except ModelError:
             continue
         changed = copy.deepcopy(model)

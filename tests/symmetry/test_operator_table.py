@@ -15,6 +15,7 @@ from flatness.errors import ModelError
 from flatness.network.operators import OPERATORS
 from flatness.symmetry.flow.groups import symmetries
 from flatness.symmetry.flow.rules import RULES
+from flatness.symmetry.rewriting.base import Draw
 from flatness.symmetry.rewriting.kinds import KINDS
 from flatness.symmetry.rewriting.rescaling import make_rescaling
 
@@ -303,7 +304,7 @@ def test_an_operator_between_two_layers_leaves_an_equal_function(name):
     assert name in {call.name for call in found.trace.calls}
     for kind in KINDS:
         try:
-            rescaling = make_rescaling(found, kind, seed=2)
+            rescaling = make_rescaling(found, kind, Draw(seed=2))
         except ModelError:
             continue
         changed = copy.deepcopy(model)

@@ -10,10 +10,11 @@ import flatness
 import oracle
 from architectures import sequential
 from flatness.symmetry.flow.groups import symmetries
-from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
-from flatness.symmetry.trace.forward_pass import default_forward
+from flatness.symmetry.rewriting.base import Draw
+from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale
 from flatness.zoo.models import rangamani2019_c1, rangamani2019_f1
 from manifold import RiemannianHessian, lanczos, power_method
+from rewritings import changed_copy
 
 # Tsuzuku et al. 2020, App. A.1: rows and columns of a two-layer network
 
@@ -171,9 +172,7 @@ def test_dead_and_constant_features_do_not_break_the_normalized_measure():
     model, x, y = dead_and_constant()
     found = symmetries(model, x)
     frozen = found.units_of("fc2")
-    changed = rescaled_copy(
-        model, x, make_rescaling(found, "neuronwise", seed=1, frozen=frozen), default_forward
-    )
+    changed = changed_copy(model, x, make_rescaling(found, "neuronwise", Draw(seed=1, frozen=frozen)))
     values = [
         [
             flatness.measure(network, (x, y), progress=False).value(measure, layer="fc2")
@@ -198,9 +197,7 @@ def test_the_variance_of_theorem_4_as_printed_would_not_be_invariant():
     risk = oracle.mean_risk(x, y, F.cross_entropy)
     found = symmetries(model, x)
     frozen = found.units_of("fc2")
-    changed = rescaled_copy(
-        model, x, make_rescaling(found, "neuronwise", seed=1, frozen=frozen), default_forward
-    )
+    changed = changed_copy(model, x, make_rescaling(found, "neuronwise", Draw(seed=1, frozen=frozen)))
     drifts = {}
     for power, name in ((1, "standard deviation"), (2, "variance")):
         values = []

@@ -13,11 +13,12 @@ from torch import nn
 from architectures import sequential
 from flatness.errors import LayerError, ModelError, OptionError
 from flatness.symmetry.flow.groups import symmetries
+from flatness.symmetry.rewriting.base import Draw
 from flatness.symmetry.rewriting.kinds import KINDS
 from flatness.symmetry.rewriting.kinds.permutation import exchangeable
-from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale, rescaled_copy
-from flatness.symmetry.trace.forward_pass import default_forward
+from flatness.symmetry.rewriting.rescaling import make_rescaling, rescale
 from networks import CASES
+from rewritings import changed_copy, factors_of, inverse_of
 
 FIXED = [name for name, case in CASES.items() if not symmetries(case.build(), case.x[:1]).groups]
 FREE = [name for name in CASES if name not in FIXED]
@@ -55,14 +56,14 @@ def test_what_is_fixed_in_the_zoo():
 def test_a_rescaled_network_is_equal_elsewhere_and_the_inverse_restores_it(name, kind):
     case = CASES[name]
     model = case.build()
-    rescaling = make_rescaling(symmetries(model, case.x[:2]), kind, seed=1)
-    changed = rescaled_copy(model, case.x[:2], rescaling, default_forward)
+    rescaling = make_rescaling(symmetries(model, case.x[:2]), kind, Draw(seed=1))
+    changed = changed_copy(model, case.x[:2], rescaling)
     x = 2 * torch.randn(7, *case.x.shape[1:], dtype=torch.float64)
     torch.testing.assert_close(changed(x), model(x), rtol=1e-9, atol=1e-9)
     assert not equal(model.parameters(), changed.parameters())
-    again = rescale(model, case.x[:2], kind, factors=rescaling.factors)
+    again = rescale(model, case.x[:2], kind, factors=factors_of(rescaling))
     assert equal(again.state_dict().values(), changed.state_dict().values())
-    back = rescale(changed, case.x[:2], kind, factors=rescaling.inverse())
+    back = rescale(changed, case.x[:2], kind, factors=inverse_of(rescaling))
     assert equal(back.state_dict().values(), model.state_dict().values())
 
 
@@ -101,9 +102,9 @@ def test_neuronwise_multiplies_rows_and_divides_columns():
     model, x = mlp(4, 3, 2)
     s = torch.tensor([0.5, 2.0, 4.0], dtype=torch.float64)
     changed = rescale(model, x, "neuronwise", factors={"fc1": s})
-    torch.testing.assert_close(changed.fc1.weight, model.fc1.weight * s[:, None])
-    torch.testing.assert_close(changed.fc1.bias, model.fc1.bias * s)
-    torch.testing.assert_close(changed.fc2.weight, model.fc2.weight / s)
+    assert torch.equal(changed.fc1.weight, model.fc1.weight * s[:, None])
+    assert torch.equal(changed.fc1.bias, model.fc1.bias * s)
+    assert torch.equal(changed.fc2.weight, model.fc2.weight / s)
     assert torch.equal(changed.fc2.bias, model.fc2.bias)
     alike = rescale(model, x, "neuronwise", factors={"fc1": 3})
     torch.testing.assert_close(alike.fc1.weight, 3 * model.fc1.weight)
@@ -112,20 +113,20 @@ def test_neuronwise_multiplies_rows_and_divides_columns():
 @pytest.mark.parametrize("kind", ["layerwise", "neuronwise"])
 def test_random_factors_lie_between_low_and_high_and_come_from_the_seed(kind):
     found = symmetries(*mlp(4, 60, 50, 3))
-    rescaling = make_rescaling(found, kind, seed=2, low=5, high=25)
+    rescaling = make_rescaling(found, kind, Draw(seed=2, low=5, high=25))
     assert bool(((rescaling.scales >= 5) & (rescaling.scales <= 25)).all())
-    assert torch.equal(rescaling.scales, make_rescaling(found, kind, seed=2, low=5, high=25).scales)
-    assert not torch.equal(rescaling.scales, make_rescaling(found, kind, seed=3, low=5, high=25).scales)
+    assert torch.equal(rescaling.scales, make_rescaling(found, kind, Draw(seed=2, low=5, high=25)).scales)
+    assert not torch.equal(rescaling.scales, make_rescaling(found, kind, Draw(seed=3, low=5, high=25)).scales)
     assert len(rescaling.scales.unique()) == (2 if kind == "layerwise" else 110)
 
 
 def test_summands_share_a_layerwise_factor_and_what_joins_the_input_is_fixed():
     case = CASES["residual_batch_norm"]
-    rescaling = make_rescaling(symmetries(case.build(), case.x), "layerwise", seed=0)
-    scales = rescaling.factors
+    rescaling = make_rescaling(symmetries(case.build(), case.x), "layerwise", Draw(seed=0))
+    scales = factors_of(rescaling)
     assert scales["norm2"] == pytest.approx(scales["skip"] * scales["norm"])  # both arrive at the same sum
     dense = CASES["dense_concat"]
-    scales = make_rescaling(symmetries(dense.build(), dense.x), "layerwise", seed=0).factors
+    scales = factors_of(make_rescaling(symmetries(dense.build(), dense.x), "layerwise", Draw()))
     assert scales["conv1"] == scales["conv2"] == 1.0
     assert scales["transition"] != 1.0
 
@@ -207,13 +208,13 @@ PERMUTED = [name for name in CASES if name not in TIED]
 def test_permuted_networks_are_equal_also_where_nothing_may_be_rescaled(name):
     case = CASES[name]
     model = case.build()
-    rescaling = make_rescaling(symmetries(model, case.x[:2]), "permutation", seed=1)
-    changed = rescaled_copy(model, case.x[:2], rescaling, default_forward)
+    rescaling = make_rescaling(symmetries(model, case.x[:2]), "permutation", Draw(seed=1))
+    changed = changed_copy(model, case.x[:2], rescaling)
     torch.testing.assert_close(changed(case.x), model(case.x), rtol=1e-12, atol=1e-12)
     assert (
         sum(not torch.equal(a, b) for a, b in zip(model.parameters(), changed.parameters(), strict=True)) >= 2
     )
-    back = rescale(changed, case.x[:2], "permutation", factors=rescaling.inverse())
+    back = rescale(changed, case.x[:2], "permutation", factors=inverse_of(rescaling))
     assert equal(back.state_dict().values(), model.state_dict().values(), 0)
 
 
@@ -290,18 +291,18 @@ def test_output_scales_and_shifts_all_logits(name):
     model = case.build()
     changed = rescale(model, case.x[:2], "output", factors={"scale": 3.0, "shift": -2.0})
     torch.testing.assert_close(changed(case.x), 3 * model(case.x) - 2, rtol=1e-12, atol=1e-12)
-    rescaling = make_rescaling(symmetries(model, case.x[:2]), "output", seed=1)
-    once = rescaled_copy(model, case.x[:2], rescaling, default_forward)
+    rescaling = make_rescaling(symmetries(model, case.x[:2]), "output", Draw(seed=1))
+    once = changed_copy(model, case.x[:2], rescaling)
     assert bool((once(case.x).argmax(1) == model(case.x).argmax(1)).all())
-    back = rescale(once, case.x[:2], "output", factors=rescaling.inverse())
+    back = rescale(once, case.x[:2], "output", factors=inverse_of(rescaling))
     assert equal(back.state_dict().values(), model.state_dict().values())
 
 
 def test_logits_without_a_bias_are_scaled_only():
     case = CASES["mlp_no_bias"]
     model = case.build()
-    rescaling = make_rescaling(symmetries(model, case.x), "output", seed=1)
-    assert rescaling.factors["shift"] == 0.0
+    rescaling = make_rescaling(symmetries(model, case.x), "output", Draw(seed=1))
+    assert factors_of(rescaling)["shift"] == 0.0
     with pytest.raises(OptionError) as raised:
         rescale(model, case.x, "output", factors={"shift": 1.0})
     assert str(raised.value) == (
@@ -332,7 +333,7 @@ def test_lower_precisions_work_too(dtype):
         changed,
         x.double(),
         "neuronwise",
-        factors=make_rescaling(symmetries(model, x), "neuronwise").inverse(),
+        factors=inverse_of(make_rescaling(symmetries(model, x), "neuronwise", Draw())),
     )
     assert equal(back.parameters(), model.parameters(), 4 * torch.finfo(dtype).eps)
 
@@ -413,11 +414,11 @@ def test_whatever_is_found_in_a_random_network_leaves_its_function_as_it_is(mode
     movable = {"output": True, "permutation": bool(exchangeable(found.permutations))}
     if not movable.get(kind, bool(found.groups)):
         with pytest.raises(ModelError):
-            make_rescaling(found, kind, seed=3)
+            make_rescaling(found, kind, Draw(seed=3))
         return
-    rescaling = make_rescaling(found, kind, seed=3)
-    changed = rescaled_copy(model, x, rescaling, default_forward)  # refuses outputs that differ
-    back = rescale(changed, x, kind, factors=rescaling.inverse())
+    rescaling = make_rescaling(found, kind, Draw(seed=3))
+    changed = changed_copy(model, x, rescaling)  # refuses outputs that differ
+    back = rescale(changed, x, kind, factors=inverse_of(rescaling))
     assert equal(back.state_dict().values(), model.state_dict().values(), 1e-9)
 
 
@@ -544,10 +545,10 @@ def test_a_network_without_symmetries_is_refused_with_the_reasons():
 def test_outputs_that_do_not_agree_are_refused():
     model, x = mlp(4, 6, 3)
     found = symmetries(model, x)
-    rescaling = make_rescaling(found, "neuronwise")
+    rescaling = make_rescaling(found, "neuronwise", Draw())
     model.act1 = nn.Softplus()  # not what was followed
     with pytest.raises(ModelError) as raised:
-        rescaled_copy(model, x, rescaling, default_forward)
+        changed_copy(model, x, rescaling)
     start, rest = str(raised.value).split("differ by ")
     assert start == "Expected the neuronwise copy to put out the same but outputs "
     assert rest.split(" ", 1)[1] == (

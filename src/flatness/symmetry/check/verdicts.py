@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from flatness.catalogue.measure import Measure
 from flatness.errors import listed
+from flatness.report.comparison import Address, address
+from flatness.report.report import Report, Result
 from flatness.report.tables import format_table
 
 if TYPE_CHECKING:
     import pandas
+
+    from flatness.symmetry.rewriting.base import Rescaling
+
+# Relative drift that rounding explains, by the precision of the arithmetic, and what eigenvalue iterations
+# leave on top.
+_ROUNDING = {"float64": 1e-7, "float32": 1e-2}
+_COARSE = 0.2
+_ITERATION = 1e-5
+_NOT_CONVERGED = 1e-2
+_STANDARD_ERRORS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +64,7 @@ class InvarianceRow:
     values: tuple[float, ...]
 
 
-_COLUMNS = tuple(field.name for field in fields(InvarianceRow) if field.name != "values")
+_COLUMNS = tuple(column.name for column in fields(InvarianceRow) if column.name != "values")
 
 
 @dataclass(frozen=True)
@@ -91,8 +106,8 @@ class InvarianceReport:
         """Tidy table: measure, kind, layer, declared, drift, holds, verdict, and what they rest on."""
         import pandas as pd
 
-        columns = {name: [getattr(row, name) for row in self.rows] for name in _COLUMNS}
-        frame = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
+        rows = [[getattr(row, name) for name in _COLUMNS] for row in self.rows]
+        frame = pd.DataFrame(rows, columns=list(_COLUMNS), dtype=object)
         types = dict.fromkeys(("declared", "holds", "touched"), bool)
         return frame.astype(types | dict.fromkeys(("drift", "tolerance", "value"), float))
 
@@ -127,11 +142,8 @@ class InvarianceReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return (
-            self.to_frame()
-            .drop(columns=["tolerance", "touched"])
-            .to_html(index=False, float_format="{:.3g}".format)
-        )
+        frame = self.to_frame().drop(columns=["tolerance", "touched"])
+        return frame.to_html(index=False, float_format="{:.3g}".format)
 
 
 def _place(row: InvarianceRow) -> tuple[str, str]:
@@ -143,3 +155,107 @@ def _place(row: InvarianceRow) -> tuple[str, str]:
 def _cell(row: InvarianceRow) -> str:
     drift = f"{row.drift:.1e}" if row.drift < 0.001 or row.drift >= 1000 else f"{row.drift:.3g}"
     return f"{drift} {'ok' if row.holds else 'BROKEN'}" if row.declared else f"{drift} {row.verdict}"
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """One kind of rewriting, a few times.
+
+    Attributes:
+        kind: What measures declare about it.
+        rescalings: One per trial.
+        only: The ``layers`` and ``measures`` it is judged on; empty for all of them and the network.
+    """
+
+    kind: str
+    rescalings: list[Rescaling]
+    only: Mapping[str, list[str]] = field(default_factory=dict)
+
+    def leaves(self, measure: Measure, layer: str | None) -> bool:
+        """Whether a measure declares that it keeps its value for a layer (None: for the network)."""
+        first = self.rescalings[0]
+        if self.kind == first.kind:
+            return first.leaves(measure.invariances, layer)
+        return self.kind in measure.invariances
+
+
+def judged(
+    rewriting: Rewriting, chosen: Iterable[Measure], original: Report, reports: list[Report]
+) -> list[InvarianceRow]:
+    """Rows for everything that both the original and the rewritten networks were measured in."""
+    after = [_by_address(report) for report in reports]
+    measures = {item.name: item for item in chosen}
+    rows = []
+    for quantity, before in _by_address(original).items():
+        again = [found[quantity] for found in after if quantity in found]
+        # Other features are frozen for other layers, so that the network has no value of its own.
+        of_network = bool(rewriting.only) and before[0].layer is None
+        if len(again) == len(after) and not of_network:
+            dtype = str(original.meta.get("dtype"))
+            rows.append(_row(rewriting, measures[before[0].measure], before, again, dtype))
+    return rows
+
+
+def _by_address(report: Report) -> dict[Address, list[Result]]:
+    found: dict[Address, list[Result]] = {}
+    for row in report.results:
+        found.setdefault(address(row), []).append(row)
+    return found
+
+
+def _row(
+    rewriting: Rewriting, measure: Measure, before: list[Result], after: list[list[Result]], dtype: str
+) -> InvarianceRow:
+    about, reorders = before[0], rewriting.rescalings[0].reorders
+    drift = max(_drift(before, changed, reorders) for changed in after)
+    tolerance = max(_tolerance(before, changed, dtype) for changed in after)
+    declared = rewriting.leaves(measure, about.layer)
+    touched = any(rescaling.reaches(about.layer) for rescaling in rewriting.rescalings)
+    return InvarianceRow(
+        measure=about.measure,
+        kind=rewriting.kind,
+        layer=about.layer,
+        declared=declared,
+        drift=drift,
+        holds=drift <= tolerance,
+        verdict=_verdict(declared, drift <= tolerance, touched),
+        tolerance=tolerance,
+        level=about.level,
+        reduction=about.reduction,
+        touched=touched,
+        value=_largest(before),
+        values=tuple(_largest(changed) for changed in after),
+    )
+
+
+def _verdict(declared: bool, holds: bool, touched: bool) -> str:
+    if declared:
+        return "invariant" if holds else "broken"
+    return "moves" if not holds else "unmoved" if touched else "untouched"
+
+
+def _drift(before: list[Result], after: list[Result], reorders: bool) -> float:
+    old, new = [row.value for row in before], [row.value for row in after]
+    if reorders:
+        old, new = sorted(old), sorted(new)
+    change = max(abs(b - a) for a, b in zip(old, new, strict=True))
+    if change == 0:
+        return 0.0
+    size = max(abs(value) for value in old)
+    return change / size if size > 0 else math.inf
+
+
+def _tolerance(before: list[Result], after: list[Result], dtype: str) -> float:
+    rows = [*before, *after]
+    allowed = _ROUNDING.get(dtype, _COARSE)
+    if any(not row.converged for row in rows):
+        allowed = max(allowed, _NOT_CONVERGED)
+    elif any(row.residual is not None for row in rows):
+        allowed = max(allowed, _ITERATION)
+    size = max(abs(row.value) for row in before)
+    error = max(math.hypot(a.stderr, b.stderr) for a, b in zip(before, after, strict=True))
+    return allowed + (_STANDARD_ERRORS * error / size if size > 0 else 0.0)
+
+
+def _largest(results: list[Result]) -> float:
+    return max((row.value for row in results), key=abs)

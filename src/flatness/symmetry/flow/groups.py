@@ -9,16 +9,66 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatness.errors import listed
 from flatness.problem import batches
 from flatness.problem.guard import Guard
 from flatness.problem.model import check_model, unwrap
-from flatness.symmetry.flow.channels import Action, Group, Slot, counted, layer_of
 from flatness.symmetry.flow.flow import Flow
 from flatness.symmetry.flow.rules import RULES
-from flatness.symmetry.flow.uses import NormCorrection
+from flatness.symmetry.flow.uses import NormCorrection, Use
 from flatness.symmetry.trace.forward_pass import Forward, Trace, default_forward, trace
 
 _STATISTICS = ("running mean", "running variance")
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Where a group of channels meets a parameter.
+
+    Attributes:
+        parameter: Name of the parameter or buffer.
+        layer: What users call the layer it belongs to.
+        part: "rows", "bias", "scale", "shift", "columns", "running mean", …
+        units: (channels, k): for every channel the rows, columns or entries of the parameter that belong to
+            it. After a flatten k columns belong to one channel.
+    """
+
+    parameter: str
+    layer: str
+    part: str
+    units: Tensor
+
+    def __str__(self) -> str:
+        """The part, and how much of it belongs to one channel."""
+        return f"{self.part} ×{self.units.shape[1]}" if self.units.shape[1] > 1 else self.part
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Channels side by side: each may have a factor of its own, and all that it touches is scaled together.
+
+    Attributes:
+        channels: Number of channels.
+        producers: What is multiplied by a channel's factor: rows, biases, scales and shifts.
+        consumers: What makes up for it: columns, the running statistics of a batch norm, and the rows and
+            biases of keys for those of queries.
+        reasons: Why the channels may not be rescaled; empty for those that may.
+    """
+
+    channels: int
+    producers: tuple[Slot, ...]
+    consumers: tuple[Slot, ...]
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The layers that produce it."""
+        return ", ".join(dict.fromkeys(slot.layer for slot in self.producers)) or "input"
+
+    def __str__(self) -> str:
+        """One line: producers → consumers, or the reason."""
+        end = f"; {listed(self.reasons, 3)}" if self.reasons else f" → {_by_layer(self.consumers)}"
+        return f"{_counted(self.channels, 'channel')}: {_by_layer(self.producers)}{end}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +79,8 @@ class Symmetries:
         model: Name of the model's class.
         groups: Groups of channels that may be rescaled, in network order.
         fixed: Groups that may not, with the reasons.
-        held: Parameters that no channel can be told apart in, with the reasons.
-        actions: What happens to each parameter, for `flatness.rescale`.
-        corrections: What batch norms need on top.
+        actions: What happens to each parameter: its uses, with numbers of classes as labels.
+        corrections: What batch norms need on top, likewise.
         classes: Number of classes: every channel of every group is one.
         trace: The recorded forward pass behind it.
         output: The class of the output, where one factor may scale all of it; else −1.
@@ -42,36 +91,40 @@ class Symmetries:
     model: str
     groups: tuple[Group, ...]
     fixed: tuple[Group, ...]
-    held: dict[str, str]
-    actions: tuple[Action, ...]
-    corrections: tuple[tuple[NormCorrection, Tensor], ...]
+    actions: tuple[Use, ...]
+    corrections: tuple[NormCorrection, ...]
     classes: int
     trace: Trace
-    output: int = -1
-    inverse: tuple[int, ...] = ()
-    companies: tuple[tuple[Tensor, Tensor], ...] = ()
+    output: int
+    inverse: tuple[int, ...]
+    companies: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def held(self) -> dict[str, str]:
+        """Parameters that no channel can be told apart in, with the reasons."""
+        return {action.name: action.held for action in self.actions if action.held is not None}
 
     @cached_property
-    def layers(self) -> dict[str, Action]:
+    def layers(self) -> dict[str, Use]:
         """Everything that produces channels, by the name of its layer, in network order.
 
         Further parts of a parameter that is used in parts are called ``name[1]``, ``name[2]``, …
         """
-        found: dict[str, Action] = {}
+        found: dict[str, Use] = {}
         for action in self.actions:
-            if action.rows is None or action.use.up_part in (*_STATISTICS, "bias", "shift"):
+            if action.rows is None or action.up_part in (*_STATISTICS, "bias", "shift"):
                 continue
-            parts = sum(other.use.name == action.use.name for other in found.values())
+            parts = sum(other.name == action.name for other in found.values())
             if not parts or action.layer not in found:
                 found[action.layer] = action
-            elif action.use.index is not None:
+            elif action.index is not None:
                 found[f"{action.layer}[{parts}]"] = action
         return found
 
     @cached_property
     def permutations(self) -> Symmetries:
         """The same network under the other question: which channels may change places."""
-        return find_groups(Flow(self.trace, RULES, permuting=True))
+        return find_groups(self.trace, permuting=True)
 
     @property
     def reasons(self) -> list[str]:
@@ -89,8 +142,8 @@ class Symmetries:
 
     def __str__(self) -> str:
         """A tree of what may be rescaled and what may not."""
-        channels = counted(sum(group.channels for group in self.groups), "channel")
-        free = f"may be rescaled: {channels} in {counted(len(self.groups), 'group')}"
+        channels = _counted(sum(group.channels for group in self.groups), "channel")
+        free = f"may be rescaled: {channels} in {_counted(len(self.groups), 'group')}"
         fixed = [str(group) for group in self.fixed if group.producers]
         fixed += [f"{name}; {reason}" for name, reason in self.held.items()]
         lines = [self.model, *_branch(free, [str(group) for group in self.groups], last=not fixed)]
@@ -131,7 +184,27 @@ def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None
     model = checked(model)
     with Guard(model, 0):
         recorded = trace(model, placed(model, example), forward or default_forward)
-    return find_groups(Flow(recorded, RULES))
+    return find_groups(recorded)
+
+
+def _counted(number: int, word: str) -> str:
+    """A number and its noun.
+
+    >>> _counted(1, "channel"), _counted(2, "channel")
+    ('1 channel', '2 channels')
+    """
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _by_layer(slots: tuple[Slot, ...]) -> str:
+    parts: dict[str, list[str]] = {}
+    for slot in slots:
+        parts.setdefault(slot.layer, []).append(str(slot))
+    named = [
+        f"{layer} ({', '.join(dict.fromkeys(parts))})" if parts != ["entries"] else layer
+        for layer, parts in parts.items()
+    ]
+    return ", ".join(named) or "nothing"
 
 
 def _branch(heading: str, leaves: list[str], *, last: bool) -> list[str]:
@@ -159,29 +232,29 @@ def checked(model: nn.Module) -> nn.Module:
     return model
 
 
-def find_groups(flow: Flow) -> Symmetries:
-    """Number the free classes of a followed pass and sort its channels into groups."""
+def find_groups(trace: Trace, *, permuting: bool = False, free_output: bool = False) -> Symmetries:
+    """Follow labels through a recorded pass, number the free classes, and sort channels into groups.
+
+    Args:
+        trace: The recorded forward pass.
+        permuting: Whether channels are to change places instead of being scaled.
+        free_output: Whether the output may scale, all of it by one factor.
+    """
+    flow = Flow(trace, RULES, permuting, free_output)
     table, roots = _numbered_classes(flow)
     groups = _families(flow)
     return Symmetries(
-        model=flow.trace.model,
+        model=trace.model,
         groups=tuple(group for group in groups if not group.reasons),
         fixed=tuple(group for group in groups if group.reasons),
-        held={use.name: use.held for use in flow.uses if use.held is not None},
-        actions=tuple(Action.of(use, table) for use in flow.uses),
-        corrections=tuple((correction, table[correction.labels.long()]) for correction in flow.corrections),
+        actions=tuple(use.numbered(table) for use in flow.uses),
+        corrections=tuple(replace(one, labels=table[one.labels.long()]) for one in flow.corrections),
         classes=len(roots),
-        trace=flow.trace,
-        output=int(table[flow.output.flatten()[:1].long()]) if flow.output.numel() else -1,
-        inverse=tuple(_inverse(flow, root, table) for root in roots),
+        trace=trace,
+        output=int(table[flow.output.flatten()[0].long()]),
+        inverse=tuple(int(table[flow.classes.inverse(root)]) for root in roots),
         companies=tuple((table[labels.long()], places) for labels, places in flow.companies),
     )
-
-
-def _inverse(flow: Flow, root: int, table: Tensor) -> int:
-    """The number of the class with inverse factors; −1 without one."""
-    partner = flow.classes.inverse(root)
-    return -1 if partner is None else int(table[partner])
 
 
 def _numbered_classes(flow: Flow) -> tuple[Tensor, list[int]]:
@@ -189,13 +262,18 @@ def _numbered_classes(flow: Flow) -> tuple[Tensor, list[int]]:
 
     Fixed classes, those that meet no parameter and the last entry, for the label −1 of a zero, have −1.
     """
-    free = torch.cat([flow.classes.root_table(), torch.tensor([-1])])
+    free = flow.classes.free_roots()
     used = [labels.flatten() for use in flow.uses for labels in (use.rows, use.columns) if labels is not None]
-    roots = free[torch.cat(used).long()].unique() if used else torch.empty(0, dtype=torch.int64)
+    roots = free[torch.cat([torch.empty(0), *used]).long()].unique()
     roots = roots[roots >= 0]
     number = torch.full((len(free),), -1, dtype=torch.int64)
     number[roots] = torch.arange(len(roots))
-    return torch.where(free >= 0, number[free], -1), roots.tolist()
+    return number[free], roots.tolist()  # no root is the last entry, where −1 leads to
+
+
+_Touches = dict[tuple[int, bool, bool], list[int]]
+"""Where a class meets parameters: rows, columns or entries, by the number of the use, whether they are rows,
+and whether the group's factor multiplies there."""
 
 
 def _families(flow: Flow) -> tuple[Group, ...]:
@@ -204,52 +282,34 @@ def _families(flow: Flow) -> tuple[Group, ...]:
     for root in sorted(touched):
         # Classes with inverse factors are one group: what multiplies the one divides the other.
         partner = flow.classes.inverse(root)
-        if partner in touched and root in touched and partner > root and not flow.classes.reasons(root):
-            touched[root] += [replace(touch, producing=not touch.up) for touch in touched.pop(partner)]
+        if partner in touched and partner > root and not flow.classes.reasons(root):
+            inverse = touched.pop(partner)
+            touched[root] |= {(number, up, not up): units for (number, up, _), units in inverse.items()}
     families: dict[Any, list[int]] = {}
-    for root, slots in sorted(touched.items()):
-        met = tuple((touch.number, touch.producing, len(touch.units)) for touch in slots)
+    for root, touches in sorted(touched.items()):
+        met = tuple((number, producing, len(units)) for (number, _, producing), units in touches.items())
         families.setdefault((met, flow.classes.reasons(root)), []).append(root)
     return tuple(_group(flow, members, [touched[root] for root in members]) for members in families.values())
 
 
-def _touches(flow: Flow) -> dict[int, list[_Touch]]:
+def _touches(flow: Flow) -> dict[int, _Touches]:
     """Where every class meets parameters."""
-    touched: dict[tuple[int, int, bool], list[int]] = {}
+    found: dict[int, _Touches] = {}
     for number, use in enumerate(flow.uses):
         for labels, up in ((use.rows, True), (use.columns, False)):
             roots = [] if labels is None else flow.classes.roots(labels.flatten(), free_only=False).tolist()
             for unit, root in enumerate(roots):
-                touched.setdefault((root, number, up), []).append(unit)
-    found: dict[int, list[_Touch]] = {}
-    for (root, number, up), units in touched.items():
-        found.setdefault(root, []).append(_Touch(number, up, up, units))
+                found.setdefault(root, {}).setdefault((number, up, up), []).append(unit)
     found.pop(-1, None)
     return found
 
 
-@dataclass(frozen=True)
-class _Touch:
-    """Where a class meets a use of a parameter.
-
-    Attributes:
-        number: Which use.
-        up: Whether its factor multiplies rows (or columns divide by it).
-        producing: Whether the group's factor multiplies there.
-        units: The rows, columns or entries.
-    """
-
-    number: int
-    up: bool
-    producing: bool
-    units: list[int]
-
-
-def _group(flow: Flow, roots: list[int], touched: list[list[_Touch]]) -> Group:
-    producers, consumers = [], []
-    for position, touch in enumerate(touched[0]):
-        use = flow.uses[touch.number]
-        part = use.up_part if touch.up else use.down_part
-        slot = Slot(use.name, layer_of(use), part, torch.tensor([slots[position].units for slots in touched]))
-        (producers if touch.producing and part not in _STATISTICS else consumers).append(slot)
-    return Group(len(roots), tuple(producers), tuple(consumers), flow.classes.reasons(roots[0]))
+def _group(flow: Flow, roots: list[int], touched: list[_Touches]) -> Group:
+    """The group of classes that meet parameters in the same way."""
+    units = [torch.tensor(each) for each in zip(*(touches.values() for touches in touched), strict=True)]
+    slots: dict[bool, list[Slot]] = {True: [], False: []}
+    for (number, up, producing), each in zip(touched[0], units, strict=True):
+        use = flow.uses[number]
+        part = use.up_part if up else use.down_part
+        slots[producing and part not in _STATISTICS].append(Slot(use.name, use.layer, part, each))
+    return Group(len(roots), tuple(slots[True]), tuple(slots[False]), flow.classes.reasons(roots[0]))

@@ -8,13 +8,18 @@ class fixed, with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 # The label of an entry that is zero (or infinite) whatever happens: it fits into every class.
 ANY = -1.0
+
+
+def blank(shape: Sequence[int]) -> Tensor:
+    """Labels of entries that fit into every class."""
+    return torch.full((), ANY, dtype=torch.float64).expand(tuple(shape))
 
 
 class Classes:
@@ -40,16 +45,15 @@ class Classes:
         """One new fixed label for all entries of a tensor."""
         label = self.fresh(1)
         self._reasons[int(label)] = (reason,)
-        return label.expand(tuple(shape)) if tuple(shape) else label.reshape(())
+        return label.reshape(()).expand(tuple(shape))
 
     def unite(self, a: Tensor, b: Tensor) -> Tensor:
         """Put labels at the same position into one class; returns labels of the broadcast shape."""
-        a, b = torch.broadcast_tensors(a, b)
-        shape = a.shape
-        a, b = compact(a, b)
+        shape = torch.broadcast_shapes(a.shape, b.shape)
+        a, b = compact(a.expand(shape), b.expand(shape))
         for one, other in _pairs(a, b):
             self._join(one, other)
-        joined = a if not bool((a == ANY).any()) else torch.where(a == ANY, b, a)
+        joined = torch.where(a == ANY, b, a) if bool((a == ANY).any()) else a
         return joined.expand(shape)
 
     def unite_along(self, labels: Tensor, dims: Iterable[int]) -> Tensor:
@@ -60,11 +64,10 @@ class Classes:
         (small,) = compact(labels)
         one = small.amax(dims, keepdim=True)
         self.unite(small, one)
-        keep = [
-            1 if axis in {dim % labels.dim() for dim in dims} else size
-            for axis, size in enumerate(labels.shape)
-        ]
-        return one.expand(keep)
+        shape = list(labels.shape)
+        for dim in dims:
+            shape[dim] = 1
+        return one.expand(shape)
 
     def invert(self, a: Tensor, b: Tensor) -> None:
         """Let labels at the same position have inverse factors: what multiplies the one divides the other."""
@@ -72,12 +75,14 @@ class Classes:
         for one, other in _pairs(a, b):
             self._pair(one, other)
 
-    def inverse(self, label: int) -> int | None:
-        """The root of the class with inverse factors; None where there is none."""
-        return self._inverse.get(self.root(label))
+    def inverse(self, label: int) -> int:
+        """The root of the class with inverse factors; -1 where there is none."""
+        return self._inverse.get(self.root(label), -1)
 
-    def pin(self, labels: Tensor, reason: str) -> None:
-        """Fix the classes of these labels; a class that is fixed already keeps its own reason."""
+    def pin(self, labels: Tensor | None, reason: str | None) -> None:
+        """Fix the classes of labels, where there is a reason to; one that is fixed already keeps its own."""
+        if labels is None or reason is None:
+            return
         for label in distinct(labels):
             root = self.root(label)
             self._reasons.setdefault(root, (reason,))
@@ -106,17 +111,14 @@ class Classes:
         -1 stands for entries that fit into every class, and for fixed classes if `free_only`.
         """
         values, inverse = torch.unique(labels, return_inverse=True)
-        table = self.root_table(free_only, [int(value) for value in values.tolist() if value != ANY])
-        roots = torch.full((len(values),), -1, dtype=torch.int64)
-        roots[values != ANY] = table
-        return roots[inverse]
-
-    def root_table(self, free_only: bool = True, labels: Iterable[int] | None = None) -> Tensor:
-        """The root of every label (or of some), -1 for those of fixed classes if `free_only`."""
-        roots = [self.root(label) for label in (range(len(self._parent)) if labels is None else labels)]
+        roots = [-1 if value == ANY else self.root(int(value)) for value in values.tolist()]
         if free_only:
             roots = [-1 if root in self._reasons else root for root in roots]
-        return torch.tensor(roots, dtype=torch.int64)
+        return torch.tensor(roots, dtype=torch.int64)[inverse]
+
+    def free_roots(self) -> Tensor:
+        """The roots of all labels and, as the last entry, of `ANY`; -1 for fixed classes."""
+        return self.roots(torch.tensor([*range(len(self._parent)), ANY], dtype=torch.float64))
 
     def _join(self, one: int, other: int) -> None:
         one, other = self.root(one), self.root(other)
@@ -155,12 +157,8 @@ class Classes:
 
 def _pairs(a: Tensor, b: Tensor) -> list[tuple[int, int]]:
     """The different pairs of labels at the same position, without `ANY`, in order."""
-    one, other = (labels.flatten().long() for labels in (a, b))
-    both = (one >= 0) & (other >= 0)
-    one, other = one[both], other[both]
-    size = int(other.max()) + 1 if len(other) else 1
-    # Sorting one number for each pair is many times as fast as sorting pairs.
-    return [divmod(code, size) for code in torch.unique(one * size + other).tolist()]
+    met = (a != ANY) & (b != ANY)
+    return sorted(set(zip(a[met].long().tolist(), b[met].long().tolist(), strict=True)))
 
 
 def compact(*tensors: Tensor) -> list[Tensor]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from flatness.symmetry.flow.labels import compact
+
+# What transformers name the packed projections of attention, and the last part of other parameters' names.
+_PROJECTIONS = {"q_proj_weight": "q", "k_proj_weight": "k", "v_proj_weight": "v"}
+_PACKED = ("in_proj_weight", "in_proj_bias")
+_OF_LAYERS = ("weight", "bias", "running_mean", "running_var", "weight_orig")
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class ParameterView:
         return torch.arange(math.prod(self.shape), dtype=torch.float64).reshape(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Use:
     """One use of a parameter: by which labels its entries are multiplied and divided.
 
@@ -61,6 +67,28 @@ class Use:
     units: tuple[Tensor, Tensor] | None = None
     power: int = 1
     held: str | None = None
+
+    def numbered(self, numbers: Tensor) -> Self:
+        """The same with the numbers of classes, −1 for fixed ones, in the place of labels."""
+        labels = {"up": self.up, "down": self.down, "rows": self.rows, "columns": self.columns}
+        found = {key: numbers[each.long()] for key, each in labels.items() if each is not None}
+        return replace(self, **found)
+
+    @property
+    def layer(self) -> str:
+        """What users call its layer; of packed projections of attention the one it is: ``attn.q``.
+
+        >>> Use("block.fc1.weight").layer, Use("mix").layer, Use("attn.q_proj_weight").layer
+        ('block.fc1', 'mix', 'attn.q')
+        """
+        owner, _, last = self.name.rpartition(".")
+        part = _PROJECTIONS.get(last, "")
+        if last in _PACKED and self.index is not None and self.index.numel():
+            third = int(self.index.flatten()[0]) // self.index.numel()
+            part = "qkv"[third : third + 1]
+        if part:
+            return f"{owner}.{part}" if owner else part
+        return owner if owner and last in _OF_LAYERS else self.name
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import LayerError, ModelError, OptionError, listed, nearest
-from flatness.symmetry.flow.channels import Action
 from flatness.symmetry.flow.groups import Symmetries
+from flatness.symmetry.flow.uses import Use
 
 FIXED = -1
+# How far the logarithm of a product of factors may be from 0 by rounding alone.
+_ROUNDED = 1e-9
 
 
 class Invariance(NamedTuple):
@@ -48,6 +50,15 @@ class Draw:
     high: float = 5.0
     frozen: Set[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        bounds = (self.low, self.high)
+        numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in bounds)
+        if not numbers or not 0 < self.low <= self.high:
+            raise OptionError(f"Expected 0 < low ≤ high but got low={self.low!r} and high={self.high!r}.")
+        if not hasattr(self.seed, "__index__"):
+            raise OptionError(f"Expected seed to be an integer but got {self.seed!r}. For example seed=0.")
+
     def uniform(self, count: int) -> Tensor:
         """Numbers between 0 and 1, in float64."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -64,7 +75,6 @@ class Rescaling(ABC):
     """A change of parameters that leaves a network's function as it is, or what `expected` says.
 
     Attributes:
-        factors: What `flatness.rescale` takes as ``factors`` to do the same again.
         symmetries: What it acts on.
         scales: The factor of every class of channels; for a permutation the class whose place each one takes.
         kind: Its name, which its file has too.
@@ -73,7 +83,6 @@ class Rescaling(ABC):
         reorders: Whether units change places, so that values of units are compared in order of size.
     """
 
-    factors: dict[str, Any]
     symmetries: Symmetries
     scales: Tensor
 
@@ -104,10 +113,6 @@ class Rescaling(ABC):
         Raises:
             OptionError: When the factors are not of its form, or would change the function.
         """
-
-    @abstractmethod
-    def inverse(self) -> dict[str, Any]:
-        """The factors that undo it."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> None:
@@ -145,23 +150,20 @@ class Scaling(Rescaling):
 
     def apply(self, model: nn.Module) -> None:
         """Multiply every parameter and running statistic by the factors of its channels, in place."""
-        extended = with_fixed(self.scales)
+        scales = with_fixed(self.scales)
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        with torch.no_grad():
-            for correction, numbers in self.symmetries.corrections:
-                s, variance = extended[numbers], tensors[correction.variance].double().cpu()
-                factor = (s.square() * variance + correction.eps).sqrt() / (
-                    s * (variance + correction.eps).sqrt()
-                )
-                _multiply(tensors[correction.scale], factor, None)
-            for action in self.symmetries.actions:
-                factor = torch.ones((), dtype=torch.float64)
-                if action.up is not None:
-                    factor = factor * extended[action.up] ** action.use.power
-                if action.down is not None:
-                    factor = factor / extended[action.down]
-                if not bool((factor == 1).all()):
-                    _multiply(tensors[action.use.name], factor, action.use.index)
+        for correction in self.symmetries.corrections:
+            s, variance = scales[correction.labels], tensors[correction.variance].double().cpu()
+            factor = (s.square() * variance + correction.eps).sqrt()
+            factor = factor / (s * (variance + correction.eps).sqrt())
+            _multiply(tensors[correction.scale], factor, None)
+        for action in self.symmetries.actions:
+            factor = scales.new_ones(())
+            if action.up is not None:
+                factor = factor * scales[action.up] ** action.power
+            if action.down is not None:
+                factor = factor / scales[action.down]
+            _multiply(tensors[action.name], factor, action.index)
 
 
 class ChannelScaling(Scaling):
@@ -185,8 +187,35 @@ class ChannelScaling(Scaling):
 
     @classmethod
     @abstractmethod
+    def ties(cls, name: str, action: Use, factors: Any) -> list[tuple[int, int, float]]:
+        """What a user's factors for a layer say: the factor of a class over that of another, for each."""
+
+    @classmethod
     def scaled(cls, found: Symmetries, scales: Tensor) -> Self:
         """The one with these factors of classes."""
+        return cls(found, scales)
+
+    @classmethod
+    def given(cls, found: Symmetries, factors: Mapping[str, Any]) -> Self:
+        """From factors of some layers: what is given holds, and layers not given make up for it.
+
+        Where that leaves a choice, the scale that comes first in the network stays 1, so that later layers
+        make up for earlier ones.
+        """
+        of = [*cls.choices(found).tolist(), FIXED]
+        scales = TiedScales()
+        for number, other in enumerate(found.inverse):
+            if other != FIXED and FIXED != of[number] < of[other]:
+                scales.invert(of[number], of[other])
+        for name, action in named_layers(found, factors).items():
+            ties = cls.ties(name, action, factors[name])
+            for unit, (out, into, value) in enumerate(ties):
+                forced = scales.tie(of[out], of[into], math.log2(value))
+                if forced is not None:
+                    where = f"unit {unit} of {name}" if len(ties) > 1 else name
+                    raise _contradiction(found, name, where, value, 2**forced)
+        logs = [scales.log(number) for number in of[:-1]]
+        return cls.scaled(found, torch.tensor(logs, dtype=torch.float64).exp2())
 
     @classmethod
     def drawn(cls, found: Symmetries, draw: Draw) -> Self:
@@ -201,9 +230,46 @@ class ChannelScaling(Scaling):
                 scales[other] = 1 / scales[number]
         return cls.scaled(found, scales)
 
-    def inverse(self) -> dict[str, Any]:
-        """One over each factor."""
-        return {name: 1 / value for name, value in self.factors.items()}
+
+class TiedScales:
+    """Scales of classes that are tied to each other, log s_a = ± log s_b + step; that of class −1 is 1.
+
+    Logarithms are to the base 2, so that powers of two stay exact.
+    """
+
+    def __init__(self) -> None:
+        self._ties: dict[int, tuple[int, int, float]] = {}
+
+    def invert(self, one: int, other: int) -> None:
+        """Let a class have the inverse scale of one that comes before it."""
+        self._ties[other] = (one, -1, 0.0)
+
+    def tie(self, out: int, into: int, step: float) -> float | None:
+        """Let log s_out be log s_into + step; where it is tied to another step already, returns that one."""
+        (a, turn_a, from_a), (b, turn_b, from_b) = self._anchored(out), self._anchored(into)
+        turn, missing = turn_a * turn_b, step + from_b - from_a
+        if a == b and (turn > 0 or a == FIXED):
+            return None if abs(missing) <= _ROUNDED else from_a - from_b
+        if a == b:
+            self._ties[a] = (FIXED, 1, turn_a * missing / 2)
+        elif a != FIXED and (b == FIXED or a > b):
+            self._ties[a] = (b, turn, turn_a * missing)
+        else:
+            self._ties[b] = (a, turn, -turn_b * missing)
+        return None
+
+    def log(self, number: int) -> float:
+        """The logarithm of a scale, that of untied classes 0."""
+        return self._anchored(number)[2]
+
+    def _anchored(self, number: int) -> tuple[int, int, float]:
+        """The class that a class is tied to in the end, with sign and step."""
+        sign, offset = 1, 0.0
+        while number in self._ties:
+            number, turn, step = self._ties[number]
+            offset += sign * step
+            sign *= turn
+        return number, sign, offset
 
 
 def with_fixed(scales: Tensor) -> Tensor:
@@ -212,14 +278,17 @@ def with_fixed(scales: Tensor) -> Tensor:
 
 
 def _multiply(values: Tensor, factor: Tensor, index: Tensor | None) -> None:
+    if bool((factor == 1).all()):
+        return
     if index is not None:
         whole = torch.ones(values.numel(), dtype=torch.float64)
         whole[index.long()] = factor.expand(index.shape)
         factor = whole.reshape(values.shape)
-    values.copy_((values.double() * factor.to(values.device)).to(values.dtype))
+    with torch.no_grad():
+        values.copy_((values.double() * factor.to(values.device)).to(values.dtype))
 
 
-def named_layers(found: Symmetries, given: Mapping[str, Any], what: str = "factors") -> dict[str, Action]:
+def named_layers(found: Symmetries, given: Mapping[str, Any], what: str = "factors") -> dict[str, Use]:
     """The layers that a user gave something for, in network order."""
     for name in given:
         if name not in found.layers:
@@ -230,21 +299,25 @@ def named_layers(found: Symmetries, given: Mapping[str, Any], what: str = "facto
     return {name: action for name, action in found.layers.items() if name in given}
 
 
-def numbers_in(value: Any, dtype: torch.dtype | None = None) -> Tensor | None:
-    """What a user gave as numbers; None where it is none."""
+def numbers_in(value: Any, wanted: str, dtype: torch.dtype | None = None) -> Tensor:
+    """What a user gave as numbers.
+
+    Raises:
+        OptionError: Where it is none.
+    """
     try:
         return torch.as_tensor(value, dtype=dtype).flatten()
-    except (TypeError, ValueError, RuntimeError):
-        return None
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(f"Expected {wanted} but got {value!r}.") from error
 
 
 def positive(name: str, value: Any, units: int) -> Tensor:
     """Factors of a layer as a float64 tensor of one or `units` numbers, all positive."""
-    values = numbers_in(value, torch.float64)
-    wanted = "one number" if units == 1 else f"one number or {units}"
-    if values is None or values.numel() not in (1, units):
-        got = repr(value) if values is None or not values.numel() else f"{values.numel()} numbers"
-        raise OptionError(f"Expected {wanted} as the factor of {name!r} but got {got}.")
+    wanted = f"{'one number' if units == 1 else f'one number or {units}'} as the factor of {name!r}"
+    values = numbers_in(value, wanted, torch.float64)
+    if values.numel() not in (1, units):
+        got = f"{values.numel()} numbers" if values.numel() else repr(value)
+        raise OptionError(f"Expected {wanted} but got {got}.")
     wrong = values[~(values.isfinite() & (values > 0))]
     if wrong.numel():
         raise OptionError(
@@ -254,12 +327,9 @@ def positive(name: str, value: Any, units: int) -> Tensor:
     return values
 
 
-def contradiction(
-    found: Symmetries, name: str, value: float, forced: float, unit: int | None = None
-) -> OptionError:
+def _contradiction(found: Symmetries, name: str, where: str, value: float, forced: float) -> OptionError:
     """What to raise where a layer's factor, or that of one of its units, can only be another one."""
-    where = name if unit is None else f"unit {unit} of {name}"
-    parameter = found.layers[name].use.name
+    parameter = found.layers[name].name
     fixed = [g for g in found.fixed if any(slot.parameter == parameter for slot in g.producers)]
     why = f" ({fixed[0].reasons[0]})" if fixed else ""
     return OptionError(

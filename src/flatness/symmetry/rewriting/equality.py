@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from flatness.problem import batches
 from flatness.problem.guard import Guard
 from flatness.symmetry.flow.groups import placed
 from flatness.symmetry.rewriting.base import Rescaling
-from flatness.symmetry.trace.forward_pass import Forward, difference, run
+from flatness.symmetry.trace.forward_pass import Forward, difference, first_line, run
 
 # New inputs are drawn until there are about so many samples, in so many batches at most.
 _SAMPLES, _BATCHES = 16, 8
@@ -23,6 +24,11 @@ _EXAMPLE, _NEW, _SHUFFLED, _DATA = (
     " on new random inputs like the example",
     " on the example in another order",
     " on the measured data",
+)
+_ADVICE = "an operator in it does not do what its name says, or the rewriting itself is wrong"
+_ADVICE_ELSEWHERE = (
+    "it treats other values in another way than the example (a branch, an index or a rounding that depends "
+    "on values): leave this kind out, or rescale a part of the network only"
 )
 
 
@@ -54,11 +60,20 @@ class Comparison:
         Raises:
             ModelError: When an output differs by more than rounding.
         """
-        for where, inputs, output in self._outputs:
-            self._compare(output, self._output(changed, inputs), change, where)
-        for batch in self._data:
-            inputs = placed(self._model, batch)
-            self._compare(self._output(self._model, inputs), self._output(changed, inputs), change, _DATA)
+        on_data = (placed(self._model, batch) for batch in self._data)
+        measured = ((_DATA, inputs, self._output(self._model, inputs)) for inputs in on_data)
+        for where, inputs, before in chain(self._outputs, measured):
+            drift = difference(change.expected(before), self._output(changed, inputs))
+            precision = before.dtype if before.is_floating_point() else torch.float32
+            allowed = math.sqrt(torch.finfo(precision).eps)
+            if not drift <= allowed:
+                advice = _ADVICE if where == _EXAMPLE else _ADVICE_ELSEWHERE
+                raise ModelError(
+                    f"Expected the {change.kind} copy to put out the same but outputs differ by {drift:.3g} "
+                    f"of their size{where}, more than rounding ({allowed:.1g} in "
+                    f"{str(precision).removeprefix('torch.')}). Convert the model with model.double() if it "
+                    f"is badly conditioned; otherwise {advice}."
+                )
 
     def _elsewhere(self, example: Any) -> list[tuple[str, Any, Tensor]]:
         """New inputs and what the network puts out; the example in another order where it does not run."""
@@ -66,48 +81,24 @@ class Comparison:
         generator = torch.Generator().manual_seed(0)
         found = []
         for _ in range(max(2, min(_BATCHES, _SAMPLES // samples))):
-            inputs = inputs_like(example, generator)
-            output = self._output_or_reason(inputs)
-            if isinstance(output, str):
+            inputs, output, reason = inputs_like(example, generator), None, "it puts out NaN or infinity"
+            try:
+                output = self._output(self._model, inputs)
+            except ModelError as error:
+                reason = first_line(error.__cause__ or error)
+            if output is None or not bool(output.isfinite().all()):
                 self.notes.append(
                     "compared the networks on the example only, also in another order, as the model does not "
-                    f"run on random inputs like it ({output})"
+                    f"run on random inputs like it ({reason})"
                 )
                 shuffled = batches.picked(example, torch.randperm(samples, generator=generator))
                 return [(_SHUFFLED, shuffled, self._output(self._model, shuffled))]
             found.append((_NEW, inputs, output))
         return found
 
-    def _output_or_reason(self, inputs: Any) -> Tensor | str:
-        """The output for new inputs, or why there is none."""
-        try:
-            output = self._output(self._model, inputs)
-        except ModelError as error:
-            return str(error.__cause__ or error).strip().splitlines()[0].rstrip(".")
-        finite = not output.is_floating_point() or bool(output.isfinite().all())
-        return output if finite else "it puts out NaN or infinity"
-
     def _output(self, model: nn.Module, inputs: Any) -> Tensor:
         with Guard(model, 0):
             return run(model, batches.copied(inputs), self._forward)
-
-    def _compare(self, before: Tensor, after: Tensor, change: Rescaling, where: str) -> None:
-        drift = difference(change.expected(before), after) if before.shape == after.shape else math.inf
-        precision = before.dtype if before.is_floating_point() else torch.float32
-        allowed = math.sqrt(torch.finfo(precision).eps)
-        if not drift <= allowed:
-            elsewhere = (
-                "an operator in it does not do what its name says, or the rewriting itself is wrong"
-                if where == _EXAMPLE
-                else "it treats other values in another way than the example (a branch, an index or a "
-                "rounding that depends on values): leave this kind out, or rescale a part of the network only"
-            )
-            raise ModelError(
-                f"Expected the {change.kind} copy to put out the same but outputs differ by {drift:.3g} of "
-                f"their size{where}, more than rounding "
-                f"({allowed:.1g} in {str(precision).removeprefix('torch.')}). Convert the model with "
-                f"model.double() if it is badly conditioned; otherwise {elsewhere}."
-            )
 
 
 def inputs_like(example: Any, generator: torch.Generator) -> Any:
@@ -125,7 +116,9 @@ def inputs_like(example: Any, generator: torch.Generator) -> Any:
         if tensor.numel() == 0 or tensor.is_complex():
             return tensor
         if _is_mask(tensor):
-            return tensor if tensor.dim() == 0 else tensor[_order(len(tensor), generator, tensor.device)]
+            if tensor.dim() == 0:
+                return tensor
+            return tensor[torch.randperm(len(tensor), generator=generator).to(tensor.device)]
         low, high = tensor.min().item(), tensor.max().item()
         if tensor.is_floating_point():
             spread = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
@@ -141,7 +134,3 @@ def _is_mask(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and (
         not bool(tensor.isfinite().all()) or (tensor.numel() > 2 and len(torch.unique(tensor)) <= 2)
     )
-
-
-def _order(rows: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    return torch.randperm(rows, generator=generator).to(device)

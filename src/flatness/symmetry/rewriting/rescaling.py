@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -78,52 +77,31 @@ def rescale(
     """
     model = checked(model)
     found = symmetries(model, example, forward=forward)
-    rescaling = make_rescaling(found, kind, seed=seed, low=low, high=high, factors=factors)
+    rescaling = make_rescaling(found, kind, Draw(seed, low, high), factors)
     with Kept(model):
         comparison = Comparison(model, example, forward or default_forward)
-        changed = rescaled_copy(model, example, rescaling, forward or default_forward, comparison)
+        changed = rescaled_copy(model, rescaling, comparison)
     for note in comparison.notes:
         warnings.warn(f"flatness.rescale {note}", stacklevel=2)
     return changed
 
 
 def make_rescaling(
-    found: Symmetries,
-    kind: str,
-    *,
-    seed: int = 0,
-    low: float = 0.2,
-    high: float = 5.0,
-    factors: Mapping[str, Any] | None = None,
-    frozen: Set[int] = frozenset(),
+    found: Symmetries, kind: str, draw: Draw, factors: Mapping[str, Any] | None = None
 ) -> Rescaling:
-    """Choose the factors of a rescaling; `frozen` classes of channels keep their scale (neuron-wise only)."""
-    check_choices(kind, low, high, factors)
-    if not hasattr(seed, "__index__"):
-        raise OptionError(f"Expected seed to be an integer but got {seed!r}. For example seed=0.")
+    """A rewriting of a kind, with a user's factors or else with random ones."""
     chosen = kind_named(kind)
-    found = chosen.acts_on(found)
-    if factors is not None:
-        return chosen.given(found, factors)
-    return chosen.drawn(found, Draw(seed, low, high, frozen))
+    if factors is None:
+        return chosen.drawn(chosen.acts_on(found), draw)
+    if not isinstance(factors, Mapping):
+        raise OptionError(
+            f"Expected factors by layer, such as {{'fc1': 5.0}}, but got {type(factors).__name__}."
+        )
+    return chosen.given(chosen.acts_on(found), factors)
 
 
-def rescaled_copy(
-    model: nn.Module,
-    example: Any,
-    rescaling: Rescaling,
-    forward: Forward,
-    comparison: Comparison | None = None,
-) -> nn.Module:
-    """A changed copy of the model, after checking that it puts out what it should.
-
-    Args:
-        model: The network.
-        example: Inputs for it; the outputs of both are compared there and on new inputs like it.
-        rescaling: What to change.
-        forward: ``forward(model, example) -> output``.
-        comparison: Outputs of the model that were collected before, instead.
-    """
+def rescaled_copy(model: nn.Module, rescaling: Rescaling, comparison: Comparison) -> nn.Module:
+    """A changed copy of the model, after checking that it puts out what it should."""
     try:
         with PROCESS.lock:
             changed = copy.deepcopy(model)
@@ -134,20 +112,8 @@ def rescaled_copy(
         ) from error
     changed.zero_grad(set_to_none=True)
     rescaling.apply(changed)
-    (comparison or Comparison(model, example, forward)).check(changed, rescaling)
+    comparison.check(changed, rescaling)
     return changed
-
-
-def check_choices(kind: str, low: float, high: float, factors: Any = None) -> None:
-    """Refuse kinds, bounds and factors that cannot be meant."""
-    kind_named(kind)
-    numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in (low, high))
-    if not numbers or not 0 < low <= high:
-        raise OptionError(f"Expected 0 < low ≤ high but got low={low!r} and high={high!r}.")
-    if factors is not None and not isinstance(factors, Mapping):
-        raise OptionError(
-            f"Expected factors by layer, such as {{'fc1': 5.0}}, but got {type(factors).__name__}."
-        )
 
 
 def vertical_directions(
@@ -187,8 +153,8 @@ def vertical_directions(
         raise OptionError(
             f"Expected kind to be one of {listed(scalings)} but got {kind!r}.{nearest(kind, scalings)}"
         )
-    exponents = _exponents(found, scalings[kind].choices(found))
-    return [_direction(model, found, one) for one in exponents]
+    chosen = _exponents(found, scalings[kind].choices(found))
+    return [_direction(model, found, exponents) for exponents in chosen]
 
 
 def _direction(model: nn.Module, found: Symmetries, exponents: Tensor) -> dict[str, Tensor]:
@@ -196,26 +162,26 @@ def _direction(model: nn.Module, found: Symmetries, exponents: Tensor) -> dict[s
     parameters = dict(model.named_parameters())
     rates = {name: torch.zeros(value.shape) for name, value in parameters.items()}
     for action in found.actions:
-        if action.use.name not in rates:
-            continue
-        rate, index = rates[action.use.name], action.use.index
-        for classes, power in ((action.up, action.use.power), (action.down, -1)):
-            if classes is not None and index is None:
-                rate += power * exponents[classes]
-            elif classes is not None and index is not None:
-                rate.view(-1)[index.long()] += (power * exponents[classes]).expand(index.shape)
+        for classes, power in ((action.up, action.power), (action.down, -1)):
+            if classes is None or action.name not in rates:
+                continue
+            rate, moved = rates[action.name], power * exponents[classes]
+            if action.index is None:
+                rate += moved
+            else:
+                rate.view(-1)[action.index.long()] += moved.expand(action.index.shape)
     return {name: rates[name].to(value) * value.detach() for name, value in parameters.items()}
 
 
-def _exponents(found: Symmetries, of: Tensor) -> Tensor:
-    """The power of every factor that may be chosen in that of every class: (factors, classes + 1).
+def _exponents(found: Symmetries, of: Tensor) -> list[Tensor]:
+    """The power of every factor that may be chosen in that of every class.
 
-    Classes with inverse factors (keys to queries) go with one choice, 1 and −1. The last column is that of
+    Classes with inverse factors (keys to queries) go with one choice, 1 and −1. The last entry is that of
     class −1, which is fixed.
     """
-    inverse = torch.tensor(found.inverse or [FIXED] * found.classes, dtype=torch.int64)
+    inverse = torch.tensor(found.inverse, dtype=torch.int64)
     # Rescaling what runs into a batch norm moves its running statistics too, which are no parameters.
-    elsewhere = {int(number) for _, numbers in found.corrections for number in numbers.unique()} - {FIXED}
+    elsewhere = {int(number) for correction in found.corrections for number in correction.labels.unique()}
     rows: list[Tensor] = []
     for number in sorted(set(of.tolist()) - {FIXED}):
         row = torch.zeros(found.classes + 1)
@@ -225,4 +191,4 @@ def _exponents(found: Symmetries, of: Tensor) -> Tensor:
         moved = set(row.nonzero().flatten().tolist())
         if not moved & elsewhere and not any(torch.equal(row, -other) for other in rows):
             rows.append(row)
-    return torch.stack(rows) if rows else torch.zeros(0, found.classes + 1)
+    return rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 # How Python asks a tensor for a number; `t.float()` and `t.int()` are other operators.
 _NUMBERS = frozenset("__float__ __int__ __bool__ __index__ __complex__ __long__".split())  # noqa: SIM905
@@ -35,30 +35,23 @@ _SPELLINGS = {
 _SYNONYMS = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 
 
-@dataclass(frozen=True)
-class Ref:
-    """Stands for a tensor inside recorded arguments: the number of a `Value`."""
-
-    index: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor of the forward pass.
+    """A tensor of the forward pass. Recorded arguments and results have it in the tensor's place.
 
     Attributes:
         kind: "input", "parameter", "constant" (buffers too) or "computed" from the others.
         shape: Its shape.
-        name: Name of the parameter or buffer.
-        tensor: Its entries, for constants and for whatever is not floating-point.
         dtype: Its dtype.
+        name: Name of the parameter or buffer; empty for others.
+        tensor: Its entries, for constants and for whatever is not floating-point.
     """
 
     kind: str
     shape: tuple[int, ...]
-    name: str | None = None
+    dtype: torch.dtype
+    name: str = ""
     tensor: Tensor | None = None
-    dtype: torch.dtype = torch.float32
 
     @property
     def floating(self) -> bool:
@@ -78,9 +71,9 @@ class Call:
         name: The operator, however it was spelled: "add" for ``a + b``, ``a.add_(b)`` and ``torch.add(a,
             b)``.
         function: What was called.
-        args: Its arguments, tensors replaced by `Ref`.
+        args: Its arguments, with a `Value` for every tensor.
         kwargs: Its keyword arguments, likewise.
-        output: What it returned, likewise.
+        outputs: All tensors it returned or wrote into.
         module: Name of the innermost module it ran in.
         in_place: The value it overwrote, if any.
         enclosed: Whether it belongs to a module that was recorded as one operator.
@@ -90,9 +83,9 @@ class Call:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any
+    outputs: list[Value]
     module: str
-    in_place: Ref | None = None
+    in_place: Value | None = None
     enclosed: bool = False
 
     def __str__(self) -> str:
@@ -111,41 +104,36 @@ class Call:
         """
         required, _, optional = (part.split() for part in names.partition("|"))
         given = dict(zip([*required, *optional], self.args, strict=False)) | self.kwargs
-        if len(given) != len(self.args) + len(self.kwargs) or not set(required) <= set(given):
-            raise UnknownFormError(self.name)
-        if not set(given) <= {*required, *optional}:
-            raise UnknownFormError(self.name)
+        known = set(required) <= set(given) <= {*required, *optional}
+        if not known or len(given) != len(self.args) + len(self.kwargs):
+            raise UnknownFormError
         return given
 
-    def first(self) -> Ref:
+    def first(self) -> Value:
         """The first argument, which is a tensor.
 
         Raises:
             UnknownFormError: When it is none.
         """
         first = self.args[0] if self.args else self.kwargs.get("input")
-        if not isinstance(first, Ref):
-            raise UnknownFormError(self.name)
+        if not isinstance(first, Value):
+            raise UnknownFormError
         return first
 
-    def operand(self) -> Ref:
+    def operand(self) -> Value:
         """The one tensor that an operator with further arguments that are no tensors works on.
 
         Raises:
             UnknownFormError: When there are more tensors, or the first argument is none.
         """
         first = self.first()
-        if self.refs() != [first]:
-            raise UnknownFormError(self.name)
+        if self.operands() != [first]:
+            raise UnknownFormError
         return first
 
-    def refs(self) -> list[Ref]:
+    def operands(self) -> list[Value]:
         """All tensors among the arguments."""
-        return references((self.args, self.kwargs))
-
-    def outputs(self) -> list[Ref]:
-        """All tensors it returned."""
-        return references(self.output)
+        return values_in((self.args, self.kwargs))
 
 
 def canonical_name(function: Any) -> str:
@@ -172,6 +160,6 @@ def canonical_name(function: Any) -> str:
     return _SYNONYMS.get(name, name)
 
 
-def references(tree: Any) -> list[Ref]:
-    """All references in nested arguments, in order."""
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Ref)]
+def values_in(tree: Any) -> list[Value]:
+    """All values in nested arguments, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Value)]

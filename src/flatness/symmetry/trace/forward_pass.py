@@ -7,8 +7,11 @@ like the example, and for all others where their way through the network does no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,8 +20,9 @@ from torch import Tensor, nn
 from flatness.errors import FlatnessError, ModelError, NondeterministicError
 from flatness.problem import batches
 from flatness.problem.batches import describe
-from flatness.symmetry.trace.calls import Call, Ref, Value
-from flatness.symmetry.trace.recorder import Location, Recorder, Unrecorded, located
+from flatness.problem.own_loss import logits_of
+from flatness.symmetry.trace.calls import Call, Value
+from flatness.symmetry.trace.recorder import Recorder, Unrecorded, located
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -44,36 +48,64 @@ class Trace:
 
     values: list[Value]
     calls: list[Call]
-    output: Ref
+    output: Value
     model: str
     shapes: dict[str, tuple[int, ...]]
+
+    @cached_property
+    def used(self) -> frozenset[Value]:
+        """All values that calls take."""
+        return frozenset(value for call in self.calls for value in call.operands())
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether every parameter is used."""
+        return all(value in self.used for value in self.values if value.kind == "parameter")
 
 
 def default_forward(model: nn.Module, example: Any) -> Any:
     """The model on a tensor, on a tuple of arguments or on a dict of keyword arguments."""
     if isinstance(example, Mapping):
-        return _logits(model(**example))
-    if isinstance(example, (tuple, list)):
-        return _logits(model(*example))
-    return _logits(model(example))
+        return logits_of(model(**example))
+    return logits_of(model(*example) if isinstance(example, (tuple, list)) else model(example))
 
 
-def run(model: nn.Module, example: Any, forward: Forward) -> Tensor:
-    """The model's output on the example, without recording; an error says where it came from."""
-    with torch.no_grad(), located(model) as location:
+def run(model: nn.Module, example: Any, forward: Forward, recorder: Recorder | None = None) -> Tensor:
+    """The model's output on the example, which it may write into; an error says where it came from."""
+    with torch.no_grad(), located(model, recorder) as location, ExitStack() as recording:
+        if recorder is not None:
+            recorder.location = location
+            recording.enter_context(recorder)
+            recording.enter_context(Unrecorded(recorder))
         try:
-            # a model may write into its inputs
-            return _one_tensor(forward(model, batches.copied(example)))
+            return _one_tensor(forward(model, example))
         except FlatnessError:
             raise
         except Exception as error:
-            raise ModelError(
-                f"Expected an example that the model can run on but {location.describe(model)} stopped at "
-                f"{describe(example)} with "
-                f"{type(error).__name__}: {_first_line(error)}. Pass inputs as the model takes them, one row "
-                "per sample: a tensor, "
-                "a tuple of arguments or a dict of keyword arguments."
-            ) from error
+            raise _stopped(location.describe(model), example, recorder, error) from error
+
+
+def _stopped(where: str, example: Any, recorder: Recorder | None, error: Exception) -> ModelError:
+    """What to raise where a model stops with an error, by itself or while it is recorded."""
+    what = f"{type(error).__name__}: {first_line(error)}"
+    if recorder is None:
+        return ModelError(
+            f"Expected an example that the model can run on but {where} stopped at {describe(example)} with "
+            f"{what}. Pass inputs as the model takes them, one row per sample: a tensor, a tuple of "
+            "arguments or a dict of keyword arguments."
+        )
+    after = f" after {recorder.calls[-1]}" if recorder.calls else ""
+    return ModelError(
+        f"Expected a forward pass whose calls into torch can be recorded but {where}{after} stopped with "
+        f"{what}. The model runs when nothing is recorded: replace that part by plain torch operations, or "
+        "check the part of the model before it."
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in short."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else "no message"
 
 
 def trace(model: nn.Module, example: Any, forward: Forward) -> Trace:
@@ -83,43 +115,27 @@ def trace(model: nn.Module, example: Any, forward: Forward) -> Trace:
         ModelError: When the model cannot run on the example, or where its computation cannot be followed.
         NondeterministicError: When two runs differ.
     """
-    expected = run(model, example, forward)
+    expected = run(model, batches.copied(example), forward)
     _check_values(expected, example)
     example = batches.copied(example)
     recorder = Recorder(model, example)
-    with torch.no_grad(), located(model, recorder) as location:
-        recorder.location = location
-        output = _recorded(model, example, forward, recorder, location)
-    _check_same(expected, output)
-    ref = recorder.known(output)
-    if ref is None or recorder.values[ref.index].kind == "constant":
+    output = run(model, example, forward, recorder)
+    change = difference(expected, output)
+    if not change <= 1e-4:
+        raise NondeterministicError(
+            "Expected the same output for the same example but two runs in evaluation mode differ by "
+            f"{change:.3g} of its size. Look for F.dropout(x) without training=self.training, for noise, or "
+            "for random sampling inside forward."
+        )
+    known = recorder.known(output)
+    if known is None or known.kind == "constant":
         raise ModelError(
             f"Expected a forward pass made of torch operations but the output of {type(model).__name__} was "
-            "computed where they cannot "
-            "be followed (TorchScript, numpy, another library). Pass the eager torch model, or wrap only the "
-            "torch part of it."
+            "computed where they cannot be followed (TorchScript, numpy, another library). Pass the eager "
+            "torch model, or wrap only the torch part of it."
         )
     shapes = {name: tuple(value.shape) for name, value in [*model.named_parameters(), *model.named_buffers()]}
-    return Trace(recorder.values, recorder.calls, ref, type(model).__name__, shapes)
-
-
-def _recorded(
-    model: nn.Module, example: Any, forward: Forward, recorder: Recorder, location: Location
-) -> Tensor:
-    try:
-        with recorder, Unrecorded(recorder):
-            return _one_tensor(forward(model, example))
-    except FlatnessError:
-        raise
-    except Exception as error:
-        after = f" after {recorder.calls[-1]}" if recorder.calls else ""
-        raise ModelError(
-            "Expected a forward pass whose calls into torch can be recorded but "
-            f"{location.describe(model)}{after} stopped with "
-            f"{type(error).__name__}: {_first_line(error)}. The model runs when nothing is recorded: replace "
-            "that part by plain torch "
-            "operations, or check the part of the model before it."
-        ) from error
+    return Trace(recorder.values, recorder.calls, known, type(model).__name__, shapes)
 
 
 def _one_tensor(output: Any) -> Tensor:
@@ -127,16 +143,8 @@ def _one_tensor(output: Any) -> Tensor:
         return output
     raise ModelError(
         f"Expected the model to return one tensor but got {describe(output)}. Say which part is the output, "
-        "for example "
-        "forward=lambda model, x: model(x)[0]."
+        "for example forward=lambda model, x: model(x)[0]."
     )
-
-
-def _logits(output: Any) -> Any:
-    """The logits of an output that names them, as `flatness.measure` takes them."""
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    return getattr(output, "logits", output)
 
 
 def _check_values(output: Tensor, example: Any) -> None:
@@ -153,31 +161,14 @@ def _check_values(output: Tensor, example: Any) -> None:
         )
 
 
-def _check_same(expected: Tensor, output: Tensor) -> None:
-    if expected.shape != output.shape:
-        change = float("inf")
-    else:
-        change = difference(expected, output)
-        if change <= 1e-4:
-            return
-    raise NondeterministicError(
-        "Expected the same output for the same example but two runs in evaluation mode differ by "
-        f"{change:.3g} of its size. Look for "
-        "F.dropout(x) without training=self.training, for noise, or for random sampling inside forward."
-    )
-
-
 def difference(expected: Tensor, output: Tensor) -> float:
-    """max|a − b| / max|a|, the size of a change in units of the output."""
+    """max|a − b| / max|a|, the size of a change in units of the output; infinite between shapes."""
+    if expected.shape != output.shape:
+        return math.inf
     if expected.numel() == 0:
         return 0.0
     expected, output = expected.double(), output.double()
     return float((expected - output).abs().max() / expected.abs().max().clamp(min=1e-300))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else "no message"
 
 
 def way_through(trace: Trace) -> str | None:
@@ -187,41 +178,33 @@ def way_through(trace: Trace) -> str | None:
     possible. Where they come from whole numbers and masks alone, as lengths and paddings do, the example
     shows all of the network as long as it uses every parameter.
     """
-    data = _inputs(trace)
+    data = {value: value.floating for value in trace.values if value.kind == "input"}
     for call in trace.calls:
-        given = [data[ref.index] for ref in call.refs() if ref.index in data]
-        if any(given) and _is_read(trace, call):
+        given = [data[value] for value in call.operands() if value in data]
+        if given and _is_read(call) and (any(given) or not trace.complete):
             return f"Python code reads the data ({call}), so that other data may take another way"
-        for ref in call.outputs() if given else ():
-            data[ref.index] = any(given) or trace.values[ref.index].floating
+        data |= _made_of(given, call.outputs)
     return None
 
 
-def _inputs(trace: Trace) -> dict[int, bool]:
-    """The inputs, and whether numbers read off them may decide a branch that the example does not show."""
-    used = {trace.values[ref.index].name for call in trace.calls for ref in call.refs()}
-    partial = any(value.kind == "parameter" and value.name not in used for value in trace.values)
-    inputs = {index: value for index, value in enumerate(trace.values) if value.kind == "input"}
-    return {index: value.floating or partial for index, value in inputs.items()}
+def _made_of(given: list[bool], outputs: list[Value]) -> dict[Value, bool]:
+    """What is made of data, and whether of floating-point data: such numbers may decide any branch."""
+    return {value: any(given) or value.floating for value in outputs} if given else {}
 
 
-def _is_read(trace: Trace, call: Call) -> bool:
+def _is_read(call: Call) -> bool:
     """Whether a call shows Python code something about values."""
     if call.enclosed:
         return False
-    if not call.outputs() or call.name in _SHAPED_BY_DATA:
+    if not call.outputs or call.name in _SHAPED_BY_DATA:
         return True
+    operands = call.operands()
+    if call.name == "getitem":
+        return any(_is_mask(value) for value in operands[1:])
     if call.name == "where":
-        return len(call.refs()) == 1
-    if call.name in ("getitem", "setitem"):
-        return call.name == "getitem" and any(_is_mask(trace, ref) for ref in call.refs()[1:])
-    return call.name in ("repeat_interleave", "tensor_split") and len(call.refs()) > 1
+        return len(operands) == 1
+    return call.name in ("repeat_interleave", "tensor_split") and len(operands) > 1
 
 
-def _is_mask(trace: Trace, ref: Ref) -> bool:
-    value = trace.values[ref.index]
-    return (
-        value.kind != "constant"
-        and value.tensor is not None
-        and str(value.dtype) in ("torch.bool", "torch.uint8")
-    )
+def _is_mask(value: Value) -> bool:
+    return value.kind != "constant" and value.dtype in (torch.bool, torch.uint8)

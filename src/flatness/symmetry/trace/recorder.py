@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from flatness.symmetry.trace.calls import Call, Ref, Value, canonical_name, references
+from flatness.symmetry.trace.calls import Call, Value, canonical_name, values_in
 
 # Questions about a tensor that its values do not enter.
 _QUERIES = frozenset(
@@ -77,22 +77,20 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.location = Location()
         self._recording = False
-        # Tensors are kept, so that no two of them can have the same id or the same memory.
         self._model = model
-        self._kept: list[Tensor] = []
-        self._known: dict[int, Ref] = {}
-        self._memory: dict[int, list[tuple[Ref, int]]] = {}
+        self._known: dict[int, Value] = {}
+        # What lies where. The tensors are kept, so that no two can have the same id or the same memory.
+        self._memory: dict[int, list[tuple[Tensor, Value]]] = {}
         self._names = {id(buffer): name for name, buffer in model.named_buffers()}
         for name, parameter in model.named_parameters():
             self._add(parameter, "parameter", name)
         for name, buffer in model.named_buffers():
             self._add(buffer, "constant", name)
-        for leaf in tree_flatten(example)[0]:
-            if isinstance(leaf, Tensor):
-                self._add(leaf, "input")
+        for leaf in _tensors(example):
+            self._add(leaf, "input")
 
-    def known(self, tensor: Tensor) -> Ref | None:
-        """The reference of a tensor that took part, else None."""
+    def known(self, tensor: Tensor) -> Value | None:
+        """What stands for a tensor that took part, else None."""
         return self._known.get(id(tensor))
 
     def adopt(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -104,10 +102,8 @@ class Recorder(TorchFunctionMode):
             followed = [tensor for tensor in _tensors(inputs) if self._follows(self.known(tensor))]
             if lost and followed:
                 self._enclose(self.location.names.get(module))
-                operands = (*followed, *module.parameters())
-                self._record(
-                    type(module).__name__, module, tree_map(self._reference, (operands, {})), output, []
-                )
+                operands = self._standing_for((*followed, *module.parameters()))
+                self._record(type(module).__name__, module, (operands, {}), output, [])
 
     def _enclose(self, name: str | None) -> None:
         """What a module did to get at values belongs to the one operator that it is recorded as."""
@@ -127,11 +123,10 @@ class Recorder(TorchFunctionMode):
             return self._called(name, func, args, kwargs)
 
     def _called(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        operands = tree_map(self._without_slices, args)
-        arguments = tree_map(self._reference, (operands, kwargs))
+        arguments = self._standing_for((tree_map_only(slice, self._without_tensors, args), kwargs))
         before = [(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))]
         # Where nothing that is followed shows in the arguments, it may still be inside, as in those of vmap.
-        with self._busy(any(self._follows(ref) for ref in references(arguments))):
+        with self._busy(any(self._follows(value) for value in values_in(arguments))):
             output = func(*args, **kwargs)
         # Views of one memory count together: the first of them is what was written to.
         written = {
@@ -148,12 +143,11 @@ class Recorder(TorchFunctionMode):
             return
         with self._busy(), torch._C.DisableTorchFunction():
             tensors = _tensors(operands)
-            if any(self._in_followed_memory(tensor) for tensor in tensors):
-                refs = tuple(self._reference(tensor) for tensor in tensors)
+            if any(self._sharers(tensor) for tensor in tensors):
                 written = [tensor for tensor in _tensors(output) if any(tensor is one for one in tensors)]
                 inner = self.location.stack[-1] if self.location.stack else None
                 name = type(inner).__name__ if isinstance(inner, torch.jit.ScriptModule) else name
-                self._record(name, None, (refs, {}), output, written)
+                self._record(name, None, (self._standing_for(tuple(tensors)), {}), output, written)
 
     @contextmanager
     def _busy(self, busy: bool = True) -> Iterator[None]:
@@ -164,73 +158,73 @@ class Recorder(TorchFunctionMode):
         finally:
             self._recording = before
 
-    def _without_slices(self, leaf: Any) -> Any:
+    def _without_tensors(self, bounds: slice) -> slice:
         """A slice with tensors in it as one with numbers: Python reads them."""
-        if not isinstance(leaf, slice):
-            return leaf
-        bounds = [leaf.start, leaf.stop, leaf.step]
-        for place, bound in enumerate(bounds):
+        numbers = [bounds.start, bounds.stop, bounds.step]
+        for place, bound in enumerate(numbers):
             if isinstance(bound, Tensor):
-                self._record("index()", Tensor.__index__, ((self._reference(bound),), {}), None, [])
-                bounds[place] = int(bound)
-        return slice(*bounds)
+                self._record("index()", Tensor.__index__, ((self._value(bound),), {}), None, [])
+                numbers[place] = int(bound)
+        return slice(*numbers)
 
-    def _record(self, name: str, func: Any, arguments: Any, output: Any, written: list[Tensor]) -> None:
-        refs = references(arguments)
-        overwritten = next((ref for tensor in written if (ref := self.known(tensor)) in refs), None)
+    def _record(
+        self, name: str, func: Any, arguments: tuple[Any, Any], output: Any, written: list[Tensor]
+    ) -> None:
+        operands = values_in(arguments)
+        overwritten = next((value for tensor in written if (value := self.known(tensor)) in operands), None)
         for tensor in written:
             self._forget_sharers(tensor)
-        if not any(self._follows(ref) for ref in refs):
+        if not any(self._follows(value) for value in operands):
             return
-        returned = [id(tensor) for tensor in _tensors(output)]
-        beside = [tensor for tensor in written if id(tensor) not in returned]
-        made = output if not beside else beside[0] if not returned and len(beside) == 1 else (output, beside)
-        outputs = tree_map(
-            lambda leaf: self._add(leaf, "computed") if isinstance(leaf, Tensor) else leaf, made
-        )
+        returned = _tensors(output)
+        beside = [tensor for tensor in written if all(tensor is not one for one in returned)]
+        outputs = [self._add(tensor, "computed") for tensor in (*returned, *beside)]
         args, kwargs = arguments
         self.calls.append(Call(name, func, args, kwargs, outputs, self.location.module, overwritten))
 
-    def _reference(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        ref = self.known(leaf)
-        if ref is not None:
-            return ref
-        if self._in_followed_memory(leaf):
-            sharers = [sharer for sharer, _ in self._memory[_address(leaf)]]
-            # A tensor nobody returned, in the memory of one that was written to: a base or a view of it.
-            ref = self._add(leaf, "computed")
-            self.calls.append(
-                Call("shared memory", torch.clone, tuple(sharers), {}, ref, self.location.module)
-            )
-            return ref
-        return self._add(leaf, "constant", self._names.get(id(leaf)))
+    def _standing_for(self, tree: Any) -> Any:
+        """The same structure with a value for every tensor."""
+        return tree_map_only(Tensor, self._value, tree)
 
-    def _in_followed_memory(self, tensor: Tensor) -> bool:
+    def _value(self, tensor: Tensor) -> Value:
+        known = self.known(tensor)
+        if known is not None:
+            return known
+        sharers = self._sharers(tensor)
+        if not sharers:
+            return self._add(tensor, "constant", self._names.get(id(tensor), ""))
+        # A tensor nobody returned, in the memory of one that was written to: a base or a view of it.
+        value = self._add(tensor, "computed")
+        self.calls.append(Call("shared memory", torch.clone, sharers, {}, [value], self.location.module))
+        return value
+
+    def _sharers(self, tensor: Tensor) -> tuple[Value, ...]:
+        """The values in a tensor's memory, if any of them is followed."""
+        values = tuple(value for _, value in self._there(tensor))
+        return values if any(self._follows(value) for value in values) else ()
+
+    def _there(self, tensor: Tensor) -> list[tuple[Tensor, Value]]:
+        """What lies in a tensor's memory, as far as it has one."""
         address = _address(tensor)
-        return address != 0 and any(self._follows(ref) for ref, _ in self._memory.get(address, []))
+        return self._memory.get(address, []) if address else []
 
     def _forget_sharers(self, written: Tensor) -> None:
         """Whatever lies in memory that was written to is looked at anew when it is used next."""
-        address = _address(written)
-        for ref, identity in self._memory.get(address, []) if address else []:
-            if self.values[ref.index].kind != "parameter" and self._known.get(identity) == ref:
-                del self._known[identity]
+        for tensor, value in self._there(written):
+            if value.kind != "parameter" and self.known(tensor) is value:
+                del self._known[id(tensor)]
 
-    def _follows(self, ref: Ref | None) -> bool:
-        return ref is not None and self.values[ref.index].kind != "constant"
+    def _follows(self, value: Value | None) -> bool:
+        return value is not None and value.kind != "constant"
 
-    def _add(self, tensor: Tensor, kind: str, name: str | None = None) -> Ref:
-        ref = Ref(len(self.values))
-        entries = (
-            tensor.detach().cpu().clone() if kind == "constant" or not tensor.is_floating_point() else None
-        )
-        self.values.append(Value(kind, tuple(tensor.shape), name, entries, tensor.dtype))
-        self._kept.append(tensor)
-        self._known[id(tensor)] = ref
-        self._memory.setdefault(_address(tensor), []).append((ref, id(tensor)))
-        return ref
+    def _add(self, tensor: Tensor, kind: str, name: str = "") -> Value:
+        constant = kind == "constant" or not tensor.is_floating_point()
+        entries = tensor.detach().cpu().clone() if constant else None
+        value = Value(kind, tuple(tensor.shape), tensor.dtype, name, entries)
+        self.values.append(value)
+        self._known[id(tensor)] = value
+        self._memory.setdefault(_address(tensor), []).append((tensor, value))
+        return value
 
 
 class Unrecorded(TorchDispatchMode):
@@ -249,7 +243,7 @@ class Unrecorded(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _version(tensor: Tensor) -> int:

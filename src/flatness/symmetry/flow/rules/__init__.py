@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from types import FunctionType
+
 from flatness.symmetry.flow.flow import Rule
 from flatness.symmetry.flow.rules import contractions, elementwise, layouts, norms
 
+# Every public function of these files is a rule.
 RULES: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (
-        *(elementwise.copies, elementwise.homogeneous, elementwise.pointwise, elementwise.softmax),
-        *(elementwise.clamp, elementwise.power, elementwise.prelu, elementwise.sign, elementwise.add),
-        *(elementwise.compare, elementwise.where, elementwise.multiply, elementwise.divide),
-        *(layouts.layout, layouts.pick, layouts.filling, layouts.pad, layouts.set_item, layouts.creation),
-        *(layouts.reduction, layouts.along, layouts.pooling),
-        *(contractions.linear, contractions.matmul, contractions.conv, contractions.conv_transpose),
-        *(contractions.embedding, contractions.scaled_attention),
-        *(norms.batch_norm, norms.feature_norm, norms.group_norm, norms.instance_norm),
-    )
+    name: rule
+    for module in (contractions, elementwise, layouts, norms)
+    for name, rule in vars(module).items()
+    if isinstance(rule, FunctionType) and rule.__module__ == module.__name__ and not name.startswith("_")
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.symmetry.flow.flow import Flow
+from flatness.symmetry.flow.flow import Flow, is_constant
 from flatness.symmetry.flow.uses import ParameterView, Use
 from flatness.symmetry.trace.calls import Call
 
@@ -21,7 +21,7 @@ def linear(flow: Flow, call: Call) -> Any:
     if len(W.shape) != 2:
         return None
     rows = _weighted(flow, W, flow.per_channel(x, -1))
-    _bias(flow, given.get("bias"), rows)
+    flow.join(given.get("bias"), rows, "bias")
     return rows.expand(flow.shape(call))
 
 
@@ -31,7 +31,7 @@ def matmul(flow: Flow, call: Call) -> Any:
         given = call.bound("input mat1 mat2 | beta alpha")
         labels, bias = _matmul(flow, call, given["mat1"], given["mat2"]), flow.entry(given["input"])
         if isinstance(labels, Tensor) and isinstance(bias, ParameterView) and len(bias.shape) == 1:
-            _bias(flow, given["input"], flow.per_channel(labels, -1))
+            flow.join(given["input"], flow.per_channel(labels, -1), "bias")
             return labels
         return _add_bias(flow, labels, given["input"])
     given = call.bound("input mat2" if call.name in ("mm", "bmm") else "input other")
@@ -39,31 +39,22 @@ def matmul(flow: Flow, call: Call) -> Any:
 
 
 def _matmul(flow: Flow, call: Call, first: Any, second: Any) -> Any:
-    a, b = flow.entry(first), flow.entry(second)
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _product(flow, call, a, b)
-    if isinstance(b, ParameterView) and isinstance(a, Tensor) and len(b.shape) == 2:
-        return _weighted(flow, b, flow.per_channel(a, -1), transposed=True).expand(flow.shape(call))
-    if isinstance(a, ParameterView) and isinstance(b, Tensor) and len(a.shape) == 2 and b.dim() > 1:
-        return _weighted(flow, a, flow.per_channel(b, -2)).reshape(-1, 1).expand(flow.shape(call))
+    match flow.entry(first), flow.entry(second):
+        case Tensor() as a, Tensor() as b:
+            return _product(flow, call, a, b)
+        case Tensor() as x, ParameterView(shape=(_, _)) as W:
+            return _weighted(flow, W, flow.per_channel(x, -1), transposed=True).expand(flow.shape(call))
+        case ParameterView(shape=(_, _)) as W, Tensor() as x if x.dim() > 1:
+            return _weighted(flow, W, flow.per_channel(x, -2)).reshape(-1, 1).expand(flow.shape(call))
     return None
 
 
 def conv(flow: Flow, call: Call) -> Any:
-    """A convolution with groups: weight (O, C/G, …)."""
-    return _convolved(flow, call, call.bound("input weight | bias stride padding dilation groups"))
-
-
-def conv_transpose(flow: Flow, call: Call) -> Any:
-    """A transposed convolution with groups: weight (C, O/G, …)."""
-    given = call.bound("input weight | bias stride padding output_padding groups dilation")
-    return _convolved(flow, call, given, transposed=True)
-
-
-def _convolved(flow: Flow, call: Call, given: dict[str, Any], *, transposed: bool = False) -> Any:
-    W, groups = flow.entry(given["weight"]), given.get("groups", 1)
-    if not isinstance(W, ParameterView):
-        return None
+    """A convolution with groups: weight (O, C/G, …), or (C, O/G, …) of a transposed one."""
+    transposed = call.name.startswith("conv_transpose")
+    last = "output_padding groups dilation" if transposed else "dilation groups"
+    given = call.bound(f"input weight | bias stride padding {last}")
+    W, groups = flow.parameter(given["weight"]), given.get("groups", 1)
     taps = [1] * (len(W.shape) - 2)
     x = flow.labels(given["input"])
     columns = flow.per_channel(x, x.dim() - len(taps) - 1)
@@ -73,21 +64,22 @@ def _convolved(flow: Flow, call: Call, given: dict[str, Any], *, transposed: boo
         flow.uses.append(Use(W.name, W.index, up=rows.reshape(-1, 1, *taps), rows=rows, up_part="filters"))
     else:
         rows = _weighted(flow, W, columns, groups=groups, transposed=transposed)
-    _bias(flow, given.get("bias"), rows)
+    flow.join(given.get("bias"), rows, "bias")
     return rows.reshape(-1, *taps).expand(flow.shape(call))
+
+
+conv_transpose = conv
 
 
 def embedding(flow: Flow, call: Call) -> Any:
     """Every column of the table is a unit, whichever rows the example looks up."""
     given = call.bound("input weight | padding_idx max_norm norm_type scale_grad_by_freq sparse")
-    table = flow.entry(given["weight"])
-    if not isinstance(table, ParameterView) or given.get("max_norm") is not None:
+    table = flow.parameter(given["weight"])
+    if given.get("max_norm") is not None:
         return None
     flow.decided(given["input"], f"it decides what {call} picks")
     rows = flow.classes.fresh(table.shape[1])
-    flow.uses.append(
-        Use(table.name, table.index, up=rows.reshape(1, -1), rows=rows, up_part="columns of the table")
-    )
+    flow.uses.append(Use(table.name, table.index, up=rows, rows=rows, up_part="columns of the table"))
     return rows.expand(flow.shape(call))
 
 
@@ -98,7 +90,7 @@ def scaled_attention(flow: Flow, call: Call) -> Any:
     key, values = (_for_every_head(part, query) for part in (key, values))
     compared = ("query", "key", "attn_mask") if flow.permuting else ("attn_mask",)
     for name in compared:
-        if given.get(name) is not None and not flow.is_constant(given[name]):
+        if given.get(name) is not None and not is_constant(given[name]):
             flow.classes.pin(flow.labels(given[name]), f"{call} is not positively homogeneous in its {name}")
     if not flow.permuting:
         flow.classes.invert(flow.classes.unite_along(query, [-2]), flow.classes.unite_along(key, [-2]))
@@ -160,13 +152,3 @@ def _weighted(
 
 def _add_bias(flow: Flow, labels: Any, bias: Any) -> Any:
     return labels if labels is None or bias is None else flow.classes.unite(labels, flow.labels(bias))
-
-
-def _bias(flow: Flow, bias: Any, rows: Tensor) -> None:
-    if bias is None:
-        return
-    entry = flow.entry(bias)
-    if isinstance(entry, ParameterView):
-        flow.uses.append(Use(entry.name, entry.index, up=rows, rows=rows, up_part="bias"))
-    else:
-        flow.classes.unite(rows, entry)

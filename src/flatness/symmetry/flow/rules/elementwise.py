@@ -8,10 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.symmetry.flow.flow import Flow
+from flatness.symmetry.flow.flow import Flow, is_constant
 from flatness.symmetry.flow.labels import ANY, compact
 from flatness.symmetry.flow.uses import ParameterView, Use
 from flatness.symmetry.trace.calls import Call
+
+# Arguments of the operators that clamp; those of others are the ones of `clamp`.
+_CLAMPS = {
+    "clamp_min": "input min",
+    "clamp_max": "input max",
+    "threshold": "input threshold value | inplace",
+}
 
 
 def copies(flow: Flow, call: Call) -> Any:
@@ -35,44 +42,36 @@ def softmax(flow: Flow, call: Call) -> Any:
     """Pointwise, but for a sum over a dimension: channels side by side there have to stay together."""
     labels = pointwise(flow, call)
     dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
-    if flow.permuting and isinstance(dim, int):
-        flow.keep_company(labels, [dim], alone=True)
-    return labels if not flow.permuting or isinstance(dim, int) else None
+    if not flow.permuting:
+        return labels
+    if not isinstance(dim, int):
+        return None
+    flow.keep_company(labels, [dim], alone=True)
+    return labels
 
 
 def clamp(flow: Flow, call: Call) -> Any:
     """Clamping at 0 is a ReLU; at another bound it is not homogeneous."""
-    names = {
-        "clamp_min": "input min",
-        "clamp_max": "input max",
-        "threshold": "input threshold value | inplace",
-    }.get(call.name, "input | min max")
-    given = call.bound(names)
-    bounds = [
-        value
-        for key, value in given.items()
-        if key in ("min", "max", "threshold", "value") and value is not None
-    ]
-    zeros = all(isinstance(bound, (int, float)) and (bound == 0 or math.isinf(bound)) for bound in bounds)
-    return flow.labels(call.operand()) if zeros else pointwise(flow, call)
+    given = call.bound(_CLAMPS.get(call.name, "input | min max"))
+    bounds = [given.get(name) for name in ("min", "max", "threshold", "value")]
+    zeros = all(
+        bound is None or (isinstance(bound, (int, float)) and (bound == 0 or math.isinf(bound)))
+        for bound in bounds
+    )
+    return homogeneous(flow, call) if zeros else pointwise(flow, call)
 
 
 def power(flow: Flow, call: Call) -> Any:
     """x¹ is x."""
     exponent = call.bound("input exponent")["exponent"]
-    return (
-        homogeneous(flow, call)
-        if isinstance(exponent, (int, float)) and exponent == 1
-        else pointwise(flow, call)
-    )
+    one = isinstance(exponent, (int, float)) and exponent == 1
+    return homogeneous(flow, call) if one else pointwise(flow, call)
 
 
 def prelu(flow: Flow, call: Call) -> Any:
     """The slopes have no scale; permuted, they go along with their channels."""
     given = call.bound("input weight")
-    labels, slopes = flow.labels(given["input"]), flow.entry(given["weight"])
-    if not isinstance(slopes, ParameterView):
-        return None
+    labels, slopes = flow.labels(given["input"]), flow.parameter(given["weight"])
     if not flow.permuting or math.prod(slopes.shape) == 1:
         flow.uses.append(Use(slopes.name, slopes.index, up_part="slopes"))
         return labels
@@ -101,20 +100,12 @@ def compare(flow: Flow, call: Call) -> Any:
 
 def where(flow: Flow, call: Call) -> Any:
     """Either operand may end up in the output."""
-    if call.name == "masked_fill":
-        condition, first, second = "mask", "input", "value"
-        given = call.bound("input mask value")
-    else:
-        condition, first, second = "condition", "input", "other"
-        given = call.bound(
-            "input condition other" if call.function is Tensor.where else "condition input other"
-        )
-    chosen = flow.classes.unite(flow.labels(given[first]), flow.labels(given[second])).expand(
-        flow.shape(call)
-    )
-    if flow.permuting:
-        return _told_apart(flow, chosen, flow.labels(given[condition]))
-    return chosen
+    condition, other = ("mask", "value") if call.name == "masked_fill" else ("condition", "other")
+    condition_first = call.name == "where" and call.function is not Tensor.where
+    given = call.bound(f"{condition} input {other}" if condition_first else f"input {condition} {other}")
+    chosen = flow.classes.unite(flow.labels(given["input"]), flow.labels(given[other]))
+    chosen = chosen.expand(flow.shape(call))
+    return _told_apart(flow, chosen, flow.labels(given[condition])) if flow.permuting else chosen
 
 
 def _told_apart(flow: Flow, labels: Tensor, other: Tensor) -> Tensor:
@@ -130,18 +121,16 @@ def multiply(flow: Flow, call: Call) -> Any:
     """A product with something fixed keeps the other's labels; a parameter may give it any scale."""
     given = call.bound("input other")
     first, second = given["input"], given["other"]
-    if flow.is_constant(first):
+    if is_constant(first):
         first, second = second, first
-    one, other = flow.entry(first), flow.entry(second)
-    if isinstance(one, ParameterView) and isinstance(other, ParameterView):
-        return None
-    if isinstance(one, ParameterView) and isinstance(other, Tensor):
-        if flow.is_constant(second):
-            return _masked_parameter(flow, call, one, other)
-        return _scaled_by_parameter(flow, call, other, one)
-    if isinstance(one, Tensor) and isinstance(other, ParameterView):
-        return _scaled_by_parameter(flow, call, one, other)
-    return _product(flow, call, flow.labels(first), flow.labels(second), flow.is_constant(second))
+    match flow.entry(first), flow.entry(second):
+        case Tensor() as one, Tensor() as other:
+            return _product(flow, call, one, other, is_constant(second))
+        case ParameterView() as view, Tensor() as constant if is_constant(second):
+            return _masked_parameter(flow, call, view, constant)
+        case (ParameterView() as view, Tensor() as labels) | (Tensor() as labels, ParameterView() as view):
+            return _scaled_by_parameter(flow, call, labels, view)
+    return None
 
 
 def divide(flow: Flow, call: Call) -> Any:
@@ -155,7 +144,7 @@ def divide(flow: Flow, call: Call) -> Any:
         return None
     if flow.permuting:
         return _told_apart(flow, above.expand(flow.shape(call)), below)
-    if not flow.is_constant(denominator):
+    if not is_constant(denominator):
         flow.classes.pin(below, f"{call} divides by it")
     return above.expand(flow.shape(call))
 
@@ -183,11 +172,10 @@ def _masked_parameter(flow: Flow, call: Call, view: ParameterView, constant: Ten
 
 def _scaled_by_parameter(flow: Flow, call: Call, labels: Tensor, view: ParameterView) -> Any:
     """γ∘x: where each entry of γ meets one class of x, the product may have any scale: γ makes up for it."""
-    shape, size = flow.shape(call), math.prod(flow.trace.shapes[view.name])
+    shape, size = flow.shape(call), flow.size(view)
     index, inner_labels = compact(view.entries().expand(shape), labels.expand(shape))
-    pairs = torch.stack(
-        [index.flatten(), flow.classes.roots(inner_labels, free_only=False).flatten().double()]
-    )
+    roots = flow.classes.roots(inner_labels, free_only=False).double()
+    pairs = torch.stack([index.flatten(), roots.flatten()])
     one_each = torch.unique(pairs, dim=1).shape[1] == len(torch.unique(index))
     if size == 1 or not one_each:
         if flow.permuting and size > 1:
@@ -198,7 +186,7 @@ def _scaled_by_parameter(flow: Flow, call: Call, labels: Tensor, view: Parameter
     inner = torch.full((size,), ANY, dtype=torch.float64)
     inner[index.long().flatten()] = inner_labels.flatten()
     outer = flow.settled(inner) if flow.permuting else flow.classes.fresh(size)
-    place = torch.arange(size).reshape(view.shape) if view.index is None else view.index.long()
+    place = view.entries().long()
     down, columns = (None, None) if flow.permuting else (inner[place], inner)
     flow.uses.append(Use(view.name, view.index, outer[place], down, "scale", "scale", outer, columns))
     return outer[index.long()].expand(shape)

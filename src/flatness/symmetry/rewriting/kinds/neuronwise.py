@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Set
-from typing import Any, Self
+from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness.symmetry.flow.groups import Symmetries
-from flatness.symmetry.rewriting.base import (
-    FIXED,
-    ChannelScaling,
-    Invariance,
-    contradiction,
-    named_layers,
-    positive,
-    with_fixed,
-)
+from flatness.symmetry.flow.uses import Use
+from flatness.symmetry.rewriting.base import FIXED, ChannelScaling, Invariance, positive
 
 OWN_FEATURES = "neuronwise except own features"
 
@@ -41,31 +33,12 @@ class Neuronwise(ChannelScaling):
         return torch.arange(found.classes)
 
     @classmethod
-    def scaled(cls, found: Symmetries, scales: Tensor) -> Self:
-        """With the factor of every output unit of every layer as the factors that a user could give."""
-        extended = with_fixed(scales)
-        factors = {
-            name: extended[action.rows] for name, action in found.layers.items() if action.rows is not None
-        }
-        return cls(factors, found, scales)
-
-    @classmethod
-    def given(cls, found: Symmetries, factors: Mapping[str, Any]) -> Self:
-        """From factors of the output units of some layers."""
-        scales = torch.full((found.classes,), math.nan, dtype=torch.float64)
-        for name, action in named_layers(found, factors).items():
-            assert action.rows is not None
-            classes = action.rows.flatten().tolist()
-            values = positive(name, factors[name], len(classes)).expand(len(classes)).tolist()
-            for unit, (number, value) in enumerate(zip(classes, values, strict=True)):
-                known = 1.0 if number == FIXED else float(scales[number])
-                if math.isnan(known):
-                    scales[number] = value
-                    if found.inverse[number] != FIXED:
-                        scales[found.inverse[number]] = 1 / value
-                elif abs(value - known) > 1e-9 * known:
-                    raise contradiction(found, name, value, known, unit)
-        return cls.scaled(found, scales.nan_to_num(1.0))
+    def ties(cls, name: str, action: Use, factors: Any) -> list[tuple[int, int, float]]:
+        """Each output unit has the factor that is given for it."""
+        assert action.rows is not None
+        units = action.rows.flatten().tolist()
+        values = positive(name, factors, len(units)).expand(len(units)).tolist()
+        return [(unit, FIXED, value) for unit, value in zip(units, values, strict=True)]
 
     def leaves(self, declared: Set[str], layer: str | None) -> bool:
         """With the exception of own features, layers whose own features have no free scale keep their value.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -12,11 +13,9 @@ from torch import Tensor, nn
 
 from flatness.errors import ModelError, OptionError, listed, nearest
 from flatness.network.operators import OPERATORS, Operator
-from flatness.symmetry.flow.flow import Flow
 from flatness.symmetry.flow.groups import Symmetries, find_groups
-from flatness.symmetry.flow.rules import RULES
 from flatness.symmetry.rewriting.base import Draw, Invariance, Scaling
-from flatness.symmetry.trace.calls import Call, Ref, UnknownFormError
+from flatness.symmetry.trace.calls import Call, UnknownFormError, Value
 from flatness.symmetry.trace.forward_pass import Trace
 
 # Operators that a shift of all entries passes unchanged: by their rule, and besides.
@@ -33,8 +32,15 @@ _BIASED = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class Output(Scaling):
-    """All logits are multiplied by one number, and another is added to them."""
+    """All logits are multiplied by one number, and another is added to them.
+
+    Attributes:
+        shift: The number that is added.
+    """
+
+    shift: float = 0.0
 
     kind = "output"
     invariances = (Invariance("output", "S", "the logits are scaled and shifted"),)
@@ -42,7 +48,7 @@ class Output(Scaling):
     @classmethod
     def acts_on(cls, found: Symmetries) -> Symmetries:
         """The symmetries with one free factor for all outputs."""
-        freed = find_groups(Flow(found.trace, RULES, free_output=True))
+        freed = find_groups(found.trace, free_output=True)
         if freed.output < 0:
             why = listed(freed.reasons, 3) or "no parameter acts on them alone"
             raise ModelError(
@@ -84,23 +90,18 @@ class Output(Scaling):
         scales[found.output] = scale
         if found.inverse[found.output] >= 0:
             scales[found.inverse[found.output]] = 1 / scale
-        return cls({"scale": scale, "shift": shift}, found, scales)
-
-    def inverse(self) -> dict[str, Any]:
-        """Scale and shift that undo it."""
-        scale, shift = self.factors["scale"], self.factors["shift"]
-        return {"scale": 1 / scale, "shift": -shift / scale}
+        return cls(found, scales, shift)
 
     def apply(self, model: nn.Module) -> None:
         """Scale the last layer and shift its biases, in place."""
         super().apply(model)
-        for name in _final_biases(self.symmetries.trace) if self.factors["shift"] else []:
+        for name in _final_biases(self.symmetries.trace) if self.shift else []:
             with torch.no_grad():
-                model.get_parameter(name).add_(self.factors["shift"])
+                model.get_parameter(name).add_(self.shift)
 
     def expected(self, output: Tensor) -> Tensor:
         """Scaled and shifted logits."""
-        return self.factors["scale"] * output + self.factors["shift"]
+        return float(self.scales[self.symmetries.output]) * output + self.shift
 
     def reaches(self, layer: str | None) -> bool:
         """Every layer's curvature sees the scale of the logits."""
@@ -109,35 +110,31 @@ class Output(Scaling):
 
 def _final_biases(trace: Trace) -> list[str]:
     """Names of the biases that, all shifted by one number, shift every output by it; empty without such."""
-    made = {ref.index: call for call in trace.calls for ref in call.outputs()}
-    taken = Counter(index for call in trace.calls for index in {ref.index for ref in call.refs()})
-    waiting, names = [trace.output], []
+    made, waiting, names = _made_for_one(trace), [trace.output], []
     while waiting:
-        ref = waiting.pop()
-        if ref != trace.output and taken[ref.index] > 1:
-            return []  # shifted, it would also change what else it goes into
-        call = made.get(ref.index)
-        if call is not None and _passes(call):
-            waiting += [ref for ref in call.refs() if trace.values[ref.index].floating]
-            continue
-        name = _bias_name(trace, call)
-        if name is None or name in names:
+        call = made.get(waiting.pop())
+        if call is None:
             return []
-        names.append(name)
-    return names
+        if call.name in _MEANS or OPERATORS.get(call.name, Operator()).flow in _PASSING:
+            waiting += [operand for operand in call.operands() if operand.floating]
+        else:
+            names.append(_bias_name(call))
+    return names if len({*names} - {""}) == len(names) else []
 
 
-def _passes(call: Call) -> bool:
-    return call.name in _MEANS or OPERATORS.get(call.name, Operator()).flow in _PASSING
+def _made_for_one(trace: Trace) -> dict[Value, Call]:
+    """What made the output, and each value that one call takes: shifted, it would change nothing else."""
+    taken = Counter(value for call in trace.calls for value in set(call.operands()))
+    made = {value: call for call in trace.calls for value in call.outputs}
+    return {value: call for value, call in made.items() if value is trace.output or taken[value] == 1}
 
 
-def _bias_name(trace: Trace, call: Call | None) -> str | None:
-    """The name of the parameter that a call adds as a bias, if it does."""
-    if call is None or call.name not in _BIASED:
-        return None
+def _bias_name(call: Call) -> str:
+    """The name of the parameter that a call adds as a bias; empty without one."""
+    if call.name not in _BIASED:
+        return ""
     try:
         bias = call.bound(_BIASED[call.name]).get("bias")
     except UnknownFormError:
-        return None
-    value = trace.values[bias.index] if isinstance(bias, Ref) else None
-    return value.name if value is not None and value.kind == "parameter" else None
+        return ""
+    return bias.name if isinstance(bias, Value) and bias.kind == "parameter" else ""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import ModelError, OptionError, listed
-from flatness.symmetry.flow.channels import Action
 from flatness.symmetry.flow.groups import Symmetries
+from flatness.symmetry.flow.uses import Use
 from flatness.symmetry.rewriting.base import Draw, Rescaling, named_layers, numbers_in
 
 # Odd, so that products modulo 2^64 lose nothing.
@@ -42,7 +42,7 @@ class Permutation(Rescaling):
         for members in exchangeable(found):
             places = torch.tensor(members)
             goes[places] = places[torch.randperm(len(members), generator=generator)]
-        return cls._of(found, goes)
+        return cls(found, goes)
 
     @classmethod
     def given(cls, found: Symmetries, factors: Mapping[str, Any]) -> Self:
@@ -60,28 +60,7 @@ class Permutation(Rescaling):
                     )
                 if rows[former] >= 0:
                     goes[rows[former]] = rows[row]
-        return cls._of(found, goes)
-
-    @classmethod
-    def _of(cls, found: Symmetries, goes: Tensor) -> Self:
-        """With the permutation of every layer's rows as the factors: new row i is old row perm[i]."""
-        comes = torch.argsort(goes).tolist()
-        factors = {}
-        for name, action in found.layers.items():
-            assert action.rows is not None
-            classes = action.rows.tolist()
-            place = {number: row for row, number in enumerate(classes)}
-            factors[name] = torch.tensor(
-                [
-                    row if number < 0 or comes[number] == number else place[comes[number]]
-                    for row, number in enumerate(classes)
-                ]
-            )
-        return cls(factors, found, goes)
-
-    def inverse(self) -> dict[str, Any]:
-        """The inverse permutations."""
-        return {name: torch.argsort(order) for name, order in self.factors.items()}
+        return cls(found, goes)
 
     def changed(self) -> Tensor:
         """Whether each class goes elsewhere."""
@@ -94,7 +73,7 @@ class Permutation(Rescaling):
         for action in self.symmetries.actions:
             if action.up is not None or action.down is not None:
                 with torch.no_grad():
-                    _permute(tensors[action.use.name], action, goes)
+                    _permute(tensors[action.name], action, goes)
 
     def leaves(self, declared: Set[str], layer: str | None) -> bool:
         """No measure knows its units by their places."""
@@ -111,7 +90,7 @@ def exchangeable(symmetries: Symmetries) -> list[list[int]]:
     signature = torch.zeros(symmetries.classes, dtype=torch.int64)
     whole = torch.ones(symmetries.classes, dtype=torch.bool)
     for action in symmetries.actions:
-        output_units, input_units = action.use.units or (None, None)
+        output_units, input_units = action.units or (None, None)
         for own, met in ((action.up, input_units), (action.down, output_units)):
             if own is not None:
                 signature = _with_neighbours(signature, own, met)
@@ -121,9 +100,8 @@ def exchangeable(symmetries: Symmetries) -> list[list[int]]:
     for own, places in symmetries.companies:
         signature = _with_neighbours(signature, own, places)
     families: dict[int, list[int]] = {}
-    for number, one in enumerate(signature.tolist()):
-        if whole[number]:
-            families.setdefault(one, []).append(number)
+    for number in whole.nonzero().flatten().tolist():
+        families.setdefault(int(signature[number]), []).append(number)
     return [members for members in families.values() if len(members) > 1]
 
 
@@ -140,16 +118,16 @@ def _with_neighbours(signature: Tensor, own: Tensor, units: Tensor | None) -> Te
 
 def _order(name: str, value: Any, rows: int) -> list[int]:
     """A permutation as a user gave it."""
-    order = numbers_in(value)
-    if order is None or sorted(order.tolist()) != list(range(rows)):
-        got = repr(value) if order is None else listed(order.tolist(), 8)
-        raise OptionError(f"Expected a permutation of 0 … {rows - 1} for {name!r} but got {got}.")
-    return order.tolist()
+    wanted = f"a permutation of 0 … {rows - 1} for {name!r}"
+    order = numbers_in(value, wanted).tolist()
+    if sorted(order) != list(range(rows)):
+        raise OptionError(f"Expected {wanted} but got {listed(order, 8)}.")
+    return order
 
 
-def _permute(values: Tensor, action: Action, goes: Tensor) -> None:
+def _permute(values: Tensor, action: Use, goes: Tensor) -> None:
     """The k-th entry that goes to a pair of classes takes the place of the k-th that is there."""
-    index = action.use.index
+    index = action.index
     shape = values.shape if index is None else index.shape
     up, down = (_aligned(part, len(shape)) for part in (action.up, action.down))
     # Dimensions along which nothing is told apart, such as kernel positions, move as a whole.
