@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flatness.errors import OptionError
 from flatness.landscape.points import BATCH_NORM
@@ -74,17 +70,6 @@ def span_between(points: int) -> tuple[float, float]:
     return -beyond / inside, 1 + beyond / inside
 
 
-def as_tensors(directions: Any) -> Any:
-    """The same with NumPy's arrays as tensors."""
-    if isinstance(directions, np.ndarray):
-        return torch.from_numpy(directions)
-    if isinstance(directions, Mapping):
-        return {name: as_tensors(value) for name, value in directions.items()}
-    if isinstance(directions, (list, tuple)):
-        return [as_tensors(value) for value in directions]
-    return directions
-
-
 def check_batch_norm(batch_norm: Any) -> None:
     """Refuse what is no way to treat batch norm."""
     if batch_norm not in BATCH_NORM:
@@ -92,22 +77,3 @@ def check_batch_norm(batch_norm: Any) -> None:
             f"Expected batch_norm to be one of {', '.join(BATCH_NORM)} but got {batch_norm!r}. 'as_is' keeps "
             "the model's statistics at every point."
         )
-
-
-def digest(tensors: Any) -> str:
-    """What tells tensors apart from others: a hash of their numbers."""
-    found = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.update(value.detach().to("cpu", torch.float64).contiguous().numpy().tobytes())
-        elif isinstance(value, Mapping):
-            for name in sorted(value):
-                found.update(str(name).encode())
-                add(value[name])
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                add(part)
-
-    add(tensors)
-    return found.hexdigest()[:16]
