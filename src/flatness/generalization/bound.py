@@ -42,6 +42,7 @@ from flatness.generalization.representativeness import (
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 from flatness.report.report import Report
 from flatness.report.tables import format_value
 
@@ -106,16 +107,9 @@ def generalization_bound(
         >>> [term.kind for term in bound.terms]
         ['approximation', 'approximation', 'approximation', 'approximation', 'approximation', 'approximation']
     """
+    setting = setting_of(locals())
     _check_failure(failure)
     shape, given = kernel_of(kernel, sigma), given_delta(delta)
-    setting = {
-        "forward": forward,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-        "progress": progress,
-    }
     problem = Problem(model, data, loss, **setting)
     fitter_of(fitter, problem.loss, 1, penalty)
     with problem.guarded():

@@ -35,9 +35,9 @@ class Kernel(ABC):
     def second_moment(self, m: int) -> float:
         """τ₂ = ∫ ‖z‖² k₁(0, z) dz = E[(ρ/h)²] (petzka2021, Proposition 12)."""
 
-    @abstractmethod
     def squared_integral(self, m: int) -> float:
-        """β = ∫ k₁(0, z)² dz (petzka2021, Proposition 12); infinite where there is no density."""
+        """β = ∫ k₁(0, z)² dz (petzka2021, Proposition 12); infinite where there is no density, as here."""
+        return math.inf
 
     def __repr__(self) -> str:
         """The name."""
@@ -153,10 +153,6 @@ class FixedRadius(Kernel):
     def second_moment(self, m: int) -> float:
         """r²."""
         return self.radius**2
-
-    def squared_integral(self, m: int) -> float:
-        """Infinite."""
-        return math.inf
 
 
 KERNELS: dict[str, Kernel] = {

@@ -21,6 +21,7 @@ from flatness.losses import Loss
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 from flatness.report.report import Result
 from flatness.report.tables import format_value
 
@@ -114,9 +115,7 @@ def locally_constant_labels(
         seed: Seed of the moves.
         progress: Whether to show a bar on work of more than two seconds.
     """
-    problem = Problem(
-        model, data, loss, forward=forward, device=device, dtype=dtype, seed=seed, progress=progress
-    )
+    problem = Problem(model, data, loss, **setting_of(locals()))
     with problem.guarded(), torch.no_grad():
         with torch.enable_grad():
             chosen = choose_layer(problem, layer)

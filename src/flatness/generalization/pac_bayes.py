@@ -12,6 +12,7 @@ from flatness.files import NUMBER, TEXT
 from flatness.generalization.storage import Saved
 from flatness.measuring.measure import measure
 from flatness.problem.forward import Forward
+from flatness.problem.setting import setting_of
 from flatness.report.notebook import terms_html
 from flatness.report.tables import Column, format_table, format_value
 
@@ -151,6 +152,7 @@ def pac_bayes_bound(
         >>> bound.vacuous
         True
     """
+    setting = setting_of(locals())
     options = {
         "sigma": sigma,
         "delta": delta,
@@ -165,12 +167,7 @@ def pac_bayes_bound(
         loss,
         measures="pac_bayes_bound",
         options={"pac_bayes_bound": options},
-        forward=forward,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
+        **setting,
     )
     told = dict(report.result("pac_bayes_bound").terms or {})
     return PacBayesBound(

@@ -19,6 +19,7 @@ from flatness.measuring.examine.examination import examine
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 from flatness.report.report import Result
 from flatness.report.tables import format_value
 
@@ -139,17 +140,7 @@ def representativeness(
         >>> abs(found.value + found.robustness - found.gap) < 1e-12
         True
     """
-    problem = Problem(
-        model,
-        data,
-        loss,
-        forward=forward,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
-    )
+    problem = Problem(model, data, loss, **setting_of(locals()))
     fitter_of(fitter, problem.loss, 1, penalty)
     with problem.guarded():
         if layer == INPUT and layer not in dict(problem.model.named_modules()):

@@ -24,6 +24,7 @@ from flatness.generalization.worst import first_order_bound, worst_matrices
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 from flatness.report.report import Result
 
 _ROUTES = ("weights", "features", "noise")
@@ -95,37 +96,24 @@ def feature_robustness(
         >>> abs(robustness.ratio - 1) < 0.1  # Theorem 5
         True
     """
-    _check_route(through)
-    asked = _Asked(_steps(delta, steps), matrices, distribution, sigma, through, seed, iterations)
-    setting = {
-        "forward": forward,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-        "progress": progress,
-    }
+    setting = setting_of(locals())
+    if through not in _ROUTES:
+        raise OptionError(
+            f"Expected through to be one of {', '.join(_ROUTES)} but got {through!r}. Leave it out to "
+            "perturb the weights."
+        )
+    alphas = _steps(delta, steps)
     problem = Problem(model, data, loss, **setting)
     with problem.guarded():
         chosen = choose_layer(problem, layer)
-        number = isinstance(matrices, int) and not isinstance(matrices, bool)
-        kinds = _random_run if number else _given_run
-        run = (_worst_run if distribution == "worst" else kinds)(chosen, asked)
-    flat = _flatness(run, asked.alphas, chosen, (model, data, loss), setting) if compare else None
-    return _finished(run, asked.alphas, problem, chosen, flat)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Which perturbations: the arguments of `feature_robustness` that say so, `alphas` the steps up to δ."""
-
-    alphas: list[float]
-    matrices: int | Tensor
-    distribution: str | Kernel
-    sigma: float | None
-    through: str
-    seed: int
-    iterations: int
+        if distribution == "worst":
+            run = _worst_run(chosen, alphas, matrices, iterations, seed)
+        elif isinstance(matrices, int) and not isinstance(matrices, bool):
+            run = _random_run(chosen, alphas, matrices, kernel_of(distribution, sigma), through, seed)
+        else:
+            run = _given_run(chosen, alphas, matrices, through)
+    flat = _flatness(run, alphas, chosen, (model, data, loss), setting) if compare else None
+    return _finished(run, alphas, problem, chosen, flat)
 
 
 @dataclass
@@ -141,43 +129,44 @@ class _Run:
     bounds: dict[str, float] = field(default_factory=dict)
 
 
-def _random_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
+def _random_run(
+    chosen: ChosenLayer, alphas: list[float], count: int, kernel: Kernel, through: str, seed: int
+) -> _Run:
     """Random matrices with their negatives, or the noise they induce."""
-    if not isinstance(asked.matrices, int) or asked.matrices < 2:
+    if count < 2:
         raise OptionError(
-            f"Expected at least 2 random matrices, for a standard error, but got {asked.matrices}. For "
+            f"Expected at least 2 random matrices, for a standard error, but got {count}. For "
             f"example matrices={_PAIRS}."
         )
-    kernel = kernel_of(asked.distribution, asked.sigma)
-    generator = torch.Generator().manual_seed(asked.seed)
-    drawn = random_perturbations(chosen, kernel, asked.matrices, asked.alphas, asked.through, generator)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = random_perturbations(chosen, kernel, count, alphas, through, generator)
     changes = loss_changes(chosen.perturbed, drawn)
-    return _Run(repr(kernel), asked.through, changes, kernel.second_moment(chosen.features))
+    return _Run(repr(kernel), through, changes, kernel.second_moment(chosen.features))
 
 
-def _given_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
-    A = given_matrices(asked.matrices, chosen.layer)
-    changes = loss_changes(chosen.perturbed, given_perturbations(chosen, A, asked.alphas, asked.through))
-    run, largest = _Run("given", asked.through, changes), float(operator_norms(A).max())
+def _given_run(chosen: ChosenLayer, alphas: list[float], matrices: Any, through: str) -> _Run:
+    A = given_matrices(matrices, chosen.layer)
+    changes = loss_changes(chosen.perturbed, given_perturbations(chosen, A, alphas, through))
+    run, largest = _Run("given", through, changes), float(operator_norms(A).max())
     if largest > 1 + 1e-6:
         run.notes.append(f"the largest ‖A‖ is {largest:.4g}: the paper's δ is for ‖A‖ ≤ 1")
     return run
 
 
-def _worst_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
+def _worst_run(chosen: ChosenLayer, alphas: list[float], matrices: Any, iterations: int, seed: int) -> _Run:
     """The best of several ascents at every step; each also goes on from the worst of the step before."""
-    alphas, matrices, perturbed = asked.alphas, asked.matrices, chosen.perturbed
     if not isinstance(matrices, int):
         raise OptionError(
             "Expected matrices to be the number of random starts with distribution='worst' but got a tensor. "
             "For example matrices=4."
         )
+    perturbed = chosen.perturbed
     restarts = min(max(1, matrices), 4) if matrices == _PAIRS else max(1, matrices)
     found: list[LossChanges] = []
     A, before, ended = None, alphas[0], True
     for alpha in alphas:
         start = None if A is None else A[:1] * (before / alpha)  # the same perturbation, of norm ≤ 1
-        A, own_ended = worst_matrices(perturbed, alpha, restarts, asked.iterations, asked.seed, start)
+        A, own_ended = worst_matrices(perturbed, alpha, restarts, iterations, seed, start)
         found.append(loss_changes(perturbed, given_perturbations(chosen, A[:1], [alpha], "weights")))
         before, ended = alpha, ended and own_ended
     changes = replace(found[-1], values=torch.cat([one.values for one in found]))
@@ -265,11 +254,3 @@ def _steps(delta: float | Sequence[float], steps: int) -> list[float]:
             f"Expected steps to be a whole number of at least 1 but got {steps!r}. For example steps=4."
         )
     return [largest * step / steps for step in range(1, steps + 1)]
-
-
-def _check_route(through: str) -> None:
-    if through not in _ROUTES:
-        raise OptionError(
-            f"Expected through to be one of {', '.join(_ROUTES)} but got {through!r}. Leave it out to "
-            "perturb the weights."
-        )

@@ -33,6 +33,7 @@ from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 from flatness.version import __version__
 
 METRICS = ("euclidean", "layerwise", "nodewise")
@@ -101,6 +102,7 @@ def density(
         >>> len(density.grid("network"))
         2001
     """
+    setting = setting_of(locals())
     asked = {
         "metric": metric,
         "layers": layers,
@@ -116,15 +118,6 @@ def density(
                 f"{nearest(asked[name], known)}"
             )
     members = members_of(model)
-    setting = {
-        "forward": forward,
-        "weight_decay": weight_decay,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-        "progress": progress,
-    }
     problems = [Problem(member.model, data, loss, **setting) for member in members]
     return _Census(members, problems, asked, resume).run()
 

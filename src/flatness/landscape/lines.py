@@ -27,6 +27,7 @@ from flatness.landscape.walk import Walk
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 
 
 @separately()
@@ -102,6 +103,7 @@ def line(
         >>> line.loss.shape, line.mean("network").shape
         ((3, 11), (11,))
     """
+    setting = setting_of(locals())
     count, points = whole_number("count", count, 1, 5), points_of(points)
     asked = asked_for(directions, count, parameters, layers, seed)
     if between is not None:
@@ -114,15 +116,6 @@ def line(
         raise ModelError(
             f"Expected one network to start from with between= but got {len(members)}. Call it for each."
         )
-    setting = {
-        "forward": forward,
-        "weight_decay": weight_decay,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-        "progress": progress,
-    }
     walk = _Lines(
         problems=[Problem(member.model, data, loss, **setting) for member in members],
         asked=asked,

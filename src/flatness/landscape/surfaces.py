@@ -22,6 +22,7 @@ from flatness.problem.batches import describe
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 
 Ends = tuple[tuple[float, float], tuple[float, float]]
 """Both ends of x, and both of y."""
@@ -91,6 +92,7 @@ def surface(
         >>> surface.loss.shape
         (5, 7)
     """
+    setting = setting_of(locals())
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"Expected one network in the middle of the surface but got {type(model).__name__}. Pass the "
@@ -103,20 +105,8 @@ def surface(
     counts = points if isinstance(points, (tuple, list)) and len(points) == 2 else (points, points)
     across, up = (points_of(count) for count in counts)
     ends = None if span is None and trajectory is not None else _ends(1.0 if span is None else span)
-    problem = Problem(
-        model,
-        data,
-        loss,
-        forward=forward,
-        weight_decay=weight_decay,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
-    )
     walk = _Grid(
-        problems=[problem],
+        problems=[Problem(model, data, loss, **setting)],
         asked=asked,
         batch_norm=batch_norm,
         batch_size=batch_size,
