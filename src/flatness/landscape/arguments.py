@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from flatness.errors import OptionError
-from flatness.landscape.points import BATCH_NORM
 from flatness.landscape.storage import Array
 
 Span = float | tuple[float, float]
@@ -47,11 +46,6 @@ def whole_number(name: str, value: Any, least: int, example: int) -> int:
     return int(value)
 
 
-def points_of(points: Any) -> int:
-    """How many points an axis has."""
-    return whole_number("points", points, 2, 51)
-
-
 def positions_of(span: tuple[float, float], points: int) -> Array:
     """Evenly spaced positions; whole numbers among them, such as 0 and 1, are met exactly."""
     positions = np.linspace(span[0], span[1], points)
@@ -68,12 +62,3 @@ def span_between(points: int) -> tuple[float, float]:
     beyond = (points - 1) // 4
     inside = points - 1 - 2 * beyond
     return -beyond / inside, 1 + beyond / inside
-
-
-def check_batch_norm(batch_norm: Any) -> None:
-    """Refuse what is no way to treat batch norm."""
-    if batch_norm not in BATCH_NORM:
-        raise OptionError(
-            f"Expected batch_norm to be one of {', '.join(BATCH_NORM)} but got {batch_norm!r}. 'as_is' keeps "
-            "the model's statistics at every point."
-        )

@@ -24,8 +24,7 @@ from flatness.landscape.networks import (
     own_weights,
     unknown_layers,
 )
-from flatness.landscape.points import LOOPED, Points
-from flatness.landscape.resumption import identity_of, resumed
+from flatness.landscape.resumption import facts_of, identity_of, resumed
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
 from flatness.network.layers import find_layers
@@ -34,7 +33,6 @@ from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately
 from flatness.problem.setting import setting_of
-from flatness.version import __version__
 
 METRICS = ("euclidean", "layerwise", "nodewise")
 """D of D^½ H D^½: 1, ‖W_l‖² on every tensor (rangamani2019, Def. 3), or θ_i² (§6)."""
@@ -162,7 +160,7 @@ class _Census:
         risk, first = None, self.problems[0]
         if self.resume is not None:
             with first.guarded():
-                risk = Points(first, engine=LOOPED).loss
+                risk = ParameterSpace(first).risk()
         self.asked = identity_of(self.problems, risk, **self.asked)
         before = resumed(self.resume, Density, self.asked)
         if before is None:
@@ -196,12 +194,7 @@ class _Census:
             self.finished.append(name)
         finally:
             self.facts |= {word: self.asked[word] for word in ("metric", "steps", "curvature")}
-            self.facts |= {
-                "loss": problem.loss.name,
-                "samples": problem.samples,
-                "model": type(problem.model).__name__,
-                "flatness": __version__,
-            }
+            self.facts |= facts_of(problem)
             self.notes += problem.notes
 
     def _spectrum(self, label: str, operator: HessianOperator, root: Tensor) -> None:

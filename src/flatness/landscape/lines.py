@@ -12,9 +12,7 @@ from torch import Tensor
 from flatness.errors import ModelError, OptionError
 from flatness.landscape.arguments import (
     Span,
-    check_batch_norm,
     ends_of,
-    points_of,
     positions_of,
     span_between,
     whole_number,
@@ -104,13 +102,12 @@ def line(
         ((3, 11), (11,))
     """
     setting = setting_of(locals())
-    count, points = whole_number("count", count, 1, 5), points_of(points)
+    count, points = whole_number("count", count, 1, 5), whole_number("points", points, 2, 51)
     asked = asked_for(directions, count, parameters, layers, seed)
     if between is not None:
         asked = _to_another(asked, between)
     usual = 1.0 if between is None else span_between(points)
     positions = positions_of(ends_of(usual if span is None else span), points)
-    check_batch_norm(batch_norm)
     members = members_of(model)
     if between is not None and len(members) > 1:
         raise ModelError(

@@ -13,6 +13,7 @@ from flatness.files import check_folder
 from flatness.landscape.storage import Saved
 from flatness.measuring.rows.provenance import model_fingerprint
 from flatness.problem.problem import Problem
+from flatness.version import __version__
 
 RISK = "value_of_the_loss"
 """E at θ of the first network: functions, and modules without parameters, look the same when they are not."""
@@ -77,4 +78,16 @@ def identity_of(problems: list[Problem], risk: float | None, **settings: Any) ->
         "seed": first.seed,
         **settings,
         **({} if risk is None else {"data": f"{first.fingerprint or 0:x}", RISK: risk}),
+    }
+
+
+def facts_of(problem: Problem) -> dict[str, Any]:
+    """What captions and records say about what was evaluated."""
+    return {
+        "loss": problem.loss.name,
+        "model": type(problem.model).__name__,
+        "samples": problem.samples,
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "device": problem.device.type,
+        "flatness": __version__,
     }

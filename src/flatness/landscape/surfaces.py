@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import ModelError, OptionError
-from flatness.landscape.arguments import Span, check_batch_norm, ends_of, points_of, positions_of
+from flatness.landscape.arguments import Span, ends_of, positions_of, whole_number
 from flatness.landscape.directions import Asked, Chosen, asked_for, choose_directions
 from flatness.landscape.networks import by_name, difference, state_of
 from flatness.landscape.storage import Array
@@ -101,9 +101,8 @@ def surface(
     asked = asked_for(directions, 2, parameters, layers, seed)
     if trajectory is not None:
         asked = _to_checkpoints(asked, trajectory)
-    check_batch_norm(batch_norm)
     counts = points if isinstance(points, (tuple, list)) and len(points) == 2 else (points, points)
-    across, up = (points_of(count) for count in counts)
+    across, up = (whole_number("points", count, 2, 51) for count in counts)
     ends = None if span is None and trajectory is not None else _ends(1.0 if span is None else span)
     walk = _Grid(
         problems=[Problem(model, data, loss, **setting)],

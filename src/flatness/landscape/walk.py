@@ -17,12 +17,11 @@ from torch import Tensor
 
 from flatness.errors import OptionError
 from flatness.landscape.directions import Asked, Chosen
-from flatness.landscape.points import Points
-from flatness.landscape.resumption import identity_of, resumed
+from flatness.landscape.points import BATCH_NORM, Points
+from flatness.landscape.resumption import facts_of, identity_of, resumed
 from flatness.landscape.storage import Array, Saved
 from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
-from flatness.version import __version__
 
 _SAVE_EVERY = 5.0
 
@@ -61,6 +60,14 @@ class Walk(ABC):
     _notes: list[str] = field(default_factory=list)
     _saved: float = field(default_factory=time.monotonic)
     _bar: ProgressBar = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no way to treat batch norm."""
+        if self.batch_norm not in BATCH_NORM:
+            raise OptionError(
+                f"Expected batch_norm to be one of {', '.join(BATCH_NORM)} but got {self.batch_norm!r}. "
+                "'as_is' keeps the model's statistics at every point."
+            )
 
     @abstractmethod
     def rows_from(self, place: int, problem: Problem) -> tuple[Chosen, Tensor]:
@@ -156,16 +163,7 @@ class Walk(ABC):
     def _facts_of(self, points: Points) -> dict[str, Any]:
         """What captions say about the network that is evaluated."""
         problem = points.problem
-        facts: dict[str, Any] = {
-            "directions": self.asked.kind,
-            "loss": problem.loss.name,
-            "model": type(problem.model).__name__,
-            "samples": problem.samples,
-            "dtype": str(problem.dtype).removeprefix("torch."),
-            "device": problem.device.type,
-            "engine": points.engine,
-            "flatness": __version__,
-        }
+        facts = {"directions": self.asked.kind, "engine": points.engine, **facts_of(problem)}
         if points.has_batch_norm:
             # Between two networks buffers move too.
             along = self.asked.kind == "between" and self.batch_norm == "as_is"
