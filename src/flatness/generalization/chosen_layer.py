@@ -156,10 +156,11 @@ def collect_samples(problem: Problem, chosen: ChosenLayer | None) -> Samples:
         with inputs if chosen is None else chosen.perturbed.inputs() as seen:
             output, target = problem.outputs(batch)
         items = problem.laid_out(output, target)
-        losses.append(float(problem.loss.values(items).max()))
-        outputs.append(items.logits.shape[-1])
+        largest = float(problem.loss.values(items).max())
         features.append(seen[0].detach().double().cpu().reshape(batches.size_of(batch), -1))
         targets.append(_as_tensor(target))
+        losses.append(largest)
+        outputs.append(items.logits.shape[-1])
 
     with torch.no_grad():
         problem.stream(step, "features")

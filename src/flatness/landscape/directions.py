@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from flatness.curvature.operators.lanczos import TopEigenvalues, default_tolerance
 from flatness.curvature.parameters.hessian_operator import HessianOperator
@@ -106,18 +107,11 @@ def asked_for(
         )
     if isinstance(directions, str):
         return Asked(directions, count, parameters, layers, seed)
-    return Asked("given", count, parameters, layers, seed, _as_tensors(directions))
+    return Asked("given", count, parameters, layers, seed, tree_map(_as_tensor, directions))
 
 
-def _as_tensors(directions: Any) -> Any:
-    """The same with NumPy's arrays as tensors."""
-    if isinstance(directions, np.ndarray):
-        return torch.from_numpy(directions)
-    if isinstance(directions, Mapping):
-        return {name: _as_tensors(value) for name, value in directions.items()}
-    if isinstance(directions, (list, tuple)):
-        return [_as_tensors(value) for value in directions]
-    return directions
+def _as_tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def choose_directions(problem: Problem, asked: Asked, number: int) -> Chosen:

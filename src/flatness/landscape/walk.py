@@ -114,8 +114,8 @@ class Walk(ABC):
 
     def _begin(self, points: Points, coefficients: Tensor) -> None:
         """An empty table, or that of an earlier run."""
-        self.rows, count = coefficients.shape[:2]
-        shape = (len(self.problems) * self.rows, count)
+        rows, count = coefficients.shape[:2]
+        shape = (len(self.problems) * rows, count)
         self.values = {name: np.full(shape, np.nan) for name in ("loss", "accuracy")}
         self.values["done"] = np.zeros(shape, dtype=bool)
         self.facts["asked"] = identity_of(
@@ -133,6 +133,7 @@ class Walk(ABC):
             self.values = {name: getattr(before, name).reshape(shape) for name in self.values}
         self._bar = ProgressBar("landscape", math.prod(shape), points.problem.progress)
         self._bar.advance(int(self.values["done"].sum()))
+        self.rows = rows
 
     def _fill(self, row: int, points: Points, coefficients: Tensor) -> None:
         """Evaluate the points of a row that are missing."""
