@@ -29,11 +29,11 @@ from flatness.measuring.views import Outline, layer_views
 from flatness.problem.forward import DefaultForward, Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
-from flatness.problem.setting import setting_of
 from flatness.report.report import Report, Result, joined
 
-# Arguments of `measure` that say how.
+# Arguments of `measure` that say how, and those that a problem takes.
 _WORDS = ("layers", "method", "curvature", "precision", "max_passes")
+_SETTING = ("forward", "weight_decay", "batch_size", "device", "dtype", "seed", "progress")
 
 
 def measure(
@@ -185,7 +185,8 @@ def _posed(given: Mapping[str, Any], group: LossGroup) -> tuple[Problem, Measure
 
 
 def _problem(given: Mapping[str, Any], loss: Any) -> Problem:
-    return Problem(given["model"], given["data"], loss, **setting_of(given), ranks=given.get("ranks"))
+    setting = {name: given[name] for name in _SETTING}
+    return Problem(given["model"], given["data"], loss, **setting, ranks=given.get("ranks"))
 
 
 def _check_classes(loss: Any, group: LossGroup) -> None:
