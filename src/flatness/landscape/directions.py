@@ -227,23 +227,22 @@ def _normalised(
     for name in names:
         W = parameters[name].detach().double().flatten()
         V = torch.randn(len(W), generator=generator, dtype=torch.float64, device="cpu").to(W.device)
-        if kind == "layer":
-            parts = torch.arange(len(W), device=W.device)[None]
-        else:
-            parts = _filters(parameters[name], views.get(name))
-        wanted, drawn = W[parts].norm(dim=1), V[parts].norm(dim=1)
-        ratios = torch.where(drawn > 0, wanted / drawn.clamp(min=1e-300), 0.0)
-        V[parts] *= ratios[:, None]
+        order, count = (slice(None), 1) if kind == "layer" else _filters(parameters[name], views.get(name))
+        shape = count, len(W) // max(1, count)
+        own, drawn = W[order].view(shape), V[order].view(shape)
+        lengths = drawn.norm(dim=1)
+        ratios = torch.where(lengths > 0, own.norm(dim=1) / lengths.clamp(min=1e-300), 0.0)
+        V[order] = (drawn * ratios[:, None]).flatten()
         direction[name] = V.view(parameters[name].shape)
     return direction
 
 
-def _filters(parameter: nn.Parameter, layer: Layer | None) -> Tensor:
-    """Which entries, counted flat, each filter of a parameter has: (filters, entries)."""
+def _filters(parameter: nn.Parameter, layer: Layer | None) -> tuple[slice | Tensor, int]:
+    """The entries of a parameter, counted flat, filter after filter; and how many filters they are."""
     if isinstance(layer, (TransposedLinearLayer, TransposedConvolutionLayer)):
-        return entries_of(layer, parameter).flatten(0, 1)
-    places = torch.arange(parameter.numel(), device=parameter.device)
-    return places.view(*(parameter.shape or (1,)), 1).flatten(1)
+        places = entries_of(layer, parameter).flatten(0, 1)
+        return places.flatten(), len(places)
+    return slice(None), len(parameter) if parameter.dim() >= 2 else parameter.numel()
 
 
 def _eigenvectors(problem: Problem, names: Iterable[str], count: int) -> Chosen:
