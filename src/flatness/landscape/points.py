@@ -57,6 +57,7 @@ class Points:
         loss: E at θ, weight decay included.
         accuracy: The share of right predictions at θ; NaN where there are no classes.
         batch: Samples in the largest batch.
+        has_batch_norm: Whether the network has batch norm.
         engine: The engine in use.
         chunk: Points per pass over the data.
     """
@@ -75,6 +76,7 @@ class Points:
         check_example(problem, problem.example(2))
         self._space = ParameterSpace(problem)
         self._norms = [module for module in problem.model.modules() if isinstance(module, _BatchNorm)]
+        self.has_batch_norm = bool(self._norms)
         self._recompute = batch_norm == "recomputed" and self.has_batch_norm
         buffers = dict(problem.model.named_buffers())
         self._values = {
@@ -87,11 +89,6 @@ class Points:
         self._choose(engine, chunk, fixed_batch)
         self._normaliser, self.batch = 0.0, 0
         self.loss, self.accuracy = self._at_theta()
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether the network has batch norm."""
-        return bool(self._norms)
 
     def along(self, directions: Sequence[Direction]) -> Points:
         """The same points, with directions d_k to go along."""
