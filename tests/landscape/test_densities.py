@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import flatness
 from flatness.curvature.operators.lanczos import LanczosRuns
-from flatness.errors import LayerError, OptionError
+from flatness.errors import LayerError, OptionError, ReportError
 from flatness.landscape import Density, density
 from flatness.landscape.density_result import SpectralQuadrature
 from oracle import hessian, mean_risk
@@ -195,6 +195,20 @@ def test_parameters_that_are_zero_have_no_metric_and_are_left_out():
         model[0].bias.zero_()
     own = density(model, data, metric="layerwise", runs=1, steps=3, **QUIET).spectra["network"]
     assert own.dimension == sum(value.numel() for value in model.parameters()) - 7
+
+
+def test_a_density_without_one_of_its_arrays_is_refused(tmp_path):
+    model, data = network()
+    path = tmp_path / "density.npz"
+    density(model, data, runs=1, steps=2, **QUIET).save(path)
+    arrays = dict(np.load(path))
+    for missing in ("weights 0", "nodes 0"):
+        np.savez(path, **{name: own for name, own in arrays.items() if name != missing})
+        with pytest.raises(ReportError) as caught:
+            Density.load(path)
+        assert str(caught.value) == (
+            f"Expected a whole density but {path} is damaged: it has no '{missing}'. Compute it again."
+        )
 
 
 def test_a_density_is_saved_and_loaded_without_the_network(tmp_path):

@@ -8,6 +8,7 @@ tells where it does.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -141,30 +142,6 @@ class Expansion:
         return abs(self.measured - self.predicted) <= TOLERANCE * abs(self.predicted) + 2 * self.stderr
 
 
-def expansion_at(
-    predict: Predictor,
-    z: Tensor,
-    y: Tensor,
-    loss: Loss,
-    kernel: Kernel,
-    relative_flatness: float,
-    delta: float,
-    seed: int = 0,
-) -> Expansion:
-    """Measure E_F of ψ around the features z (n, m) with targets y at one δ, and predict it.
-
-    All samples take part, as they do in κ_Tr: few of them can carry most of it.
-    """
-    n, m = z.shape
-    draws = max(4, min(_DRAWS, _ROWS // n))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        base = sample_losses(loss, predict(z), y)
-        local, variance = local_losses(predict, z, y, loss, kernel, delta, draws, generator)
-    predicted = delta**2 * kernel.second_moment(m) * relative_flatness / (2 * m)
-    return Expansion(delta, float((local - base).mean()), math.sqrt(float(variance.sum())) / n, predicted)
-
-
 def expansions(
     predict: Predictor,
     z: Tensor,
@@ -175,22 +152,35 @@ def expansions(
     delta: float | str | None,
     seed: int = 0,
 ) -> list[Expansion]:
-    """The expansion at the δ that was asked for; the last one counts.
+    """The expansion of E_F of ψ around the features z (n, m) with targets y, at several δ; the last counts.
 
-    Without any, from the rule's downwards by halves to the first at which, and at half of which, it holds.
-    Where it holds at none, as it can be after kinks, the δ at which the ratio is nearest to 1 comes last.
-    Where there is nothing to compare, the δ that was asked for or the rule's, with NaN.
+    All samples take part, as they do in κ_Tr: few of them can carry most of it.
+
+    Without a δ that was asked for, from the rule's downwards by halves to the first at which, and at half of
+    which, it holds. Where it holds at none, as it can be after kinks, the δ at which the ratio is nearest to
+    1 comes last. Where there is nothing to compare, the δ that was asked for or the rule's, with NaN.
     """
-    rule = bandwidth(*z.shape)
-    asked = rule if delta == RULE else delta
-    if relative_flatness is None or not kernel.second_moment(z.shape[1]):
-        return [Expansion(rule if asked is None else float(asked), math.nan, 0.0, math.nan)]
+    n, m = z.shape
+    rule = bandwidth(n, m)
+    asked = rule if delta in (None, RULE) else float(delta)
+    if relative_flatness is None or not kernel.second_moment(m):
+        return [Expansion(asked, math.nan, 0.0, math.nan)]
+    coefficient = kernel.second_moment(m) * relative_flatness / (2 * m)
+    draws = max(4, min(_DRAWS, _ROWS // n))
 
     def at(step: float) -> Expansion:
-        return expansion_at(predict, z, y, loss, kernel, relative_flatness, step, seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            base = sample_losses(loss, predict(z), y)
+            local, variance = local_losses(predict, z, y, loss, kernel, step, draws, generator)
+        error = math.sqrt(float(variance.sum())) / n
+        return Expansion(step, float((local - base).mean()), error, step**2 * coefficient)
 
-    if asked is not None:
-        return [at(float(asked))]
+    return [at(asked)] if delta is not None else _halved(at, rule)
+
+
+def _halved(at: Callable[[float], Expansion], rule: float) -> list[Expansion]:
+    """From the rule's δ downwards by halves; the last one counts."""
     tried: list[Expansion] = []
     for halving in range(_HALVINGS + 1):
         tried.append(at(rule / 2**halving))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatness.errors import NotExactError, OptionError
 from flatness.generalization.assumptions import (
@@ -25,10 +24,11 @@ from flatness.generalization.bound_result import BoundTerm, GeneralizationBound
 from flatness.generalization.chosen_layer import (
     ChosenLayer,
     choose_layer,
-    collect_features,
+    collect_samples,
+    measured_flatness,
     require_all_through,
 )
-from flatness.generalization.fitting import Predictor, fitter_of
+from flatness.generalization.fitting import fitter_of
 from flatness.generalization.kernels import Kernel, bandwidth, kernel_of
 from flatness.generalization.locally_constant import LabelConstancy, label_constancy
 from flatness.generalization.rate_constants import rate_constants
@@ -39,16 +39,15 @@ from flatness.generalization.representativeness import (
     cross_validated,
     layer_notes,
 )
-from flatness.measuring.measure import measure
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 from flatness.report.report import Report
 from flatness.report.tables import format_value
 
 _LABEL_SAMPLES = 1000
 _CROSS = "cross-validated, eq. 3: the paper says it is then technically not a bound"
-_AT_ONCE = 20_000
 # A sum this share of the gap below the gap is worth a warning; less is within what refits differ by.
 _BELOW = 0.1
 
@@ -108,27 +107,31 @@ def generalization_bound(
         >>> [term.kind for term in bound.terms]
         ['approximation', 'approximation', 'approximation', 'approximation', 'approximation', 'approximation']
     """
+    setting = setting_of(locals())
     _check_failure(failure)
     shape, given = kernel_of(kernel, sigma), given_delta(delta)
-    setting = {
-        "forward": forward,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-        "progress": progress,
-    }
     problem = Problem(model, data, loss, **setting)
     fitter_of(fitter, problem.loss, 1, penalty)
     with problem.guarded():
-        seen = _look(problem, layer, folds)
-        chosen, z, y = seen.chosen, seen.z, seen.y
-        flat, notes = _flatness(model, data, loss, chosen, setting)
+        chosen = choose_layer(problem, layer)
+        require_all_through(chosen)
+        seen = collect_samples(problem, chosen)
+        z, y = seen.z, seen.y
+        check_folds(folds, len(z))
+        check_features(z)
+        names = ["relative_flatness", "maximal_relative_flatness"]
+        report = measured_flatness(names, chosen, (model, data, loss), setting)
+        flat = None if isinstance(report, NotExactError) else report
+        notes = [f"no flatness: {report}"] if flat is None else []
         kappa = flat.value("relative_flatness", layer=chosen.name) if flat else None
-        tried = expansions(_predictor(problem, chosen), z, y, problem.loss, shape, kappa, given, seed)
+        predict = chosen.perturbed.predictor()
+        tried = expansions(predict, z, y, problem.loss, shape, kappa, given, seed)
         step, rule = tried[-1].delta, bandwidth(*z.shape)
         minimum = at_minimum(chosen, kappa, step)
-        labels = _labels(problem, chosen, z, y, seed)
+        few = z[:_LABEL_SAMPLES], y[:_LABEL_SAMPLES]
+        with torch.no_grad():
+            # Definition 9 with the nearest sample's label in place of the unknown y(·).
+            labels = label_constancy(predict, *few, problem.loss, seed=seed, layer=chosen.name)
     refit = fitter_of(fitter, problem.loss, seen.outputs, penalty)
     represented = functools.partial(
         cross_validated, z, y, refit, problem.loss, kernel=shape, folds=folds, draws=draws, seed=seed
@@ -140,7 +143,7 @@ def generalization_bound(
         terms += _rule_terms(represented(delta=rule), flat, chosen, shape)
         notes.append(why_smaller(tried))
     share = None if kappa is None else kappa / (2 * chosen.features)
-    rate = () if share is None else rate_constants(z, shape, share, seen.largest, failure)
+    rate = () if share is None else rate_constants(z, shape, share, seen.largest_loss, failure)
     return GeneralizationBound(
         layer=chosen.name,
         samples=len(z),
@@ -163,54 +166,38 @@ def _check_failure(failure: Any) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What the layer's samples are: features, targets, number of outputs and largest loss."""
-
-    chosen: ChosenLayer
-    z: Tensor
-    y: Tensor
-    outputs: int
-    largest: float
-
-
-def _look(problem: Problem, layer: str, folds: int) -> _Seen:
-    chosen = choose_layer(problem, layer)
-    require_all_through(chosen)
-    z, y = collect_features(problem, chosen)
-    check_folds(folds, len(z))
-    check_features(z)
-    return _Seen(chosen, z, y, *_outputs_and_losses(problem))
-
-
 def _bound_terms(
     found: Representativeness, flat: Report | None, chosen: ChosenLayer, kernel: Kernel
 ) -> list[BoundTerm]:
     """All terms at the δ of a cross-validated representativeness; without flatness, the others are None."""
     delta, m, d = found.delta, chosen.features, chosen.outputs
-    terms = [BoundTerm("representativeness", found.value, found.stderr, "approximation", _CROSS)]
     kappa = flat.result("relative_flatness", layer=chosen.name) if flat else None
-    maximal = flat.value("maximal_relative_flatness", layer=chosen.name) if flat else None
-    factor = delta**2 / (2 * m)
-
-    def add(name: str, value: float | None, stderr: float, source: str) -> None:
-        terms.append(BoundTerm(name, value, stderr, "approximation", source))
-
-    def total(value: float | None) -> float | None:
-        return None if value is None else found.value + value
-
-    term = factor * kappa.value if kappa else None
-    error = factor * kappa.stderr if kappa else 0.0
-    add("flatness term", term, error, "δ²/(2m) κ_Tr, Theorem 5: up to O(δ³), at a minimum, labels held")
-    whole = math.hypot(found.stderr, error)
-    add("bound", total(term), whole, "representativeness + flatness term, §5")
-    tau2 = kernel.second_moment(m)
-    sharper = tau2 * term if term is not None else None
-    add("with the kernel's radius", total(sharper), whole, f"the same with E[r²] = {tau2:.3g} δ² for δ²")
-    uniform = delta**2 * d / 2 * maximal if maximal is not None else None
-    add("uniform flatness term", uniform, 0.0, "(δ²d/2) κ^φ, Theorem 14: over all ‖A‖ ≤ 1, up to O(δ³)")
-    add("uniform bound", total(uniform), found.stderr, "Theorem 15 (without its second Σ_s, a slip)")
-    return terms
+    maximal = flat.value("maximal_relative_flatness", layer=chosen.name) if flat else math.nan
+    factor, tau2 = delta**2 / (2 * m), kernel.second_moment(m)
+    term, error = (factor * kappa.value, factor * kappa.stderr) if kappa else (math.nan, 0.0)
+    uniform, whole = delta**2 * d / 2 * maximal, math.hypot(found.stderr, error)
+    rows = [
+        ("representativeness", found.value, found.stderr, _CROSS),
+        ("flatness term", term, error, "δ²/(2m) κ_Tr, Theorem 5: up to O(δ³), at a minimum, labels held"),
+        ("bound", found.value + term, whole, "representativeness + flatness term, §5"),
+        (
+            "with the kernel's radius",
+            found.value + tau2 * term,
+            whole,
+            f"the same with E[r²] = {tau2:.3g} δ² for δ²",
+        ),
+        ("uniform flatness term", uniform, 0.0, "(δ²d/2) κ^φ, Theorem 14: over all ‖A‖ ≤ 1, up to O(δ³)"),
+        (
+            "uniform bound",
+            found.value + uniform,
+            found.stderr,
+            "Theorem 15 (without its second Σ_s, a slip)",
+        ),
+    ]
+    return [
+        BoundTerm(name, None if math.isnan(value) else value, stderr, "approximation", source)
+        for name, value, stderr, source in rows
+    ]
 
 
 def _rule_terms(
@@ -238,56 +225,6 @@ def _below_the_gap(found: Representativeness, terms: list[BoundTerm], expansion:
         f"of the refitted ψ rises by {format_value(found.robustness)} under the perturbation and the "
         f"flatness term is {format_value(flat)}; {advice}"
     ]
-
-
-def _flatness(
-    model: nn.Module, data: Any, loss: Any, chosen: ChosenLayer, setting: dict[str, Any]
-) -> tuple[Report | None, list[str]]:
-    names = ["relative_flatness", "maximal_relative_flatness"]
-    try:
-        return measure(model, data, loss, measures=names, layers=[chosen.name], **setting), []
-    except NotExactError as error:
-        return None, [f"no flatness: {error}"]
-
-
-def _outputs_and_losses(problem: Problem) -> tuple[int, float]:
-    """Number of outputs, and the largest loss of a sample."""
-    largest = [0.0]
-    outputs: list[int] = []
-
-    def step(batch: Any) -> None:
-        items = problem.items(batch)
-        values = problem.loss.values(items)
-        largest[0] = max(largest[0], float(values.max()))
-        outputs.append(items.logits.shape[-1])
-
-    with torch.no_grad():
-        problem.stream(step, "largest loss")
-    return outputs[0], largest[0]
-
-
-def _labels(problem: Problem, chosen: ChosenLayer, z: Tensor, y: Tensor, seed: int) -> LabelConstancy:
-    """Definition 9 with the nearest sample's label in place of the unknown y(·)."""
-    with torch.no_grad():
-        return label_constancy(
-            _predictor(problem, chosen),
-            z[:_LABEL_SAMPLES],
-            y[:_LABEL_SAMPLES],
-            problem.loss,
-            seed=seed,
-            layer=chosen.name,
-        )
-
-
-def _predictor(problem: Problem, chosen: ChosenLayer) -> Predictor:
-    """ψ of the network itself, as a function of the layer's features; inside ``with problem.guarded():``."""
-    batch = problem.example(2)
-
-    def predict(features: Tensor) -> Tensor:
-        parts = features.to(problem.device, problem.dtype).split(_AT_ONCE)
-        return torch.cat([chosen.perturbed.outputs_of(batch, part).double().cpu() for part in parts])
-
-    return predict
 
 
 def _label_assumption(labels: LabelConstancy) -> Assumption:

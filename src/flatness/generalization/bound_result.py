@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from flatness.errors import OptionError
-from flatness.files import json_text, write_text
 from flatness.generalization.assumptions import Assumption
 from flatness.generalization.locally_constant import LabelConstancy
 from flatness.generalization.rate_constants import RateConstants
 from flatness.generalization.representativeness import Representativeness
+from flatness.generalization.storage import Written
 from flatness.report.tables import format_value
 
 
@@ -39,7 +38,7 @@ class BoundTerm:
 
 
 @dataclass(frozen=True)
-class GeneralizationBound:
+class GeneralizationBound(Written):
     """The bound of petzka2021 and its terms. Print it.
 
     Attributes:
@@ -54,6 +53,8 @@ class GeneralizationBound:
         labels: Definition 9 over δ.
         notes: What else to know.
     """
+
+    format = "flatness bound"
 
     layer: str
     samples: int
@@ -95,12 +96,3 @@ class GeneralizationBound:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def to_json(self) -> str:
-        """Everything, as JSON."""
-        content = {"format": "flatness bound", "version": 1, **asdict(self)}
-        return json_text(content)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file, at once or not at all."""
-        write_text(path, self.to_json())

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatness.errors import LayerError, listed
+from flatness.errors import LayerError, NotExactError, listed
 from flatness.generalization.perturbed_layer import PerturbedLayer
 from flatness.measuring.examine.examination import examine
 from flatness.measuring.examine.examined import Examined
+from flatness.measuring.measure import measure
 from flatness.network.graph import only_layout_between
 from flatness.network.layers import Layer, select_layers
 from flatness.problem import batches
 from flatness.problem.problem import Problem
+from flatness.report.report import Report
 
 
 @dataclass(frozen=True)
@@ -121,29 +125,46 @@ def require_all_through(chosen: ChosenLayer) -> None:
         )
 
 
-def collect_features(problem: Problem, chosen: ChosenLayer) -> tuple[Tensor, Tensor]:
-    """φ(x_i) and y_i of all samples: (n, m) in float64 and the targets, both on the CPU."""
-    require_vectors(chosen)
+@dataclass(frozen=True)
+class Samples:
+    """What a layer, or a predictor in its place, sees of the data.
+
+    Attributes:
+        z: φ(x_i) of all samples, (n, m) in float64 on the CPU.
+        y: Their targets, on the CPU.
+        outputs: Number of outputs of the network.
+        largest_loss: The largest loss of a sample.
+    """
+
+    z: Tensor
+    y: Tensor
+    outputs: int
+    largest_loss: float
+
+
+def collect_samples(problem: Problem, chosen: ChosenLayer | None) -> Samples:
+    """One pass over the data: the features of a layer, or the inputs themselves without one."""
+    if chosen is not None:
+        require_vectors(chosen)
     features: list[Tensor] = []
     targets: list[Tensor] = []
+    losses: list[float] = []
+    outputs: list[int] = []
 
     def step(batch: object) -> None:
-        seen: list[Tensor] = []
-        handle = chosen.layer.module.register_forward_pre_hook(
-            lambda module, args: seen.append(args[0].detach().double().cpu())
-        )
-        try:
+        inputs = nullcontext([next(batches.tensors_in(batch))])
+        with inputs if chosen is None else chosen.perturbed.inputs() as seen:
             output, target = problem.outputs(batch)
-        finally:
-            handle.remove()
-        problem.laid_out(output, target)
-        n = batches.size_of(batch)
-        features.append(seen[0].reshape(n, -1))
+        items = problem.laid_out(output, target)
+        largest = float(problem.loss.values(items).max())
+        features.append(seen[0].detach().double().cpu().reshape(batches.size_of(batch), -1))
         targets.append(_as_tensor(target))
+        losses.append(largest)
+        outputs.append(items.logits.shape[-1])
 
     with torch.no_grad():
         problem.stream(step, "features")
-    return torch.cat(features), torch.cat(targets)
+    return Samples(torch.cat(features), torch.cat(targets), outputs[0], max(losses))
 
 
 def _as_tensor(target: object) -> Tensor:
@@ -153,3 +174,13 @@ def _as_tensor(target: object) -> Tensor:
             "(output, target) with a tensor of targets."
         )
     return target.detach().cpu()
+
+
+def measured_flatness(
+    names: list[str], chosen: ChosenLayer, given: tuple[Any, Any, Any], setting: dict[str, Any]
+) -> Report | NotExactError:
+    """Measures of the layer, of the model, data and loss as they were given; or why there are none."""
+    try:
+        return measure(*given, measures=names, layers=[chosen.name], **setting)
+    except NotExactError as error:
+        return error

@@ -120,18 +120,15 @@ def fitter_of(fitter: object, loss: Loss, outputs: int, penalty: float) -> Fitte
         raise OptionError(
             f"Expected penalty to be a number of at least 0 but got {penalty!r}. For example penalty=1.0."
         )
-    if fitter == "auto":
-        fitter = "ridge" if loss.name in _SQUARED else "head"
-    if fitter == "ridge":
-        return Ridge(penalty)
-    if fitter == "head":
-        return Head(loss, outputs, penalty)
-    if callable(fitter):
-        return cast(Fitter, fitter)
-    raise OptionError(
-        "Expected fitter to be 'auto', 'ridge', 'head' or a function (z, y) -> ψ but got "
-        f"{fitter!r}.{nearest(fitter, ('auto', 'ridge', 'head'))}"
-    )
+    known: dict[object, Fitter] = {"ridge": Ridge(penalty), "head": Head(loss, outputs, penalty)}
+    known["auto"] = known["ridge" if loss.name in _SQUARED else "head"]
+    found = known.get(fitter) if isinstance(fitter, str) else fitter
+    if not callable(found):
+        raise OptionError(
+            "Expected fitter to be 'auto', 'ridge', 'head' or a function (z, y) -> ψ but got "
+            f"{fitter!r}.{nearest(fitter, ('auto', 'ridge', 'head'))}"
+        )
+    return cast(Fitter, found)
 
 
 def sample_losses(loss: Loss, outputs: Tensor, y: Tensor) -> Tensor:

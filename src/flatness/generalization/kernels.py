@@ -35,9 +35,9 @@ class Kernel(ABC):
     def second_moment(self, m: int) -> float:
         """τ₂ = ∫ ‖z‖² k₁(0, z) dz = E[(ρ/h)²] (petzka2021, Proposition 12)."""
 
-    @abstractmethod
     def squared_integral(self, m: int) -> float:
-        """β = ∫ k₁(0, z)² dz (petzka2021, Proposition 12); infinite where there is no density."""
+        """β = ∫ k₁(0, z)² dz (petzka2021, Proposition 12); infinite where there is no density, as here."""
+        return math.inf
 
     def __repr__(self) -> str:
         """The name."""
@@ -51,7 +51,7 @@ class UniformBall(Kernel):
 
     def radii(self, shape: tuple[int, ...], m: int, generator: Generator) -> Tensor:
         """U^{1/m}: volumes are uniform."""
-        return _uniform(shape, generator) ** (1 / m)
+        return torch.rand(shape, generator=generator, dtype=torch.float64) ** (1 / m)
 
     def second_moment(self, m: int) -> float:
         """m/(m + 2)."""
@@ -111,7 +111,8 @@ class TruncatedNormal(Kernel):
         cut = 1 / (2 * sigma**2)
         halves = torch._standard_gamma(torch.full(shape, m / 2, dtype=torch.float64), generator)
         beyond = halves > cut
-        again = float(gammainc(m / 2, cut)) * _uniform((int(beyond.sum()),), generator).numpy()
+        drawn = torch.rand(int(beyond.sum()), generator=generator, dtype=torch.float64)
+        again = float(gammainc(m / 2, cut)) * drawn.numpy()
         halves[beyond] = torch.as_tensor(gammaincinv(m / 2, again), dtype=torch.float64)
         return (sigma * (2 * halves).sqrt()).clamp(max=1.0)
 
@@ -133,44 +134,36 @@ class TruncatedNormal(Kernel):
         return self.name if self.given is None else f"{self.name}(σ={self.given:g})"
 
 
-class Sphere(Kernel):
-    """ρ = h always: A = δ·O with O orthogonal, as in Theorem 5. It has no density."""
+class FixedRadius(Kernel):
+    """ρ = r·h always, so that there is no density.
 
-    name = "orthogonal"
+    Args:
+        name: "orthogonal" for r = 1, A = δ·O with O orthogonal, as in Theorem 5; "point" for r = 0: nothing
+            moves, and representativeness equals the generalisation gap (petzka2021, §2).
+        radius: r.
+    """
 
-    def radii(self, shape: tuple[int, ...], m: int, generator: Generator) -> Tensor:
-        """Ones."""
-        return torch.ones(shape, dtype=torch.float64)
-
-    def second_moment(self, m: int) -> float:
-        """1."""
-        return 1.0
-
-    def squared_integral(self, m: int) -> float:
-        """Infinite."""
-        return math.inf
-
-
-class Point(Kernel):
-    """ρ = 0: nothing moves, and representativeness equals the generalisation gap (petzka2021, §2)."""
-
-    name = "point"
+    def __init__(self, name: str, radius: float) -> None:
+        self.name, self.radius = name, radius
 
     def radii(self, shape: tuple[int, ...], m: int, generator: Generator) -> Tensor:
-        """Zeros."""
-        return torch.zeros(shape, dtype=torch.float64)
+        """The same for all."""
+        return torch.full(shape, self.radius, dtype=torch.float64)
 
     def second_moment(self, m: int) -> float:
-        """0."""
-        return 0.0
-
-    def squared_integral(self, m: int) -> float:
-        """Infinite."""
-        return math.inf
+        """r²."""
+        return self.radius**2
 
 
-KERNELS: dict[str, type[Kernel]] = {
-    kind.name: kind for kind in (Sphere, UniformBall, TruncatedNormal, Epanechnikov, Point)
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        FixedRadius("orthogonal", 1.0),
+        UniformBall(),
+        TruncatedNormal(),
+        Epanechnikov(),
+        FixedRadius("point", 0.0),
+    )
 }
 """The kernels by name."""
 
@@ -194,7 +187,7 @@ def kernel_of(kernel: str | Kernel, sigma: float | None = None) -> Kernel:
         raise OptionError(
             f"Expected sigma with 'truncated_normal' only but got it with {kernel!r}. Leave sigma out."
         )
-    return KERNELS[name]()
+    return KERNELS[name]
 
 
 def directions(shape: tuple[int, ...], m: int, generator: Generator) -> Tensor:
@@ -210,19 +203,14 @@ def bandwidth(samples: int, m: int) -> float:
 
 def check_delta(delta: object) -> float:
     """Refuse anything but a positive number."""
-    number = isinstance(delta, (int, float)) and not isinstance(delta, bool)
-    if not number or not 0 < float(delta) < math.inf:  # type: ignore[arg-type]
+    if not isinstance(delta, (int, float)) or isinstance(delta, bool) or not 0 < delta < math.inf:
         raise OptionError(
             f"Expected delta to be a positive number, relative to the features' length, but got {delta!r}. "
             "For example delta=0.01."
         )
-    return float(delta)  # type: ignore[arg-type]
+    return float(delta)
 
 
 def ball_volume(m: int) -> float:
     """Volume of the unit ball of R^m."""
     return math.pi ** (m / 2) / math.gamma(m / 2 + 1)
-
-
-def _uniform(shape: tuple[int, ...], generator: Generator) -> Tensor:
-    return torch.rand(shape, generator=generator, dtype=torch.float64)

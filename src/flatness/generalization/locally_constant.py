@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import linear_regression
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatness.errors import OptionError
-from flatness.generalization.chosen_layer import choose_layer, collect_features, require_all_through
+from flatness.generalization.chosen_layer import choose_layer, collect_samples, require_all_through
 from flatness.generalization.fitting import Predictor, sample_losses
 from flatness.generalization.kernels import UniformBall, check_delta
-from flatness.generalization.local_losses import Labels, moves
+from flatness.generalization.local_losses import moves
 from flatness.generalization.representativeness import check_features
 from flatness.losses import Loss
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 from flatness.report.report import Result
 from flatness.report.tables import format_value
+
+Labels = Callable[[Tensor], Tensor]
+"""The true label function y(z): features (n, m) → targets."""
 
 DELTAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _WANTED_ORDER = 3.0
@@ -110,24 +115,16 @@ def locally_constant_labels(
         seed: Seed of the moves.
         progress: Whether to show a bar on work of more than two seconds.
     """
-    problem = Problem(
-        model, data, loss, forward=forward, device=device, dtype=dtype, seed=seed, progress=progress
-    )
+    problem = Problem(model, data, loss, **setting_of(locals()))
     with problem.guarded(), torch.no_grad():
         with torch.enable_grad():
             chosen = choose_layer(problem, layer)
         require_all_through(chosen)
-        z, y = collect_features(problem, chosen)
-        batch = problem.example(2)
-
-        def predict(features: Tensor) -> Tensor:
-            outputs = chosen.perturbed.outputs_of(batch, features.to(problem.device, problem.dtype))
-            return outputs.double().cpu()
-
+        seen = collect_samples(problem, chosen)
         return label_constancy(
-            predict,
-            z[:samples],
-            y[:samples],
+            chosen.perturbed.predictor(),
+            seen.z[:samples],
+            seen.y[:samples],
             problem.loss,
             labels=labels,
             deltas=deltas,
@@ -193,14 +190,9 @@ def fitted_order(deltas: Sequence[float], values: Sequence[float]) -> float:
     3.0
     """
     points = [(math.log(d), math.log(v)) for d, v in zip(deltas, values, strict=True) if v > 0]
-    if not points:
-        return math.inf
-    if len(points) == 1:
-        return math.nan
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    if len(points) < 2:
+        return math.nan if points else math.inf
+    return linear_regression(*zip(*points, strict=True)).slope
 
 
 def _nearest(z: Tensor, y: Tensor) -> Labels:

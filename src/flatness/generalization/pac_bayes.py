@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from flatness.files import NUMBER, TEXT, json_text, read_saved, write_text
+from flatness.files import NUMBER, TEXT
+from flatness.generalization.storage import Saved
 from flatness.measuring.measure import measure
 from flatness.problem.forward import Forward
+from flatness.problem.setting import setting_of
 from flatness.report.notebook import terms_html
 from flatness.report.tables import Column, format_table, format_value
 
 if TYPE_CHECKING:
     import pandas
 
-_FORMAT = "flatness PAC-Bayes bound"
-_VERSION = 1
-_SHAPE = {
-    "value": NUMBER,
-    "stderr": NUMBER,
-    "terms": [{"term": TEXT}],
-    "unknown": TEXT,
-    "grid": [{"lambda": NUMBER}],
-    "settings": {},
-    "notes": [TEXT],
-}
 _NOT_COMPUTABLE = "not computable"
 
 
 @dataclass(frozen=True)
-class PacBayesBound:
+class PacBayesBound(Saved):
     """An upper bound of a noisy network's test error, and everything it is made of. Print it.
 
     Attributes:
@@ -46,6 +36,11 @@ class PacBayesBound:
         settings: λ, δ, how the noise was chosen, number of samples, loss and what else tells bounds apart.
         notes: What to beware of.
     """
+
+    format = "flatness PAC-Bayes bound"
+    what = "a PAC-Bayes bound"
+    writer = "PacBayesBound.save"
+    shapes: ClassVar = {"terms": [{"term": TEXT}], "grid": [{"lambda": NUMBER}], "notes": [TEXT]}
 
     value: float
     stderr: float
@@ -105,22 +100,6 @@ class PacBayesBound:
         frame = pd.DataFrame(list(self.grid), columns=["lambda", "error under noise", "rest"])
         return frame.astype(float)
 
-    def to_json(self) -> str:
-        """The bound as versioned JSON."""
-        return json_text({"format": _FORMAT, "version": _VERSION, **asdict(self)})
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file, at once or not at all."""
-        write_text(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> PacBayesBound:
-        """Read a bound that `save` wrote."""
-        told = read_saved(path, "a PAC-Bayes bound", (_FORMAT, _VERSION), _SHAPE, writer="PacBayesBound.save")
-        known: dict[str, Any] = {item.name: told[item.name] for item in fields(cls)}
-        known |= {name: tuple(known[name]) for name in ("terms", "grid", "notes")}
-        return cls(**known)
-
 
 def pac_bayes_bound(
     model: nn.Module,
@@ -173,6 +152,7 @@ def pac_bayes_bound(
         >>> bound.vacuous
         True
     """
+    setting = setting_of(locals())
     options = {
         "sigma": sigma,
         "delta": delta,
@@ -187,12 +167,7 @@ def pac_bayes_bound(
         loss,
         measures="pac_bayes_bound",
         options={"pac_bayes_bound": options},
-        forward=forward,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
+        **setting,
     )
     told = dict(report.result("pac_bayes_bound").terms or {})
     return PacBayesBound(

@@ -6,8 +6,8 @@ adds its own, and what follows sees them all together, or one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -24,12 +24,8 @@ from flatness.problem.problem import Problem
 Change = Callable[[Tensor, torch.Size], Tensor]
 """(the layer's input x, shape) → (C, *shape): C changes, of an input or output of that shape."""
 
-Evaluate = Callable[[Any, list[int]], Tensor]
-"""(batch, which perturbations) → ℓ_i, (steps, perturbations, n)."""
-
-LEVELS = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
-# Perturbations whose single samples are kept for quantiles.
-_KEPT = 16
+# Feature vectors that ψ takes at once.
+_AT_ONCE = 20_000
 
 
 class PerturbedLayer:
@@ -133,11 +129,8 @@ class PerturbedLayer:
             return (features.to(self._input(args)), *args[1:])
 
         given = batch if self.problem.copy_batches is False else batches.copied(batch)
-        handle = self.layer.module.register_forward_pre_hook(replace)
-        try:
+        with self.layer.module.register_forward_pre_hook(replace):
             output = self.problem.forward(self.problem.model, given)[0]
-        finally:
-            handle.remove()
         if output.shape[0] != len(features):
             raise LayerError(
                 f"Expected {len(features)} outputs for as many feature vectors but got {output.shape[0]} "
@@ -145,15 +138,22 @@ class PerturbedLayer:
             )
         return output
 
+    def predictor(self) -> Callable[[Tensor], Tensor]:
+        """ψ of the network as a function of the layer's features, its outputs in float64 on the CPU."""
+        batch = self.problem.example(2)
+
+        def predict(features: Tensor) -> Tensor:
+            parts = features.to(self.problem.device, self.problem.dtype).split(_AT_ONCE)
+            return torch.cat([self.outputs_of(batch, part).double().cpu() for part in parts])
+
+        return predict
+
     def everything_passes(self) -> bool:
         """Whether the output is a function of the layer's input: nothing goes around it."""
-        example, seen = self.problem.example(8), []
-        handle = self.layer.module.register_forward_pre_hook(lambda _, args: seen.append(self._input(args)))
+        example = self.problem.example(8)
         with torch.no_grad():
-            try:
+            with self.inputs() as seen:
                 expected = torch.cat([self.problem.outputs(example)[0]] * 3)
-            finally:
-                handle.remove()
             try:
                 found = self.outputs_of(example, torch.cat([seen[0]] * 3))
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, FlatnessError):
@@ -182,13 +182,16 @@ class PerturbedLayer:
             number = place
             return self.problem.loss.values(self.problem.items(batch, look=False)).double()
 
-        module = self.layer.module
-        handle = module.register_forward_pre_hook(before) if at_input else module.register_forward_hook(after)
-        try:
-            places = torch.arange(copies, device=self.problem.device)
+        module, places = self.layer.module, torch.arange(copies, device=self.problem.device)
+        with module.register_forward_pre_hook(before) if at_input else module.register_forward_hook(after):
             return over_points(one, places, together=self._together)
-        finally:
-            handle.remove()
+
+    @contextmanager
+    def inputs(self) -> Iterator[list[Tensor]]:
+        """Inside, the layer's inputs gather in the list, call by call."""
+        seen: list[Tensor] = []
+        with self.layer.module.register_forward_pre_hook(lambda _, args: seen.append(self._input(args))):
+            yield seen
 
     def _input(self, args: tuple[Any, ...]) -> Tensor:
         if not args:
@@ -203,66 +206,3 @@ class PerturbedLayer:
         if isinstance(self.layer, LinearLayer):
             values = values.transpose(1, 2)
         return values.reshape(-1, *shape[1:])
-
-
-@dataclass
-class LossChanges:
-    """Risks and loss changes of a pass.
-
-    Attributes:
-        risk: E of the unchanged network.
-        risks: E of the changed ones, (steps, perturbations).
-        single: Changes of single samples' losses at the kept steps, (kept, n), scaled to average to E_F.
-    """
-
-    risk: float
-    risks: Tensor
-    single: Tensor
-
-    def quantiles(self) -> dict[str, float]:
-        """Quantiles over samples and kept perturbations, by level."""
-        values = self.single.flatten().sort().values
-        places = [min(len(values) - 1, round(level * (len(values) - 1))) for level in LEVELS]
-        return {f"{level:g}": float(values[place]) for level, place in zip(LEVELS, places, strict=True)}
-
-    def largest_sample(self) -> int:
-        """The sample whose loss grew most."""
-        return int(self.single.argmax()) % self.single.shape[1]
-
-
-def loss_changes(
-    perturbed: PerturbedLayer, evaluate: Evaluate, steps: int, count: int, kept_steps: list[int]
-) -> LossChanges:
-    """Stream the data once and evaluate every perturbation at every step.
-
-    Args:
-        perturbed: The layer.
-        evaluate: What to evaluate.
-        steps: Number of steps that `evaluate` returns.
-        count: Number of perturbations.
-        kept_steps: Steps at which single samples' changes are kept.
-    """
-    sums, risk = torch.zeros(steps, count, dtype=torch.float64), [0.0]
-    single: list[Tensor] = []
-
-    def step(batch: Any) -> None:
-        base = perturbed.losses(batch)
-        size = max(1, perturbed.copies_at_once(len(base)) // steps)
-        parts, kept = [], []
-        for start in range(0, count, size):
-            chosen = list(range(start, min(count, start + size)))
-            losses = evaluate(batch, chosen)
-            parts.append(losses.sum(2).cpu())
-            wanted = [place for place, number in enumerate(chosen) if number < _KEPT]
-            if wanted:
-                kept.append((losses[kept_steps][:, wanted] - base).flatten(0, 1).cpu())
-        # Everything is computed: only now are totals touched.
-        sums.add_(torch.cat(parts, dim=1))
-        risk[0] += float(base.sum())
-        single.append(torch.cat(kept))
-
-    with torch.no_grad():
-        perturbed.problem.stream(step, "feature robustness")
-    C = perturbed.normaliser
-    changes = torch.cat(single, dim=1)
-    return LossChanges(risk[0] / C, sums / C, changes * (changes.shape[1] / C))

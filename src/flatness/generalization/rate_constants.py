@@ -11,7 +11,7 @@ from the sample are finite for any sample: a heuristic, called so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,12 +81,12 @@ class RateConstants:
             "C₁": self.c1,
             "C₂": self.c2,
         }
-        parts = ", ".join(
-            f"{name} {'infinite' if math.isinf(value) else format_value(value)}"
-            for name, value in names.items()
-        )
-        value = "infinite" if math.isinf(self.value) else format_value(self.value)
-        return f"{value} [{self.kind}; {self.source}]\n      rate {self.rate:.4g}; {parts}"
+        parts = ", ".join(f"{name} {_words(value)}" for name, value in names.items())
+        return f"{_words(self.value)} [{self.kind}; {self.source}]\n      rate {self.rate:.4g}; {parts}"
+
+
+def _words(value: float) -> str:
+    return "infinite" if math.isinf(value) else format_value(value)
 
 
 def rate_constants(
@@ -102,43 +102,28 @@ def rate_constants(
         failure: Δ.
     """
     n, m = z.shape
-    shared = {
-        "rate": n ** (-2 / (4 + m)),
-        "tau2": kernel.second_moment(m),
-        "beta": kernel.squared_integral(m),
-        "laplacian": gaussian_laplacian(z.mean(0), covariance(z)),
-        "flatness": flatness_term,
-        "failure": failure,
-    }
-    gaussian = RateConstants(
-        source="features distributed like a Gaussian",
-        kind="bound",
-        alpha=math.inf,
-        volume=math.inf,
-        largest_loss=math.inf,
-        **shared,
-    )
     plugin = RateConstants(
         source="sample averages, bounding box and largest loss in place of the truth",
         kind="heuristic",
+        rate=n ** (-2 / (4 + m)),
+        tau2=kernel.second_moment(m),
+        beta=kernel.squared_integral(m),
         alpha=inverse_moment(z),
+        laplacian=gaussian_laplacian(z.mean(0), torch.cov(z.T).reshape(m, m)),
         volume=float((z.amax(0) - z.amin(0)).prod()),
         largest_loss=largest_loss,
-        **shared,
+        flatness=flatness_term,
+        failure=failure,
     )
-    return gaussian, plugin
+    source = "features distributed like a Gaussian"
+    endless = dict.fromkeys(("alpha", "volume", "largest_loss"), math.inf)
+    return replace(plugin, source=source, kind="bound", **endless), plugin
 
 
 def inverse_moment(z: Tensor) -> float:
     """The sample mean of ‖z‖⁻ᵐ; infinite if a feature vector is 0."""
     lengths = z.norm(dim=1)
     return float((lengths ** -z.shape[1]).mean()) if bool((lengths > 0).all()) else math.inf
-
-
-def covariance(z: Tensor) -> Tensor:
-    """The sample covariance, (m, m)."""
-    centred = z - z.mean(0)
-    return centred.T @ centred / max(1, len(z) - 1)
 
 
 def gaussian_laplacian(mean: Tensor, sigma: Tensor, draws: int = _DRAWS, seed: int = 0) -> float:

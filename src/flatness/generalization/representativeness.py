@@ -10,20 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import DataError, OptionError
-from flatness.generalization.chosen_layer import ChosenLayer, choose_layer, collect_features
+from flatness.generalization.chosen_layer import ChosenLayer, choose_layer, collect_samples
 from flatness.generalization.fitting import Fitter, fitter_of, sample_losses
 from flatness.generalization.kernels import Kernel, bandwidth, check_delta, kernel_of
-from flatness.generalization.local_losses import Labels, local_losses
+from flatness.generalization.local_losses import local_losses
 from flatness.losses import Loss
 from flatness.measuring.examine.examination import examine
-from flatness.problem import batches
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 from flatness.report.report import Result
 from flatness.report.tables import format_value
 
 INPUT = "input"
+_IN_INPUT_SPACE = "in input space: φ is the identity and ψ a linear predictor on the inputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,46 +140,29 @@ def representativeness(
         >>> abs(found.value + found.robustness - found.gap) < 1e-12
         True
     """
-    problem = Problem(
-        model,
-        data,
-        loss,
-        forward=forward,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
-    )
+    problem = Problem(model, data, loss, **setting_of(locals()))
     fitter_of(fitter, problem.loss, 1, penalty)
     with problem.guarded():
-        z, y, name, notes = _features_and_targets(problem, layer)
-        with torch.no_grad():
-            outputs = problem.items(problem.example(1)).logits.shape[-1]
+        if layer == INPUT and layer not in dict(problem.model.named_modules()):
+            examine(problem)
+            chosen, notes = None, [_IN_INPUT_SPACE]
+        else:
+            chosen = choose_layer(problem, layer)
+            notes = layer_notes(chosen)
+        seen = collect_samples(problem, chosen)
     return cross_validated(
-        z,
-        y,
-        fitter_of(fitter, problem.loss, outputs, penalty),
+        seen.z,
+        seen.y,
+        fitter_of(fitter, problem.loss, seen.outputs, penalty),
         problem.loss,
         kernel=kernel_of(kernel, sigma),
         delta=delta,
         folds=folds,
         draws=draws,
         seed=seed,
-        layer=name,
+        layer=INPUT if chosen is None else chosen.name,
         notes=(*notes, *problem.notes),
     )
-
-
-def _features_and_targets(problem: Problem, layer: str) -> tuple[Tensor, Tensor, str, list[str]]:
-    """Features, targets, the layer's name and notes; the problem must be guarded."""
-    if layer == INPUT and layer not in dict(problem.model.named_modules()):
-        examine(problem)
-        z, y = _inputs(problem)
-        return z, y, INPUT, ["in input space: φ is the identity and ψ a linear predictor on the inputs"]
-    chosen = choose_layer(problem, layer)
-    z, y = collect_features(problem, chosen)
-    return z, y, chosen.name, layer_notes(chosen)
 
 
 def cross_validated(
@@ -192,7 +176,6 @@ def cross_validated(
     folds: int = 3,
     draws: int = 100,
     seed: int = 0,
-    labels: Labels | None = None,
     layer: str | None = None,
     notes: tuple[str, ...] = (),
 ) -> Representativeness:
@@ -217,9 +200,7 @@ def cross_validated(
         with torch.no_grad():
             held[part] = sample_losses(loss, predict(z[part]), y[part])
             train = sample_losses(loss, predict(z[rest]), y[rest])
-            local, variance = local_losses(
-                predict, z[rest], y[rest], loss, kernel, delta, draws, generator, labels
-            )
+            local, variance = local_losses(predict, z[rest], y[rest], loss, kernel, delta, draws, generator)
         moved[rest] += local / (folds - 1)
         noise += float(variance.sum()) / len(rest) ** 2 / folds**2
         rows.append((float(held[part].mean()), float(train.mean()), float(local.mean())))
@@ -279,18 +260,3 @@ def layer_notes(chosen: ChosenLayer) -> list[str]:
             "follow; pass a fitter to refit those"
         )
     return notes
-
-
-def _inputs(problem: Problem) -> tuple[Tensor, Tensor]:
-    inputs: list[Tensor] = []
-    targets: list[Tensor] = []
-
-    def step(batch: Any) -> None:
-        x = next(batches.tensors_in(batch))
-        _, target = problem.outputs(batch)
-        inputs.append(x.flatten(1).double().cpu())
-        targets.append(target.detach().cpu())
-
-    with torch.no_grad():
-        problem.stream(step, "inputs")
-    return torch.cat(inputs), torch.cat(targets)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatness.errors import NotExactError, OptionError
-from flatness.generalization.chosen_layer import ChosenLayer, choose_layer
+from flatness.generalization.chosen_layer import ChosenLayer, choose_layer, measured_flatness
 from flatness.generalization.kernels import Kernel, check_delta, kernel_of
-from flatness.generalization.matrices import (
-    given_matrices,
+from flatness.generalization.matrices import given_matrices, operator_norms
+from flatness.generalization.perturbations import (
+    LossChanges,
     given_perturbations,
-    operator_norms,
+    loss_changes,
     random_perturbations,
 )
-from flatness.generalization.perturbed_layer import LossChanges, loss_changes
 from flatness.generalization.robustness_result import Robustness
 from flatness.generalization.worst import first_order_bound, worst_matrices
-from flatness.measuring.measure import measure
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 from flatness.report.report import Result
 
 _ROUTES = ("weights", "features", "noise")
@@ -96,154 +96,113 @@ def feature_robustness(
         >>> abs(robustness.ratio - 1) < 0.1  # Theorem 5
         True
     """
-    _check_route(through)
-    asked = _Asked(_steps(delta, steps), matrices, distribution, sigma, through, seed, iterations)
-    setting = {
-        "forward": forward,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-        "progress": progress,
-    }
+    setting = setting_of(locals())
+    if through not in _ROUTES:
+        raise OptionError(
+            f"Expected through to be one of {', '.join(_ROUTES)} but got {through!r}. Leave it out to "
+            "perturb the weights."
+        )
+    alphas = _steps(delta, steps)
     problem = Problem(model, data, loss, **setting)
     with problem.guarded():
         chosen = choose_layer(problem, layer)
-        found = (_worst_run if distribution == "worst" else _family_run)(chosen, asked)
-    return _finished(found, problem, chosen, compare, (model, data, loss), setting)
+        if distribution == "worst":
+            run = _worst_run(chosen, alphas, matrices, iterations, seed)
+        elif isinstance(matrices, int) and not isinstance(matrices, bool):
+            run = _random_run(chosen, alphas, matrices, kernel_of(distribution, sigma), through, seed)
+        else:
+            run = _given_run(chosen, alphas, matrices, through)
+    flat = _flatness(run, alphas, chosen, (model, data, loss), setting) if compare else None
+    return _finished(run, alphas, problem, chosen, flat)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """Which perturbations: the arguments of `feature_robustness` that say so, `alphas` the steps up to δ."""
-
-    alphas: list[float]
-    matrices: int | Tensor
-    distribution: str | Kernel
-    sigma: float | None
-    through: str
-    seed: int
-    iterations: int
-
-
+@dataclass
 class _Run:
     """What was evaluated, before it is compared with anything."""
 
-    def __init__(
-        self, changes: LossChanges, alphas: list[float], paired: bool, name: str, through: str
-    ) -> None:
-        self.changes, self.alphas, self.name, self.through = changes, alphas, name, through
-        self.paired = paired
-        self.second_moment = 1.0
-        self.converged = True
-        self.notes: list[str] = []
-        self.bounds: dict[str, float] = {}
-
-    @property
-    def values(self) -> Tensor:
-        """E_F of each matrix, or pair ±A, at each step: (steps, matrices)."""
-        changes = self.changes.risks - self.changes.risk
-        K = len(self.alphas)
-        return (changes[:K] + changes[K:]) / 2 if self.paired else changes
+    name: str
+    through: str
+    changes: LossChanges
+    second_moment: float | None = None  # of random matrices
+    converged: bool = True
+    notes: list[str] = field(default_factory=list)
+    bounds: dict[str, float] = field(default_factory=dict)
 
 
-def _family_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
-    """Given matrices, or random ones with their negatives."""
-    alphas, matrices, through = asked.alphas, asked.matrices, asked.through
-    if isinstance(matrices, bool) or not isinstance(matrices, int):
-        A = given_matrices(matrices, chosen.layer)
-        evaluate = given_perturbations(chosen, A, alphas, through)
-        changes = loss_changes(chosen.perturbed, evaluate, len(alphas), len(A), [len(alphas) - 1])
-        run = _Run(changes, alphas, False, "given", through)
-        largest = float(operator_norms(A).max())
-        if largest > 1 + 1e-6:
-            run.notes.append(f"the largest ‖A‖ is {largest:.4g}: the paper's δ is for ‖A‖ ≤ 1")
-        return run
-    if matrices < 2:
+def _random_run(
+    chosen: ChosenLayer, alphas: list[float], count: int, kernel: Kernel, through: str, seed: int
+) -> _Run:
+    """Random matrices with their negatives, or the noise they induce."""
+    if count < 2:
         raise OptionError(
-            f"Expected at least 2 random matrices, for a standard error, but got {matrices}. For example "
-            f"matrices={_PAIRS}."
+            f"Expected at least 2 random matrices, for a standard error, but got {count}. For "
+            f"example matrices={_PAIRS}."
         )
-    kernel = kernel_of(asked.distribution, asked.sigma)
-    signed = [*alphas, *(-alpha for alpha in alphas)]
-    evaluate = random_perturbations(
-        chosen, kernel, matrices, signed, through, torch.Generator().manual_seed(asked.seed)
-    )
-    K = len(alphas)
-    changes = loss_changes(chosen.perturbed, evaluate, 2 * K, matrices, [K - 1, 2 * K - 1])
-    run = _Run(changes, alphas, True, repr(kernel), through)
-    run.second_moment = kernel.second_moment(chosen.features)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = random_perturbations(chosen, kernel, count, alphas, through, generator)
+    changes = loss_changes(chosen.perturbed, drawn)
+    return _Run(repr(kernel), through, changes, kernel.second_moment(chosen.features))
+
+
+def _given_run(chosen: ChosenLayer, alphas: list[float], matrices: Any, through: str) -> _Run:
+    A = given_matrices(matrices, chosen.layer)
+    changes = loss_changes(chosen.perturbed, given_perturbations(chosen, A, alphas, through))
+    run, largest = _Run("given", through, changes), float(operator_norms(A).max())
+    if largest > 1 + 1e-6:
+        run.notes.append(f"the largest ‖A‖ is {largest:.4g}: the paper's δ is for ‖A‖ ≤ 1")
     return run
 
 
-def _worst_run(chosen: ChosenLayer, asked: _Asked) -> _Run:
+def _worst_run(chosen: ChosenLayer, alphas: list[float], matrices: Any, iterations: int, seed: int) -> _Run:
     """The best of several ascents at every step; each also goes on from the worst of the step before."""
-    alphas, matrices = asked.alphas, asked.matrices
     if not isinstance(matrices, int):
         raise OptionError(
             "Expected matrices to be the number of random starts with distribution='worst' but got a tensor. "
             "For example matrices=4."
         )
+    perturbed = chosen.perturbed
     restarts = min(max(1, matrices), 4) if matrices == _PAIRS else max(1, matrices)
     found: list[LossChanges] = []
     A, before, ended = None, alphas[0], True
     for alpha in alphas:
         start = None if A is None else A[:1] * (before / alpha)  # the same perturbation, of norm ≤ 1
-        A, own_ended = worst_matrices(chosen.perturbed, alpha, restarts, asked.iterations, asked.seed, start)
-        evaluate = given_perturbations(chosen, A[:1], [alpha], "weights")
-        found.append(loss_changes(chosen.perturbed, evaluate, 1, 1, [0]))
+        A, own_ended = worst_matrices(perturbed, alpha, restarts, iterations, seed, start)
+        found.append(loss_changes(perturbed, given_perturbations(chosen, A[:1], [alpha], "weights")))
         before, ended = alpha, ended and own_ended
-    changes = replace(found[-1], risks=torch.cat([one.risks for one in found]))
-    run = _Run(changes, alphas, False, "worst", "weights")
-    run.converged = ended
+    changes = replace(found[-1], values=torch.cat([one.values for one in found]))
+    run = _Run("worst", "weights", changes, converged=ended)
     run.notes.append(
         f"the best of {restarts} ascents over ‖A‖ ≤ 1 at every step: a lower bound on the worst case"
     )
     if not ended:
         run.notes.append("an ascent was still gaining when it was stopped: raise iterations")
-    run.bounds["first order, δ‖Wᵀ∇E‖_* (0 at a minimum)"] = first_order_bound(chosen.perturbed, alphas[-1])
+    run.bounds["first order, δ‖Wᵀ∇E‖_* (0 at a minimum)"] = first_order_bound(perturbed, alphas[-1])
     return run
 
 
 def _finished(
-    run: _Run,
-    problem: Problem,
-    chosen: ChosenLayer,
-    compare: bool,
-    given: tuple[Any, Any, Any],
-    setting: dict[str, Any],
+    run: _Run, alphas: list[float], problem: Problem, chosen: ChosenLayer, flat: Result | None
 ) -> Robustness:
-    values = run.values
-    curve = values.mean(1)
-    count = values.shape[1]
-    random = run.paired
-    stderr = values.std(1) / count**0.5 if random else torch.zeros_like(curve)
-    notes = [*run.notes, *problem.notes]
-    flat = None
-    if compare:
-        flat, extra = _flatness(run, chosen, given, setting)
-        notes += extra
-    predicted = [
-        alpha**2 * run.second_moment * flat.value / (2 * chosen.features) if flat and random else None
-        for alpha in run.alphas
-    ]
-    value, last = float(curve[-1]), predicted[-1]
-    return Robustness(
+    values = run.changes.values
+    count, curve = values.shape[1], values.mean(1)
+    sampled = run.second_moment is not None
+    stderr = values.std(1) / count**0.5 if sampled else torch.zeros_like(curve)
+    found = Robustness(
         measure="feature_robustness",
         level="layer",
-        value=value,
+        value=float(curve[-1]),
         layer=chosen.name,
         stderr=float(stderr[-1]),
-        method="sampled" if random else "exact",
+        method="sampled" if sampled else "exact",
         loss=problem.loss.name,
         converged=run.converged,
-        notes=tuple(dict.fromkeys(notes)),
-        delta=run.alphas[-1],
+        notes=tuple(dict.fromkeys([*run.notes, *problem.notes])),
+        delta=alphas[-1],
         distribution=run.name,
         through=run.through,
         features=chosen.features,
         matrices=count,
-        deltas=tuple(run.alphas),
+        deltas=tuple(alphas),
         curve=tuple(curve.tolist()),
         curve_stderr=tuple(stderr.tolist()),
         epsilon=tuple(curve.abs().cummax(0).values.tolist()),
@@ -251,37 +210,40 @@ def _finished(
         epsilon_per_matrix=tuple(values.abs().amax(0).tolist()),
         quantiles=run.changes.quantiles(),
         largest_sample=run.changes.largest_sample(),
-        relative_flatness=flat.value if flat else None,
-        relative_flatness_stderr=flat.stderr if flat else 0.0,
-        predicted=last,
-        predicted_curve=tuple(entry for entry in predicted if entry is not None),
-        kink_share=1 - last / value if chosen.kinks and last is not None and value else None,
         bounds=run.bounds,
     )
+    if flat is None:
+        return found
+    found = replace(found, relative_flatness=flat.value, relative_flatness_stderr=flat.stderr)
+    if run.second_moment is None:
+        return found
+    predicted = [alpha**2 * run.second_moment * flat.value / (2 * chosen.features) for alpha in alphas]
+    share = 1 - predicted[-1] / found.value if chosen.kinks and found.value else None
+    return replace(found, predicted=predicted[-1], predicted_curve=tuple(predicted), kink_share=share)
 
 
 def _flatness(
-    run: _Run, chosen: ChosenLayer, given: tuple[Any, Any, Any], setting: dict[str, Any]
-) -> tuple[Result | None, list[str]]:
+    run: _Run, alphas: list[float], chosen: ChosenLayer, given: tuple[Any, Any, Any], setting: dict[str, Any]
+) -> Result | None:
     """κ_Tr of the layer, and for the worst case the bounds of Theorem 14 and of petzka2019, App. C.1."""
     worst = run.name == "worst"
     names = ["relative_flatness"]
     names += ["maximal_relative_flatness", "layer_flatness"] if worst else []
-    try:
-        report = measure(*given, measures=names, layers=[chosen.name], **setting)
-    except NotExactError as error:
-        return None, [f"not compared with flatness: {error}"]
+    report = measured_flatness(names, chosen, given, setting)
+    if isinstance(report, NotExactError):
+        run.notes.append(f"not compared with flatness: {report}")
+        return None
     if worst:
-        delta, d = run.alphas[-1], chosen.outputs
+        delta, d = alphas[-1], chosen.outputs
         maximal = report.value("maximal_relative_flatness", layer=chosen.name)
         whole = report.value("layer_flatness", layer=chosen.name)
         run.bounds["Theorem 14, (δ²d/2) κ^φ"] = delta**2 * d / 2 * maximal
         run.bounds["petzka2019 App. C.1, (δ²/2) ‖W‖² λ_max"] = delta**2 / 2 * whole
-    return report.result("relative_flatness", layer=chosen.name), []
+    return report.result("relative_flatness", layer=chosen.name)
 
 
 def _steps(delta: float | Sequence[float], steps: int) -> list[float]:
-    if isinstance(delta, (list, tuple, Tensor)) or (hasattr(delta, "__len__") and not isinstance(delta, str)):
+    if hasattr(delta, "__len__") and not isinstance(delta, str):
         listed = sorted(check_delta(float(entry)) for entry in delta)  # type: ignore[union-attr]
         if not listed:
             raise OptionError("Expected at least one delta but got an empty list. For example delta=0.01.")
@@ -292,11 +254,3 @@ def _steps(delta: float | Sequence[float], steps: int) -> list[float]:
             f"Expected steps to be a whole number of at least 1 but got {steps!r}. For example steps=4."
         )
     return [largest * step / steps for step in range(1, steps + 1)]
-
-
-def _check_route(through: str) -> None:
-    if through not in _ROUTES:
-        raise OptionError(
-            f"Expected through to be one of {', '.join(_ROUTES)} but got {through!r}. Leave it out to "
-            "perturb the weights."
-        )

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-from dataclasses import MISSING, Field, asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from flatness.files import ANY, NUMBER, TEXT, WHOLE, YES_NO, Optional, json_text, read_saved, write_text
+from flatness.generalization.storage import Saved
 from flatness.report.report import Result
 from flatness.report.tables import format_value
 
-_FORMAT = "flatness robustness"
-_VERSION = 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Robustness(Result):
+class Robustness(Saved, Result):
     """E_F, the change of the risk when features are perturbed (petzka2021, eq. 4), at `delta`.
 
     Attributes:
@@ -43,6 +37,9 @@ class Robustness(Result):
             the layer is piecewise linear; None elsewhere.
         bounds: Bounds that hold up to O(δ³), and what they need, by name.
     """
+
+    format = "flatness robustness"
+    what = "feature robustness"
 
     delta: float
     distribution: str
@@ -108,34 +105,3 @@ class Robustness(Result):
         return "\n  ".join([*lines, *self.notes])
 
     __repr__ = __str__
-
-    def to_json(self) -> str:
-        """Everything, as versioned JSON."""
-        head = {"format": _FORMAT, "version": _VERSION}
-        return json_text({**head, **asdict(self)})
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file, at once or not at all."""
-        write_text(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Robustness:
-        """Read what `save` wrote."""
-        shape = {item.name: _shape(item) for item in fields(cls)}
-        content = read_saved(path, "feature robustness", (_FORMAT, _VERSION), shape)
-        return cls(**_known(content, {item.name for item in fields(cls)}))
-
-
-def _shape(item: Field[Any]) -> Any:
-    """What a field of a saved result holds, from its type."""
-    shapes = {"str": TEXT, "int": WHOLE, "float": NUMBER, "bool": YES_NO, "dict": {}}
-    kind = str(item.type)
-    shape = [ANY] if kind.startswith("tuple") else shapes.get(re.split(r"\W", kind)[0], ANY)
-    required = item.default is MISSING and item.default_factory is MISSING
-    return shape if required and "None" not in kind else Optional(shape)
-
-
-def _known(content: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """The fields of a saved result; lists become tuples again."""
-    found = {key: value for key, value in content.items() if key in names}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flatness.errors import OptionError
-from flatness.landscape.points import BATCH_NORM
 from flatness.landscape.storage import Array
 
 Span = float | tuple[float, float]
@@ -51,11 +46,6 @@ def whole_number(name: str, value: Any, least: int, example: int) -> int:
     return int(value)
 
 
-def points_of(points: Any) -> int:
-    """How many points an axis has."""
-    return whole_number("points", points, 2, 51)
-
-
 def positions_of(span: tuple[float, float], points: int) -> Array:
     """Evenly spaced positions; whole numbers among them, such as 0 and 1, are met exactly."""
     positions = np.linspace(span[0], span[1], points)
@@ -72,42 +62,3 @@ def span_between(points: int) -> tuple[float, float]:
     beyond = (points - 1) // 4
     inside = points - 1 - 2 * beyond
     return -beyond / inside, 1 + beyond / inside
-
-
-def as_tensors(directions: Any) -> Any:
-    """The same with NumPy's arrays as tensors."""
-    if isinstance(directions, np.ndarray):
-        return torch.from_numpy(directions)
-    if isinstance(directions, Mapping):
-        return {name: as_tensors(value) for name, value in directions.items()}
-    if isinstance(directions, (list, tuple)):
-        return [as_tensors(value) for value in directions]
-    return directions
-
-
-def check_batch_norm(batch_norm: Any) -> None:
-    """Refuse what is no way to treat batch norm."""
-    if batch_norm not in BATCH_NORM:
-        raise OptionError(
-            f"Expected batch_norm to be one of {', '.join(BATCH_NORM)} but got {batch_norm!r}. 'as_is' keeps "
-            "the model's statistics at every point."
-        )
-
-
-def digest(tensors: Any) -> str:
-    """What tells tensors apart from others: a hash of their numbers."""
-    found = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.update(value.detach().to("cpu", torch.float64).contiguous().numpy().tobytes())
-        elif isinstance(value, Mapping):
-            for name in sorted(value):
-                found.update(str(name).encode())
-                add(value[name])
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                add(part)
-
-    add(tensors)
-    return found.hexdigest()[:16]

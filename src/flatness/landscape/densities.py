@@ -9,37 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.curvature.operators.lanczos import LanczosRuns, random_signs
-from flatness.curvature.operators.network_spectrum import SpectrumRequest, inverse_metric_root
+from flatness.curvature.operators.lanczos import LanczosRuns, Quadrature, random_signs
+from flatness.curvature.operators.network_spectrum import PARAMETERS, SpectrumRequest, inverse_metric_root
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.errors import OptionError, listed, nearest
 from flatness.landscape.arguments import whole_number
-from flatness.landscape.density_result import KIND, Density, SpectralQuadrature
-from flatness.landscape.filling import identity_of, resumed
+from flatness.landscape.density_result import Density, SpectralQuadrature
 from flatness.landscape.networks import (
     Member,
     Networks,
+    chosen_layers,
     members_of,
     own_weights,
     unknown_layers,
-    without_weight,
 )
-from flatness.landscape.points import LOOPED, Points
-from flatness.landscape.storage import Array
+from flatness.landscape.resumption import facts_of, identity_of, resumed
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
-from flatness.network.layers import find_layers, select_layers
+from flatness.network.layers import find_layers
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately
-from flatness.version import __version__
+from flatness.problem.setting import setting_of
 
 METRICS = ("euclidean", "layerwise", "nodewise")
 """D of D^½ H D^½: 1, ‖W_l‖² on every tensor (rangamani2019, Def. 3), or θ_i² (§6)."""
 _CURVATURES = ("hessian", "gauss_newton")
-_PARAMETERS = ("all", "weights")
 _BASIS_BYTES = 1024 * 2**20
 
 
@@ -103,41 +100,24 @@ def density(
         >>> len(density.grid("network"))
         2001
     """
-    _check(metric, parameters, curvature)
-    runs, steps = whole_number("runs", runs, 1, 10), whole_number("steps", steps, 1, 80)
-    members = members_of(model)
-    setting = {
-        "forward": forward,
-        "weight_decay": weight_decay,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-        "progress": progress,
-    }
-    problems = [Problem(member.model, data, loss, **setting) for member in members]
-    settings = {
+    setting = setting_of(locals())
+    asked = {
         "metric": metric,
         "layers": layers,
         "parameters": parameters,
-        "runs": runs,
-        "steps": steps,
+        "runs": whole_number("runs", runs, 1, 10),
+        "steps": whole_number("steps", steps, 1, 80),
         "curvature": curvature,
     }
-    return _Census(members, problems, settings, resume).run()
-
-
-def _check(metric: Any, parameters: Any, curvature: Any) -> None:
-    choices = {
-        "metric": (metric, METRICS),
-        "parameters": (parameters, _PARAMETERS),
-        "curvature": (curvature, _CURVATURES),
-    }
-    for name, (value, known) in choices.items():
-        if value not in known:
+    for name, known in {"metric": METRICS, "parameters": PARAMETERS, "curvature": _CURVATURES}.items():
+        if asked[name] not in known:
             raise OptionError(
-                f"Expected {name} to be one of {', '.join(known)} but got {value!r}.{nearest(value, known)}"
+                f"Expected {name} to be one of {', '.join(known)} but got {asked[name]!r}."
+                f"{nearest(asked[name], known)}"
             )
+    members = members_of(model)
+    problems = [Problem(member.model, data, loss, **setting) for member in members]
+    return _Census(members, problems, asked, resume).run()
 
 
 @dataclass
@@ -158,35 +138,33 @@ class _Census:
     def run(self) -> Density:
         self._go_on()
         for member, problem in zip(self.members, self.problems, strict=True):
-            name = self._name(member)
-            if name not in self.finished and not self.interrupted:
+            if member.name in self.finished or self.interrupted:
+                continue
+            try:
                 with problem.guarded():
-                    self._network(name, problem)
-                if self.resume is not None and self.spectra:
-                    self._density().save(self.resume)
+                    self._network(member.name, problem)
+            except KeyboardInterrupt:
+                if not (self.interrupted and self.spectra):
+                    raise
+            if self.resume is not None and self.spectra:
+                self._density().save(self.resume)
         if not self.spectra:
-            self._nothing()
+            raise OptionError(
+                f"Expected parameters that are not all zero, as metric={self.asked['metric']!r} has them in "
+                "units of their own size, but got none. Pass metric='euclidean', or other layers."
+            )
         return self._density()
-
-    def _nothing(self) -> None:
-        """Say why there is no spectrum at all."""
-        if self.interrupted:
-            raise KeyboardInterrupt
-        raise OptionError(
-            f"Expected parameters that are not all zero, as metric={self.asked['metric']!r} has them in "
-            "units of their own size, but got none. Pass metric='euclidean', or other layers."
-        )
 
     def _go_on(self) -> None:
         """Take over the networks that an earlier run finished."""
         risk, first = None, self.problems[0]
         if self.resume is not None:
             with first.guarded():
-                risk = Points(first, engine=LOOPED).loss
+                risk = ParameterSpace(first).risk()
         self.asked = identity_of(self.problems, risk, **self.asked)
-        if self.resume is None or resumed(self.resume, KIND, self.asked) is None:
+        before = resumed(self.resume, Density, self.asked)
+        if before is None:
             return
-        before = Density.load(self.resume)
         self.facts = dict(before.meta)
         self.finished, self.owners = list(before.meta["finished"]), dict(before.meta["owners"])
         self.spectra = {
@@ -195,112 +173,88 @@ class _Census:
         # the first note of a run that Ctrl-C ended says where
         self.notes = list(before.notes[1:] if self.facts.pop("interrupted", False) else before.notes)
 
-    def _name(self, member: Member) -> str:
-        several = sum(other.group == member.group for other in self.members) > 1
-        return f"{member.group} {member.number + 1}" if several else member.group
-
     def _density(self) -> Density:
         meta = {**self.facts, "asked": self.asked, "finished": self.finished, "owners": self.owners}
         meta["interrupted"] = self.interrupted
         return Density(dict(self.spectra), meta, tuple(dict.fromkeys(self.notes)))
 
     def _network(self, name: str, problem: Problem) -> None:
-        request = measure_request("riemannian_spectral_norm", curvature=self.asked["curvature"])
-        plan = make_plan(problem, request)
+        plan = make_plan(
+            problem, measure_request("riemannian_spectral_norm", curvature=self.asked["curvature"])
+        )
         space = ParameterSpace(problem)
-        operator = HessianOperator(space, curvature=self.asked["curvature"], graph_bytes=plan.graph_bytes)
+        operator = HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
         parts = _parts(space, self.asked)
         several = len(parts) > 1 or self.asked["layers"] is not None
-        for part, root in parts.items():
-            label = (part if name == "network" else f"{name}: {part}") if several else name
-            self.owners[label] = name
-            if not self.interrupted:
+        try:
+            for part, root in parts.items():
+                label = (part if name == "network" else f"{name}: {part}") if several else name
+                self.owners[label] = name
                 self._spectrum(label, operator, root)
-        self.facts |= {
-            "metric": self.asked["metric"],
-            "loss": problem.loss.name,
-            "steps": self.asked["steps"],
-            "samples": problem.samples,
-            "model": type(problem.model).__name__,
-            "curvature": self.asked["curvature"],
-            "flatness": __version__,
-        }
-        self.notes += problem.notes
-        if not self.interrupted:
             self.finished.append(name)
+        finally:
+            self.facts |= {word: self.asked[word] for word in ("metric", "steps", "curvature")}
+            self.facts |= facts_of(problem)
+            self.notes += problem.notes
 
     def _spectrum(self, label: str, operator: HessianOperator, root: Tensor) -> None:
-        """All runs of one spectrum, as many side by side as their bases leave room for."""
-        runs, steps = self.asked["runs"], self.asked["steps"]
+        """All runs of one spectrum, as many side by side as their bases leave room for; or till Ctrl-C."""
+        runs, problem = self.asked["runs"], operator.space.problem
         mask = root > 0
         dimension = int(mask.sum())
         if not dimension:
             self.notes.append(f"{label}: left out, as all its parameters are zero")
             return
-        start = random_signs(runs, mask, operator.space.problem.seed)
-        together = max(1, _BASIS_BYTES // (8 * len(root) * min(steps, dimension)))
-        found = []
-        shown = operator.space.problem.progress
-        with ProgressBar(f"density of {label}", runs * min(steps, dimension), shown) as bar:
-            for first in range(0, runs, together):
-                lanczos = LanczosRuns(start[first : first + together], steps)
-                self._drive(lanczos, operator, root, bar, label)
-                if lanczos.made:
-                    found.append(lanczos.quadrature())
-                if self.interrupted:
-                    break
-        if found:
-            nodes, weights = (
-                _stacked([part.nodes for part in found]),
-                _stacked([part.weights for part in found]),
-            )
-            self.spectra[label] = SpectralQuadrature(nodes, weights, dimension)
+        steps = min(self.asked["steps"], dimension)
+        start = random_signs(runs, mask, problem.seed)
+        with ProgressBar(f"density of {label}", runs * steps, problem.progress) as bar:
+            for part in start.split(max(1, _BASIS_BYTES // (8 * len(root) * steps))):
+                lanczos = LanczosRuns(part, steps)
+                try:
+                    while not lanczos.done:
+                        asked = [root * vector for vector in lanczos.query()]
+                        lanczos.tell(torch.stack([root * product for product in operator(asked)]))
+                        bar.advance(len(asked))
+                except KeyboardInterrupt:
+                    self.interrupted = True
+                    made = f"after {lanczos.made} of {lanczos.steps} steps of Lanczos"
+                    self.notes.insert(0, f"interrupted: {label} {made}")
+                    raise
+                finally:
+                    if lanczos.made:
+                        self._add(label, lanczos.quadrature(), dimension)
 
-    def _drive(
-        self, lanczos: LanczosRuns, operator: HessianOperator, root: Tensor, bar: ProgressBar, label: str
-    ) -> None:
-        """Make the steps, until Ctrl-C."""
-        try:
-            while not lanczos.done:
-                asked = [root * vector for vector in lanczos.query()]
-                lanczos.tell(torch.stack([root * product for product in operator(asked)]))
-                bar.advance(len(asked))
-        except KeyboardInterrupt:
-            self.interrupted = True
-            self.notes.insert(
-                0, f"interrupted: {label} after {lanczos.made} of {lanczos.steps} steps of Lanczos"
-            )
-
-
-def _stacked(parts: list[Tensor]) -> Array:
-    """Rows of several runs, with zeros after the end of shorter ones."""
-    most = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1])) for part in parts]).numpy()
+    def _add(self, label: str, found: Quadrature, dimension: int) -> None:
+        """Further runs of a spectrum."""
+        own = SpectralQuadrature(found.nodes.numpy(), found.weights.numpy(), dimension)
+        before = self.spectra.get(label)
+        self.spectra[label] = own if before is None else before.and_runs(own)
 
 
 def _parts(space: ParameterSpace, asked: dict[str, Any]) -> dict[str, Tensor]:
     """D^½ by the name of what is looked at; 0 on what is not part of it."""
-    request = SpectrumRequest(metric=asked["metric"], parameters=asked["parameters"])
-    root = inverse_metric_root(space, request)
+    root = inverse_metric_root(space, SpectrumRequest(metric=asked["metric"], parameters=asked["parameters"]))
     if asked["layers"] is None:
         return {"network": root}
-    available = find_layers(space.problem.model)
-    everything = asked["layers"] == "all" and "all" not in available
-    names = select_layers(available, list(available), None if everything else asked["layers"])
-    weights, without = own_weights(space.problem.model, [available[name] for name in names])
-    if without and not (everything and weights):
-        raise without_weight(without)
+
+    def only(weight: str) -> Tensor:
+        return space.per_parameter(lambda own, value: torch.tensor(float(own == weight), device=value.device))
+
+    return {name: root * only(weight) for name, weight in _weights(space.problem, asked["layers"]).items()}
+
+
+def _weights(problem: Problem, wanted: Any) -> dict[str, str]:
+    """The weights of layers, by their names; with notes on what is left out where all are asked for."""
+    model = problem.model
+    everything = wanted == "all" and "all" not in find_layers(model)
+    layers = chosen_layers(model, None if everything else wanted)
+    weights = own_weights(model, layers, lenient=everything)
+    without = [layer.name for layer in layers if layer.name not in weights]
     if without:
-        space.problem.notes.append(f"left out, without a weight of their own: {listed(without)}")
-    unknown = unknown_layers(space.problem.model, available.values()) if everything else []
+        problem.notes.append(f"left out, without a weight of their own: {listed(without)}")
+    unknown = unknown_layers(model, layers) if everything else []
     if unknown:
-        space.problem.notes.append(
+        problem.notes.append(
             f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it"
         )
-    masks = {
-        name: space.per_parameter(
-            lambda own, value, weight=weight: torch.tensor(float(own == weight), device=value.device)
-        )
-        for name, weight in weights.items()
-    }
-    return {name: root * mask for name, mask in masks.items()}
+    return weights

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatness.files import TEXT
 from flatness.landscape.captions import data_words, number_of
-from flatness.landscape.storage import Array, read_arrays, write_arrays
+from flatness.landscape.storage import Array, Saved
 from flatness.report.tables import format_value
 
 if TYPE_CHECKING:
     import pandas
 
-KIND = "density"
+_PARTS = ("nodes", "weights")
 _POINTS = 2001
 _METRICS = {
     "euclidean": "the Hessian",
@@ -39,6 +37,16 @@ class SpectralQuadrature:
     weights: Array
     dimension: int
 
+    def and_runs(self, other: SpectralQuadrature) -> SpectralQuadrature:
+        """With the runs of another; shorter ones get zeros at their end."""
+        most = max(self.nodes.shape[1], other.nodes.shape[1])
+
+        def together(*parts: Array) -> Array:
+            return np.concatenate([np.pad(part, ((0, 0), (0, most - part.shape[1]))) for part in parts])
+
+        nodes, weights = together(self.nodes, other.nodes), together(self.weights, other.weights)
+        return SpectralQuadrature(nodes, weights, self.dimension)
+
     def power_sum(self, power: int) -> tuple[float, float]:
         """Σ λ^power over all eigenvalues, and the standard error of the estimate.
 
@@ -50,7 +58,7 @@ class SpectralQuadrature:
 
 
 @dataclass(frozen=True)
-class Density:
+class Density(Saved):
     """Densities of the eigenvalues of Hessians, by name: of networks, of their layers.
 
     Attributes:
@@ -58,6 +66,9 @@ class Density:
         meta: Where it comes from: metric, data, loss, settings.
         notes: What the user should know.
     """
+
+    kind = "density"
+    text_fields = ("notes",)
 
     spectra: dict[str, SpectralQuadrature]
     meta: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -128,24 +139,28 @@ class Density:
             frames.append(pandas.DataFrame(columns))
         return pandas.concat(frames, ignore_index=True)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write arrays and meta to an .npz file, at once or not at all."""
-        arrays = {}
-        for place, own in enumerate(self.spectra.values()):
-            arrays |= {f"nodes {place}": own.nodes, f"weights {place}": own.weights}
-        dimensions = {name: own.dimension for name, own in self.spectra.items()}
-        write_arrays(path, KIND, arrays, {**self.meta, "spectra": dimensions, "notes": list(self.notes)})
+    def _arrays(self) -> dict[str, Array]:
+        parts = enumerate(self.spectra.values())
+        return {f"{part} {place}": getattr(own, part) for place, own in parts for part in _PARTS}
+
+    def _texts(self) -> dict[str, Any]:
+        return super()._texts() | {"spectra": {name: own.dimension for name, own in self.spectra.items()}}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Density:
-        """Read what `save` wrote."""
-        _, arrays, meta = read_arrays(path, KIND, arrays=_names, meta={"spectra": {}, "notes": [TEXT]})
+    def _shape(cls) -> dict[str, Any]:
+        return super()._shape() | {"spectra": {}}
+
+    @classmethod
+    def _names(cls, meta: dict[str, Any]) -> list[str]:
+        return [f"{part} {place}" for place in range(len(meta["spectra"])) for part in _PARTS]
+
+    @classmethod
+    def _fields(cls, arrays: dict[str, Array], meta: dict[str, Any]) -> dict[str, Any]:
         spectra = {
             name: SpectralQuadrature(arrays[f"nodes {place}"], arrays[f"weights {place}"], dimension)
             for place, (name, dimension) in enumerate(meta.pop("spectra").items())
         }
-        notes = tuple(meta.pop("notes"))
-        return cls(spectra, meta, notes)
+        return super()._fields(arrays, meta) | {"spectra": spectra}
 
     def __str__(self) -> str:
         """The caption; for each spectrum its ends, trace and Frobenius norm."""
@@ -160,8 +175,3 @@ class Density:
         return "\n  ".join([*lines, *self.notes])
 
     __repr__ = __str__
-
-
-def _names(meta: dict[str, Any]) -> list[str]:
-    """What the arrays of a saved density are called."""
-    return [f"{kind} {place}" for place in range(len(meta["spectra"])) for kind in ("nodes", "weights")]

@@ -44,11 +44,6 @@ class Line(Saved):
     meta: dict[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
 
-    @property
-    def complete(self) -> bool:
-        """Whether every point was computed."""
-        return bool(self.done.all())
-
     def rows(self, group: str) -> Array:
         """Places of the lines of a group."""
         if group not in self.groups:

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flatness.errors import ModelError, OptionError
 from flatness.landscape.arguments import (
     Span,
-    as_tensors,
-    check_batch_norm,
-    digest,
     ends_of,
-    points_of,
     positions_of,
     span_between,
     whole_number,
 )
-from flatness.landscape.directions import Asked, Chosen, check_asked, choose_directions
-from flatness.landscape.filling import Table, facts_of, identity_of
+from flatness.landscape.directions import Asked, Chosen, asked_for, choose_directions
 from flatness.landscape.line_result import Line
-from flatness.landscape.networks import Member, Networks, Weights, difference, members_of, state_of
-from flatness.landscape.points import Points
+from flatness.landscape.networks import Member, Networks, Weights, members_of, state_of
 from flatness.landscape.storage import Array
+from flatness.landscape.walk import Walk
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
 
 
 @separately()
@@ -104,153 +101,73 @@ def line(
         >>> line.loss.shape, line.mean("network").shape
         ((3, 11), (11,))
     """
-    count, points = whole_number("count", count, 1, 5), points_of(points)
-    asked = _asked(as_tensors(directions), count, between, parameters, layers, seed)
+    setting = setting_of(locals())
+    count, points = whole_number("count", count, 1, 5), whole_number("points", points, 2, 51)
+    asked = asked_for(directions, count, parameters, layers, seed)
+    if between is not None:
+        asked = _to_another(asked, between)
     usual = 1.0 if between is None else span_between(points)
     positions = positions_of(ends_of(usual if span is None else span), points)
-    check_batch_norm(batch_norm)
     members = members_of(model)
     if between is not None and len(members) > 1:
         raise ModelError(
             f"Expected one network to start from with between= but got {len(members)}. Call it for each."
         )
-    setting = {
-        "forward": forward,
-        "weight_decay": weight_decay,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-        "progress": progress,
-    }
-    problems = [Problem(member.model, data, loss, **setting) for member in members]
-    settings = {
-        "directions": asked.identity if between is None else f"between {digest(state_of(between))}",
-        "count": count,
-        "span": [float(positions[0]), float(positions[-1])],
-        "points": points,
-        "parameters": parameters,
-        "layers": layers,
-        "batch_norm": batch_norm,
-        "batch_size": batch_size if batch_norm == "recomputed" else None,
-    }
-    walk = _Walk(
-        members, problems, asked, between, positions, batch_norm, batch_size is not None, settings, resume
+    walk = _Lines(
+        problems=[Problem(member.model, data, loss, **setting) for member in members],
+        asked=asked,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        settings={"count": count, "span": [float(positions[0]), float(positions[-1])], "points": points},
+        resume=resume,
+        members=members,
+        positions=positions,
     )
-    return walk.run()
+    walk.run()
+    return walk.found()
 
 
-def _asked(
-    directions: Any,
-    count: int,
-    between: Any,
-    parameters: str | None,
-    layers: str | list[str] | None,
-    seed: int,
-) -> Asked:
-    asked = Asked(directions, count, parameters, layers, seed)
-    check_asked(asked)
-    if between is not None and not (isinstance(directions, str) and directions == "layer"):
+def _to_another(asked: Asked, weights: Any) -> Asked:
+    """The way to another network instead of directions, of which none may have been asked for."""
+    if asked.kind != "layer":
         raise OptionError(
             "Expected directions or between but got both: between is itself a direction. Leave one out."
         )
-    if between is not None and not (layers is None and parameters is None):
+    if not (asked.layers is None and asked.parameters is None):
         raise OptionError(
             "Expected between alone but got layers or parameters too: everything that differs moves. Leave "
             "them out."
         )
-    return asked
+    return replace(asked, kind="between", given=state_of(weights))
 
 
-@dataclass
-class _Walk:
-    """One call: networks one after the other, the lines of each in turn."""
+@dataclass(kw_only=True)
+class _Lines(Walk):
+    """A row is a line along one direction.
+
+    Attributes:
+        members: The networks.
+        positions: t, (points,).
+    """
+
+    result = Line
 
     members: list[Member]
-    problems: list[Problem]
-    asked: Asked
-    between: Any
     positions: Array
-    batch_norm: str
-    fixed_batch: bool
-    settings: dict[str, Any]
-    resume: str | os.PathLike[str] | None
-    labels: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    table: Table | None = None
-    rows: int = 0
 
-    def run(self) -> Line:
-        for place, (member, problem) in enumerate(zip(self.members, self.problems, strict=True)):
-            try:
-                self._network(place, member, problem)
-            except KeyboardInterrupt:
-                if self.table is None:
-                    raise
-                self.table.interrupted = True
-            if self.table is not None and self.table.interrupted:
-                break
-        assert self.table is not None
-        found = self._line(self.table)
-        if self.resume is not None:
-            found.save(self.resume)
-        return found
+    def rows_from(self, place: int, problem: Problem) -> tuple[Chosen, Tensor]:
+        """Each line goes along one of the directions."""
+        member = self.members[place]
+        chosen = choose_directions(problem, self.asked, member.number)
+        prefix = f"network {member.number + 1}, " if member.several else ""
+        along = torch.eye(len(chosen.vectors), dtype=torch.float64)[:, None]
+        coefficients = along * torch.from_numpy(self.positions)[:, None]
+        return replace(chosen, labels=[prefix + label for label in chosen.labels]), coefficients
 
-    def _network(self, place: int, member: Member, problem: Problem) -> None:
-        with problem.guarded():
-            points = Points(problem, batch_norm=self.batch_norm, fixed_batch=self.fixed_batch)
-            chosen = self._directions(problem, member)
-            if self.table is not None and len(chosen.vectors) != self.rows:
-                fewer = min(self.rows, len(chosen.vectors))
-                raise OptionError(
-                    f"Expected as many directions for every network but one has no more than {fewer}. Pass "
-                    f"count={fewer}."
-                )
-            self._remember(member, points, chosen)
-            points.along(chosen.vectors)
-            if self.table is None:
-                self.rows = len(chosen.vectors)
-                self.table = self._table(points)
-            with self.table.bar:
-                for number in range(self.rows):
-                    coefficients = torch.zeros(len(self.positions), self.rows, dtype=torch.float64)
-                    coefficients[:, number] = torch.from_numpy(self.positions)
-                    self.table.fill(place * self.rows + number, points, coefficients)
-            self.notes += problem.notes
-
-    def _directions(self, problem: Problem, member: Member) -> Chosen:
-        if self.between is None:
-            return choose_directions(problem, self.asked, member.number)
-        return Chosen([difference(problem.model, self.between, "between")], ["to the other network"])
-
-    def _table(self, points: Points) -> Table:
-        problem = points.problem
-        table = Table.empty(len(self.members) * self.rows, len(self.positions), problem.progress)
-        self.facts["asked"] = identity_of(self.problems, points.loss, **self.settings)
-        table.keep_in(self.resume, Line.kind, self.facts["asked"], lambda: self._line(table))
-        return table
-
-    def _remember(self, member: Member, points: Points, chosen: Chosen) -> None:
-        several = sum(other.group == member.group for other in self.members) > 1
-        prefix = f"network {member.number + 1}, " if several else ""
-        self.labels += [prefix + label for label in chosen.labels]
-        self.notes += chosen.notes
-        for name, values in chosen.facts.items():
-            self.facts.setdefault(name, []).extend(values)
-        kind = "between" if self.between is not None else self.asked.kind
-        self.facts |= {"directions": kind, **facts_of(points, self.batch_norm, kind)}
-
-    def _line(self, table: Table) -> Line:
-        # Lines of networks that are still to come have no names yet.
-        missing = len(table.loss) - len(self.labels)
-        return Line(
-            positions=self.positions,
-            loss=table.loss,
-            accuracy=table.accuracy,
-            done=table.done,
-            groups=tuple(member.group for member in self.members for _ in range(self.rows)),
-            labels=(*self.labels, *["not reached"] * missing),
-            meta=dict(self.facts),
-            notes=tuple(dict.fromkeys([*table.notes(), *self.notes])),
-        )
+    def found(self) -> Line:
+        """The lines; those of networks that are still to come have no names yet."""
+        groups = tuple(member.group for member in self.members for _ in range(self.rows))
+        missing = len(groups) - len(self.labels)
+        labels = (*self.labels, *["not reached"] * missing)
+        lines = self.filled(len(groups), len(self.positions))
+        return Line(positions=self.positions, groups=groups, labels=labels, **lines)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatness.curvature.parameters.parameter_products import own_parameter
 from flatness.errors import (
     CheckpointError,
     LayerError,
@@ -18,6 +19,7 @@ from flatness.errors import (
     listed,
     nearest,
 )
+from flatness.network.layers import find_layers, own_parameters, select_layers
 from flatness.network.layers.view import Layer
 from flatness.problem.batches import describe
 from flatness.problem.model import unwrap
@@ -40,11 +42,18 @@ class Member:
         group: Name of the curve it belongs to.
         number: Its place in the group.
         model: The network.
+        several: Whether its group has others.
     """
 
     group: str
     number: int
     model: nn.Module
+    several: bool
+
+    @property
+    def name(self) -> str:
+        """That of the group, with a number where there are others."""
+        return f"{self.group} {self.number + 1}" if self.several else self.group
 
 
 def members_of(model: Any) -> list[Member]:
@@ -52,8 +61,8 @@ def members_of(model: Any) -> list[Member]:
     groups = model if isinstance(model, Mapping) else {"network": model}
     members = []
     for group, networks in groups.items():
-        several = networks if isinstance(networks, (list, tuple)) else [networks]
-        members += [Member(str(group), number, network) for number, network in enumerate(several)]
+        own = networks if isinstance(networks, (list, tuple)) else [networks]
+        members += [Member(str(group), number, network, len(own) > 1) for number, network in enumerate(own)]
     if not members:
         raise ModelError("Expected at least one network but got none. Pass the model, a list, or a dict.")
     for member in members:
@@ -65,52 +74,50 @@ def members_of(model: Any) -> list[Member]:
     return members
 
 
-def parameter_names(model: nn.Module) -> dict[str, str]:
-    """Every name that a parameter goes by, to the one that ``model.named_parameters()`` gives it.
+def chosen_layers(model: nn.Module, layers: str | Iterable[str] | None) -> list[Layer]:
+    """The supported layers that a user names; all of them when None."""
+    available = find_layers(model)
+    return [available[name] for name in select_layers(available, list(available), layers)]
 
-    They differ for tied parameters, which have several.
+
+def own_weights(model: nn.Module, layers: Iterable[Layer], *, lenient: bool = False) -> dict[str, str]:
+    """Parameters that are the weights of layers, by the layers' names.
+
+    Some layers have none: they share a packed weight, as the projections of attention do, or compute theirs
+    from other parameters.
+
+    Args:
+        model: The network.
+        layers: Its layers.
+        lenient: Whether to leave out layers without such a weight where others have one; else they are
+            refused.
     """
-    first = {id(value): name for name, value in model.named_parameters()}
-    everything = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(value)] for name, value in everything}
-
-
-def own_weights(model: nn.Module, layers: Iterable[Layer]) -> tuple[dict[str, str], list[str]]:
-    """Parameters that are the weights of layers, by the layers' names; and layers that have none.
-
-    Those share a packed weight, as the projections of attention do, or compute theirs from other parameters.
-    """
-    known, sizes = parameter_names(model), {name: value.numel() for name, value in model.named_parameters()}
+    sizes = {name: value.numel() for name, value in model.named_parameters()}
     found, without = {}, []
     for layer in layers:
-        name = known.get(layer.weight_name)
-        if name is not None and sizes[name] == layer.weight.numel():
+        name = own_parameter(model, layer)
+        if name and sizes[name] == layer.weight.numel():
             found[layer.name] = name
         else:
             without.append(layer.name)
-    return found, without
+    if without and not (lenient and found):
+        raise LayerError(
+            f"Expected layers whose weight is a parameter of its own but {listed(without)} share a packed "
+            "one or compute theirs from others. Leave them out."
+        )
+    return found
 
 
-def unknown_layers(model: nn.Module, layers: Iterable[Layer]) -> list[str]:
+def unknown_layers(model: nn.Module, layers: list[Layer]) -> list[str]:
     """Modules with a weight, of two axes or more, that none of the layers has."""
-    layers = list(layers)
-    named = {layer.weight_name for layer in layers}
-    known = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in named}
-    inside = tuple(f"{layer.name}." for layer in layers)
+    named, inside = {layer.weight_name for layer in layers}, tuple(f"{layer.name}." for layer in layers)
+    aliases = model.named_parameters(remove_duplicate=False)
+    known = {id(value) for name, value in aliases if name in named or value.dim() < 2}
     return [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if not f"{name}.".startswith(inside)
-        and any(value.dim() >= 2 and id(value) not in known for value in module.parameters(recurse=False))
+        if not f"{name}.".startswith(inside) and not known.issuperset(map(id, own_parameters(module)))
     ]
-
-
-def without_weight(names: list[str]) -> LayerError:
-    """The error about layers whose weight is not a parameter of its own."""
-    return LayerError(
-        f"Expected layers whose weight is a parameter of its own but {listed(names)} share a packed one or "
-        "compute theirs from others. Leave them out."
-    )
 
 
 def state_of(weights: Any) -> dict[str, Tensor]:
@@ -160,15 +167,13 @@ def difference(model: nn.Module, weights: Any, what: str) -> dict[str, Tensor]:
 
 def _check_same_names(here: Mapping[str, Tensor], there: Mapping[str, Tensor], what: str) -> None:
     """Refuse weights with other names or shapes."""
-    shapes = [
-        f"{name} {list(there[name].shape)} for {list(value.shape)}"
-        for name, value in here.items()
-        if name in there and there[name].shape != value.shape
-    ]
+    own, other = _shapes(here), _shapes(there)
     differences = {
-        "missing:": [name for name in here if name not in there],
-        "unexpected:": [name for name in there if name not in here],
-        "other shapes:": shapes,
+        "missing:": [name for name in own if name not in other],
+        "unexpected:": [name for name in other if name not in own],
+        "other shapes:": [
+            f"{n} {other[n]} for {shape}" for n, shape in own.items() if other.get(n, shape) != shape
+        ],
     }
     problems = [f"{label} {listed(names, 4)}" for label, names in differences.items() if names]
     if problems:
@@ -176,6 +181,15 @@ def _check_same_names(here: Mapping[str, Tensor], there: Mapping[str, Tensor], w
             f"Expected {what} to be weights of the same network but they differ: {'; '.join(problems)}. Pass "
             "checkpoints of one architecture."
         )
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(value.shape) for name, value in weights.items()}
+
+
+def size_of(parameters: Mapping[str, Tensor]) -> int:
+    """How many numbers there are in all."""
+    return sum(value.numel() for value in parameters.values())
 
 
 def by_name(parameters: Mapping[str, Tensor], vector: Tensor) -> dict[str, Tensor]:
@@ -188,10 +202,8 @@ def by_name(parameters: Mapping[str, Tensor], vector: Tensor) -> dict[str, Tenso
 
 
 def given_direction(parameters: Mapping[str, Tensor], given: Any) -> dict[str, Tensor]:
-    """A user's direction, a vector or tensors by parameter name, as tensors by name in float64."""
-    size = sum(value.numel() for value in parameters.values())
-    if isinstance(given, Tensor) and given.dim() == 1 and len(given) == size:
-        given = by_name(parameters, given.detach())
+    """A user's direction, a vector or tensors, perhaps by parameter name, as tensors by name in float64."""
+    given, size = _named(given, parameters), size_of(parameters)
     if not isinstance(given, Mapping) or not all(isinstance(value, Tensor) for value in given.values()):
         raise OptionError(
             f"Expected a direction to be a dict of tensors by parameter name or a vector of {size} numbers "
@@ -204,13 +216,20 @@ def given_direction(parameters: Mapping[str, Tensor], given: Any) -> dict[str, T
             f"Expected directions of this network's parameters but got {listed(unknown)}."
             f"{nearest(unknown[0], parameters)} Its parameters: {listed(parameters)}."
         )
-    for name, value in given.items():
-        _check_move(name, value, parameters[name])
-    return {name: value.detach().double() for name, value in given.items()}
+    return {name: _checked(name, value.detach(), parameters[name]) for name, value in given.items()}
 
 
-def _check_move(name: str, value: Tensor, parameter: Tensor) -> None:
-    """Refuse a change of a parameter that is of another shape, or not finite."""
+def _named(given: Any, parameters: Mapping[str, Tensor]) -> Any:
+    """A flat vector, or a list with an entry for every parameter, by name; anything else as it is."""
+    if isinstance(given, Tensor) and given.dim() == 1 and len(given) == size_of(parameters):
+        return by_name(parameters, given)
+    if isinstance(given, (list, tuple)) and len(given) == len(parameters):
+        return dict(zip(parameters, given, strict=True))
+    return given
+
+
+def _checked(name: str, value: Tensor, parameter: Tensor) -> Tensor:
+    """A change of a parameter in float64; refused where it is of another shape, or not finite."""
     if value.shape != parameter.shape:
         raise OptionError(
             f"Expected a direction of shape {list(parameter.shape)} for {name!r} but got "
@@ -220,3 +239,4 @@ def _check_move(name: str, value: Tensor, parameter: Tensor) -> None:
         raise OptionError(
             f"Expected a finite direction but got NaN or infinity for {name!r}. Check how it was made."
         )
+    return value.double()

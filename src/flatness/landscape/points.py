@@ -57,6 +57,7 @@ class Points:
         loss: E at θ, weight decay included.
         accuracy: The share of right predictions at θ; NaN where there are no classes.
         batch: Samples in the largest batch.
+        has_batch_norm: Whether the network has batch norm.
         engine: The engine in use.
         chunk: Points per pass over the data.
     """
@@ -75,6 +76,7 @@ class Points:
         check_example(problem, problem.example(2))
         self._space = ParameterSpace(problem)
         self._norms = [module for module in problem.model.modules() if isinstance(module, _BatchNorm)]
+        self.has_batch_norm = bool(self._norms)
         self._recompute = batch_norm == "recomputed" and self.has_batch_norm
         buffers = dict(problem.model.named_buffers())
         self._values = {
@@ -85,14 +87,8 @@ class Points:
         self._kept: list[Any] | None = []
         self._channels_last = False
         self._choose(engine, chunk, fixed_batch)
-        self._directions = {}
         self._normaliser, self.batch = 0.0, 0
         self.loss, self.accuracy = self._at_theta()
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether the network has batch norm."""
-        return bool(self._norms)
 
     def along(self, directions: Sequence[Direction]) -> Points:
         """The same points, with directions d_k to go along."""
@@ -133,7 +129,7 @@ class Points:
                 moved |= self._statistics(moved, count)
             sums = torch.zeros(count, 3, dtype=torch.float64, device=self.problem.device)
             self._pass(lambda batch: sums.add_(self._sums(moved, batch)))
-        loss = sums[:, LOSS] / self._normaliser + self._penalty(moved, count)
+        loss = sums[:, LOSS] / self._normaliser + self._penalty(moved)
         # Of outputs that are NaN, argmax would name a class all the same.
         accuracy = torch.where(loss.isnan(), torch.nan, _accuracy(sums))
         return torch.stack([loss, accuracy], dim=1).cpu()
@@ -157,14 +153,13 @@ class Points:
             lambda: space.sums(problem.items(batch, look=False)), moved, together=self.engine == TOGETHER
         )
 
-    def _penalty(self, moved: Mapping[str, Tensor], count: int) -> Tensor:
+    def _penalty(self, moved: Mapping[str, Tensor]) -> Tensor | float:
         decay = self.problem.weight_decay
-        total = torch.zeros(count, dtype=torch.float64, device=self.problem.device)
-        if decay:
-            for name, parameter in self._space.parameters.items():
-                value = moved.get(name, parameter.detach()[None])
-                total = total + value.double().square().flatten(1).sum(1)
-        return 0.5 * decay * total
+        if not decay:
+            return 0.0
+        parameters = self._space.parameters.items()
+        values = (moved.get(name, own.detach()[None]).double() for name, own in parameters)
+        return 0.5 * decay * sum(value.square().flatten(1).sum(1) for value in values)
 
     def _statistics(self, moved: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
         """Statistics of the batch norms at each point: means over micro-batches, weighed by samples."""
@@ -223,18 +218,24 @@ class Points:
     def _choose(self, engine: str | None, chunk: int | None, fixed_batch: bool) -> None:
         """The engine, the points of a chunk and, on a GPU, the samples that fit there with them."""
         on_gpu = self.problem.device.type == "cuda"
-        self.engine = engine or _usual(self.problem.device, self._space.dimension)
         example = self.problem.example(_FEW_SAMPLES)
-        if engine is None and self.engine == TOGETHER and not self._runs(example):
-            self.problem.notes.append(_ONE_BY_ONE)
-            self.engine = LOOPED
-        self._channels_last = not on_gpu and self.engine == LOOPED
-        self._channels_last = self._channels_last and self._runs(batches.map_tensors(example, self._laid_out))
+        self.engine = engine or self._usual_engine(example)
+        if not on_gpu and self.engine == LOOPED:
+            self._channels_last = True
+            self._channels_last = self._runs(batches.map_tensors(example, self._laid_out))
         self.chunk = chunk or _CHUNK[self.engine]
         if on_gpu and engine is None and not fixed_batch:
             points = self.chunk if self.engine == TOGETHER else 1
             room = kept_budget(self.problem.device) // 2 // self._bytes_each(example)
             self.problem.take_together(max(1, min(_LONGEST, room // points)))
+        self._directions = {}
+
+    def _usual_engine(self, example: Any) -> str:
+        self.engine = _usual(self.problem.device, self._space.dimension)
+        if self.engine == TOGETHER and not self._runs(example):
+            self.problem.notes.append(_ONE_BY_ONE)
+            return LOOPED
+        return self.engine
 
     def _runs(self, example: Any) -> bool:
         """Whether the network takes what a trial does to it, be it `torch.vmap` or images laid out anew."""
@@ -285,7 +286,7 @@ class Points:
         self._normaliser = counted(total, problem.samples)
         if not bool(sums.isfinite().all()):
             problem.locate_bad_loss()
-        loss = sums[:, LOSS] / total + self._penalty({}, 1)
+        loss = sums[:, LOSS] / total + self._penalty({})
         return float(loss), float(_accuracy(sums))
 
     def _laid_out(self, x: Tensor) -> Tensor:

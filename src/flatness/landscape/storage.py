@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -25,36 +24,57 @@ class Saved:
     Attributes:
         kind: What the file says it is.
         array_fields: Fields that hold an array.
-        text_fields: Fields that hold texts.
+        text_fields: Fields that hold texts, or something by name.
         meta: What else is known.
         done: Which points were computed.
     """
 
     kind: ClassVar[str]
-    array_fields: ClassVar[tuple[str, ...]]
+    array_fields: ClassVar[tuple[str, ...]] = ()
     text_fields: ClassVar[tuple[str, ...]]
     meta: dict[str, Any]
     done: Array
 
     @property
+    def complete(self) -> bool:
+        """Whether every point was computed."""
+        return bool(self.done.all())
+
+    @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended the work before all of it was done."""
-        return not self.done.all()
+        return not self.complete
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write arrays and meta to an .npz file, at once or not at all."""
-        texts = {name: list(getattr(self, name)) for name in self.text_fields}
-        write_arrays(path, self.kind, self._arrays(), {**self.meta, **texts})
+        told = {"format": f"flatness {self.kind}", "version": _VERSION, **self.meta, **self._texts()}
+        text = np.array(json_text(told, indent=None))
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            np.savez_compressed(file, **{_META: text}, **self._arrays())  # type: ignore[arg-type]
 
     def _arrays(self) -> dict[str, Array]:
         return {name: getattr(self, name) for name in self.array_fields}
 
+    def _texts(self) -> dict[str, Any]:
+        return {name: list(getattr(self, name)) for name in self.text_fields}
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote."""
-        shape = {name: [TEXT] for name in cls.text_fields}
-        _, arrays, meta = read_arrays(path, cls.kind, arrays=cls._names, meta=shape)
+        _, arrays, meta = read_arrays(path, cls.kind)
+        try:
+            check_shape(meta, cls._shape())
+            check_shape(arrays, dict.fromkeys(cls._names(meta), ANY))
+        except ShapeError as error:
+            raise ReportError(
+                f"Expected a whole {cls.kind} but {path} is damaged: {error}. Compute it again."
+            ) from error
         return cls(**cls._fields(arrays, meta), **{"meta": meta})
+
+    @classmethod
+    def _shape(cls) -> dict[str, Any]:
+        """What `_texts` of a saved one looks like."""
+        return {name: [TEXT] for name in cls.text_fields}
 
     @classmethod
     def _names(cls, meta: dict[str, Any]) -> list[str]:
@@ -68,30 +88,14 @@ class Saved:
         return {**{name: arrays[name] for name in cls.array_fields}, **texts}
 
 
-def write_arrays(
-    path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], meta: Mapping[str, Any]
-) -> None:
-    """Write arrays by name, and what is known about them, to an .npz file."""
-    text = json_text({"format": f"flatness {kind}", "version": _VERSION, **meta}, indent=None)
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        np.savez_compressed(file, **{_META: np.array(text)}, **arrays)  # type: ignore[arg-type]
-
-
-def read_arrays(
-    path: str | os.PathLike[str],
-    *kinds: str,
-    arrays: Callable[[dict[str, Any]], Iterable[str]] = lambda _: (),
-    meta: Mapping[str, Any] | None = None,
-) -> tuple[str, dict[str, Array], dict[str, Any]]:
-    """What `write_arrays` wrote: which of the kinds it is, the arrays, and what is known about them.
+def read_arrays(path: str | os.PathLike[str], *kinds: str) -> tuple[str, dict[str, Array], dict[str, Any]]:
+    """What `Saved.save` wrote: which of the kinds it is, the arrays, and what is known about them.
 
     Nothing in the file is executed: arrays of Python objects are refused.
 
     Args:
         path: The file.
         *kinds: What it may be.
-        arrays: The names of the arrays that it must have, from what is known about them.
-        meta: The shape of what must be known about them, see `check_shape`.
 
     Raises:
         ReportError: When the file is something else, is not whole, or is larger than it may be.
@@ -118,12 +122,5 @@ def read_arrays(
             f"Expected a {wanted} saved by flatness but {path} holds {kind or 'something else'}. Pass a file "
             "that save wrote."
         )
-    try:
-        check_shape(told, meta or {})
-        check_shape(found, dict.fromkeys(arrays(told), ANY))
-    except ShapeError as error:
-        raise ReportError(
-            f"Expected a whole {kind} but {path} is damaged: {error}. Compute it again."
-        ) from error
     told.pop("version", None)
     return kind, found, told

@@ -48,11 +48,6 @@ class Surface(Saved):
     meta: dict[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
 
-    @property
-    def complete(self) -> bool:
-        """Whether every point was computed."""
-        return bool(self.done.all())
-
     def caption(self) -> str:
         """What a picture of it shows, in a sentence or two."""
         kind = str(self.meta.get("directions"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,25 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import ModelError, OptionError
-from flatness.landscape.arguments import (
-    Span,
-    as_tensors,
-    check_batch_norm,
-    digest,
-    ends_of,
-    points_of,
-    positions_of,
-)
-from flatness.landscape.directions import Asked, Chosen, check_asked, choose_directions
-from flatness.landscape.filling import Table, facts_of, identity_of
+from flatness.landscape.arguments import Span, ends_of, positions_of, whole_number
+from flatness.landscape.directions import Asked, Chosen, asked_for, choose_directions
 from flatness.landscape.networks import by_name, difference, state_of
-from flatness.landscape.points import Points
 from flatness.landscape.storage import Array
 from flatness.landscape.surface_result import Surface
+from flatness.landscape.walk import Walk
 from flatness.problem.batches import describe
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
+from flatness.problem.setting import setting_of
+
+Ends = tuple[tuple[float, float], tuple[float, float]]
+"""Both ends of x, and both of y."""
 
 # Of the extent of trajectories, to be left on each side of them.
 _ROOM = 0.2
@@ -97,135 +92,104 @@ def surface(
         >>> surface.loss.shape
         (5, 7)
     """
+    setting = setting_of(locals())
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"Expected one network in the middle of the surface but got {type(model).__name__}. Pass the "
             "model, and others as trajectory=."
         )
-    asked = Asked(as_tensors(directions), 2, parameters, layers, seed)
-    check_asked(asked)
-    trajectories = None if trajectory is None else _alone(trajectories_of(trajectory), asked)
-    check_batch_norm(batch_norm)
+    asked = asked_for(directions, 2, parameters, layers, seed)
+    if trajectory is not None:
+        asked = _to_checkpoints(asked, trajectory)
     counts = points if isinstance(points, (tuple, list)) and len(points) == 2 else (points, points)
-    across, up = (points_of(count) for count in counts)
-    ends = None if span is None and trajectories is not None else _ends(1.0 if span is None else span)
-    problem = Problem(
-        model,
-        data,
-        loss,
-        forward=forward,
-        weight_decay=weight_decay,
+    across, up = (whole_number("points", count, 2, 51) for count in counts)
+    ends = None if span is None and trajectory is not None else _ends(1.0 if span is None else span)
+    walk = _Grid(
+        problems=[Problem(model, data, loss, **setting)],
+        asked=asked,
+        batch_norm=batch_norm,
         batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
+        settings={"span": None, "points": [across, up]},
+        resume=resume,
+        ends=ends,
     )
-    survey = _Survey(problem, asked, trajectories, (across, up), ends, batch_norm, resume, batch_size)
-    return survey.run()
+    walk.run()
+    return walk.found()
 
 
-def _alone(trajectories: dict[str, list[Any]], asked: Asked) -> dict[str, list[Any]]:
+def _to_checkpoints(asked: Asked, given: Any) -> Asked:
+    """The plane of trajectories instead of directions, of which none may have been asked for."""
+    named = given if _is_named(given) else {"trajectory": given}
+    for name, checkpoints in named.items():
+        if not isinstance(checkpoints, (list, tuple)) or not checkpoints:
+            raise OptionError(
+                "Expected a trajectory to be a list of networks or state dicts, or a dict of such lists "
+                f"by name, but {name!r} is {describe(checkpoints)}. For example trajectory=[torch.load(p) "
+                "for p in paths]."
+            )
     if asked.kind != "filter" or not (asked.layers is None and asked.parameters is None):
         raise OptionError(
             "Expected trajectory alone but got directions, layers or parameters too: the checkpoints say "
             "where the plane lies. Leave one out."
         )
-    return trajectories
+    steps = {str(name): list(map(state_of, checkpoints)) for name, checkpoints in named.items()}
+    return replace(asked, kind="trajectory", given=steps)
 
 
-def _ends(span: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+def _is_named(given: Any) -> bool:
+    return isinstance(given, Mapping) and not any(isinstance(value, Tensor) for value in given.values())
+
+
+def _ends(span: Any) -> Ends:
     nested = isinstance(span, (tuple, list)) and len(span) == 2 and isinstance(span[0], (tuple, list))
     return (ends_of(span[0]), ends_of(span[1])) if nested else (ends_of(span), ends_of(span))
 
 
-@dataclass
-class _Survey:
-    """One call: directions, then the grid."""
+@dataclass(kw_only=True)
+class _Grid(Walk):
+    """The only row is the grid, row by row.
 
-    problem: Problem
-    asked: Asked
-    trajectories: dict[str, list[Any]] | None
-    counts: tuple[int, int]
-    ends: tuple[tuple[float, float], tuple[float, float]] | None
-    batch_norm: str
-    resume: str | os.PathLike[str] | None
-    batch_size: int | None
+    Attributes:
+        ends: Of both axes; None for what holds the trajectories.
+        axes: x and y, once the plane is known.
+        paths: Coordinates of the checkpoints of each trajectory.
+    """
 
-    def run(self) -> Surface:
-        problem = self.problem
-        with problem.guarded():
-            points = Points(problem, batch_norm=self.batch_norm, fixed_batch=self.batch_size is not None)
-            plane = None if self.trajectories is None else principal_plane(problem.model, self.trajectories)
-            chosen = self._directions(plane)
-            x, y = self._axes(plane)
-            points.along(chosen.vectors)
-            table = Table.empty(1, len(x) * len(y), problem.progress)
-            identity = identity_of([problem], points.loss, **self._settings(x, y))
-            kind = self.asked.kind if plane is None else "trajectory"
-            meta = {**chosen.facts, "directions": kind, **facts_of(points, self.batch_norm, kind)}
-            meta["asked"] = identity
+    result = Surface
 
-            def found() -> Surface:
-                shape = (len(y), len(x))
-                return Surface(
-                    x=x,
-                    y=y,
-                    loss=table.loss.reshape(shape),
-                    accuracy=table.accuracy.reshape(shape),
-                    done=table.done.reshape(shape),
-                    paths={} if plane is None else plane.paths,
-                    labels=tuple(chosen.labels),
-                    meta=meta,
-                    notes=tuple(dict.fromkeys([*table.notes(), *chosen.notes, *problem.notes])),
-                )
+    ends: Ends | None
+    axes: tuple[Array, Array] = (np.empty(0), np.empty(0))
+    paths: dict[str, Array] = field(default_factory=dict)
 
-            table.keep_in(self.resume, Surface.kind, identity, found)
-            with table.bar:
-                table.fill(0, points, _grid(x, y))
-        if self.resume is not None:
-            table.save()
-        return found()
+    def rows_from(self, place: int, problem: Problem) -> tuple[Chosen, Tensor]:
+        """Two directions, and every point of the grid."""
+        chosen, ends = self._plane(problem)
+        x, y = (positions_of(*axis) for axis in zip(ends, self.settings["points"], strict=True))
+        self.axes = x, y
+        self.settings["span"] = [[float(axis[0]), float(axis[-1])] for axis in self.axes]
+        across, up = np.meshgrid(x, y)
+        return chosen, torch.from_numpy(np.stack([across.ravel(), up.ravel()], axis=1))[None]
 
-    def _directions(self, plane: Plane | None) -> Chosen:
-        if plane is None:
-            chosen = choose_directions(self.problem, self.asked, 0)
-            if len(chosen.vectors) != 2:
-                raise OptionError(
-                    f"Expected two directions for a surface but got {len(chosen.vectors)}. Pass a list of "
-                    "two, or draw a line."
-                )
-            return chosen
-        labels = ["first principal direction", "second principal direction"]
-        return Chosen(plane.directions, labels, facts={"plane_shares": plane.shares})
+    def _plane(self, problem: Problem) -> tuple[Chosen, Ends]:
+        """The directions, and the ends of both axes."""
+        if self.asked.kind == "trajectory":
+            plane = principal_plane(problem.model, self.asked.given)
+            self.paths, self.facts["plane_shares"] = plane.paths, plane.shares
+            labels = ["first principal direction", "second principal direction"]
+            return Chosen(plane.directions, labels), self.ends or plane.ends()
+        chosen = choose_directions(problem, self.asked, 0)
+        if len(chosen.vectors) != 2:
+            raise OptionError(
+                f"Expected two directions for a surface but got {len(chosen.vectors)}. Pass a list of "
+                "two, or draw a line."
+            )
+        assert self.ends is not None
+        return chosen, self.ends
 
-    def _axes(self, plane: Plane | None) -> tuple[Array, Array]:
-        ends = self.ends
-        if ends is None:
-            assert plane is not None
-            ends = plane.ends()
-        return positions_of(ends[0], self.counts[0]), positions_of(ends[1], self.counts[1])
-
-    def _settings(self, x: Array, y: Array) -> dict[str, Any]:
-        name = self.asked.identity
-        if self.trajectories is not None:
-            steps = {name: [state_of(step) for step in steps] for name, steps in self.trajectories.items()}
-            name = f"trajectory {digest(steps)}"
-        return {
-            "directions": name,
-            "span": [[float(axis[0]), float(axis[-1])] for axis in (x, y)],
-            "points": list(self.counts),
-            "parameters": self.asked.parameters,
-            "layers": self.asked.layers,
-            "batch_norm": self.batch_norm,
-            "batch_size": self.batch_size if self.batch_norm == "recomputed" else None,
-        }
-
-
-def _grid(x: Array, y: Array) -> torch.Tensor:
-    """(ny·nx, 2): the points of the grid, row by row."""
-    across, up = np.meshgrid(x, y)
-    return torch.from_numpy(np.stack([across.ravel(), up.ravel()], axis=1))
+    def found(self) -> Surface:
+        """The surface."""
+        x, y = self.axes
+        return Surface(x=x, y=y, paths=self.paths, labels=tuple(self.labels), **self.filled(len(y), len(x)))
 
 
 @dataclass(frozen=True)
@@ -242,7 +206,7 @@ class Plane:
     paths: dict[str, Array]
     shares: dict[str, float]
 
-    def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
+    def ends(self) -> Ends:
         """Ranges of both axes that hold all paths, and θ, with some room."""
         spots = np.concatenate([*self.paths.values(), np.zeros((1, 2))])
         low, high = spots.min(0), spots.max(0)
@@ -252,45 +216,24 @@ class Plane:
         return x, y
 
 
-def trajectories_of(given: Any) -> dict[str, list[Any]]:
-    """Trajectories by name: a list of weights is one of them."""
-    named = given if _is_named(given) else {"trajectory": given}
-    for name, checkpoints in named.items():
-        if not isinstance(checkpoints, (list, tuple)) or not checkpoints:
-            raise OptionError(
-                "Expected a trajectory to be a list of networks or state dicts, or a dict of such lists "
-                "by name, "
-                f"but {name!r} is {describe(checkpoints)}. For example trajectory=[torch.load(p) for p in "
-                "paths]."
-            )
-    return {str(name): list(checkpoints) for name, checkpoints in named.items()}
-
-
-def _is_named(given: Any) -> bool:
-    return isinstance(given, Mapping) and not any(isinstance(value, Tensor) for value in given.values())
-
-
 def principal_plane(model: nn.Module, trajectories: Mapping[str, list[Any]]) -> Plane:
     """The plane through θ in which the checkpoints lie best, by least squares.
 
     Directions are the first two right singular vectors of the matrix of all θ_i − θ: not centred, so that
     the network itself is on the plane. Only parameters count, not buffers.
     """
-    names = [name for name, _ in model.named_parameters()]
-    rows, owners = [], []
-    for name, checkpoints in trajectories.items():
-        for place, weights in enumerate(checkpoints, 1):
-            moved = difference(model, weights, f"checkpoint {place} of {name!r}")
-            rows.append(torch.cat([moved[parameter].flatten().cpu() for parameter in names]))
-            owners.append(name)
-    M = torch.stack(rows)
+    steps = [
+        _offset(model, weights, f"checkpoint {place} of {name!r}")
+        for name, checkpoints in trajectories.items()
+        for place, weights in enumerate(checkpoints, 1)
+    ]
+    M, counts = torch.stack(steps), [len(checkpoints) for checkpoints in trajectories.values()]
     # The small Gram matrix has the same singular values; there are far fewer checkpoints than parameters.
     values, U = torch.linalg.eigh(M @ M.T)
     if len(values) < 2 or float(values[-2]) <= 1e-12 * float(values[-1]):
         raise OptionError(
             "Expected checkpoints that span a plane with the network but they lie on one line. Pass at "
-            "least two "
-            "that differ from the network and from each other."
+            "least two that differ from the network and from each other."
         )
     V = (M.T @ U[:, [-1, -2]]) / values[[-1, -2]].sqrt()
     coordinates = M @ V
@@ -299,9 +242,14 @@ def principal_plane(model: nn.Module, trajectories: Mapping[str, list[Any]]) -> 
     signs = coordinates[far, torch.arange(2)].sign()
     V, coordinates = V * signs, coordinates * signs
     paths, shares = {}, {}
-    for name in trajectories:
-        own = torch.tensor([owner == name for owner in owners])
-        paths[name] = coordinates[own].numpy()
-        total = float(M[own].square().sum())
-        shares[name] = float(coordinates[own].square().sum()) / total if total else 1.0
+    for name, moves, path in zip(trajectories, M.split(counts), coordinates.split(counts), strict=True):
+        paths[name] = path.numpy()
+        total = float(moves.square().sum())
+        shares[name] = float(path.square().sum()) / total if total else 1.0
     return Plane([by_name(dict(model.named_parameters()), vector) for vector in V.T], paths, shares)
+
+
+def _offset(model: nn.Module, weights: Any, what: str) -> Tensor:
+    """θ_i − θ as one vector."""
+    moved = difference(model, weights, what)
+    return torch.cat([moved[name].flatten().cpu() for name, _ in model.named_parameters()])

@@ -1,0 +1,143 @@
+"""Changes of a layer at several sizes, by matrices or by noise, and what they do to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from flatness.errors import LayerError, OptionError
+from flatness.generalization.chosen_layer import ChosenLayer, require_vectors
+from flatness.generalization.kernels import Kernel, directions
+from flatness.generalization.matrices import on_patches, random_directions, random_matrices
+from flatness.generalization.perturbed_layer import PerturbedLayer
+from flatness.problem import batches
+
+LEVELS = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+# Perturbations whose single samples are kept for quantiles.
+_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Perturbations:
+    """Changes of one layer, each at several sizes.
+
+    Attributes:
+        losses: (batch, changes) → ℓ_i with each of the changes, (changes, n).
+        moves: (batch, which) → these changes at size 1, (which, …).
+        count: How many there are.
+        alphas: The sizes, ascending.
+        paired: Whether each comes with its negative.
+    """
+
+    losses: Callable[[Any, Tensor], Tensor]
+    moves: Callable[[Any, list[int]], Tensor]
+    count: int
+    alphas: list[float]
+    paired: bool = False
+
+    def evaluate(self, batch: Any, which: list[int]) -> Tensor:
+        """ℓ_i of some of them at every size, then of their negatives: (steps, which, n)."""
+        alphas = torch.tensor(self.alphas, dtype=torch.float64)
+        steps = torch.cat([alphas, -alphas]) if self.paired else alphas
+        moves = self.moves(batch, which)
+        scaled = steps.reshape(-1, *[1] * moves.dim()) * moves
+        return self.losses(batch, scaled.flatten(0, 1)).unflatten(0, (len(steps), -1))
+
+
+def given_perturbations(chosen: ChosenLayer, A: Tensor, alphas: list[float], through: str) -> Perturbations:
+    """Perturbations by given matrices."""
+    perturbed, layer = chosen.perturbed, chosen.layer
+    if through == "noise":
+        raise OptionError(
+            "Expected through='weights' or 'features' with given matrices but got 'noise', which draws its "
+            "own. Leave through out, or pass a number as matrices."
+        )
+    if through == "weights":
+        V = perturbed.W.cpu().double() @ on_patches(A, layer)
+        return Perturbations(perturbed.weight_losses, lambda _, which: V[which], len(A), alphas)
+    if A.shape[-1] != layer.matrix().shape[2] // layer.taps:
+        raise OptionError(
+            f"Expected matrices that mix the channels of {layer.name!r} to perturb its features but got "
+            "patch-space ones: no change of a feature map does the same. Use through='weights'."
+        )
+    return Perturbations(perturbed.feature_losses, lambda _, which: A[which], len(A), alphas)
+
+
+def random_perturbations(
+    chosen: ChosenLayer, kernel: Kernel, count: int, alphas: list[float], through: str, generator: Generator
+) -> Perturbations:
+    """Perturbations by random matrices with their negatives, or by the noise they induce."""
+    perturbed, layer, m = chosen.perturbed, chosen.layer, chosen.features
+    if through == "weights":
+        V = random_directions(perturbed.W, kernel, count, generator)
+        return Perturbations(perturbed.weight_losses, lambda _, which: V[which], count, alphas, True)
+    if through == "features":
+        if layer.taps > 1:
+            raise LayerError(
+                "Expected a layer without kernel positions to perturb its features at random but "
+                f"{layer.name!r} has {layer.taps}: random A act on patches. Use through='weights', or pass "
+                "matrices that mix its channels."
+            )
+        A = random_matrices(kernel, count, layer.groups, m, generator)
+        return Perturbations(perturbed.feature_losses, lambda _, which: A[which], count, alphas, True)
+    require_vectors(chosen)
+
+    def noise(batch: Any, which: list[int]) -> Tensor:
+        shape = (len(which), batches.size_of(batch))
+        return kernel.radii((*shape, 1), m, generator) * directions(shape, m, generator)
+
+    return Perturbations(perturbed.noise_losses, noise, count, alphas, True)
+
+
+@dataclass(frozen=True)
+class LossChanges:
+    """What perturbations did.
+
+    Attributes:
+        values: E_F of each of them, or pair of them, at each size: (sizes, perturbations).
+        single: Changes of single samples' losses at the largest size, (kept, n), scaled to average to E_F.
+    """
+
+    values: Tensor
+    single: Tensor
+
+    def quantiles(self) -> dict[str, float]:
+        """Quantiles over samples and kept perturbations, by level."""
+        values = self.single.flatten().sort().values
+        places = [min(len(values) - 1, round(level * (len(values) - 1))) for level in LEVELS]
+        return {f"{level:g}": float(values[place]) for level, place in zip(LEVELS, places, strict=True)}
+
+    def largest_sample(self) -> int:
+        """The sample whose loss grew most."""
+        return int(self.single.argmax()) % self.single.shape[1]
+
+
+def loss_changes(perturbed: PerturbedLayer, asked: Perturbations) -> LossChanges:
+    """Stream the data once and evaluate every perturbation at every size."""
+    sizes, sides = len(asked.alphas), 1 + asked.paired
+    sums = torch.zeros(sides * sizes, asked.count, dtype=torch.float64)
+    risk, single = torch.zeros((), dtype=torch.float64), []
+
+    def step(batch: Any) -> None:
+        base = perturbed.losses(batch)
+        size = max(1, perturbed.copies_at_once(len(base)) // len(sums))
+        parts, kept = [], []
+        for chosen in torch.arange(asked.count).split(size):
+            losses = asked.evaluate(batch, chosen.tolist())
+            parts.append(losses.sum(2).cpu())
+            largest = losses[sizes - 1 :: sizes, chosen < _KEPT]
+            kept.append((largest - base).flatten(0, 1).cpu())
+        # Everything is computed: only now are totals touched.
+        sums.add_(torch.cat(parts, dim=1))
+        risk.add_(base.sum().cpu())
+        single.append(torch.cat(kept))
+
+    with torch.no_grad():
+        perturbed.problem.stream(step, "feature robustness")
+    C = perturbed.normaliser
+    changes, found = torch.cat(single, dim=1), sums / C - risk / C
+    return LossChanges(found.unflatten(0, (sides, sizes)).mean(0), changes * (changes.shape[1] / C))
