@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -18,9 +20,13 @@ class UsageError(FlatnessError):
     """The command line asks for something that does not exist."""
 
 
-def usage_of(error: Exception) -> UsageError:
-    """The same message, as a problem of what was typed."""
-    return UsageError(str(error))
+@contextmanager
+def blamed_on_words(*kinds: type[FlatnessError]) -> Iterator[None]:
+    """Make errors of these kinds problems of what was typed, with the same message."""
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(str(error)) from error
 
 
 def choice(value: str, option: str, known: tuple[str, ...]) -> str:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.answers import printable, usage_of
+from flatness.cli.answers import blamed_on_words, printable
 from flatness.cli.forms import folded, say_written, terminal_width
-from flatness.cli.help import Command
 
 if TYPE_CHECKING:
     from flatness.generalization.bound_result import GeneralizationBound
@@ -20,12 +19,6 @@ _FITTERS = ("auto", "ridge", "head")
 _DELTA = """Size of the perturbation: a number, or rule for n^(-1/(4+m)).  [default: that, halved until the \
 second-order expansion holds]"""
 _FITTER = f"What refits the last part: {', '.join(_FITTERS)}."
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    about = "Bound the generalisation gap by flatness."
-    app.command("bound", cls=Command, short_help=about)(o.grouped(bound))
 
 
 def bound(
@@ -57,15 +50,13 @@ def bound(
     asked = {"layer": layer, "delta": _delta(delta), "kernel": kernel, "sigma": sigma, "fitter": fitter}
     asked |= {"penalty": penalty, "folds": folds, "draws": draws, "failure": failure}
     import flatness
-    from flatness.cli import job
+    from flatness.cli import sources
     from flatness.errors import LayerError, OptionError
 
-    network = job.only_network(given, compute.seed, "Take them one by one.")
-    arguments = job.arguments_of(given, compute)
-    try:
-        found = flatness.generalization_bound(network, job.data_of(given).batches, **arguments, **asked)
-    except (OptionError, LayerError) as error:
-        raise usage_of(error) from error
+    network = sources.only_network(given, compute.seed, "Take them one by one.")
+    arguments = sources.arguments_of(given, compute)
+    with blamed_on_words(OptionError, LayerError):
+        found = flatness.generalization_bound(network, sources.data_of(given).batches, **arguments, **asked)
     typer.echo(found.to_json() if as_json else folded(printable(str(found)), terminal_width()))
     if out is not None:
         say_written(out, _written(out, found), aside=as_json)

@@ -10,7 +10,6 @@ import typer
 from flatness.cli import options as o
 from flatness.cli.answers import FAILED, UsageError, choice
 from flatness.cli.forms import print_frame, say_written
-from flatness.cli.help import Command
 from flatness.cli.values import one_or_many, split_list
 from flatness.report.sheets import csv_text
 from flatness.symmetry.rewriting.kinds import KINDS
@@ -20,12 +19,6 @@ if TYPE_CHECKING:
 
 _USUAL = ("layerwise", "neuronwise")
 _OUT_OF = f"Out of {', '.join(KINDS)}; {' and '.join(_USUAL)} by default."
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    about = "Check which measures notice a rewritten network."
-    app.command("check", cls=Command, short_help=about)(o.grouped(check))
 
 
 def check(
@@ -55,11 +48,11 @@ def check(
         raise UsageError(f"Expected 0 < --low ≤ --high but got {low:g} and {high:g}.")
     asked = {"kinds": wanted, "trials": trials, "samples": samples, "low": low, "high": high}
     import flatness
-    from flatness.cli import job
+    from flatness.cli import sources
 
-    chosen = job.chosen_measures(measures)
-    network = job.only_network(given, compute.seed, "Check them one by one.")
-    batches, arguments = job.data_of(given).batches, job.arguments_of(given, compute)
+    chosen = sources.chosen_measures(measures)
+    network = sources.only_network(given, compute.seed, "Check them one by one.")
+    batches, arguments = sources.data_of(given).batches, sources.arguments_of(given, compute)
     asked |= {"measures": chosen, "layers": one_or_many(layers or [])}
     report = flatness.check_invariance(network, batches, **arguments, **asked)
     print_frame(report.to_frame, form, lambda: str(report))

@@ -12,7 +12,6 @@ import typer
 from flatness.cli import options as o
 from flatness.cli.answers import UsageError
 from flatness.cli.forms import folded, print_frame, terminal_width
-from flatness.cli.help import Command
 from flatness.cli.words import complete_measures
 from flatness.errors import nearest
 
@@ -21,12 +20,6 @@ if TYPE_CHECKING:
     from flatness.report.report import Report
 
 _ROOMY = 100
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    about = "Say which of two networks is flatter."
-    app.command("compare", cls=Command, short_help=about)(o.grouped(compare))
 
 
 def compare(

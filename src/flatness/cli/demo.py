@@ -8,12 +8,6 @@ from typing import Annotated
 import typer
 
 from flatness.cli.forms import terminal_width
-from flatness.cli.help import Command
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("demo", cls=Command, short_help="Train small networks: does flatter mean better?")(demo)
 
 
 def demo(

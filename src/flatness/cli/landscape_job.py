@@ -13,10 +13,10 @@ import typer
 from torch import nn
 
 import flatness
-from flatness.cli.answers import INTERRUPTED, UsageError, printable, usage_of
-from flatness.cli.forms import folded, say_written, terminal_width
-from flatness.cli.job import AS_BUILT, arguments_of, check_folder, checkpoints_of, data_of, network_of
+from flatness.cli.answers import INTERRUPTED, UsageError, blamed_on_words, printable
+from flatness.cli.forms import check_folder, folded, say_written, terminal_width
 from flatness.cli.options import Compute, Drawing, Network
+from flatness.cli.sources import AS_BUILT, arguments_of, checkpoints_of, data_of, network_of
 from flatness.errors import LayerError, OptionError, ResumeError
 from flatness.problem.batches import tensors_in
 from flatness.report.sheets import csv_text
@@ -129,12 +129,11 @@ def _loaded(request: Request, path: Path | None) -> nn.Module:
 
 def _called(request: Request, function: Any, networks: Any, **more: Any) -> Landscape:
     arguments = {**arguments_of(request.given, request.compute), **request.asked, **more}
-    try:
-        with _file(request.output, function.__name__) as file:
+    with blamed_on_words(OptionError, LayerError), _file(request.output, function.__name__) as file:
+        try:
             return function(networks, data_of(request.given).batches, resume=file, **arguments)
-    except (OptionError, LayerError) as error:
-        hint = " --fresh computes it anew." if isinstance(error, ResumeError) else ""
-        raise usage_of(type(error)(f"{error}{hint}")) from error
+        except ResumeError as error:
+            raise ResumeError(f"{error} --fresh computes it anew.") from error
 
 
 @contextmanager

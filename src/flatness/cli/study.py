@@ -8,14 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.answers import FAILED, UsageError, printable, usage_of
+from flatness.cli.answers import FAILED, UsageError, blamed_on_words, printable
 from flatness.cli.forms import terminal_width
-from flatness.cli.help import Command, Group
 from flatness.report.sheets import csv_text
 
 _SCALES = ("smoke", "small", "gallery", "paper")
 _EXECUTORS = ("local", "ray")
-_ABOUT = """\
+ABOUT = """\
 Train many networks, measure them, and see whether flatness predicts the generalisation gap.
 
 Example:
@@ -23,20 +22,6 @@ Example:
     flatness study run petzka2021-cifar10 --scale smoke --out study
     flatness study show study
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    group = typer.Typer(cls=Group, help=_ABOUT, no_args_is_help=True, rich_markup_mode=None)
-    for name, command, about in (
-        ("list", list_studies, "The studies that come with the package."),
-        ("run", run, "Train, measure and correlate; go on where it stopped."),
-        ("pack", pack, "A study as one small file, to keep and pass on."),
-        ("unpack", unpack, "The folder of a packed study again, to go on."),
-        ("show", show, "The summary, tables and figures of a study."),
-    ):
-        group.command(name, cls=Command, short_help=about)(command)
-    app.add_typer(group, name="study", short_help="Does flatness predict the gap? Many networks at once.")
 
 
 def list_studies() -> None:
@@ -102,10 +87,8 @@ def run(
         if not os.path.isdir(data_dir):
             raise UsageError(f"Expected --data-dir to be a folder but {data_dir} is not one.")
         os.environ["FLATNESS_DATA"] = data_dir  # workers look there too
-    try:
+    with blamed_on_words(SpecError):
         spec = read_spec(study, scale)
-    except SpecError as error:
-        raise usage_of(error) from error
     folder = out or Path(f"{spec.name}-{scale}")
     done = run_study(
         spec,
