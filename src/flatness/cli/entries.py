@@ -26,7 +26,6 @@ from flatness.report.tables import (
     DATA_ERRORS,
     Column,
     Grid,
-    cell_of,
     column_of,
     format_grid,
     format_report,
@@ -86,7 +85,7 @@ def entries_grid(entries: Sequence[Entry]) -> Grid:
             continue
         grid.put(entry.name, "risk", f"{entry.report.meta.get('risk', math.nan):.4g}")
         for column, result in overview_columns(entry.report).items():
-            grid.put(entry.name, column, cell_of(result))
+            grid.put(entry.name, column, result)
     return grid
 
 
@@ -136,7 +135,7 @@ def print_entries(entries: Sequence[Entry]) -> None:
     failed = [(entry.name, entry.error) for entry in entries if entry.report is None]
     columns = [Column("failed", narrow="start"), Column("reason", narrow="wrap")]
     parts = [
-        format_grid(grid, width) if grid.rows else "",
+        format_grid(grid, width),
         DATA_ERRORS if _know_data_errors(entries) else "",
         format_table(columns, failed, width) if failed else "",
         "\n".join(folded(note, width) for note in _notes(entries)),
