@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from flatness.files import write_text
 from flatness.report.report import Report, Result
 from flatness.report.tables import (
     Grid,
@@ -52,11 +50,6 @@ class Page:
     facts: Mapping[str, str] = field(default_factory=lambda: {"risk": "risk"})
     first: Sequence[str] = ()
     foot: str = FOOT
-
-
-def write_page(path: str | os.PathLike[str], page: Page) -> None:
-    """Write a page to a file, at once or not at all."""
-    write_text(path, render(page))
 
 
 def render(page: Page) -> str:
