@@ -16,6 +16,7 @@ from flatness.cli import words
 from flatness.cli.answers import UsageError, choice
 from flatness.cli.values import split_list
 from flatness.cli.words import complete_from, documented
+from flatness.measuring.choices import CURVATURES, METHODS
 
 DATA, HOW, DRAW, OUTPUT = "Data", "How to measure", "What to draw", "Output"
 """Groups of options on help pages."""
@@ -138,8 +139,8 @@ class Compute:
 class Measuring:
     """What goes to `flatness.measure` as it is."""
 
-    method: Annotated[str, one_of(documented()["method"], words.METHODS, HOW)] = "auto"
-    curvature: Annotated[str, one_of(documented()["curvature"], words.CURVATURES, HOW)] = "hessian"
+    method: Annotated[str, one_of(documented()["method"], METHODS, HOW)] = "auto"
+    curvature: Annotated[str, one_of(documented()["curvature"], CURVATURES, HOW)] = "hessian"
     precision: Annotated[float, option(documented()["precision"], "X", HOW)] = 0.01
     max_passes: Annotated[int, option(documented()["max_passes"], "N", HOW)] = 100
     data_stderr: Annotated[bool, option(documented()["data_stderr"], None, HOW, "--data-stderr")] = False

@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Iterator
 from importlib import resources
 
-METHODS = ("auto", "exact", "sampled")
-CURVATURES = ("hessian", "gauss_newton", "finite_differences")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 SPLITS = ("train", "test")
 DEVICES = ("cpu", "cuda", "mps")
