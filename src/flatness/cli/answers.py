@@ -85,12 +85,6 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def interrupted() -> int:
-    """Answer Ctrl-C."""
-    typer.echo("interrupted", err=True)
-    return INTERRUPTED
-
-
 def _parser_message(error: Any) -> str:
     """Typer's usage errors in this library's grammar."""
     context = getattr(error, "ctx", None)

@@ -9,9 +9,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from flatness.cli import bound, catalogue, check, compare, demo, landscape, measure, merge, study
-from flatness.cli.answers import INTERRUPTED, answer, interrupted, plain_output
+from flatness.cli.answers import INTERRUPTED, answer, plain_output
 from flatness.cli.help import Command, Group
-from flatness.cli.options import grouped
+from flatness.cli.options import grouped, option
 from flatness.version import __version__
 
 _PROGRAM = "flatness"
@@ -85,10 +85,10 @@ def _print_version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.")
+        bool, option("Show the traceback of an error; may stand anywhere.", None, None, "--debug")
     ] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+        bool, option("Show the version.", None, None, "--version", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     context.obj = {"debug": debug}
@@ -110,4 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         status = INTERRUPTED
     except Exception as error:
         status = answer(error, debug)
-    sys.exit(interrupted() if status == INTERRUPTED else status)
+    if status == INTERRUPTED:
+        typer.echo("interrupted", err=True)
+    sys.exit(status)

@@ -10,7 +10,7 @@ import typer
 from flatness.cli import options as o
 from flatness.cli.answers import FAILED, UsageError, choice
 from flatness.cli.forms import print_frame, say_written
-from flatness.cli.values import one_or_many, split_list
+from flatness.cli.values import one_or_many
 from flatness.report.sheets import csv_text
 from flatness.symmetry.rewriting.kinds import KINDS
 
@@ -26,11 +26,11 @@ def check(
     given: o.Network,
     measures: o.Measures = None,
     layers: o.Layers = None,
-    kinds: Annotated[list[str] | None, o.option(_OUT_OF, "KINDS", None)] = None,
-    trials: Annotated[int, o.option("Rewritten networks per kind.", None, None, min=1)] = 3,
-    samples: Annotated[int, o.option("At most so many samples.", None, None, min=1)] = 1000,
-    low: Annotated[float, o.option("Smallest factor.", None, None)] = 0.2,
-    high: Annotated[float, o.option("Largest factor.", None, None)] = 5.0,
+    kinds: Annotated[list[str] | None, o.option(_OUT_OF, "KINDS", callback=o.split_list)] = None,
+    trials: Annotated[int, o.option("Rewritten networks per kind.", min=1)] = 3,
+    samples: Annotated[int, o.option("At most so many samples.", min=1)] = 1000,
+    low: Annotated[float, o.option("Smallest factor.")] = 0.2,
+    high: Annotated[float, o.option("Largest factor.")] = 5.0,
     form: o.Form,
     out: Annotated[Path | None, o.option("Folder for CSV, plots and an HTML page.", "DIR", o.OUTPUT)] = None,
     compute: o.Compute,
@@ -43,7 +43,7 @@ def check(
         flatness check net.pt --model mynets:build --data digits
         flatness check -m lenet5 -d cifar10 --trials 10 --out invariance
     """
-    wanted = [choice(kind, "--kinds", KINDS) for kind in split_list(kinds)] or list(_USUAL)
+    wanted = [choice(kind, "--kinds", KINDS) for kind in kinds or ()] or list(_USUAL)
     if not 0 < low <= high < float("inf"):
         raise UsageError(f"Expected 0 < --low ≤ --high but got {low:g} and {high:g}.")
     asked = {"kinds": wanted, "trials": trials, "samples": samples, "low": low, "high": high}

@@ -34,7 +34,7 @@ def compare(
     rest: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     measures: Annotated[
         list[str] | None,
-        o.option("Only these.", "NAMES", None, callback=o.several, autocompletion=complete_measures),
+        o.option("Only these.", "NAMES", callback=o.split_list, autocompletion=complete_measures),
     ] = None,
     form: o.Form,
 ) -> None:

@@ -7,16 +7,15 @@ from typing import Annotated
 
 import typer
 
+from flatness.cli import options as o
 from flatness.cli.forms import terminal_width
+
+_FOLDER = Path("flatness-demo")
 
 
 def demo(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder for tables, pictures and the page.")
-    ] = Path("flatness-demo"),
-    seeds: Annotated[
-        int, typer.Option("--seeds", metavar="N", min=1, max=20, help="Networks per setting.")
-    ] = 3,
+    out: Annotated[Path, o.option("Folder for tables, pictures and the page.", "DIR")] = _FOLDER,
+    seeds: Annotated[int, o.option("Networks per setting.", "N", min=1, max=20)] = 3,
 ) -> None:
     """Train small networks on digits, measure every layer, and see whether flatter means better.
 

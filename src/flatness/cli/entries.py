@@ -94,12 +94,8 @@ def sorted_entries(entries: Sequence[Entry], key: str | None, reverse: bool) -> 
     if key is None:
         return list(entries)
     fine = [entry for entry in entries if entry.report is not None]
-    failed = [entry for entry in entries if entry.report is None]
-    if key == "name":
-        fine.sort(key=lambda entry: entry.name, reverse=reverse)
-    else:
-        fine.sort(key=lambda entry: _sort_value(entry, key), reverse=reverse)
-    return [*fine, *failed]
+    fine.sort(key=lambda entry: entry.name if key == "name" else _sort_value(entry, key), reverse=reverse)
+    return [*fine, *(entry for entry in entries if entry.report is None)]
 
 
 def _sort_value(entry: Entry, key: str) -> float:
@@ -196,23 +192,28 @@ def overview_csv(entries: Sequence[Entry], facts: Iterable[str] = ("risk",)) -> 
 
 def write_folder(folder: Path, entries: Sequence[Entry], page: Page) -> list[str]:
     """Write the page, JSON, CSV and LaTeX; returns the names of the files and folders, the page first."""
-    texts = {"index.html": render(page), "values.csv": entries_csv(entries), "table.tex": _latex(entries)}
-    reports = {entry.name: entry.report for entry in entries if entry.report is not None}
-    if len(entries) == 1:
-        texts["report.json"] = next(iter(reports.values())).to_json()
-    else:
-        texts["overview.csv"] = overview_csv(entries, page.facts)
-        for entry, report in reports.items():
-            name = f"reports/{file_name(entry)}.json"
-            while name in texts:  # two names that differ only in what file_name replaces
-                name = name.replace(".json", "-2.json")
-            texts[name] = report.to_json()
+    texts = _files(entries, page)
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, text)
     inside = [name for name in texts if "/" in name]
     names = [name for name in texts if "/" not in name]
     return [*names, f"reports/ ({len(inside)} JSON files)"] if inside else names
+
+
+def _files(entries: Sequence[Entry], page: Page) -> dict[str, str]:
+    """What is written, by the name of the file."""
+    texts = {"index.html": render(page), "values.csv": entries_csv(entries), "table.tex": _latex(entries)}
+    if len(entries) == 1:
+        return {**texts, "report.json": entries_json(entries)}
+    texts["overview.csv"] = overview_csv(entries, page.facts)
+    for entry in entries:
+        if entry.report is not None:
+            name = f"reports/{file_name(entry.name)}.json"
+            while name in texts:  # two names that differ only in what file_name replaces
+                name = name.replace(".json", "-2.json")
+            texts[name] = entry.report.to_json()
+    return texts
 
 
 def _latex(entries: Sequence[Entry]) -> str:

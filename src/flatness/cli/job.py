@@ -74,7 +74,7 @@ def run(request: Request, form: Form, out: Path | None) -> int:
         )
     measure_one = _measurement(request, model, data, arguments)
     if len(paths) <= 1:
-        path = paths[0] if paths else None
+        path = next(iter(paths), None)
         entries = [Entry(path.name if path else request.given.model, measure_one(path))]
     else:
         entries = measure_each(paths, measure_one, request.compute.progress, request.debug)

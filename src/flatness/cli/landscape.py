@@ -111,7 +111,7 @@ def density(
     given: o.Network,
     metric: Annotated[str, o.one_of(f"D of D^½HD^½: {', '.join(METRICS)}.", METRICS, o.DRAW)] = "euclidean",
     copies: Annotated[int, o.option("Also so many rescaled copies.", "N", o.DRAW, min=0)] = 0,
-    layers: Annotated[list[str] | None, o.option(_EACH, "NAMES", o.DRAW, callback=o.several)] = None,
+    layers: Annotated[list[str] | None, o.option(_EACH, "NAMES", o.DRAW, callback=o.split_list)] = None,
     parameters: Annotated[str, o.one_of("", PARAMETERS, o.DRAW)] = "all",
     runs: Annotated[int, o.option("Random starts.", "N", o.DRAW)] = 10,
     steps: Annotated[int, o.option("Lanczos steps.", "N", o.DRAW)] = 80,
@@ -141,7 +141,7 @@ def density(
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .npz file of this command.")],
     as_csv: o.AsCsv = False,
-    out: Annotated[Path | None, o.option("Folder for data, pictures and a page.", "DIR", None)] = None,
+    out: Annotated[Path | None, o.option("Folder for data, pictures and a page.", "DIR")] = None,
 ) -> None:
     """Describe saved data, and draw it again without the network.
 

@@ -44,23 +44,17 @@ def run(
         str,
         typer.Argument(metavar="STUDY", help="A name of 'study list', or FILE.toml: code, which runs."),
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the study.  [default: STUDY-SCALE]")
-    ] = None,
-    scale: Annotated[str, o.one_of("", _SCALES, None)] = "small",
-    executor: Annotated[str, o.one_of("", _EXECUTORS, None)] = "local",
-    jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Processes.  [default: one per GPU or core]")
-    ] = None,
+    out: Annotated[Path | None, o.option("Folder of the study.  [default: STUDY-SCALE]", "DIR")] = None,
+    scale: Annotated[str, o.one_of("", _SCALES)] = "small",
+    executor: Annotated[str, o.one_of("", _EXECUTORS)] = "local",
+    jobs: Annotated[int | None, o.option("Processes.  [default: one per GPU or core]", "N", min=1)] = None,
     device: Annotated[
         str | None, o.option("Where to train and measure.  [default: a GPU where there is one]", "NAME", None)
     ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(metavar="N", help="Save everything and stop after so long.")
-    ] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Try networks that failed once more.")] = False,
+    minutes: Annotated[float | None, o.option("Save everything and stop after so long.", "N")] = None,
+    retry: Annotated[bool, o.option("Try networks that failed once more.", None, None, "--retry")] = False,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run code named by a study that came from elsewhere.")
+        bool, o.option("Run code named by a study that came from elsewhere.", None, None, "--trust")
     ] = False,
     data_dir: o.DataDir = None,
     progress: o.Progress = True,
@@ -149,8 +143,7 @@ def show(
         typer.Argument(metavar="DIR", help="A folder that 'study run' wrote, or a file of 'study pack'."),
     ],
     as_csv: Annotated[
-        bool,
-        typer.Option("--csv", help="Print the table that is shown, in full, as CSV instead."),
+        bool, o.option("Print the table that is shown, in full, as CSV instead.", None, None, "--csv")
     ] = False,
 ) -> None:
     """Show a study: the summary in the terminal; its page, tables and figures are made anew in its folder.
