@@ -62,7 +62,7 @@ def compare(report_a: Reports, report_b: Reports, *, names: tuple[str, str] = ("
     differing, layers = _differing_measures(sides), _differing_layers(sides)
     left_out = [f"{name} is left out: {why}" for name, why in differing.items()]
     left_out += [f"sums and maxima over layers are left out: {layers}"] if layers else []
-    shared = [key for key in sides.rows[0] if all(key in rows for rows in sides.rows)]
+    shared = sides.shared()
     kept = [key for key in shared if key[0] not in differing and not (layers and _is_aggregate(key))]
     if not kept:
         raise ReportError(_nothing_left(left_out, bool(shared)))
@@ -89,6 +89,14 @@ class _Sides:
         return [
             {address(row): row for row in report.results if row.level != "unit"} for report in self.reports
         ]
+
+    def shared(self) -> list[Address]:
+        """What all reports hold."""
+        return [key for key in self.rows[0] if all(key in rows for rows in self.rows)]
+
+    def with_data_errors(self, keys: Sequence[Address]) -> list[set[Address]]:
+        """Of every report, the values that know the error of the data."""
+        return [{key for key in keys if rows[key].data_stderr is not None} for rows in self.rows]
 
     def pair(self, key: Address) -> Pair:
         """One quantity on both sides."""
@@ -268,7 +276,7 @@ def _unrecorded(reports: Sequence[Report], kept: Sequence[Address]) -> list[str]
 
 def _data_errors(sides: _Sides, kept: Sequence[Address]) -> list[str]:
     """Which errors include that of the data: some measures have none, and some reports."""
-    known = [{key for key in kept if rows[key].data_stderr is not None} for rows in sides.rows]
+    known = sides.with_data_errors(kept)
     if not any(known):
         return []
     halves = known[: len(sides.a)], known[len(sides.a) :]

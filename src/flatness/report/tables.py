@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -124,19 +124,23 @@ def report_grid(report: Any) -> Grid:
     for row in report.results:
         if row.level == "layer":
             grid.put(place_of(row), column_of(row.measure, row.reduction), row)
-    # A layer may itself be called "network".
-    network = "(network)" if "network" in grid.rows else "network"
-    for row in report.results:
-        if row.level == "network":
-            reduced = column_of(row.measure, row.reduction)
-            column = reduced if reduced in grid.columns else row.measure
-            grid.put(column_of(network, row.reduction), column, row)
-    for label in [column_of(network, reduction) for reduction in (None, *REDUCTION_LABEL)]:
-        if label in grid.rows:  # to the end
-            grid.rows[label] = grid.rows.pop(label)
+    _add_network(grid, [row for row in report.results if row.level == "network"])
     order = list(dict.fromkeys(row.measure for row in report.results))
     grid.columns = dict.fromkeys(sorted(grid.columns, key=lambda column: order.index(column.split()[0])))
     return grid
+
+
+def _add_network(grid: Grid, results: Iterable[Any]) -> None:
+    """Results about the network as the last rows, below their layers' where those have a column."""
+    # A layer may itself be called "network".
+    network = "(network)" if "network" in grid.rows else "network"
+    for row in results:
+        reduced = column_of(row.measure, row.reduction)
+        column = reduced if reduced in grid.columns else row.measure
+        grid.put(column_of(network, row.reduction), column, row)
+    for label in [column_of(network, reduction) for reduction in (None, *REDUCTION_LABEL)]:
+        if label in grid.rows:  # to the end
+            grid.rows[label] = grid.rows.pop(label)
 
 
 def format_report(report: Any, width: int) -> str:
@@ -170,10 +174,13 @@ def title(report: Any) -> str:
         DATA_ERRORS if has_data_errors(report) else sampled,
         "values by ascent are lower bounds" if "ascent" in methods else "",
     ]
+    return f"{_subject(meta)}: {', '.join(filter(None, facts))}"
+
+
+def _subject(meta: Mapping[str, Any]) -> str:
     name = str(meta.get("model", "model"))
     name = f"{meta['checkpoint']}, {name}" if "checkpoint" in meta else name
-    name = f"{name} on {meta['data']}" if "data" in meta else name
-    return f"{name}: {', '.join(filter(None, facts))}"
+    return f"{name} on {meta['data']}" if "data" in meta else name
 
 
 def heading(column: str) -> str:

@@ -199,25 +199,25 @@ def _section(number: int, name: str, report: Report, opened: bool) -> str:
 def _values(report: Report, opened: bool) -> str:
     rows = [result for result in report.results if result.level != "unit"]
     of_data = has_data_errors(report)
-    lines = [
-        row(
-            place_of(result),
-            [
-                Cell(result.measure, kind="word"),
-                Cell(result.reduction or "", kind="word"),
-                Cell(format_value(result.value), result.value),
-                Cell(format_value(result.stderr) if result.stderr else "0", result.stderr),
-                *([_fact(result.data_stderr)] if of_data else []),
-                Cell(result.method, kind="word"),
-                Cell("; ".join(result.notes), kind="text"),
-            ],
-        )
-        for result in rows
-    ]
-    numbers = ["value", "standard error", *(["that of the data"] if of_data else [])]
+    numbers = ["value", "standard error", *["that of the data"] * of_data]
     words = ["layer", "measure", "reduction", *numbers, "method", "how"]
     headings = [(word, "" if word in numbers else "text") for word in words]
     units = len(report.results) - len(rows)
     more = f"; {units:,} values of single units are in the JSON and CSV files" if units else ""
-    values = table(f"Every value, with its method and error{more}", headings, "".join(lines))
+    lines = "".join(_value(result, of_data) for result in rows)
+    values = table(f"Every value, with its method and error{more}", headings, lines)
     return f"<details{' open' if opened else ''}><summary>Every value</summary>{values}</details>"
+
+
+def _value(result: Result, of_data: bool) -> str:
+    """A value as a row; of reports that know it, with the error of the data."""
+    cells = [
+        Cell(result.measure, kind="word"),
+        Cell(result.reduction or "", kind="word"),
+        Cell(format_value(result.value), result.value),
+        Cell(format_value(result.stderr) if result.stderr else "0", result.stderr),
+        *[_fact(result.data_stderr)] * of_data,
+        Cell(result.method, kind="word"),
+        Cell("; ".join(result.notes), kind="text"),
+    ]
+    return row(place_of(result), cells)

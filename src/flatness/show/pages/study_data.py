@@ -160,8 +160,9 @@ def _quantity(rows: Sequence[Mapping[str, Any]], methods: Mapping[str, int]) -> 
         "place": f"{place}, {first['reduction']}" if first["reduction"] else place,
         "values": _each(rows, "value"),
     }
-    if any(one.get("stderr") for one in rows):
-        column["stderr"] = _each(rows, "stderr")
+    errors = _each(rows, "stderr")
+    if any(errors):
+        column["stderr"] = errors
     used = [methods.get(one.get("method", ""), -1) for one in rows]
     column["method"] = first["method"] if len({*used} - {-1}) == 1 else used
     unsettled = [number for number, one in enumerate(rows) if not one.get("converged", True)]

@@ -81,14 +81,14 @@ def _correlations(study: Study, number: int, part: str) -> str:
     """The table of one part."""
     heading = f"<h3>{escape(part)}</h3>" if part else ""
     kept = study.kept(part)
-    frame = study.correlations(part) if len(kept) >= FEWEST else None
-    if frame is None or frame.empty:
+    rows = study.correlations(part).to_dict("records") if len(kept) >= FEWEST else []
+    if not rows:
         few = f"{len(kept)} networks are too few for a correlation."
         return f'<div class="part">{heading}<p>{few}</p></div>\n'
-    rest = _rest(list(frame))
+    rest = _rest(list(rows[0]))
     headings = [("quantity", "text"), ("n", ""), *((text, "") for text in _COEFFICIENTS.values())]
     headings += [(text or name, "" if text else "more") for name, text in rest.items()]
-    lines = [_correlation(found, rest) for found in frame.to_dict("records")]
+    lines = [_correlation(found, rest) for found in rows]
     gap = gap_label(study, part)
     caption = f"Every quantity against the gap ({gap}); grey: what 95 % of permutations stay below"
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
