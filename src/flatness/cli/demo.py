@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.forms import terminal_width
 
 _FOLDER = Path("flatness-demo")
 
@@ -26,4 +25,4 @@ def demo(
     typer.echo("flatness demo: training and measuring, well under a minute …\n", err=True)
     from flatness.cli.demo_run import run
 
-    run(out, seeds=seeds, say=typer.echo, width=terminal_width())
+    run(out, seeds)

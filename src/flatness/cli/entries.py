@@ -175,7 +175,7 @@ def entries_csv(entries: Sequence[Entry]) -> str:
     return csv_text(pd.concat(frames, ignore_index=True)) if frames else ""
 
 
-def overview_csv(entries: Sequence[Entry], facts: Iterable[str] = ("risk",)) -> str:
+def overview_csv(entries: Sequence[Entry], facts: Iterable[str]) -> str:
     """One row per checkpoint, one column per quantity, after facts that the reports carry in their meta."""
     rows = []
     for entry in entries:

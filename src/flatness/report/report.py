@@ -149,8 +149,8 @@ class Report:
         names: list[str] = list(_COLUMNS)
         if any(row.data_stderr is not None for row in self.results):
             names.insert(names.index("stderr") + 1, "data_stderr")
-        columns = {name: [getattr(row, name) for row in self.results] for name in names}
-        frame = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
+        rows = [[getattr(row, name) for name in names] for row in self.results]
+        frame = pd.DataFrame(rows, columns=names, dtype=object)
         return frame.astype({"value": float, "stderr": float, "unit": "Int64"})
 
     def result(
