@@ -74,20 +74,25 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def json_text(content: Any, **layout: Any) -> str:
-    """Content as JSON that every reader takes: NaN and the infinities become words, see `parse_json`.
+    r"""Content as JSON that every reader takes: NaN and the infinities become words, see `parse_json`.
+
+    A text that is one of the words gets a backslash in front, which `parse_json` takes off again.
 
     Args:
         content: Dictionaries, lists, texts, numbers, None.
         **layout: As `json.dumps` takes it, for example ``separators``; one entry a line if not given.
 
-    >>> json_text([1.5, float("nan"), float("-inf")], indent=None)
-    '[1.5, "NaN", "-Infinity"]'
+    >>> json_text([1.5, float("nan"), float("-inf"), "NaN"], indent=None)
+    '[1.5, "NaN", "-Infinity", "\\\\NaN"]'
     """
     layout = {"indent": 1, "ensure_ascii": False, **layout}
     try:
-        return json.dumps(content, allow_nan=False, **layout)
+        text = json.dumps(content, allow_nan=False, **layout)
     except ValueError:
-        return json.dumps(_replaced(content, _in_words), allow_nan=False, **layout)
+        text = None
+    if text is None or any(f'{word}"' in text for word in _NOT_FINITE):
+        text = json.dumps(_replaced(content, _in_words), allow_nan=False, **layout)
+    return text
 
 
 def parse_json(raw: bytes) -> Any:
@@ -105,7 +110,7 @@ def parse_json(raw: bytes) -> Any:
     try:
         content = json.loads(raw.decode())
         # Hardly any file has one of the words, and files are large.
-        worded = any(f'"{word}"'.encode() in raw for word in _NOT_FINITE)
+        worded = any(f'{word}"'.encode() in raw for word in _NOT_FINITE)
         return _replaced(content, _in_numbers) if worded else content
     except RecursionError as error:
         raise ShapeError("nested too deeply") from error
@@ -122,13 +127,20 @@ def _replaced(value: Any, replace: Any) -> Any:
 
 
 def _in_words(value: Any) -> Any:
+    if _is_word(value):
+        return f"\\{value}"
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _in_numbers(value: Any) -> Any:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    return _NOT_FINITE.get(value, value[1:]) if _is_word(value) else value
+
+
+def _is_word(value: Any) -> bool:
+    """Whether a text is one of the words, or one with backslashes in front."""
+    return isinstance(value, str) and value.lstrip("\\") in _NOT_FINITE
 
 
 NUMBER, TEXT, YES_NO, WHOLE, ANY = "a number", "text", "true or false", "a whole number", "anything"

@@ -113,9 +113,10 @@ def test_a_comparison_prints_as_a_table():
     assert isinstance(comparison, Comparison)
     assert repr(comparison) == str(comparison)
     lines = [line.split() for line in str(comparison).splitlines()]
-    assert lines[0] == ["measure", "where", "small", "large", "flatter"]
-    assert lines[2] == ["relative_flatness", "fc0", "1.000", "2.000", "small"]
-    assert lines[3] == ["relative_flatness", "network", "sum", "3.000", "3.000", "equal"]
+    assert lines[0] == ["small", "large", "ratio", "flatter"]
+    assert lines[2] == ["relative_flatness"]
+    assert lines[3] == ["fc0", "1.000", "2.000", "0.5", "small"]
+    assert lines[4] == ["network", "Σ", "3.000", "3.000", "1", "equal"]
 
 
 @pytest.mark.parametrize(

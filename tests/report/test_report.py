@@ -3,6 +3,7 @@
 import json
 import math
 import stat
+from dataclasses import replace
 
 import pytest
 
@@ -175,6 +176,14 @@ def test_values_that_are_no_numbers_survive(tmp_path):
     assert values[0] == math.inf
     assert math.isnan(values[1])
     json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN and Infinity without quotes are no JSON
+
+
+@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity", "\\NaN", "\\\\Infinity", "xNaN"])
+def test_texts_that_read_like_numbers_stay_texts(tmp_path, name):
+    path = tmp_path / "report.json"
+    report = Report((replace(row(math.inf), layer=name),), {"model": name, "risk": 0.5}, (name,))
+    report.save(path)
+    assert Report.load(path) == report
 
 
 def test_reports_of_earlier_versions_hold_nan_without_quotes(tmp_path):

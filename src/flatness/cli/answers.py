@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -18,9 +20,13 @@ class UsageError(FlatnessError):
     """The command line asks for something that does not exist."""
 
 
-def usage_of(error: Exception) -> UsageError:
-    """The same message, as a problem of what was typed."""
-    return UsageError(str(error))
+@contextmanager
+def blamed_on_words(*kinds: type[FlatnessError]) -> Iterator[None]:
+    """Make errors of these kinds problems of what was typed, with the same message."""
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(str(error)) from error
 
 
 def choice(value: str, option: str, known: tuple[str, ...]) -> str:
@@ -77,12 +83,6 @@ def reason(error: Exception) -> str:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def interrupted() -> int:
-    """Answer Ctrl-C."""
-    typer.echo("interrupted", err=True)
-    return INTERRUPTED
 
 
 def _parser_message(error: Any) -> str:

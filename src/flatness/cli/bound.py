@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.answers import printable, usage_of
+from flatness.cli.answers import blamed_on_words, printable
 from flatness.cli.forms import folded, say_written, terminal_width
-from flatness.cli.help import Command
 
 if TYPE_CHECKING:
     from flatness.generalization.bound_result import GeneralizationBound
@@ -22,24 +21,18 @@ second-order expansion holds]"""
 _FITTER = f"What refits the last part: {', '.join(_FITTERS)}."
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    about = "Bound the generalisation gap by flatness."
-    app.command("bound", cls=Command, short_help=about)(o.grouped(bound))
-
-
 def bound(
     *,
     given: o.Network,
-    layer: Annotated[str, o.option("Name of a Linear layer, or last.", "NAME", None)] = "last",
-    delta: Annotated[str | None, o.option(_DELTA, "X", None)] = None,
-    kernel: Annotated[str, o.one_of("", _KERNELS, None)] = "uniform",
-    sigma: Annotated[float | None, o.option("Of truncated_normal.  [default: 1/(2√m)]", "X", None)] = None,
-    fitter: Annotated[str, o.one_of(_FITTER, _FITTERS, None)] = "auto",
-    penalty: Annotated[float, o.option("Of the refit.", "X", None)] = 1.0,
-    folds: Annotated[int, o.option("Folds of the cross-validation.", "N", None)] = 3,
-    draws: Annotated[int, o.option("Draws per point.", "N", None)] = 100,
-    failure: Annotated[float, o.option("Probability that Theorem 6 may fail.", "X", None)] = 0.05,
+    layer: Annotated[str, o.option("Name of a Linear layer, or last.", "NAME")] = "last",
+    delta: Annotated[str | None, o.option(_DELTA, "X")] = None,
+    kernel: Annotated[str, o.one_of("", _KERNELS)] = "uniform",
+    sigma: Annotated[float | None, o.option("Of truncated_normal.  [default: 1/(2√m)]", "X")] = None,
+    fitter: Annotated[str, o.one_of(_FITTER, _FITTERS)] = "auto",
+    penalty: Annotated[float, o.option("Of the refit.", "X")] = 1.0,
+    folds: Annotated[int, o.option("Folds of the cross-validation.", "N")] = 3,
+    draws: Annotated[int, o.option("Draws per point.", "N")] = 100,
+    failure: Annotated[float, o.option("Probability that Theorem 6 may fail.", "X")] = 0.05,
     as_json: o.AsJson = False,
     out: Annotated[
         Path | None, o.option("Folder for JSON, text and a picture of the labels.", "DIR", o.OUTPUT)
@@ -57,15 +50,13 @@ def bound(
     asked = {"layer": layer, "delta": _delta(delta), "kernel": kernel, "sigma": sigma, "fitter": fitter}
     asked |= {"penalty": penalty, "folds": folds, "draws": draws, "failure": failure}
     import flatness
-    from flatness.cli import job
+    from flatness.cli import sources
     from flatness.errors import LayerError, OptionError
 
-    network = job.only_network(given, compute.seed, "Take them one by one.")
-    arguments = job.arguments_of(given, compute)
-    try:
-        found = flatness.generalization_bound(network, job.data_of(given).batches, **arguments, **asked)
-    except (OptionError, LayerError) as error:
-        raise usage_of(error) from error
+    network = sources.only_network(given, compute.seed, "Take them one by one.")
+    arguments = sources.arguments_of(given, compute)
+    with blamed_on_words(OptionError, LayerError):
+        found = flatness.generalization_bound(network, sources.data_of(given).batches, **arguments, **asked)
     typer.echo(found.to_json() if as_json else folded(printable(str(found)), terminal_width()))
     if out is not None:
         say_written(out, _written(out, found), aside=as_json)

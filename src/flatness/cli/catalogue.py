@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flatness.cli.answers import usage_of
+from flatness.cli.answers import blamed_on_words
 from flatness.cli.forms import terminal_width
-from flatness.cli.help import Command
 from flatness.cli.words import complete_measures
 from flatness.symmetry.rewriting.kinds import invariances
 
@@ -18,11 +17,6 @@ _LEGEND = (
     "'default' measures take one pass over the data; the others iterate. flatness measures NAME shows the "
     "formula."
 )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("measures", cls=Command, short_help="List the measures, or show one in full.")(measures)
 
 
 def measures(
@@ -44,10 +38,8 @@ def measures(
     if name is None:
         typer.echo(_list(catalogue(), width))
         return
-    try:
+    with blamed_on_words(MeasureError):
         typer.echo(_card(catalogue(name.replace("-", "_")), width))
-    except MeasureError as error:
-        raise usage_of(error) from error
 
 
 def _list(known: list[Any], width: int) -> str:

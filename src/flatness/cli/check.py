@@ -10,8 +10,7 @@ import typer
 from flatness.cli import options as o
 from flatness.cli.answers import FAILED, UsageError, choice
 from flatness.cli.forms import print_frame, say_written
-from flatness.cli.help import Command
-from flatness.cli.values import one_or_many, split_list
+from flatness.cli.values import one_or_many
 from flatness.report.sheets import csv_text
 from flatness.symmetry.rewriting.kinds import KINDS
 
@@ -22,22 +21,16 @@ _USUAL = ("layerwise", "neuronwise")
 _OUT_OF = f"Out of {', '.join(KINDS)}; {' and '.join(_USUAL)} by default."
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    about = "Check which measures notice a rewritten network."
-    app.command("check", cls=Command, short_help=about)(o.grouped(check))
-
-
 def check(
     *,
     given: o.Network,
     measures: o.Measures = None,
     layers: o.Layers = None,
-    kinds: Annotated[list[str] | None, o.option(_OUT_OF, "KINDS", None)] = None,
-    trials: Annotated[int, o.option("Rewritten networks per kind.", None, None, min=1)] = 3,
-    samples: Annotated[int, o.option("At most so many samples.", None, None, min=1)] = 1000,
-    low: Annotated[float, o.option("Smallest factor.", None, None)] = 0.2,
-    high: Annotated[float, o.option("Largest factor.", None, None)] = 5.0,
+    kinds: Annotated[list[str] | None, o.option(_OUT_OF, "KINDS", callback=o.split_list)] = None,
+    trials: Annotated[int, o.option("Rewritten networks per kind.", min=1)] = 3,
+    samples: Annotated[int, o.option("At most so many samples.", min=1)] = 1000,
+    low: Annotated[float, o.option("Smallest factor.")] = 0.2,
+    high: Annotated[float, o.option("Largest factor.")] = 5.0,
     form: o.Form,
     out: Annotated[Path | None, o.option("Folder for CSV, plots and an HTML page.", "DIR", o.OUTPUT)] = None,
     compute: o.Compute,
@@ -50,16 +43,16 @@ def check(
         flatness check net.pt --model mynets:build --data digits
         flatness check -m lenet5 -d cifar10 --trials 10 --out invariance
     """
-    wanted = [choice(kind, "--kinds", KINDS) for kind in split_list(kinds)] or list(_USUAL)
+    wanted = [choice(kind, "--kinds", KINDS) for kind in kinds or ()] or list(_USUAL)
     if not 0 < low <= high < float("inf"):
         raise UsageError(f"Expected 0 < --low ≤ --high but got {low:g} and {high:g}.")
     asked = {"kinds": wanted, "trials": trials, "samples": samples, "low": low, "high": high}
     import flatness
-    from flatness.cli import job
+    from flatness.cli import sources
 
-    chosen = job.chosen_measures(measures)
-    network = job.only_network(given, compute.seed, "Check them one by one.")
-    batches, arguments = job.data_of(given).batches, job.arguments_of(given, compute)
+    chosen = sources.chosen_measures(measures)
+    network = sources.only_network(given, compute.seed, "Check them one by one.")
+    batches, arguments = sources.data_of(given).batches, sources.arguments_of(given, compute)
     asked |= {"measures": chosen, "layers": one_or_many(layers or [])}
     report = flatness.check_invariance(network, batches, **arguments, **asked)
     print_frame(report.to_frame, form, lambda: str(report))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,21 +12,12 @@ import typer
 from flatness.cli import options as o
 from flatness.cli.answers import UsageError
 from flatness.cli.forms import folded, print_frame, terminal_width
-from flatness.cli.help import Command
 from flatness.cli.words import complete_measures
 from flatness.errors import nearest
 
 if TYPE_CHECKING:
-    from flatness.report.comparison import Comparison, Pair
+    from flatness.report.comparison import Comparison
     from flatness.report.report import Report
-
-_ROOMY = 100
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    about = "Say which of two networks is flatter."
-    app.command("compare", cls=Command, short_help=about)(o.grouped(compare))
 
 
 def compare(
@@ -43,7 +34,7 @@ def compare(
     rest: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     measures: Annotated[
         list[str] | None,
-        o.option("Only these.", "NAMES", None, callback=o.several, autocompletion=complete_measures),
+        o.option("Only these.", "NAMES", callback=o.split_list, autocompletion=complete_measures),
     ] = None,
     form: o.Form,
 ) -> None:
@@ -72,7 +63,7 @@ def compare(
     if form.name != "table":
         for line in (*comparison.notes, comparison.verdict):
             typer.echo(line, err=True)
-    print_frame(comparison.to_frame, form, lambda: _table(comparison))
+    print_frame(comparison.to_frame, form, lambda: _table(comparison, terminal_width()))
 
 
 def _files(path: str) -> list[str]:
@@ -127,37 +118,14 @@ def _selected(comparison: Comparison, wanted: list[str]) -> Comparison:
     return comparison.only(name.replace("-", "_") for name in wanted)
 
 
-def _table(comparison: Comparison) -> str:
-    """A block a measure, a line a layer; then what to note, the verdict, and the count of values."""
-    from flatness.report.tables import Column, format_table, shortened
-
-    width = terminal_width()
-    longest = 20 if width >= _ROOMY else 12  # letters of a file's name
-    verdicts = [pair.verdict(comparison.names) for pair in comparison.pairs]
-    names = [Column(shortened(name, longest), "right") for name in comparison.headings]
-    columns = [Column(narrow="start"), *names, Column("ratio", "right"), Column("flatter", narrow="start")]
-    rows: list[tuple[str, ...]] = []
-    told = zip(comparison.pairs, verdicts, strict=True)
-    for measure, pairs in itertools.groupby(told, key=lambda one: one[0].measure):
-        rows += [(measure, "", "", "", ""), *(_line(pair, shortened(said, longest)) for pair, said in pairs)]
-    decided = [verdict for verdict in verdicts if verdict]
-    counts = {name: decided.count(name) for name in (*comparison.names, "undecided", "equal")}
-    summary = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+def _table(comparison: Comparison, width: int) -> str:
+    """The table; then what to note, the verdict, and the count of values."""
+    verdicts = Counter(filter(None, (pair.verdict(comparison.names) for pair in comparison.pairs)))
+    words = (*comparison.names, "undecided", "equal")
+    counts = [f"{word} {verdicts[word]}" for word in words if verdicts[word]]
     below = [
-        *(f"note: {note}" for note in comparison.notes),
-        comparison.verdict,
+        *comparison.remarks(),
         f"ratio: {comparison.names[0]} over {comparison.names[1]}; smaller is flatter",
-        f"flatter, of {len(decided)} values: {summary}",
+        f"flatter, of {verdicts.total()} values: {', '.join(counts)}",
     ]
-    return "\n".join([format_table(columns, rows, width), "", *(folded(line, width) for line in below)])
-
-
-def _line(pair: Pair, verdict: str) -> tuple[str, ...]:
-    """Place, both values, their ratio and the verdict."""
-    from flatness.report.tables import column_of, format_value, place_of
-
-    row, a, b = pair.a.results[0], pair.a, pair.b
-    place = f"  {column_of(place_of(row), row.reduction)}"
-    ratio = f"{a.value / b.value:.3g}" if b.value else ""
-    values = format_value(a.value, a.error), format_value(b.value, b.error)
-    return place, *values, ratio, verdict
+    return "\n".join([comparison.table(width), "", *(folded(line, width) for line in below)])

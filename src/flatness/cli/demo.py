@@ -7,22 +7,14 @@ from typing import Annotated
 
 import typer
 
-from flatness.cli.forms import terminal_width
-from flatness.cli.help import Command
+from flatness.cli import options as o
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("demo", cls=Command, short_help="Train small networks: does flatter mean better?")(demo)
+_FOLDER = Path("flatness-demo")
 
 
 def demo(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder for tables, pictures and the page.")
-    ] = Path("flatness-demo"),
-    seeds: Annotated[
-        int, typer.Option("--seeds", metavar="N", min=1, max=20, help="Networks per setting.")
-    ] = 3,
+    out: Annotated[Path, o.option("Folder for tables, pictures and the page.", "DIR")] = _FOLDER,
+    seeds: Annotated[int, o.option("Networks per setting.", "N", min=1, max=20)] = 3,
 ) -> None:
     """Train small networks on digits, measure every layer, and see whether flatter means better.
 
@@ -33,4 +25,4 @@ def demo(
     typer.echo("flatness demo: training and measuring, well under a minute …\n", err=True)
     from flatness.cli.demo_run import run
 
-    run(out, seeds=seeds, say=typer.echo, width=terminal_width())
+    run(out, seeds)

@@ -12,7 +12,7 @@ import tempfile
 import textwrap
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -20,10 +20,12 @@ from typing import Any
 
 import pandas as pd
 import torch
+import typer
 from torch import nn
 
 import flatness
 from flatness.cli.entries import Entry, write_folder
+from flatness.cli.forms import terminal_width
 from flatness.errors import listed
 from flatness.files import write_text
 from flatness.report.report import Report
@@ -46,17 +48,12 @@ _RANKED |= {"hessian_trace": None, "weight_norm": None}
 _BAR = 16
 
 
-def run(out: Path, *, seeds: int = 3, say: Callable[[str], object], width: int = 80) -> dict[str, Report]:
+def run(out: Path, seeds: int) -> None:
     """Train, measure, tell and write.
 
     Args:
         out: Folder for tables, pictures, reports and the page.
         seeds: Networks per setting.
-        say: Gets the text, piece by piece.
-        width: Columns of the terminal.
-
-    Returns:
-        The reports, by name.
     """
     started = time.perf_counter()
     content = tomllib.loads(resources.files("flatness.cli").joinpath("demo.toml").read_text("utf-8"))
@@ -64,9 +61,9 @@ def run(out: Path, *, seeds: int = 3, say: Callable[[str], object], width: int =
     torch.set_num_threads(1)  # networks this small train fastest so
     networks, reports = _trained(content)
     table = pd.DataFrame([report.meta | _ranked(report) for report in reports.values()])
-    say(_opening(table, content["stop"]["loss"]))
+    typer.echo(_opening(table, content["stop"]["loss"]))
     check = flatness.check_invariance(networks[_REWRITTEN], load("digits").pair, trials=_REWRITINGS)
-    say(_rewriting(check))
+    typer.echo(_rewriting(check))
     charts = _charts(reports, table, check)
     lead = [content["claim"], "The test gap is test loss minus training loss. Smaller values are flatter."]
     facts = {"setting": "setting", "gap": "test gap", "test_accuracy": "test accuracy", "risk": "risk"}
@@ -78,12 +75,11 @@ def run(out: Path, *, seeds: int = 3, say: Callable[[str], object], width: int =
         save_chart(out / f"{name}.png", chart)
     beside = [*files[1:], "invariance.csv", *(f"{name}.png" for name in charts)]
     mine = "net.pt --model package.module:factory --data FILE.npz"
-    say(
+    typer.echo(
         f"\nDone in {time.perf_counter() - started:.0f} s. Open {out / 'index.html'}; beside it are\n"
-        + textwrap.indent(textwrap.fill(", ".join(beside), min(width, 80) - 2), "  ")
+        + textwrap.indent(textwrap.fill(", ".join(beside), min(terminal_width(), 80) - 2), "  ")
         + f"\nYour own network:\n  flatness measure {mine}\n  flatness check {mine}"
     )
-    return reports
 
 
 def _ranked(report: Report) -> dict[str, float]:
@@ -197,6 +193,3 @@ def _charts(reports: Mapping[str, Report], table: Any, check: InvarianceReport) 
         caption += f"are measures that do not notice: {unmoved.replace('_', ' ')}."
         charts[kind] = replace(chart, caption=caption)
     return charts
-
-
-__all__ = ["run"]

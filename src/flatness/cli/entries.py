@@ -26,7 +26,6 @@ from flatness.report.tables import (
     DATA_ERRORS,
     Column,
     Grid,
-    cell_of,
     column_of,
     format_grid,
     format_report,
@@ -86,7 +85,7 @@ def entries_grid(entries: Sequence[Entry]) -> Grid:
             continue
         grid.put(entry.name, "risk", f"{entry.report.meta.get('risk', math.nan):.4g}")
         for column, result in overview_columns(entry.report).items():
-            grid.put(entry.name, column, cell_of(result))
+            grid.put(entry.name, column, result)
     return grid
 
 
@@ -95,12 +94,8 @@ def sorted_entries(entries: Sequence[Entry], key: str | None, reverse: bool) -> 
     if key is None:
         return list(entries)
     fine = [entry for entry in entries if entry.report is not None]
-    failed = [entry for entry in entries if entry.report is None]
-    if key == "name":
-        fine.sort(key=lambda entry: entry.name, reverse=reverse)
-    else:
-        fine.sort(key=lambda entry: _sort_value(entry, key), reverse=reverse)
-    return [*fine, *failed]
+    fine.sort(key=lambda entry: entry.name if key == "name" else _sort_value(entry, key), reverse=reverse)
+    return [*fine, *(entry for entry in entries if entry.report is None)]
 
 
 def _sort_value(entry: Entry, key: str) -> float:
@@ -136,7 +131,7 @@ def print_entries(entries: Sequence[Entry]) -> None:
     failed = [(entry.name, entry.error) for entry in entries if entry.report is None]
     columns = [Column("failed", narrow="start"), Column("reason", narrow="wrap")]
     parts = [
-        format_grid(grid, width) if grid.rows else "",
+        format_grid(grid, width),
         DATA_ERRORS if _know_data_errors(entries) else "",
         format_table(columns, failed, width) if failed else "",
         "\n".join(folded(note, width) for note in _notes(entries)),
@@ -180,7 +175,7 @@ def entries_csv(entries: Sequence[Entry]) -> str:
     return csv_text(pd.concat(frames, ignore_index=True)) if frames else ""
 
 
-def overview_csv(entries: Sequence[Entry], facts: Iterable[str] = ("risk",)) -> str:
+def overview_csv(entries: Sequence[Entry], facts: Iterable[str]) -> str:
     """One row per checkpoint, one column per quantity, after facts that the reports carry in their meta."""
     rows = []
     for entry in entries:
@@ -197,23 +192,28 @@ def overview_csv(entries: Sequence[Entry], facts: Iterable[str] = ("risk",)) -> 
 
 def write_folder(folder: Path, entries: Sequence[Entry], page: Page) -> list[str]:
     """Write the page, JSON, CSV and LaTeX; returns the names of the files and folders, the page first."""
-    texts = {"index.html": render(page), "values.csv": entries_csv(entries), "table.tex": _latex(entries)}
-    reports = {entry.name: entry.report for entry in entries if entry.report is not None}
-    if len(entries) == 1:
-        texts["report.json"] = next(iter(reports.values())).to_json()
-    else:
-        texts["overview.csv"] = overview_csv(entries, page.facts)
-        for entry, report in reports.items():
-            name = f"reports/{file_name(entry)}.json"
-            while name in texts:  # two names that differ only in what file_name replaces
-                name = name.replace(".json", "-2.json")
-            texts[name] = report.to_json()
+    texts = _files(entries, page)
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, text)
     inside = [name for name in texts if "/" in name]
     names = [name for name in texts if "/" not in name]
     return [*names, f"reports/ ({len(inside)} JSON files)"] if inside else names
+
+
+def _files(entries: Sequence[Entry], page: Page) -> dict[str, str]:
+    """What is written, by the name of the file."""
+    texts = {"index.html": render(page), "values.csv": entries_csv(entries), "table.tex": _latex(entries)}
+    if len(entries) == 1:
+        return {**texts, "report.json": entries_json(entries)}
+    texts["overview.csv"] = overview_csv(entries, page.facts)
+    for entry in entries:
+        if entry.report is not None:
+            name = f"reports/{file_name(entry.name)}.json"
+            while name in texts:  # two names that differ only in what file_name replaces
+                name = name.replace(".json", "-2.json")
+            texts[name] = entry.report.to_json()
+    return texts
 
 
 def _latex(entries: Sequence[Entry]) -> str:

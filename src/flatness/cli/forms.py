@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flatness.cli.answers import printable
+from flatness.cli.answers import UsageError, printable
 from flatness.cli.options import Form
 from flatness.report.sheets import csv_text
 
@@ -54,3 +55,12 @@ def say_written(out: Path, files: Iterable[str], *, aside: bool) -> None:
     """Say what was written; on standard error where standard output is for another program."""
     said = folded(f"written to {out}: {', '.join(files)}", terminal_width())
     typer.echo(f"\n{said}", err=aside)
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder that cannot be written to before anything is measured for it."""
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UsageError(f"Expected --out to be a folder but {existing} is a file.")
+    if not os.access(existing, os.W_OK):
+        raise UsageError(f"Expected --out to be a folder that can be written to but {existing} cannot.")

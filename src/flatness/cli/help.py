@@ -10,25 +10,25 @@ from flatness.cli.answers import UsageError
 from flatness.errors import nearest
 
 
-def write_help_text(text: str, formatter: Any) -> None:
-    """Write paragraphs filled to the width, and examples as they are."""
-    for paragraph in text.split("\n\n"):
-        formatter.write_paragraph()
-        with formatter.indentation():
-            if paragraph.startswith("Example:"):
-                formatter.write(
-                    "".join(f"{' ' * formatter.current_indent}{line}\n" for line in paragraph.splitlines())
-                )
-            else:
-                formatter.write_text(paragraph)
+class _Paragraphs:
+    """What a command does: paragraphs filled to the width, and examples as they are."""
 
-
-class Group(TyperGroup):
-    """The root command."""
+    help: str | None
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write what the program does."""
-        write_help_text(self.help or "", formatter)
+        """Write it."""
+        for paragraph in (self.help or "").split("\n\n"):
+            formatter.write_paragraph()
+            with formatter.indentation():
+                if paragraph.startswith("Example:"):
+                    indent = " " * formatter.current_indent
+                    formatter.write("".join(f"{indent}{line}\n" for line in paragraph.splitlines()))
+                else:
+                    formatter.write_text(paragraph)
+
+
+class Group(_Paragraphs, TyperGroup):
+    """The root command."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the first word names."""
@@ -41,12 +41,8 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class Command(TyperCommand):
+class Command(_Paragraphs, TyperCommand):
     """A command whose help shows its options in groups (their ``rich_help_panel``)."""
-
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write what the command does."""
-        write_help_text(self.help or "", formatter)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """What the first line shows: not what is only taken to be refused in words."""

@@ -1,10 +1,9 @@
-"""One run of a command about networks: from the words of the command line to objects, and to entries."""
+"""One run of ``flatness measure``: networks loaded, measured, printed and written."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 import flatness
 from flatness.catalogue.registry import resolve_options, select_measures
-from flatness.cli.answers import FAILED, UsageError, usage_of
+from flatness.cli.answers import FAILED, UsageError, blamed_on_words
 from flatness.cli.entries import (
     Entry,
     check_sort,
@@ -24,96 +23,25 @@ from flatness.cli.entries import (
     sorted_entries,
     write_folder,
 )
-from flatness.cli.forms import say_written
+from flatness.cli.forms import check_folder, say_written
 from flatness.cli.options import Compute, Form, Network
 from flatness.cli.sources import (
+    AS_BUILT,
     Data,
-    load_data,
-    load_device,
-    load_dtype,
-    load_function,
-    load_loss,
-    load_model,
+    arguments_of,
+    checkpoints_of,
+    chosen_measures,
+    data_of,
+    model_of,
 )
-from flatness.cli.values import key_values, one_or_many
-from flatness.errors import CheckpointError, LayerError, MeasureError, OptionError
+from flatness.cli.values import one_or_many
+from flatness.errors import LayerError, MeasureError, OptionError
 from flatness.network.layers import find_layers, select_layers
 from flatness.problem.guard import Guard
 from flatness.show.pages.page import Page
-from flatness.zoo.checkpoints import find_checkpoints, fit_checkpoint, read_checkpoint
-
-AS_BUILT = "no checkpoint was given: the weights are those that the model was built with"
+from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 
 
-# ---- from words to what they stand for
-def checkpoints_of(paths: list[str] | None) -> list[Path]:
-    """The files that paths, folders and globs stand for."""
-    try:
-        return find_checkpoints(paths or [])
-    except CheckpointError as error:
-        raise usage_of(error) from error
-
-
-def model_of(given: Network, seed: int) -> nn.Module:
-    """The model as it was built."""
-    return load_model(given.model, key_values(given.model_arg, "--model-arg"), seed)
-
-
-def network_of(given: Network, path: Path | None, seed: int) -> nn.Module:
-    """A network with the weights of a checkpoint, or as it was built; prints what there is to note."""
-    network = model_of(given, seed)
-    if path is not None:
-        for note in fit_checkpoint(network, read_checkpoint(path), str(path)):
-            typer.echo(f"note: {note}", err=True)
-    return network.eval()
-
-
-def only_network(given: Network, seed: int, advice: str) -> nn.Module:
-    """The network of the only checkpoint, or as it was built; several are refused with a word of advice."""
-    found = checkpoints_of(given.checkpoints)
-    if len(found) > 1:
-        raise UsageError(f"Expected one checkpoint but got {len(found)}. {advice}")
-    return network_of(given, found[0] if found else None, seed)
-
-
-def data_of(given: Network) -> Data:
-    """The data asked for."""
-    choices = {name: getattr(given, name) for name in ("split", "data_dir", "limit", "standardize")}
-    return load_data(given.data, **choices)
-
-
-def arguments_of(given: Network, compute: Compute) -> dict[str, Any]:
-    """Loss, forward, device and the like as the library takes them; without those that were not given."""
-    arguments = {"loss": load_loss(given.loss), **asdict(compute)}
-    arguments["forward"] = load_function(given.forward, "--forward") if given.forward else None
-    arguments["device"] = load_device(compute.device) if compute.device else None
-    arguments["dtype"] = load_dtype(compute.dtype) if compute.dtype else None
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def chosen_measures(names: list[str] | None) -> Any:
-    """Measures as the library takes them, in its spelling; unknown ones are refused.
-
-    "all" stays a word: it means all that exist here, and what does not is left out with a note.
-    """
-    found = one_or_many([name.replace("-", "_") for name in names or ()], "default")
-    try:
-        select_measures(found or "default")
-    except MeasureError as error:
-        raise usage_of(error) from error
-    return found
-
-
-def check_folder(out: Path) -> None:
-    """Refuse a folder that cannot be written to before anything is measured for it."""
-    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UsageError(f"Expected --out to be a folder but {existing} is a file.")
-    if not os.access(existing, os.W_OK):
-        raise UsageError(f"Expected --out to be a folder that can be written to but {existing} cannot.")
-
-
-# ---- flatness measure
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for, in its own words; `settings` go to `flatness.measure` as they are."""
@@ -146,7 +74,7 @@ def run(request: Request, form: Form, out: Path | None) -> int:
         )
     measure_one = _measurement(request, model, data, arguments)
     if len(paths) <= 1:
-        path = paths[0] if paths else None
+        path = next(iter(paths), None)
         entries = [Entry(path.name if path else request.given.model, measure_one(path))]
     else:
         entries = measure_each(paths, measure_one, request.compute.progress, request.debug)
@@ -171,13 +99,11 @@ def present(entries: list[Entry], form: Form, out: Path | None) -> None:
 def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
     """The arguments of `flatness.measure`, with every name checked."""
     measures, layers = chosen_measures(request.measures), one_or_many(request.layers or [])
-    try:
+    with blamed_on_words(MeasureError, OptionError, LayerError):
         resolve_options(select_measures(measures), request.settings["options"])
         with Guard(model, 0):
             available = find_layers(model)
         select_layers(available, list(available), layers)
-    except (MeasureError, OptionError, LayerError) as error:
-        raise usage_of(error) from error
     computing = arguments_of(request.given, request.compute)
     return {**request.settings, **computing, "measures": measures, "layers": layers}
 

@@ -10,7 +10,6 @@ import typer
 
 from flatness.cli import options as o
 from flatness.cli.answers import UsageError
-from flatness.cli.help import Command, Group
 from flatness.cli.values import one_or_many
 
 DIRECTIONS = ("layer", "filter", "eigenvectors", "relative_flatness")
@@ -18,7 +17,7 @@ BATCH_NORM = ("as_is", "recomputed")
 PARAMETERS = ("all", "weights")
 METRICS = ("euclidean", "layerwise", "nodewise")
 CURVATURES = ("hessian", "gauss_newton")
-_ABOUT = """\
+ABOUT = """\
 Look at the landscape around a network: along lines, over planes, and through the Hessian's eigenvalues.
 
 Example:
@@ -52,19 +51,6 @@ class Points:
     def arguments(self) -> dict[str, Any]:
         """The same as `flatness.landscape` takes them."""
         return {**asdict(self), "layers": one_or_many(self.layers or []), "span": _ends(self.span)}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    group = typer.Typer(cls=Group, help=_ABOUT, no_args_is_help=True, rich_markup_mode=None)
-    for command, about in (
-        (line, "Loss and accuracy along lines."),
-        (surface, "Loss and accuracy over a plane."),
-        (density, "How the Hessian's eigenvalues are distributed."),
-        (show, "Draw saved data again, without the network."),
-    ):
-        group.command(command.__name__, cls=Command, short_help=about)(o.grouped(command))
-    app.add_typer(group, name="landscape", short_help="Draw the loss around a network.")
 
 
 def line(
@@ -125,7 +111,7 @@ def density(
     given: o.Network,
     metric: Annotated[str, o.one_of(f"D of D^½HD^½: {', '.join(METRICS)}.", METRICS, o.DRAW)] = "euclidean",
     copies: Annotated[int, o.option("Also so many rescaled copies.", "N", o.DRAW, min=0)] = 0,
-    layers: Annotated[list[str] | None, o.option(_EACH, "NAMES", o.DRAW, callback=o.several)] = None,
+    layers: Annotated[list[str] | None, o.option(_EACH, "NAMES", o.DRAW, callback=o.split_list)] = None,
     parameters: Annotated[str, o.one_of("", PARAMETERS, o.DRAW)] = "all",
     runs: Annotated[int, o.option("Random starts.", "N", o.DRAW)] = 10,
     steps: Annotated[int, o.option("Lanczos steps.", "N", o.DRAW)] = 80,
@@ -155,7 +141,7 @@ def density(
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .npz file of this command.")],
     as_csv: o.AsCsv = False,
-    out: Annotated[Path | None, o.option("Folder for data, pictures and a page.", "DIR", None)] = None,
+    out: Annotated[Path | None, o.option("Folder for data, pictures and a page.", "DIR")] = None,
 ) -> None:
     """Describe saved data, and draw it again without the network.
 

@@ -13,10 +13,10 @@ import typer
 from torch import nn
 
 import flatness
-from flatness.cli.answers import INTERRUPTED, UsageError, printable, usage_of
-from flatness.cli.forms import folded, say_written, terminal_width
-from flatness.cli.job import AS_BUILT, arguments_of, check_folder, checkpoints_of, data_of, network_of
+from flatness.cli.answers import INTERRUPTED, UsageError, blamed_on_words, printable
+from flatness.cli.forms import check_folder, folded, say_written, terminal_width
 from flatness.cli.options import Compute, Drawing, Network
+from flatness.cli.sources import AS_BUILT, arguments_of, checkpoints_of, data_of, network_of
 from flatness.errors import LayerError, OptionError, ResumeError
 from flatness.problem.batches import tensors_in
 from flatness.report.sheets import csv_text
@@ -44,11 +44,11 @@ def line(request: Request, between: str | None) -> Landscape:
     """Lines from every checkpoint, or from one to another."""
     networks = _networks(request)
     if between is None:
-        return _called(request, flatness.landscape.line, _alone(networks))
+        return _called(request, flatness.landscape.line, networks)
     if len(networks) > 1:
         raise UsageError(f"Expected one checkpoint with --between but got {len(networks)}.")
     (path,) = checkpoints_of([between])
-    return _called(request, flatness.landscape.line, _alone(networks), between=_loaded(request, path))
+    return _called(request, flatness.landscape.line, networks, between=_loaded(request, path))
 
 
 def surface(request: Request, trajectory: list[str]) -> Landscape:
@@ -59,14 +59,14 @@ def surface(request: Request, trajectory: list[str]) -> Landscape:
             f"Expected one checkpoint in the middle but got {len(paths)}. Give the others as --trajectory."
         )
     if not trajectory:
-        return _called(request, flatness.landscape.surface, _alone(_networks(request)))
+        return _called(request, flatness.landscape.surface, _networks(request))
     trajectories: dict[str, list[nn.Module]] = {}
     for given in trajectory:
         name, place = _named(given)
         steps = [_loaded(request, path) for path in checkpoints_of([place])]
         trajectories.setdefault(name, []).extend(steps)
     middle = _loaded(request, paths[0]) if paths else next(iter(trajectories.values()))[-1]
-    return _called(request, flatness.landscape.surface, middle, trajectory=trajectories)
+    return _called(request, flatness.landscape.surface, {"network": middle}, trajectory=trajectories)
 
 
 def _named(given: str) -> tuple[str, str]:
@@ -89,20 +89,17 @@ def density(request: Request, copies: int) -> Landscape:
         if len(networks) > 1:
             raise UsageError(f"Expected one checkpoint with --copies but got {len(networks)}.")
         (original,) = networks.values()
-        example = next(tensors_in(next(iter(_batches(data_of(request.given).batches)))))[:2]
+        data = data_of(request.given).batches
+        batch = data if isinstance(data, tuple | list) and len(data) == 2 else next(iter(data))
+        example = next(tensors_in(batch))[:2]
         networks = {"original": original} | {
             f"rescaled {place + 1}": flatness.rescale(original, example, kind="layerwise", seed=place)
             for place in range(copies)
         }
-    found = _called(request, flatness.landscape.density, _alone(networks))
+    found = _called(request, flatness.landscape.density, networks)
     if copies and request.asked["weight_decay"]:
         found = replace(found, notes=tuple(dict.fromkeys([*found.notes, _PENALISED])))
     return found
-
-
-def _batches(data: Any) -> Any:
-    """Something whose first element holds inputs: a pair of tensors, or batches."""
-    return [data] if isinstance(data, (tuple, list)) and len(data) == 2 else data
 
 
 def _networks(request: Request) -> dict[str, nn.Module]:
@@ -118,23 +115,19 @@ def _networks(request: Request) -> dict[str, nn.Module]:
     }
 
 
-def _alone(networks: dict[str, nn.Module]) -> Any:
-    """One network as itself: its curve needs no name."""
-    return next(iter(networks.values())) if len(networks) == 1 else networks
-
-
 def _loaded(request: Request, path: Path | None) -> nn.Module:
     return network_of(request.given, path, request.compute.seed)
 
 
-def _called(request: Request, function: Any, networks: Any, **more: Any) -> Landscape:
+def _called(request: Request, function: Any, networks: dict[str, nn.Module], **more: Any) -> Landscape:
+    # One network goes as itself: its curve needs no name.
+    model = next(iter(networks.values())) if len(networks) == 1 else networks
     arguments = {**arguments_of(request.given, request.compute), **request.asked, **more}
-    try:
-        with _file(request.output, function.__name__) as file:
-            return function(networks, data_of(request.given).batches, resume=file, **arguments)
-    except (OptionError, LayerError) as error:
-        hint = " --fresh computes it anew." if isinstance(error, ResumeError) else ""
-        raise usage_of(type(error)(f"{error}{hint}")) from error
+    with blamed_on_words(OptionError, LayerError), _file(request.output, function.__name__) as file:
+        try:
+            return function(model, data_of(request.given).batches, resume=file, **arguments)
+        except ResumeError as error:
+            raise ResumeError(f"{error} --fresh computes it anew.") from error
 
 
 @contextmanager

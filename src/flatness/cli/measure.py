@@ -9,13 +9,7 @@ from typing import Annotated
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.help import Command
 from flatness.cli.values import measure_options
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("measure", cls=Command, short_help="Measure checkpoints, layer by layer.")(o.grouped(measure))
 
 
 def measure(

@@ -8,12 +8,6 @@ from typing import Annotated
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.help import Command
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("merge", cls=Command, short_help="Make one report of parts of the data.")(o.grouped(merge))
 
 
 def merge(

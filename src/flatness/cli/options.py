@@ -16,17 +16,18 @@ from flatness.cli import words
 from flatness.cli.answers import UsageError, choice
 from flatness.cli.values import split_list
 from flatness.cli.words import complete_from, documented
+from flatness.measuring.choices import CURVATURES, METHODS
 
 DATA, HOW, DRAW, OUTPUT = "Data", "How to measure", "What to draw", "Output"
 """Groups of options on help pages."""
 
 
-def option(text: str, metavar: str | None, group: str | None, *names: str, **more: Any) -> Any:
+def option(text: str, metavar: str | None = None, group: str | None = None, *names: str, **more: Any) -> Any:
     """An option: what it is, what its value is called, its group, and its names where they are special."""
     return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=group, **more)
 
 
-def one_of(text: str, known: tuple[str, ...], group: str | None, *names: str) -> Any:
+def one_of(text: str, known: tuple[str, ...], group: str | None = None) -> Any:
     """An option that takes one of some words, in the library's spelling or with dashes."""
 
     def check(parameter: typer.CallbackParam, value: str | None) -> str | None:
@@ -34,12 +35,7 @@ def one_of(text: str, known: tuple[str, ...], group: str | None, *names: str) ->
 
     text = text or f"{(' or ' if len(known) == 2 else ', ').join(known)}."
     complete = complete_from(lambda: list(known))
-    return option(text, "NAME", group, *names, callback=check, autocompletion=complete)
-
-
-def several(value: list[str] | None) -> list[str]:
-    """What an option that may be repeated, or hold commas, stands for."""
-    return split_list(value)
+    return option(text, "NAME", group, callback=check, autocompletion=complete)
 
 
 # ---- the network, its data and its loss
@@ -77,12 +73,12 @@ Measures = Annotated[
     list[str] | None,
     option(
         "Names with commas between, default, or all.  [default: default]", "NAMES", HOW,
-        callback=several, autocompletion=words.complete_measures,
+        callback=split_list, autocompletion=words.complete_measures,
     ),
 ]  # fmt: skip
 Layers = Annotated[
     list[str] | None,
-    option("Names with commas between, or last.  [default: every layer]", "NAMES", HOW, callback=several),
+    option("Names with commas between, or last.  [default: every layer]", "NAMES", HOW, callback=split_list),
 ]
 MeasureOptions = Annotated[
     list[str] | None,
@@ -111,9 +107,7 @@ class Network:
     model_arg: ModelArguments = None
     split: Annotated[str, one_of("", words.SPLITS, DATA)] = "train"
     limit: Annotated[int | None, option("Only the first N samples.", "N", DATA)] = None
-    standardize: Annotated[
-        bool, option("Mean 0, deviation 1 in every channel.", None, DATA, "--standardize")
-    ] = False
+    standardize: Standardize = False
     data_dir: DataDir = None
     loss: Annotated[
         str, option(_LOSS, "NAME", HOW, autocompletion=complete_from(lambda: list(words.LOSSES)))
@@ -138,8 +132,8 @@ class Compute:
 class Measuring:
     """What goes to `flatness.measure` as it is."""
 
-    method: Annotated[str, one_of(documented()["method"], words.METHODS, HOW)] = "auto"
-    curvature: Annotated[str, one_of(documented()["curvature"], words.CURVATURES, HOW)] = "hessian"
+    method: Annotated[str, one_of(documented()["method"], METHODS, HOW)] = "auto"
+    curvature: Annotated[str, one_of(documented()["curvature"], CURVATURES, HOW)] = "hessian"
     precision: Annotated[float, option(documented()["precision"], "X", HOW)] = 0.01
     max_passes: Annotated[int, option(documented()["max_passes"], "N", HOW)] = 100
     data_stderr: Annotated[bool, option(documented()["data_stderr"], None, HOW, "--data-stderr")] = False

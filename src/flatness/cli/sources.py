@@ -1,20 +1,28 @@
-"""From words on the command line to objects: models, data, losses and functions."""
+"""From words on the command line to objects: networks, data, losses, devices and measures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 
-from flatness.cli.answers import UsageError, choice, usage_of
-from flatness.cli.words import DTYPES, LOSSES, SPLITS
-from flatness.errors import ModelError, nearest
+from flatness.catalogue.registry import select_measures
+from flatness.cli.answers import UsageError, blamed_on_words, choice
+from flatness.cli.options import Compute, Network
+from flatness.cli.values import key_values, one_or_many
+from flatness.cli.words import LOSSES
+from flatness.errors import CheckpointError, MeasureError, ModelError, nearest
+from flatness.zoo.checkpoints import find_checkpoints, fit_checkpoint, read_checkpoint
 from flatness.zoo.data import DATASETS, is_known, load
 from flatness.zoo.models import MODELS, build
 from flatness.zoo.objects import SourceError, blamed_on_code, build_timm, import_object, names_code
+
+AS_BUILT = "no checkpoint was given: the weights are those that the model was built with"
 
 
 @dataclass(frozen=True)
@@ -26,18 +34,25 @@ class Data:
     notes: tuple[str, ...] = ()
 
 
-def load_model(spec: str, options: dict[str, Any], seed: int) -> nn.Module:
-    """The model of ``package.module:factory``, ``timm:NAME`` or a name of `flatness.models`."""
+def checkpoints_of(paths: Sequence[str] | None) -> list[Path]:
+    """The files that paths, folders and globs stand for."""
+    with blamed_on_words(CheckpointError):
+        return find_checkpoints(paths or [])
+
+
+def model_of(given: Network, seed: int) -> nn.Module:
+    """The model as it is built: ``package.module:factory``, ``timm:NAME`` or a name of `flatness.models`."""
     torch.manual_seed(seed)
-    kind, colon, name = spec.partition(":")
+    options = key_values(given.model_arg, "--model-arg")
+    kind, colon, name = given.model.partition(":")
     if not colon:
-        return _own_model(spec, options)
+        return _own_model(given.model, options)
     if kind == "timm":
         return build_timm(name, **options)
-    made = _made(spec, "--model", options)
+    made = _made(given.model, "--model", options)
     if not isinstance(made, nn.Module):
         raise ModelError(
-            f"Expected {spec} to give a torch.nn.Module but got {type(made).__name__}. "
+            f"Expected {given.model} to give a torch.nn.Module but got {type(made).__name__}. "
             "Return the model from the factory."
         )
     return made
@@ -49,16 +64,41 @@ def _own_model(name: str, options: dict[str, Any]) -> nn.Module:
             "Expected --model to be package.module:factory, timm:NAME or one of flatness.models but got "
             f"{name!r}.{nearest(name.lower().replace('-', '_'), MODELS)} Known: {', '.join(MODELS)}."
         )
-    try:
+    with blamed_on_words(ModelError):
         return build(name, **options)
-    except ModelError as error:
-        raise usage_of(error) from error
 
 
-def load_data(spec: str, *, split: str, data_dir: str | None, limit: int | None, standardize: bool) -> Data:
+def _made(spec: str, option: str, options: dict[str, Any]) -> Any:
+    """What a factory returns; anything that is no factory, as it is."""
+    source = import_object(spec, option, UsageError)
+    if isinstance(source, nn.Module) or not callable(source):
+        return source
+    with blamed_on_code(SourceError, f"Expected {spec} to work"):
+        return source(**options)
+
+
+def network_of(given: Network, path: Path | None, seed: int) -> nn.Module:
+    """A network with the weights of a checkpoint, or as it was built; prints what there is to note."""
+    network = model_of(given, seed)
+    if path is not None:
+        for note in fit_checkpoint(network, read_checkpoint(path), str(path)):
+            typer.echo(f"note: {note}", err=True)
+    return network.eval()
+
+
+def only_network(given: Network, seed: int, advice: str) -> nn.Module:
+    """The network of the only checkpoint, or as it was built; several are refused with a word of advice."""
+    found = checkpoints_of(given.checkpoints)
+    if len(found) > 1:
+        raise UsageError(f"Expected one checkpoint but got {len(found)}. {advice}")
+    return network_of(given, found[0] if found else None, seed)
+
+
+def data_of(given: Network) -> Data:
     """The data of a name, an ``.npz`` file or ``package.module:factory``."""
+    spec = given.data
     if names_code(spec):
-        if limit is not None or standardize or data_dir is not None:
+        if given.limit is not None or given.standardize or given.data_dir is not None:
             raise UsageError(
                 "Expected --limit, --standardize and --data-dir with a named data set or an .npz file "
                 f"but got {spec!r}. Let the factory do it."
@@ -69,15 +109,27 @@ def load_data(spec: str, *, split: str, data_dir: str | None, limit: int | None,
             f"Expected --data to be one of {', '.join(DATASETS)}, the path of an .npz file or "
             f"package.module:factory but got {spec!r}.{nearest(spec.lower(), DATASETS)}"
         )
-    split = choice(split, "--split", SPLITS)
-    if limit is not None and limit < 1:
-        raise UsageError(f"Expected --limit to be at least 1 but got {limit}.")
-    data = load(spec, split=split, data_dir=data_dir, limit=limit, standardize=standardize)
-    scaled = ", standardized" if standardize else ""
-    return Data(data.pair, f"{data.name} ({split}{scaled})", data.notes)
+    if given.limit is not None and given.limit < 1:
+        raise UsageError(f"Expected --limit to be at least 1 but got {given.limit}.")
+    choices = {name: getattr(given, name) for name in ("split", "data_dir", "limit", "standardize")}
+    data = load(spec, **choices)
+    scaled = ", standardized" if given.standardize else ""
+    return Data(data.pair, f"{data.name} ({given.split}{scaled})", data.notes)
 
 
-def load_loss(spec: str) -> Any:
+def arguments_of(given: Network, compute: Compute) -> dict[str, Any]:
+    """Loss, forward, device and the like as the library takes them; without those that were not given."""
+    arguments = {"loss": _loss(given.loss), **asdict(compute)}
+    if given.forward:
+        arguments["forward"] = _function(given.forward, "--forward")
+    if compute.device:
+        arguments["device"] = _device(compute.device)
+    if compute.dtype:
+        arguments["dtype"] = getattr(torch, compute.dtype)
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _loss(spec: str) -> Any:
     """A loss by name, or an object ``package.module:loss``; a loss class is called without arguments."""
     if ":" not in spec:
         return choice(spec, "--loss", LOSSES)
@@ -85,7 +137,7 @@ def load_loss(spec: str) -> Any:
     return loss() if isinstance(loss, type) and issubclass(loss, nn.Module) else loss
 
 
-def load_function(spec: str, option: str) -> Callable[..., Any]:
+def _function(spec: str, option: str) -> Any:
     """A function ``package.module:function``."""
     function = import_object(spec, option, UsageError)
     if not callable(function):
@@ -93,12 +145,7 @@ def load_function(spec: str, option: str) -> Callable[..., Any]:
     return function
 
 
-def load_dtype(name: str) -> torch.dtype:
-    """A floating-point dtype by name."""
-    return getattr(torch, choice(name, "--dtype", DTYPES))
-
-
-def load_device(name: str) -> torch.device:
+def _device(name: str) -> torch.device:
     """A device that this machine has."""
     try:
         device = torch.device(name)
@@ -112,10 +159,12 @@ def load_device(name: str) -> torch.device:
     return device
 
 
-def _made(spec: str, option: str, options: dict[str, Any]) -> Any:
-    """What a factory returns; anything that is no factory, as it is."""
-    source = import_object(spec, option, UsageError)
-    if isinstance(source, nn.Module) or not callable(source):
-        return source
-    with blamed_on_code(SourceError, f"Expected {spec} to work"):
-        return source(**options)
+def chosen_measures(names: list[str] | None) -> Any:
+    """Measures as the library takes them, in its spelling; unknown ones are refused.
+
+    "all" stays a word: it means all that exist here, and what does not is left out with a note.
+    """
+    found = one_or_many([name.replace("-", "_") for name in names or ()], "default")
+    with blamed_on_words(MeasureError):
+        select_measures(found or "default")
+    return found

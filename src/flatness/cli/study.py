@@ -8,14 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.answers import FAILED, UsageError, printable, usage_of
+from flatness.cli.answers import FAILED, UsageError, blamed_on_words, printable
 from flatness.cli.forms import terminal_width
-from flatness.cli.help import Command, Group
 from flatness.report.sheets import csv_text
 
 _SCALES = ("smoke", "small", "gallery", "paper")
 _EXECUTORS = ("local", "ray")
-_ABOUT = """\
+ABOUT = """\
 Train many networks, measure them, and see whether flatness predicts the generalisation gap.
 
 Example:
@@ -23,20 +22,6 @@ Example:
     flatness study run petzka2021-cifar10 --scale smoke --out study
     flatness study show study
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    group = typer.Typer(cls=Group, help=_ABOUT, no_args_is_help=True, rich_markup_mode=None)
-    for name, command, about in (
-        ("list", list_studies, "The studies that come with the package."),
-        ("run", run, "Train, measure and correlate; go on where it stopped."),
-        ("pack", pack, "A study as one small file, to keep and pass on."),
-        ("unpack", unpack, "The folder of a packed study again, to go on."),
-        ("show", show, "The summary, tables and figures of a study."),
-    ):
-        group.command(name, cls=Command, short_help=about)(command)
-    app.add_typer(group, name="study", short_help="Does flatness predict the gap? Many networks at once.")
 
 
 def list_studies() -> None:
@@ -59,23 +44,17 @@ def run(
         str,
         typer.Argument(metavar="STUDY", help="A name of 'study list', or FILE.toml: code, which runs."),
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the study.  [default: STUDY-SCALE]")
-    ] = None,
-    scale: Annotated[str, o.one_of("", _SCALES, None)] = "small",
-    executor: Annotated[str, o.one_of("", _EXECUTORS, None)] = "local",
-    jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Processes.  [default: one per GPU or core]")
-    ] = None,
+    out: Annotated[Path | None, o.option("Folder of the study.  [default: STUDY-SCALE]", "DIR")] = None,
+    scale: Annotated[str, o.one_of("", _SCALES)] = "small",
+    executor: Annotated[str, o.one_of("", _EXECUTORS)] = "local",
+    jobs: Annotated[int | None, o.option("Processes.  [default: one per GPU or core]", "N", min=1)] = None,
     device: Annotated[
         str | None, o.option("Where to train and measure.  [default: a GPU where there is one]", "NAME", None)
     ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(metavar="N", help="Save everything and stop after so long.")
-    ] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Try networks that failed once more.")] = False,
+    minutes: Annotated[float | None, o.option("Save everything and stop after so long.", "N")] = None,
+    retry: Annotated[bool, o.option("Try networks that failed once more.", None, None, "--retry")] = False,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run code named by a study that came from elsewhere.")
+        bool, o.option("Run code named by a study that came from elsewhere.", None, None, "--trust")
     ] = False,
     data_dir: o.DataDir = None,
     progress: o.Progress = True,
@@ -102,10 +81,8 @@ def run(
         if not os.path.isdir(data_dir):
             raise UsageError(f"Expected --data-dir to be a folder but {data_dir} is not one.")
         os.environ["FLATNESS_DATA"] = data_dir  # workers look there too
-    try:
+    with blamed_on_words(SpecError):
         spec = read_spec(study, scale)
-    except SpecError as error:
-        raise usage_of(error) from error
     folder = out or Path(f"{spec.name}-{scale}")
     done = run_study(
         spec,
@@ -166,8 +143,7 @@ def show(
         typer.Argument(metavar="DIR", help="A folder that 'study run' wrote, or a file of 'study pack'."),
     ],
     as_csv: Annotated[
-        bool,
-        typer.Option("--csv", help="Print the table that is shown, in full, as CSV instead."),
+        bool, o.option("Print the table that is shown, in full, as CSV instead.", None, None, "--csv")
     ] = False,
 ) -> None:
     """Show a study: the summary in the terminal; its page, tables and figures are made anew in its folder.

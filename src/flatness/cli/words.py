@@ -7,9 +7,8 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from importlib import resources
+from typing import Any
 
-METHODS = ("auto", "exact", "sampled")
-CURVATURES = ("hessian", "gauss_newton", "finite_differences")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 SPLITS = ("train", "test")
 DEVICES = ("cpu", "cuda", "mps")
@@ -68,13 +67,9 @@ def _calls(package: str, function: str) -> Iterator[ast.Call]:
                 yield node
 
 
-def _names(call: ast.AST) -> list[str]:
+def _names(call: Any) -> list[str]:
     """What a call has as its argument ``name``, where that is a text."""
-    given = [
-        word.value
-        for word in ast.iter_child_nodes(call)
-        if isinstance(word, ast.keyword) and word.arg == "name"
-    ]
+    given = [word.value for word in call.keywords if word.arg == "name"]
     return [str(value.value) for value in given if isinstance(value, ast.Constant)]
 
 

@@ -10,6 +10,7 @@ from flatness.catalogue.measure import SPECTRA, Measure
 from flatness.catalogue.registry import resolve_options, select_measures
 from flatness.curvature.operators.network_spectrum import SpectrumRequest
 from flatness.errors import OptionError, listed, nearest
+from flatness.measuring.choices import CURVATURES, METHODS
 
 SPECTRUM_PARTS = {"layer_eigenvalue": "whole", "row_eigenvalues": "rows"}
 """The eigenvalue problem of a layer that gives what a measure needs."""
@@ -110,8 +111,8 @@ def measure_request(
     max_passes: int = 100,
 ) -> MeasureRequest:
     """The words of the user, or an error about the first that is unknown."""
-    _check_choice("method", method, ("auto", "exact", "sampled"))
-    _check_choice("curvature", curvature, ("hessian", "gauss_newton", "finite_differences"))
+    _check_choice("method", method, METHODS)
+    _check_choice("curvature", curvature, CURVATURES)
     if not isinstance(precision, (int, float)) or not 0 < precision < 1:
         raise OptionError(
             f"Expected precision to be a relative standard error between 0 and 1 but got {precision!r}. "

@@ -62,13 +62,12 @@ def compare(report_a: Reports, report_b: Reports, *, names: tuple[str, str] = ("
     differing, layers = _differing_measures(sides), _differing_layers(sides)
     left_out = [f"{name} is left out: {why}" for name, why in differing.items()]
     left_out += [f"sums and maxima over layers are left out: {layers}"] if layers else []
-    shared = [key for key in sides.rows[0] if all(key in rows for rows in sides.rows)]
+    shared = sides.shared()
     kept = [key for key in shared if key[0] not in differing and not (layers and _is_aggregate(key))]
     if not kept:
         raise ReportError(_nothing_left(left_out, bool(shared)))
-    pairs = tuple(map(sides.pair, kept))
-    notes = (*left_out, *_missing(sides.reports), *_warnings(sides, pairs))
-    return Comparison(pairs, sides.names, notes)
+    notes = (*left_out, *_missing(sides.reports), *_warnings(sides, kept))
+    return Comparison(tuple(map(sides.pair, kept)), sides.names, notes)
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,14 @@ class _Sides:
         return [
             {address(row): row for row in report.results if row.level != "unit"} for report in self.reports
         ]
+
+    def shared(self) -> list[Address]:
+        """What all reports hold."""
+        return [key for key in self.rows[0] if all(key in rows for rows in self.rows)]
+
+    def with_data_errors(self, keys: Sequence[Address]) -> list[set[Address]]:
+        """Of every report, the values that know the error of the data."""
+        return [{key for key in keys if rows[key].data_stderr is not None} for rows in self.rows]
 
     def pair(self, key: Address) -> Pair:
         """One quantity on both sides."""
@@ -238,26 +245,26 @@ def _nothing_left(left_out: Sequence[str], shared: bool) -> str:
     )
 
 
-def _warnings(sides: _Sides, pairs: Sequence[Pair]) -> list[str]:
+def _warnings(sides: _Sides, kept: Sequence[Address]) -> list[str]:
     """What to beware of in the values that are compared."""
     found = _similar_risks(sides)
     if _have_different_parameters(sides.reports):
         found.append("the networks have different parameters: their values are on different scales")
     if any(map(_is_old, sides.reports)):
-        found += _unrecorded(sides.reports, pairs)
-    found += _data_errors(pairs, sides.names)
+        found += _unrecorded(sides.reports, kept)
+    found += _data_errors(sides, kept)
     if (len(sides.a) == 1) != (len(sides.b) == 1):
         single = sides.names[0 if len(sides.a) == 1 else 1]
         found.append(f"{single} is a single network: its spread is taken to be that of the others")
-    if any(not math.isfinite(row.value) for pair in pairs for row in pair.a.results + pair.b.results):
+    if not all(math.isfinite(rows[key].value) for rows in sides.rows for key in kept):
         found.append("values that are not finite are undecided")
     return found
 
 
-def _unrecorded(reports: Sequence[Report], pairs: Sequence[Pair]) -> list[str]:
+def _unrecorded(reports: Sequence[Report], kept: Sequence[Address]) -> list[str]:
     """What reports of earlier versions do not know."""
     taken = "taken to be the same; measure again to be sure"
-    measures = [(name, declared(name)) for name in dict.fromkeys(pair.measure for pair in pairs)]
+    measures = [(name, declared(name)) for name in dict.fromkeys(key[0] for key in kept)]
     taking = [name for name, measure in measures if measure is not None and measure.options]
     found = []
     if taking:
@@ -267,28 +274,20 @@ def _unrecorded(reports: Sequence[Report], pairs: Sequence[Pair]) -> list[str]:
     return found
 
 
-def _data_errors(pairs: Sequence[Pair], names: Sequence[str]) -> list[str]:
+def _data_errors(sides: _Sides, kept: Sequence[Address]) -> list[str]:
     """Which errors include that of the data: some measures have none, and some reports."""
-    a, b = _knowing([pair.a for pair in pairs]), _knowing([pair.b for pair in pairs])
-    if not any(a + b):
+    known = sides.with_data_errors(kept)
+    if not any(known):
         return []
-    without = [name for name, known in zip(names, (a, b), strict=True) if not all(known)]
+    halves = known[: len(sides.a)], known[len(sides.a) :]
+    without = [name for name, half in zip(sides.names, halves, strict=True) if not all(half)]
     if without:
         whose = " and ".join(without)
         return [f"not every network of {whose} was measured with data_stderr: errors are too small"]
-    known = {pair.measure for pair in pairs if all(map(_knows_data, pair.a.results + pair.b.results))}
-    others = [name for name in dict.fromkeys(pair.measure for pair in pairs) if name not in known]
+    measures = {key[0] for key in set.intersection(*known)}
+    others = [name for name in dict.fromkeys(key[0] for key in kept) if name not in measures]
     but = f", except for {listed(others)}" if others else ""
     return [f"errors include that of the data{but}; both sides share the samples, so it is rather too large"]
-
-
-def _knowing(side: Sequence[Group]) -> list[bool]:
-    """Of every network of a side, whether any of its values knows the error of the data."""
-    return [any(map(_knows_data, rows)) for rows in zip(*(group.results for group in side), strict=True)]
-
-
-def _knows_data(row: Result) -> bool:
-    return row.data_stderr is not None
 
 
 def _similar_risks(sides: _Sides) -> list[str]:

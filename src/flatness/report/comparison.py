@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +18,16 @@ from flatness.errors import MeasureError
 from flatness.files import json_text, write_text
 from flatness.report.report import Result
 from flatness.report.sheets import csv_text
-from flatness.report.tables import Column, format_table, format_value, larger, place_of, total_error
+from flatness.report.tables import (
+    Column,
+    column_of,
+    format_table,
+    format_value,
+    larger,
+    place_of,
+    shortened,
+    total_error,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -25,6 +36,7 @@ if TYPE_CHECKING:
 _EQUAL = 1e-6
 # A verdict needs a difference of two standard errors; of groups, what is as rare under Student's t.
 _SIGNIFICANT = 2.0
+_ROOMY = 100  # columns of a terminal from which on names are given more room
 EQUAL, UNDECIDED, SPLIT = "equal", "undecided", "split"
 VERDICTS = {"", EQUAL, UNDECIDED, SPLIT}
 """What a verdict may be other than a name."""
@@ -204,23 +216,20 @@ class Comparison:
         """
         import pandas as pd
 
-        return pd.DataFrame(self._records())
+        return pd.DataFrame(map(self._record, self.pairs))
 
-    def _records(self) -> list[dict[str, Any]]:
+    def _record(self, pair: Pair) -> dict[str, Any]:
+        a, b = pair.a, pair.b
+        row: dict[str, Any] = dict(zip(_ADDRESS, address(a.results[0]), strict=True))
+        row |= {"a": a.value, "b": b.value}
         grouped = max(self.sizes) > 1
-        rows = []
-        for pair in self.pairs:
-            row: dict[str, Any] = dict(zip(_ADDRESS, address(pair.a.results[0]), strict=True))
-            a, b = pair.a.value, pair.b.value
-            row |= {"a": a, "b": b}
-            if grouped:
-                row |= {"a_error": pair.a.error, "b_error": pair.b.error}
-                row |= dict(zip(("a_networks", "b_networks"), self.sizes, strict=True))
-            row |= {"ratio": a / b if b else math.nan, "z": pair.z}
-            if grouped:
-                row |= {"df": pair.df, "p_value": pair.p_value}
-            rows.append({**row, "flatter": pair.verdict(self.names)})
-        return rows
+        if grouped:
+            row |= {"a_error": a.error, "b_error": b.error}
+            row |= {"a_networks": len(a.results), "b_networks": len(b.results)}
+        row |= {"ratio": a.value / b.value if b.value else math.nan, "z": pair.z}
+        if grouped:
+            row |= {"df": pair.df, "p_value": pair.p_value}
+        return {**row, "flatter": pair.verdict(self.names)}
 
     @property
     def verdict(self) -> str:
@@ -254,21 +263,33 @@ class Comparison:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the verdict, the notes and every row as JSON, at once or not at all."""
         content = {"format": "flatness comparison", "version": 1, "names": list(self.names)}
-        content |= {"verdict": self.verdict, "notes": list(self.notes), "rows": self._records()}
-        write_text(path, json_text(content))
+        content |= {"verdict": self.verdict, "notes": list(self.notes)}
+        write_text(path, json_text({**content, "rows": [self._record(pair) for pair in self.pairs]}))
+
+    def table(self, width: int) -> str:
+        """The values as text: a block a measure, a line a layer; the ratio is A's value over B's."""
+        longest = 20 if width >= _ROOMY else 12  # letters of a file's name
+        numbers = [Column(shortened(name, longest), "right") for name in (*self.headings, "ratio")]
+        columns = [Column(narrow="start"), *numbers, Column("flatter", narrow="start")]
+        rows: list[tuple[str, ...]] = []
+        for measure, pairs in itertools.groupby(self.pairs, key=lambda pair: pair.measure):
+            rows.append((measure, "", "", "", ""))
+            for pair in pairs:
+                row, a, b = pair.a.results[0], pair.a, pair.b
+                values = format_value(a.value, a.error), format_value(b.value, b.error)
+                ratio = f"{a.value / b.value:.3g}" if b.value else ""
+                verdict = shortened(pair.verdict(self.names), longest)
+                rows.append((f"  {column_of(place_of(row), row.reduction)}", *values, ratio, verdict))
+        return format_table(columns, rows, width)
+
+    def remarks(self) -> list[str]:
+        """What stands below the table: notes, and the verdict."""
+        return [*(f"note: {note}" for note in self.notes), self.verdict]
 
     def __str__(self) -> str:
-        """A table, what there is to note, and the verdict."""
-        values = (Column(name, "right") for name in self.headings)
-        table = format_table(["measure", "where", *values, "flatter"], map(self._cells, self.pairs))
-        below = [*(f"note: {note}" for note in self.notes), self.verdict]
-        return "\n".join([table, "", *below])
-
-    def _cells(self, pair: Pair) -> list[str]:
-        row = pair.a.results[0]
-        where = " ".join(part for part in (place_of(row), row.reduction) if part)
-        values = (format_value(side.value, side.error) for side in (pair.a, pair.b))
-        return [row.measure, where, *values, pair.verdict(self.names)]
+        """A table as wide as the terminal, what there is to note, and the verdict."""
+        width = shutil.get_terminal_size((100, 24)).columns
+        return "\n".join([self.table(width), "", *self.remarks()])
 
     __repr__ = __str__
 

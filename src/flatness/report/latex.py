@@ -54,9 +54,8 @@ def latex_grid(grid: Grid, comment: str = "") -> str:
     headings = [escaped(column.replace("_", " ")) for column in grid.columns]
     lines.append(" & ".join([escaped(grid.corner), *headings]) + r" \\")
     lines.append(r"\midrule")
-    for label in grid.rows:
-        cells = [number(cell) for cell in grid.row(label, grid.columns)]
-        lines.append(" & ".join([escaped(label), *cells]) + r" \\")
+    for label, *cells in grid.lines():
+        lines.append(" & ".join([escaped(label), *map(number, cells)]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 

@@ -16,9 +16,8 @@ _LABEL = "text-align:left;padding:.2em .8em .2em 0"
 def report_html(report: Any) -> str:
     """The table of layers, its title and its notes."""
     grid = report_grid(report)
-    head = (grid.corner, *("\n".join(heading(column)) for column in grid.columns))
-    rows = [(label, *grid.row(label, grid.columns)) for label in grid.rows]
-    return _table(title(report), head, rows, report.notes)
+    head = (grid.corner, *map(heading, grid.columns))
+    return _table(title(report), head, grid.lines(), report.notes)
 
 
 def result_html(result: Any) -> str:

@@ -149,8 +149,8 @@ class Report:
         names: list[str] = list(_COLUMNS)
         if any(row.data_stderr is not None for row in self.results):
             names.insert(names.index("stderr") + 1, "data_stderr")
-        columns = {name: [getattr(row, name) for row in self.results] for name in names}
-        frame = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
+        rows = [[getattr(row, name) for name in names] for row in self.results]
+        frame = pd.DataFrame(rows, columns=names, dtype=object)
         return frame.astype({"value": float, "stderr": float, "unit": "Int64"})
 
     def result(
@@ -167,13 +167,9 @@ class Report:
         matching = [row for row in rows if asked.items() <= row.address.items()]
         whole = [row for row in matching if row.address == given]
         found = whole if len(whole) == 1 else matching
-        if len(found) == 1:
-            return found[0]
-        shown = [row for row in matching or rows if row.unit is None or unit is not None]
-        raise ReportError(
-            f"Expected {measure!r} with {_words(asked) or 'no further choice'} to name one row but "
-            f"{len(matching)} match. Choose one of: {listed(map(Result.where, shown), separator='; ')}."
-        )
+        if len(found) != 1:
+            raise _ambiguous(measure, asked, len(matching), matching or rows)
+        return found[0]
 
     def _rows_of(self, measure: str) -> list[Result]:
         rows = [row for row in self.results if row.measure == measure]
@@ -239,6 +235,15 @@ class Report:
         if path is not None:
             write_text(path, text)
         return text
+
+
+def _ambiguous(measure: str, asked: dict[str, Any], count: int, rows: list[Result]) -> ReportError:
+    """An address that names none or several of the rows of a measure; units are listed if asked for."""
+    shown = [row.where() for row in rows if row.unit is None or "unit" in asked]
+    return ReportError(
+        f"Expected {measure!r} with {_words(asked) or 'no further choice'} to name one row but "
+        f"{count} match. Choose one of: {listed(shown, separator='; ')}."
+    )
 
 
 def joined(reports: list[Report]) -> Report:

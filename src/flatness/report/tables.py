@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,36 +22,28 @@ _NARROWEST = 10  # what a column that gives way keeps
 
 @dataclass
 class Grid:
-    """A table as text: labels of rows and columns, and a cell for some of their pairs.
+    """A table of results: rows and columns have names and stand in the order in which they came.
 
     Attributes:
         corner: What the rows are.
-        rows: Labels of the rows.
-        columns: Labels of the columns; underscores are where they may break.
-        cells: Text by (row, column); a pair that is not there is empty.
+        rows: Results, or texts, by row and column; underscores are where names of columns may break.
+        columns: Names of the columns, in order.
     """
 
     corner: str
-    rows: list[str] = field(default_factory=list)
-    columns: list[str] = field(default_factory=list)
-    cells: dict[tuple[str, str], str] = field(default_factory=dict)
-    _known_rows: set[str] = field(default_factory=set, init=False, repr=False)
-    _known_columns: set[str] = field(default_factory=set, init=False, repr=False)
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    columns: dict[str, None] = field(default_factory=dict)
 
-    def put(self, row: str, column: str, text: str) -> None:
+    def put(self, row: str, column: str, cell: Any) -> None:
         """Set a cell; new rows and columns come after those already there."""
-        for labels, known, label in (
-            (self.rows, self._known_rows, row),
-            (self.columns, self._known_columns, column),
-        ):
-            if label not in known:
-                known.add(label)
-                labels.append(label)
-        self.cells[row, column] = text
+        self.columns.setdefault(column)
+        self.rows.setdefault(row, {})[column] = cell
 
-    def row(self, label: str, columns: Iterable[str]) -> list[str]:
-        """The cells of one row."""
-        return [self.cells.get((label, column), "") for column in columns]
+    def lines(self) -> Iterator[list[str]]:
+        """Name and cells of every row as text; cells that are not there are empty."""
+        for label, cells in self.rows.items():
+            found = (cells.get(column, "") for column in self.columns)
+            yield [label, *(cell if isinstance(cell, str) else cell_of(cell) for cell in found)]
 
 
 def format_value(value: float, stderr: float = 0.0) -> str:
@@ -131,19 +123,24 @@ def report_grid(report: Any) -> Grid:
     grid = Grid("layer")
     for row in report.results:
         if row.level == "layer":
-            grid.put(place_of(row), column_of(row.measure, row.reduction), cell_of(row))
+            grid.put(place_of(row), column_of(row.measure, row.reduction), row)
+    _add_network(grid, [row for row in report.results if row.level == "network"])
+    order = list(dict.fromkeys(row.measure for row in report.results))
+    grid.columns = dict.fromkeys(sorted(grid.columns, key=lambda column: order.index(column.split()[0])))
+    return grid
+
+
+def _add_network(grid: Grid, results: Iterable[Any]) -> None:
+    """Results about the network as the last rows, below their layers' where those have a column."""
     # A layer may itself be called "network".
     network = "(network)" if "network" in grid.rows else "network"
-    for row in report.results:
-        if row.level == "network":
-            label = column_of(network, row.reduction)
-            reduced = column_of(row.measure, row.reduction)
-            grid.put(label, reduced if reduced in grid.columns else row.measure, cell_of(row))
-    last = [column_of(network, reduction) for reduction in (None, *REDUCTION_LABEL)]
-    grid.rows.sort(key=lambda label: last.index(label) + 1 if label in last else 0)
-    order = list(dict.fromkeys(row.measure for row in report.results))
-    grid.columns.sort(key=lambda column: order.index(column.split()[0]))
-    return grid
+    for row in results:
+        reduced = column_of(row.measure, row.reduction)
+        column = reduced if reduced in grid.columns else row.measure
+        grid.put(column_of(network, row.reduction), column, row)
+    for label in [column_of(network, reduction) for reduction in (None, *REDUCTION_LABEL)]:
+        if label in grid.rows:  # to the end
+            grid.rows[label] = grid.rows.pop(label)
 
 
 def format_report(report: Any, width: int) -> str:
@@ -177,27 +174,25 @@ def title(report: Any) -> str:
         DATA_ERRORS if has_data_errors(report) else sampled,
         "values by ascent are lower bounds" if "ascent" in methods else "",
     ]
+    return f"{_subject(meta)}: {', '.join(filter(None, facts))}"
+
+
+def _subject(meta: Mapping[str, Any]) -> str:
     name = str(meta.get("model", "model"))
     name = f"{meta['checkpoint']}, {name}" if "checkpoint" in meta else name
-    name = f"{name} on {meta['data']}" if "data" in meta else name
-    return f"{name}: {', '.join(filter(None, facts))}"
+    return f"{name} on {meta['data']}" if "data" in meta else name
 
 
-def heading(column: str) -> list[str]:
+def heading(column: str) -> str:
     """A column's name broken at underscores and spaces into short lines."""
-    lines: list[str] = []
-    for word in column.replace("_", " ").split():
-        if lines and len(lines[-1]) + 1 + len(word) <= _HEADING_WIDTH:
-            lines[-1] += " " + word
-        else:
-            lines.append(word)
-    return lines
+    words = " ".join(column.replace("_", " ").split())
+    return textwrap.fill(words, _HEADING_WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def format_grid(grid: Grid, width: int) -> str:
     """A grid as text, in as many blocks of columns as the width asks for."""
-    columns = [Column(grid.corner), *(Column("\n".join(heading(name)), "right") for name in grid.columns)]
-    rows = [[shortened(label, _LONGEST_ROW_LABEL), *grid.row(label, grid.columns)] for label in grid.rows]
+    columns = [Column(grid.corner), *(Column(heading(name), "right") for name in grid.columns)]
+    rows = [[shortened(label, _LONGEST_ROW_LABEL), *cells] for label, *cells in grid.lines()]
     return format_table(columns, rows, width) if rows else ""
 
 

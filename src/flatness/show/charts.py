@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flatness.report.report import Report
 from flatness.symmetry.check.verdicts import InvarianceReport
@@ -53,6 +53,11 @@ class Chart:
     caption: str = ""
 
 
+def value_order(value: Any) -> tuple[int, float, str]:
+    """A sorting key for numbers by size, then texts."""
+    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
+
+
 def layers_chart(groups: Mapping[str, Sequence[Report]], measure: str, title: str) -> Chart:
     """A measure layer by layer: the mean over the reports of each group, and their range."""
     layers = next(iter(groups.values()))[0].layers()
@@ -76,34 +81,15 @@ def network_ratios(report: InvarianceReport, kind: str) -> dict[str, tuple[list[
 
 def invariance_chart(report: InvarianceReport, kind: str, title: str) -> Chart:
     """How each measure moves over rewritings of one network: invariant ones are flat lines at 1."""
-    series: dict[str, list[Mark]] = {}
-    for measure, (ratios, holds) in network_ratios(report, kind).items():
-        name = measure.replace("_", " ") + (" (invariant)" if holds else "")
-        series[name] = [Mark(place, ratio, _trial(place)) for place, ratio in enumerate(ratios)]
-    return _rewritten(title, series)
+    lines = {
+        measure.replace("_", " ") + (" (invariant)" if holds else ""): ratios
+        for measure, (ratios, holds) in network_ratios(report, kind).items()
+    }
+    return rewritten_chart(title, lines)
 
 
-def drift_chart(report: InvarianceReport, measure: str, title: str) -> Chart:
-    """How one measure moves over rewritings of one network, a line for every kind of rewriting.
-
-    Its value for the network is drawn, or its largest drift over layers if it has none.
-    """
-    own = [row for row in report.rows if row.measure == measure and row.level != "unit"]
-    whole = [row for row in own if row.level == "network"] or own
-    series: dict[str, list[Mark]] = {}
-    for kind in dict.fromkeys(row.kind for row in whole):
-        lines = [
-            [value / row.value for value in row.values] for row in whole if row.kind == kind and row.value
-        ]
-        far = [1.0, *(max(ratios, key=lambda r: abs(r - 1)) for ratios in zip(*lines, strict=True))]
-        series[kind] = [Mark(place, ratio, _trial(place)) for place, ratio in enumerate(far)]
-    return _rewritten(title, series)
-
-
-def _rewritten(title: str, series: Mapping[str, Sequence[Mark]]) -> Chart:
-    places = [_trial(place) for place in range(max(map(len, series.values()), default=1))]
+def rewritten_chart(title: str, lines: Mapping[str, Sequence[float]]) -> Chart:
+    """Values over rewritings of one network ÷ the original's, which comes first."""
+    places = ["original", *map(str, range(1, max(map(len, lines.values()), default=1)))]
+    series = {name: [Mark(x, y, places[x]) for x, y in enumerate(line)] for name, line in lines.items()}
     return Chart(title, "rewritten network", "value ÷ value of the original", series, True, places)
-
-
-def _trial(place: int) -> str:
-    return str(place) if place else "original"

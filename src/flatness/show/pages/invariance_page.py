@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flatness.report.tables import REDUCTION_LABEL, WHOLE_MODEL, format_value
+from flatness.report.tables import column_of, format_value, place_of
 from flatness.show.pages.document import Cell, document, note_list, provenance, row, table
 from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow
 
@@ -42,24 +42,12 @@ def _about(meta: dict[str, Any]) -> str:
 def _name(one: InvarianceRow) -> str:
     if one.level == "unit":
         return f"{one.measure} units"
-    return one.measure if one.reduction is None else f"{one.measure} {REDUCTION_LABEL[one.reduction]}"
-
-
-def _place(one: InvarianceRow) -> str:
-    return "network" if one.layer is None else one.layer or WHOLE_MODEL
+    return column_of(one.measure, one.reduction)
 
 
 def _plain(one: InvarianceRow) -> dict[str, Any]:
-    return {
-        "name": _name(one),
-        "kind": one.kind,
-        "place": _place(one),
-        "holds": one.holds,
-        "verdict": one.verdict,
-        "drift": one.drift,
-        "value": one.value,
-        "values": list(one.values),
-    }
+    facts = {name: getattr(one, name) for name in ("holds", "verdict", "drift", "value", "values")}
+    return {"name": _name(one), "kind": one.kind, "place": place_of(one), **facts}
 
 
 def _verdicts(rows: Sequence[InvarianceRow]) -> str:
@@ -69,7 +57,7 @@ def _verdicts(rows: Sequence[InvarianceRow]) -> str:
         row(
             _name(one),
             [
-                Cell(_place(one), kind="word"),
+                Cell(place_of(one), kind="word"),
                 Cell(one.kind, kind="word"),
                 Cell("unchanged" if one.declared else "may change", kind="word"),
                 Cell(f"{one.drift:.1e}", one.drift),

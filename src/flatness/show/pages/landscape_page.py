@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
+
+import numpy as np
 
 from flatness.files import write_text
 from flatness.landscape.density_result import Density
@@ -13,17 +16,19 @@ from flatness.landscape.line_result import Line
 from flatness.landscape.storage import read_arrays
 from flatness.landscape.surface_result import Surface
 from flatness.report.sheets import csv_text
-from flatness.show.pages.page import Page, write_page
+from flatness.show.pages.page import Page, render
 from flatness.show.plots.landscape import save_density, save_line
 from flatness.show.plots.surfaces import save_contour, save_relief
 
 Landscape = Line | Surface | Density
 _RESULTS = {"line": Line, "surface": Surface, "density": Density}
 _TITLES = {
-    Line: "Loss along lines in parameter space",
-    Surface: "Loss over a plane in parameter space",
-    Density: "Density of the Hessian's eigenvalues",
+    "line": "Loss along lines in parameter space",
+    "surface": "Loss over a plane in parameter space",
+    "density": "Density of the Hessian's eigenvalues",
 }
+# What a file of a picture adds to its name, and whether it is dark.
+_FORMS = {".png": False, ".svg": False, "-dark.png": True}
 _FOOT = "The data are in the files beside this page; 'flatness landscape show' draws them again."
 
 
@@ -33,56 +38,41 @@ def load_landscape(path: str | Path) -> Landscape:
     return _RESULTS[kind].load(path)
 
 
-def name_of(found: Landscape) -> str:
-    """The word for it: line, surface or density."""
-    return next(name for name, kind in _RESULTS.items() if isinstance(found, kind))
-
-
 def write_landscape(folder: Path, found: Landscape) -> list[str]:
     """Write data (.npz, .csv), pictures (.png, .svg, dark ones too) and a page; returns their names.
 
     The folder is made where it is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = name_of(found)
-    found.save(folder / f"{name}.npz")
-    write_text(folder / f"{name}.csv", csv_text(found.to_frame()))
-    files, figures = [f"{name}.npz", f"{name}.csv"], []
-    for picture, (draw, words) in _pictures(found).items():
-        for file, dark in (
-            (f"{picture}.png", False),
-            (f"{picture}.svg", False),
-            (f"{picture}-dark.png", True),
-        ):
-            draw(folder / file, dark)
-            files.append(file)
-        figures.append(_figure(folder / f"{picture}.png", folder / f"{picture}-dark.png", words))
+    kind = next(name for name, result in _RESULTS.items() if isinstance(found, result))
+    files, figures = [f"{kind}.npz", f"{kind}.csv"], []
+    found.save(folder / files[0])
+    write_text(folder / files[1], csv_text(found.to_frame()))
+    for name, (draw, words) in _pictures(found).items():
+        for ending, dark in _FORMS.items():
+            draw(folder / f"{name}{ending}", found, dark=dark)
+            files.append(f"{name}{ending}")
+        figures.append(_figure(folder / f"{name}.png", folder / f"{name}-dark.png", words))
     lead = [found.caption(), *(line.strip() for line in str(found).splitlines()[1:])]
-    write_page(folder / "index.html", Page(_TITLES[type(found)], {}, lead=lead, figures=figures, foot=_FOOT))
+    page = Page(_TITLES[kind], {}, lead=lead, figures=figures, foot=_FOOT)
+    write_text(folder / "index.html", render(page))
     return ["index.html", *files]
 
 
-def _pictures(found: Landscape) -> dict[str, tuple[Callable[[Path, bool], None], str]]:
+def _pictures(found: Landscape) -> dict[str, tuple[Callable[..., None], str]]:
     """What to draw, by the name of the file, with words for those who cannot see it."""
     if isinstance(found, Line):
-        return {"line": (lambda path, dark: save_line(path, found, dark=dark), found.caption())}
+        return {"line": (save_line, found.caption())}
     if isinstance(found, Density):
-        return {"density": (lambda path, dark: save_density(path, found, dark=dark), found.caption())}
-    return {
-        "contour": (lambda path, dark: save_contour(path, found, dark=dark), f"Contours: {found.caption()}"),
-        "relief": (lambda path, dark: save_relief(path, found, dark=dark), f"In relief: {found.caption()}"),
-        **_accuracy(found),
+        return {"density": (save_density, found.caption())}
+    pictures: dict[str, tuple[Callable[..., None], str]] = {
+        "contour": (save_contour, f"Contours: {found.caption()}"),
+        "relief": (save_relief, f"In relief: {found.caption()}"),
     }
-
-
-def _accuracy(found: Surface) -> dict[str, tuple[Callable[[Path, bool], None], str]]:
-    if not (found.accuracy == found.accuracy).any():
-        return {}
-
-    def draw(path: Path, dark: bool) -> None:
-        save_contour(path, found, "accuracy", dark=dark)
-
-    return {"accuracy": (draw, "Contours of the accuracy on the same plane.")}
+    if not np.isnan(found.accuracy).all():
+        accuracy = partial(save_contour, quantity="accuracy")
+        pictures["accuracy"] = (accuracy, "Contours of the accuracy on the same plane.")
+    return pictures
 
 
 def _figure(light: Path, dark: Path, words: str) -> str:

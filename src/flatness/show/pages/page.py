@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from flatness.files import write_text
 from flatness.report.report import Report, Result
 from flatness.report.tables import (
+    Grid,
+    cell_of,
     column_of,
     format_value,
     has_data_errors,
@@ -50,11 +50,6 @@ class Page:
     facts: Mapping[str, str] = field(default_factory=lambda: {"risk": "risk"})
     first: Sequence[str] = ()
     foot: str = FOOT
-
-
-def write_page(path: str | os.PathLike[str], page: Page) -> None:
-    """Write a page to a file, at once or not at all."""
-    write_text(path, render(page))
 
 
 def render(page: Page) -> str:
@@ -99,58 +94,54 @@ def overview_columns(report: Report) -> dict[str, Result]:
 
     The network's values; a layer's where only one was measured, or where there is no other.
     """
+    rows: dict[str, dict[str, list[Result]]] = {}
+    for result in report.results:
+        rows.setdefault(result.measure, {}).setdefault(result.level, []).append(result)
     single = len(report.layers()) == 1
     found: dict[str, Result] = {}
-    for measure in dict.fromkeys(result.measure for result in report.results):
-        network, layers = (
-            [result for result in report.results if (result.measure, result.level) == (measure, level)]
-            for level in ("network", "layer")
-        )
-        chosen = layers if single and layers else network
-        found |= {column_of(measure, one.reduction): one for one in chosen}
-        if not chosen:
+    for measure, levels in rows.items():
+        network, layers = levels.get("network", []), levels.get("layer", [])
+        if single and layers:
+            network = layers
+        found |= {column_of(measure, one.reduction): one for one in network}
+        if not network:
             found |= {f"{column_of(measure, one.reduction)} {place_of(one)}": one for one in layers}
     return found
 
 
 def _overview(page: Page) -> str:
     """One row per report, and per failure."""
-    shown = {name: overview_columns(report) for name, report in page.reports.items()}
-    columns = list(dict.fromkeys(column for values in shown.values() for column in values))
-    columns.sort(key=lambda column: column not in page.first)
-    facts = {
-        name: [_fact(report.meta.get(key)) for key in page.facts] for name, report in page.reports.items()
-    }
-    span = len(page.facts) + len(columns)
+    grid = Grid("name")
+    for name, report in page.reports.items():
+        for column, result in overview_columns(report).items():
+            grid.put(name, column, result)
+    grid.columns = dict.fromkeys(sorted(grid.columns, key=lambda column: column not in page.first))
+    span = len(page.facts) + len(grid.columns)
     failed = "".join(
         row(name, [Cell(f"failed: {why}", kind="text failed", span=span)])
         for name, why in page.failures.items()
     )
-    links = {name: f"#report-{number}" for number, name in enumerate(shown)}
-    before = ["name", *page.facts.values()]
-    return _bars("Overview: one row per network", before, columns, shown, facts, links, failed)
+    rows = [
+        (name, [_fact(report.meta.get(key)) for key in page.facts], f"#report-{number}")
+        for number, (name, report) in enumerate(page.reports.items())
+    ]
+    return _bars("Overview: one row per network", grid, rows, [*page.facts.values()], failed)
 
 
 def _layers(report: Report) -> str:
     grid = report_grid(report)
-    found: dict[str, dict[str, Result]] = {}
-    for result in report.results:
-        if result.level == "layer":
-            layer = found.setdefault(place_of(result), {})
-            layer[column_of(result.measure, result.reduction)] = result
-    rest = [label for label in grid.rows if label not in found]
-    foot = "".join(row(label, [Cell(cell) for cell in grid.row(label, grid.columns)]) for label in rest)
+    layers = dict.fromkeys(place_of(result) for result in report.results if result.level == "layer")
+    rest = [(label, cells) for label, *cells in grid.lines() if label not in layers]
+    foot = "".join(row(label, list(map(Cell, cells))) for label, cells in rest)
     caption = "Layers, in the order of the network; bars compare within a column"
-    return _bars(caption, ["layer"], grid.columns, found, foot=foot)
+    return _bars(caption, grid, [(layer, [], "") for layer in layers], foot=foot)
 
 
 def _bars(
     caption: str,
-    before: Sequence[str],
-    columns: Sequence[str],
-    rows: Mapping[str, Mapping[str, Result]],
-    facts: Mapping[str, Sequence[Cell]] | None = None,
-    links: Mapping[str, str] | None = None,
+    grid: Grid,
+    rows: Sequence[tuple[str, list[Cell], str]],
+    facts: Sequence[str] = (),
     failed: str = "",
     foot: str = "",
 ) -> str:
@@ -158,27 +149,22 @@ def _bars(
 
     Args:
         caption: What it shows.
-        before: Headings of the first columns.
-        columns: Headings of the results.
-        rows: Results by row, then by column.
-        facts: Cells that come before the results, by row.
-        links: Where the names of rows lead.
+        grid: The results.
+        rows: The rows to show, each with cells that come before its results, and where its name leads.
+        facts: Headings of those cells.
         failed: Rows without results, as HTML.
         foot: Rows that are not sorted, as HTML.
     """
+    shown = [grid.rows.get(name, {}) for name, _, _ in rows]
     largest = {
-        column: max((found[column].value for found in rows.values() if column in found), default=0.0)
-        for column in columns
+        column: max((found[column].value for found in shown if column in found), default=0.0)
+        for column in grid.columns
     }
     body = [
-        row(
-            name,
-            [*(facts or {}).get(name, ()), *(_value_cell(found.get(c), largest[c]) for c in columns)],
-            (links or {}).get(name, ""),
-        )
-        for name, found in rows.items()
+        row(name, [*before, *(_value_cell(found.get(c), most) for c, most in largest.items())], link)
+        for (name, before, link), found in zip(rows, shown, strict=True)
     ]
-    headings = [(before[0], "text"), *((text, "") for text in (*before[1:], *columns))]
+    headings = [(grid.corner, "text"), *((text, "") for text in (*facts, *grid.columns))]
     return table(caption, headings, "".join([*body, failed]), foot, "bars")
 
 
@@ -196,14 +182,8 @@ def _value_cell(result: Result | None, largest: float) -> Cell:
     if result is None:
         return Cell("")
     share = result.value / largest if largest > 0 and math.isfinite(result.value) else 0.0
-    star = "" if result.converged else "*"
-    return Cell(
-        format_value(result.value, total_error(result)) + star,
-        result.value,
-        min(max(share, 0.0), 1.0),
-        total_error(result),
-        hint=result.method,
-    )
+    share = min(max(share, 0.0), 1.0)
+    return Cell(cell_of(result), result.value, share, total_error(result), hint=result.method)
 
 
 def _section(number: int, name: str, report: Report, opened: bool) -> str:
@@ -219,25 +199,25 @@ def _section(number: int, name: str, report: Report, opened: bool) -> str:
 def _values(report: Report, opened: bool) -> str:
     rows = [result for result in report.results if result.level != "unit"]
     of_data = has_data_errors(report)
-    lines = [
-        row(
-            place_of(result),
-            [
-                Cell(result.measure, kind="word"),
-                Cell(result.reduction or "", kind="word"),
-                Cell(format_value(result.value), result.value),
-                Cell(format_value(result.stderr) if result.stderr else "0", result.stderr),
-                *([_fact(result.data_stderr)] if of_data else []),
-                Cell(result.method, kind="word"),
-                Cell("; ".join(result.notes), kind="text"),
-            ],
-        )
-        for result in rows
-    ]
-    numbers = ["value", "standard error", *(["that of the data"] if of_data else [])]
+    numbers = ["value", "standard error", *["that of the data"] * of_data]
     words = ["layer", "measure", "reduction", *numbers, "method", "how"]
     headings = [(word, "" if word in numbers else "text") for word in words]
     units = len(report.results) - len(rows)
     more = f"; {units:,} values of single units are in the JSON and CSV files" if units else ""
-    values = table(f"Every value, with its method and error{more}", headings, "".join(lines))
+    lines = "".join(_value(result, of_data) for result in rows)
+    values = table(f"Every value, with its method and error{more}", headings, lines)
     return f"<details{' open' if opened else ''}><summary>Every value</summary>{values}</details>"
+
+
+def _value(result: Result, of_data: bool) -> str:
+    """A value as a row; of reports that know it, with the error of the data."""
+    cells = [
+        Cell(result.measure, kind="word"),
+        Cell(result.reduction or "", kind="word"),
+        Cell(format_value(result.value), result.value),
+        Cell(format_value(result.stderr) if result.stderr else "0", result.stderr),
+        *[_fact(result.data_stderr)] * of_data,
+        Cell(result.method, kind="word"),
+        Cell("; ".join(result.notes), kind="text"),
+    ]
+    return row(place_of(result), cells)

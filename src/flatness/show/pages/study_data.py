@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatness.report.tables import WHOLE_MODEL
+from flatness.show.charts import value_order
 from flatness.study.analysis.results import Study
 from flatness.study.table import AXIS_LABELS, GAPS, column_name, measure_columns
 
@@ -39,22 +40,16 @@ def study_data(study: Study) -> dict[str, Any]:
     Numbers have seven digits. A list has an entry per network, in the order of the study.
     """
     frame = study.to_frame()
-    records = [study.records.get(network["key"], {}) for network in study.networks]
-    reasons = list(dict.fromkeys(study.left_out().values()))
-    left = study.left_out()
-    axes = _axes(study)
+    keys = [network["key"] for network in study.networks]
+    records = [study.records.get(key, {}) for key in keys]
+    left, parts, axes = study.left_out(), list(study.spec.parts), _axes(study)
+    reasons = {reason: place for place, reason in enumerate(dict.fromkeys(left.values()))}
     return {
-        "keys": [network["key"] for network in study.networks],
-        "parts": [
-            {"name": name, "gap": AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]}
-            for name, settings in study.spec.parts.items()
-        ],
-        "partOf": [list(study.spec.parts).index(network["part"]) for network in study.networks],
-        "reasons": reasons,
-        "out": [
-            reasons.index(left[network["key"]]) if network["key"] in left else -1
-            for network in study.networks
-        ],
+        "keys": keys,
+        "parts": [{"name": name, "gap": gap_label(study, name)} for name in parts],
+        "partOf": [parts.index(network["part"]) for network in study.networks],
+        "reasons": list(reasons),
+        "out": [reasons[left[key]] if key in left else -1 for key in keys],
         "axes": axes,
         "colour": _colour(study, axes),
         "first": next(iter(study.headline()), ""),
@@ -64,6 +59,11 @@ def study_data(study: Study) -> dict[str, Any]:
         "facts": _facts(records),
         **_curves(records),
     }
+
+
+def gap_label(study: Study, part: str) -> str:
+    """What the gap of a part is, as axes say it."""
+    return AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
 
 
 def _rounded(value: Any) -> Any:
@@ -86,7 +86,7 @@ def _axes(study: Study) -> list[dict[str, Any]]:
 
 def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     """A column of few different values, in order: the values once, and which one each network has."""
-    known = sorted(set(values), key=_order)
+    known = sorted(set(values), key=value_order)
     places = {value: place for place, value in enumerate(known)}
     return {
         "name": name,
@@ -98,10 +98,6 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
 
 def _scalar(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float | str) else str(value)
-
-
-def _order(value: Any) -> tuple[int, float, str]:
-    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
 
 
 def _colour(study: Study, axes: Sequence[Mapping[str, Any]]) -> int:
@@ -118,12 +114,10 @@ def _targets(
     """What measures are held against: the study's gap first, whose label depends on the part."""
     found: list[dict[str, Any]] = [{"name": "gap", "label": None, "values": _column(frame, "gap")}]
     kinds = {settings.get("gap", {}).get("kind", "loss") for settings in study.spec.parts.values()}
+    ended = [record.get("evaluation") for record in records]
     for kind in ("loss", "accuracy"):
         if kinds != {kind}:
-            values = [
-                _rounded(GAPS[kind](record["evaluation"])) if record.get("evaluation") else None
-                for record in records
-            ]
+            values = [_rounded(GAPS[kind](one)) if one else None for one in ended]
             found.append({"name": kind, "label": AXIS_LABELS[kind], "values": values})
     return found + [
         {"name": name, "label": label, "values": _column(frame, name)} for name, label in _TARGETS.items()
@@ -146,40 +140,37 @@ def _results(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def _columns(frame: pandas.DataFrame, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every quantity: value, method and, where there are any, errors of all networks."""
-    methods = _methods(records)
+    methods = {method: place for place, method in enumerate(_methods(records))}
     found = [{column_name(one): one for one in _results(record)} for record in records]
     columns = []
     for name in measure_columns(frame):
-        column = _quantity([results.get(name) for results in found], methods)
+        column = _quantity([results.get(name, {}) for results in found], methods)
         if f"{name}:rescaled" in frame:
             column["rescaled"] = _column(frame, f"{name}:rescaled")
         columns.append({"name": name, **column})
     return columns
 
 
-def _quantity(rows: Sequence[Mapping[str, Any] | None], methods: list[str]) -> dict[str, Any]:
-    """One quantity of all networks; None stands for a network that does not have it."""
-    there = [one for one in rows if one]
-    column: dict[str, Any] = {**_words(there[0]), "values": _each(rows, "value")}
-    if any(one["stderr"] for one in there):
-        column["stderr"] = _each(rows, "stderr")
-    used = list(dict.fromkeys(one["method"] for one in there))
-    places = {method: place for place, method in enumerate(methods)}
-    column["method"] = used[0] if len(used) == 1 else [places[one["method"]] if one else -1 for one in rows]
-    unsettled = [number for number, one in enumerate(rows) if one and not one.get("converged", True)]
+def _quantity(rows: Sequence[Mapping[str, Any]], methods: Mapping[str, int]) -> dict[str, Any]:
+    """One quantity of all networks; the row of a network that does not have it is empty."""
+    first = next(filter(None, rows))
+    place = "network" if first["layer"] is None else first["layer"] or WHOLE_MODEL
+    column = {
+        "measure": first["measure"],
+        "place": f"{place}, {first['reduction']}" if first["reduction"] else place,
+        "values": _each(rows, "value"),
+    }
+    errors = _each(rows, "stderr")
+    if any(errors):
+        column["stderr"] = errors
+    used = [methods.get(one.get("method", ""), -1) for one in rows]
+    column["method"] = first["method"] if len({*used} - {-1}) == 1 else used
+    unsettled = [number for number, one in enumerate(rows) if not one.get("converged", True)]
     return {**column, "unsettled": unsettled} if unsettled else column
 
 
-def _each(rows: Sequence[Mapping[str, Any] | None], key: str) -> list[Any]:
-    return [_rounded(one[key]) if one else None for one in rows]
-
-
-def _words(one: Mapping[str, Any]) -> dict[str, str]:
-    place = "network" if one["layer"] is None else one["layer"] or WHOLE_MODEL
-    return {
-        "measure": one["measure"],
-        "place": f"{place}, {one['reduction']}" if one["reduction"] else place,
-    }
+def _each(rows: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    return [_rounded(one.get(key)) for one in rows]
 
 
 def _facts(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

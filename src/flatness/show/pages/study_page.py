@@ -10,12 +10,11 @@ from urllib.parse import quote
 
 from flatness.report.tables import format_value
 from flatness.show.pages.document import Cell, document, row, table
-from flatness.show.pages.study_data import study_data
+from flatness.show.pages.study_data import gap_label, study_data
 from flatness.study.analysis.correlations import FEWEST
 from flatness.study.analysis.results import Study
 from flatness.study.analysis.summary import without_measures
 from flatness.study.correlate import COEFFICIENTS
-from flatness.study.table import AXIS_LABELS
 
 _SCRIPTS = ("tables", "plot", "statistics", "study", "networks", "study_controls")
 _HEADLINES = 5
@@ -82,17 +81,16 @@ def _correlations(study: Study, number: int, part: str) -> str:
     """The table of one part."""
     heading = f"<h3>{escape(part)}</h3>" if part else ""
     kept = study.kept(part)
-    frame = study.correlations(part) if len(kept) >= FEWEST else None
-    if frame is None or len(frame) == 0:
+    rows = study.correlations(part).to_dict("records") if len(kept) >= FEWEST else []
+    if not rows:
         few = f"{len(kept)} networks are too few for a correlation."
         return f'<div class="part">{heading}<p>{few}</p></div>\n'
-    rest = _rest(list(frame))
+    rest = _rest(list(rows[0]))
     headings = [("quantity", "text"), ("n", ""), *((text, "") for text in _COEFFICIENTS.values())]
     headings += [(text or name, "" if text else "more") for name, text in rest.items()]
-    lines = [_correlation(found, rest) for found in frame.to_dict("records")]
-    caption = (
-        f"Every quantity against the gap ({_gap(study, part)}); grey: what 95 % of permutations stay below"
-    )
+    lines = [_correlation(found, rest) for found in rows]
+    gap = gap_label(study, part)
+    caption = f"Every quantity against the gap ({gap}); grey: what 95 % of permutations stay below"
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
     tick = '<label class="tick more-columns"><input type="checkbox"> all columns</label>'
     wide = tick if "" in rest.values() else ""
@@ -114,10 +112,6 @@ def _correlation(found: dict[str, Any], rest: Mapping[str, str]) -> str:
     cells += [_number(found, name, "" if text else "more") for name, text in rest.items()]
     label = found["quantity"].replace("_", " ").replace(":", ", ")
     return row(label, cells, press=True, quantity=found["quantity"])
-
-
-def _gap(study: Study, part: str) -> str:
-    return AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
 
 
 def _signed(value: float) -> str:

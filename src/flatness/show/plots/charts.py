@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from flatness.show.charts import Chart, Mark
@@ -73,7 +74,10 @@ def _draw_series(
     axes: Axes, chart: Chart, marks: Sequence[Mark], colour: str, shape: str, dashes: Any, name: str
 ) -> None:
     # Lines over the same places often lie on each other: those below show through hollow marks.
-    hollow = bool(chart.places)
+    if chart.places:
+        face = {"markerfacecolor": "none", "markeredgecolor": colour, "markeredgewidth": 0.8}
+    else:
+        face = {"markerfacecolor": colour, "markeredgecolor": "black", "markeredgewidth": 0.4}
     ranges = [(mark.y - low, high - mark.y) for mark in marks for low, high in (_ends(mark),)]
     axes.errorbar(
         [mark.x for mark in marks],
@@ -82,15 +86,13 @@ def _draw_series(
         color=colour,
         marker=shape,
         markersize=6 if shape == "*" else 5,
-        markerfacecolor="none" if hollow else colour,
-        markeredgecolor=colour if hollow else "black",
-        markeredgewidth=0.8 if hollow else 0.4,
         linestyle=dashes if chart.joined else "",
         linewidth=1.2,
         markevery=max(1, len(marks) // 12) if chart.joined else 1,
         elinewidth=0.9,
         capsize=2,
         label=name,
+        **face,
     )
 
 
@@ -129,14 +131,11 @@ def save_intervals(
     keys = [("value", "low", "high"), ("after", "after_low", "after_high")][: 1 + both]
     with picture(path, _WIDTH, 0.9 + 0.24 * max(len(rows), 4)) as (figure, theme):
         axes = figure.add_subplot()
-        for number, (key, low, high) in enumerate(keys):
-            drawn = [(place, row) for place, row in enumerate(rows) if key in row]
-            values = [row[key] for _, row in drawn]
-            places = [place + 0.4 * number - 0.2 * both for place, _ in drawn]
-            spread = [
-                [max(row[key] - row[low], 0.0) for _, row in drawn],
-                [max(row[high] - row[key], 0.0) for _, row in drawn],
-            ]
+        for number, ends in enumerate(keys):
+            drawn = [(place, *(row[end] for end in ends)) for place, row in enumerate(rows) if ends[0] in row]
+            places, values, lows, highs = np.reshape(drawn, (-1, 4)).T
+            places = places + 0.4 * number - 0.2 * both
+            spread = np.maximum([values - lows, highs - values], 0.0)
             thick = 0.36 if both else 0.6
             axes.barh(places, values, thick, color=COLOURS[number], alpha=0.75, label=labels[number])
             axes.errorbar(

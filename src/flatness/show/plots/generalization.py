@@ -1,4 +1,4 @@
-"""Pictures about generalisation: curves of feature robustness and labels, and Fig. 3 and 4 of petzka2021."""
+"""Pictures about generalisation: how labels change around features, and Fig. 3 and 4 of petzka2021."""
 
 from __future__ import annotations
 
@@ -6,22 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from flatness.generalization.locally_constant import LabelConstancy
-from flatness.generalization.robustness_result import Robustness
 from flatness.show.charts import Chart, Mark
 from flatness.show.plots.charts import save_chart
-
-
-def save_robustness(path: str | os.PathLike[str], found: Robustness) -> None:
-    """Save E_F over δ beside what Theorem 5 predicts and the largest change of a single sample."""
-    measured = zip(found.deltas, found.curve, found.curve_stderr, strict=True)
-    series = {
-        "measured (± 2 standard errors)": [Mark(d, y, "", y - 2 * e, y + 2 * e) for d, y, e in measured]
-    }
-    if found.predicted_curve:
-        series["δ²τ₂κ_Tr/(2m), Theorem 5"] = _curve(found.deltas, found.predicted_curve)
-    title = f"Feature robustness of {found.subject()}, {found.distribution}"
-    scale = "log" if min(found.curve) > 0 else "linear"
-    save_chart(path, Chart(title, "δ", "change of the risk", series, True, scales=(scale, scale)))
 
 
 def save_labels(path: str | os.PathLike[str], found: LabelConstancy) -> None:

@@ -54,35 +54,37 @@ def save_line(path: str | os.PathLike[str], line: Line, *, dark: bool = False) -
 
 
 def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
-    values = getattr(line, quantity)
-    finite = values[np.isfinite(_shown(values))]
-    logarithmic = quantity == "loss" and is_wide(finite, _WIDE)
     for number, (name, (colour, _)) in enumerate(looks(line.groups).items()):
-        if not line.reached(name):
-            continue
-        colour = colour_on(theme, colour)
-        rows = _shown(values[line.rows(name)])
-        for row in rows if len(rows) > 1 else ():
-            axes.plot(line.positions, row, color=colour, linewidth=0.5, alpha=0.35)
-        low, high = (_shown(edge) for edge in line.band(name, quantity))
-        axes.fill_between(line.positions, low, high, color=colour, alpha=0.18, linewidth=0)
-        mean = _shown(line.mean(name, quantity))
-        style = DASHES[number % len(DASHES)]
-        axes.plot(line.positions, mean, color=colour, linestyle=style, linewidth=1.5, label=written(name))
-        alone = _alone(mean)
-        axes.plot(line.positions[alone], mean[alone], ".", color=colour, markersize=5)
-        away = line.done[line.rows(name)].all(0) & np.isnan(mean)
-        if quantity == "loss" and away.any():
-            edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "markersize": 4}
-            axes.plot(line.positions[away], np.full(int(away.sum()), 0.98), "^", color=colour, **edge)
-    if logarithmic:
-        axes.set_yscale("log")
-    if quantity == "accuracy":
+        if line.reached(name):
+            style = DASHES[number % len(DASHES)]
+            _draw_group(axes, line, quantity, name, {"color": colour_on(theme, colour), "linestyle": style})
+    if quantity == "loss":
+        values = _shown(line.loss)
+        if is_wide(values[np.isfinite(values)], _WIDE):
+            axes.set_yscale("log")
+        axes.set_ylabel(f"{line.meta.get('loss', 'loss')}".replace("_", " "))
+    else:
         axes.set_ylim(-0.02, 1.02)
-    axes.set_ylabel(
-        f"{line.meta.get('loss', 'loss')}".replace("_", " ") if quantity == "loss" else "accuracy"
-    )
+        axes.set_ylabel("accuracy")
     tidy(axes, theme)
+
+
+def _draw_group(axes: Axes, line: Line, quantity: str, name: str, look: dict[str, Any]) -> None:
+    """The lines of a group, their band and their mean; marks where the mean has no place."""
+    colour = look["color"]
+    rows = _shown(getattr(line, quantity)[line.rows(name)])
+    for row in rows if len(rows) > 1 else ():
+        axes.plot(line.positions, row, color=colour, linewidth=0.5, alpha=0.35)
+    low, high = (_shown(edge) for edge in line.band(name, quantity))
+    axes.fill_between(line.positions, low, high, color=colour, alpha=0.18, linewidth=0)
+    mean = _shown(line.mean(name, quantity))
+    axes.plot(line.positions, mean, linewidth=1.5, label=written(name), **look)
+    alone = _alone(mean)
+    axes.plot(line.positions[alone], mean[alone], ".", color=colour, markersize=5)
+    away = line.done[line.rows(name)].all(0) & np.isnan(mean)
+    if quantity == "loss" and away.any():
+        edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "markersize": 4}
+        axes.plot(line.positions[away], np.full(int(away.sum()), 0.98), "^", color=colour, **edge)
 
 
 def _alone(curve: Array) -> Array:

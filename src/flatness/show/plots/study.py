@@ -7,11 +7,12 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatness.show.charts import Chart, Mark
+from flatness.show.charts import Chart, Mark, value_order
 from flatness.show.plots.charts import save_chart, save_intervals
 from flatness.show.plots.generalization import save_bounds, save_correlations
 from flatness.show.plots.landscape import save_line
@@ -39,64 +40,49 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
     if isinstance(study, ExperimentStudy):
         return _experiment(folder, study.experiment.name, study.summary) if study.summary else []
     folder.mkdir(parents=True, exist_ok=True)
-    drawings = _Drawings(study, folder)
     written: list[str] = []
-    for part, settings in study.spec.parts.items():
+    for part in study.spec.parts:
         kept = study.kept(part)
-        written += _lines(drawings, study, part)
+        lines = study.lines(part)
+        if lines is not None:
+            written += _drawn(study, f"{_file(part)}lines", save_line, lines)
         if len(kept) < 3:
             continue
-        gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
-        colour = study.colour(part)
-        for name in study.headline():
-            for column in (name, f"{name}:rescaled"):
-                if column in kept:
-                    written += _scatter(drawings, study, part, kept, column, gap, colour)
-        written += _bars(drawings, study, part)
+        columns = [column for name in study.headline() for column in (name, f"{name}:rescaled")]
+        for column in columns:
+            if column in kept:
+                written += _scatter(study, part, kept, column)
+        written += _bars(study, part)
     study.memory.save()
     return written
 
 
-class _Drawings:
-    """The pictures of a study, and what each of them shows: it is drawn again only when that has changed.
+def _drawn(study: Study, stem: str, save: Callable[..., None], *arguments: Any) -> list[str]:
+    """Draw a picture in all formats where it has changed; return the names of its files.
 
     What a picture shows is known by a digest of everything that goes into it, the code included; the study
     remembers it. A picture that is missing, damaged or unknown is drawn.
     """
-
-    def __init__(self, study: Study, folder: Path) -> None:
-        self._memory, self._folder = study.memory, folder
-
-    def draw(self, stem: str, save: Callable[..., None], *arguments: Any) -> list[str]:
-        """Draw a picture in all formats where it is not there yet; return the names of its files."""
-        code = f"{code_digest()} {version('matplotlib')} {save.__qualname__}".encode()
-        shown = hashlib.sha256(code + pickle.dumps(arguments)).hexdigest()
-        names = [f"{stem}{form}" for form in _FORMS]
-        for name in names:
-            path = self._folder / name
-            if self._memory.get("figures", name) != [shown, _digest(path)]:
-                save(path, *arguments)
-                self._memory.put("figures", name, [shown, _digest(path)])
-        return [f"figures/{name}" for name in names]
+    code = f"{code_digest()} {version('matplotlib')} {save.__qualname__}".encode()
+    shown = hashlib.sha256(code + pickle.dumps(arguments)).hexdigest()
+    names = [f"{stem}{form}" for form in _FORMS]
+    for name in names:
+        path = study.path / "figures" / name
+        if study.memory.get("figures", name) != [shown, _digest(path)]:
+            save(path, *arguments)
+            study.memory.put("figures", name, [shown, _digest(path)])
+    return [f"figures/{name}" for name in names]
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def _lines(drawings: _Drawings, study: Study, part: str) -> list[str]:
-    found = study.lines(part)
-    if found is None:
-        return []
-    return drawings.draw(f"{_file(part)}lines", save_line, found)
-
-
-def _scatter(
-    drawings: _Drawings, study: Study, part: str, kept: pandas.DataFrame, column: str, gap: str, colour: str
-) -> list[str]:
+def _scatter(study: Study, part: str, kept: pandas.DataFrame, column: str) -> list[str]:
+    colour = study.colour(part)
     rows: list[dict[str, Any]] = kept.to_dict("records")
     series: dict[str, list[Mark]] = {}
-    for row in sorted(rows, key=lambda row: _order(row[colour])):
+    for row in sorted(rows, key=lambda row: value_order(row[colour])):
         if math.isfinite(row[column]) and math.isfinite(row["gap"]):
             group = f"{colour.replace('_', ' ')} {row[colour]}"
             series.setdefault(group, []).append(Mark(float(row[column]), float(row["gap"]), row["key"]))
@@ -104,11 +90,12 @@ def _scatter(
         return []
     count = sum(map(len, series.values()))
     title = f"{study.spec.name}{f', {part}' if part else ''}: n = {count}"
+    gap = AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
     chart = Chart(title, column.replace("_", " ").replace(":", ", "), gap, series)
-    return drawings.draw(f"{_file(part)}scatter-{_file(column).rstrip('-')}", save_chart, chart)
+    return _drawn(study, f"{_file(part)}scatter-{_file(column).rstrip('-')}", save_chart, chart)
 
 
-def _bars(drawings: _Drawings, study: Study, part: str) -> list[str]:
+def _bars(study: Study, part: str) -> list[str]:
     table: Any = study.correlations(part)
     chosen = table[table["quantity"].isin(study.headline())]
     chosen = (chosen if len(chosen) >= 3 else table).head(_BARS)
@@ -127,11 +114,7 @@ def _bars(drawings: _Drawings, study: Study, part: str) -> list[str]:
     title = f"{name}: correlation with the gap, n = {len(study.kept(part))}"
     chance = float(table["null_95"].median())
     label = "Kendall's τ with 95 % bootstrap interval"
-    return drawings.draw(f"{_file(part)}correlations", save_intervals, rows, label, title, chance)
-
-
-def _order(value: Any) -> tuple[int, float, str]:
-    return (0, float(value), "") if isinstance(value, (int, float)) else (1, 0.0, str(value))
+    return _drawn(study, f"{_file(part)}correlations", save_intervals, rows, label, title, chance)
 
 
 def _file(name: str) -> str:
@@ -146,11 +129,14 @@ _Rows = Sequence[Mapping[str, Any]]
 def _experiment(folder: Path, name: str, rows: _Rows) -> list[str]:
     """Draw an experiment, as PNG and SVG, and return the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [path for form in _FORMS for path in _DRAWINGS[name](folder, form, rows)]
-    return [f"figures/{path.name}" for path in drawn]
+    pictures = _PICTURES[name](rows)
+    files = {f"{stem}{form}": save for form in _FORMS for stem, save in pictures.items()}
+    for file, save in files.items():
+        save(folder / file)
+    return [f"figures/{file}" for file in files]
 
 
-def _labels(folder: Path, form: str, rows: _Rows) -> list[Path]:
+def _labels(rows: _Rows) -> Mapping[str, Callable[[Path], None]]:
     kinds = {
         kind.capitalize(): [
             {"separation": row["separation"], "correlation": row[kind]}
@@ -159,19 +145,17 @@ def _labels(folder: Path, form: str, rows: _Rows) -> list[Path]:
         ]
         for kind in ("pearson", "kendall")
     }
-    save_correlations(path := folder / f"labels{form}", kinds)
-    return [path]
+    return {"labels": partial(save_correlations, kinds=kinds)}
 
 
-def _bound(folder: Path, form: str, rows: _Rows) -> list[Path]:
-    save_bounds(path := folder / f"bound{form}", rows, published=False)
-    if "published_script" not in rows[0]:
-        return [path]
-    save_bounds(other := folder / f"bound-published{form}", rows, published=True)
-    return [path, other]
+def _bound(rows: _Rows) -> Mapping[str, Callable[[Path], None]]:
+    found = {"bound": partial(save_bounds, rows=rows, published=False)}
+    if "published_script" in rows[0]:
+        found["bound-published"] = partial(save_bounds, rows=rows, published=True)
+    return found
 
 
-def _invariance(folder: Path, form: str, rows: _Rows) -> list[Path]:
+def _invariance(rows: _Rows) -> Mapping[str, Callable[[Path], None]]:
     """Each rescaling at what it does to the Euclidean norm, and above it what it does on the manifold."""
     names = {
         "published": "the paper",
@@ -187,12 +171,11 @@ def _invariance(folder: Path, form: str, rows: _Rows) -> list[Path]:
         for column, label in names.items()
     }
     title = "Spectral norm of the Hessian under rescaling: relative difference"
-    path = folder / f"invariance{form}"
-    save_chart(path, Chart(title, "in the Euclidean metric", "on the quotient manifold", series))
-    return [path]
+    chart = Chart(title, "in the Euclidean metric", "on the quotient manifold", series)
+    return {"invariance": partial(save_chart, chart=chart)}
 
 
-_DRAWINGS: dict[str, Callable[[Path, str, _Rows], list[Path]]] = {
+_PICTURES: dict[str, Callable[[_Rows], Mapping[str, Callable[[Path], None]]]] = {
     "petzka2021_labels": _labels,
     "petzka2021_bound": _bound,
     "rangamani2019_invariance": _invariance,

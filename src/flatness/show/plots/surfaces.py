@@ -74,11 +74,9 @@ def save_contour(
         axes.set_facecolor(theme.rule)
 
 
-def save_relief(
-    path: str | os.PathLike[str], surface: Surface, quantity: str = "loss", *, dark: bool = False
-) -> None:
-    """Save a surface in three dimensions, over its contours."""
-    values, levels, norm = _scaled(surface, quantity)
+def save_relief(path: str | os.PathLike[str], surface: Surface, *, dark: bool = False) -> None:
+    """Save the loss over a plane in three dimensions, over its contours."""
+    values, levels, norm = _scaled(surface, "loss")
     rise = np.log10 if isinstance(norm, LogNorm) else np.asarray
     heights = np.ma.filled(rise(values).astype(float), np.nan)
     with picture(path, WIDTH, _RELIEF, dark=dark, layout=None) as (figure, theme):
@@ -113,7 +111,7 @@ def save_relief(
         letters = max(map(len, labels), default=0)
         axes.tick_params(pad=-2)
         axes.tick_params("z", pad=1.3 * letters - 4)
-        axes.set_zlabel(_name(surface, quantity) + base, labelpad=2.6 * letters - 12)
+        axes.set_zlabel(_name(surface, "loss") + base, labelpad=2.6 * letters - 12)
         for place, name in enumerate((axes.set_xlabel, axes.set_ylabel)):
             words = _axis(surface, place).replace(", ", ",\n").replace(" (", "\n(")
             name(words, labelpad=3 if "\n" in words else -5)

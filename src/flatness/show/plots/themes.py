@@ -175,19 +175,26 @@ def round_numbers(low: float, high: float, logarithmic: bool, fewest: int = 3) -
     >>> round_numbers(71, 270, True), round_numbers(0.0162, 0.0194, True), round_numbers(-0.13, 0.43, False)
     ([100.0, 150.0, 200.0], [0.017, 0.018, 0.019], [0.0, 0.2, 0.4])
     """
-    if logarithmic:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for steps in ("1", "13", "125", ("1", "1.5", "2", "3", "5", "7")):
-            ticks = [float(f"{step}e{power}") for power in powers for step in steps]
-            found = [tick for tick in ticks if low <= tick <= high]
-            if len(found) >= fewest:
-                return found[:: max(1, len(found) // 6)]
+    found = _round_logarithms(low, high, fewest) if logarithmic else []
+    if found:
+        return found[:: max(1, len(found) // 6)]
     power = math.floor(math.log10(high - low))
     for step in (float(f"{step}e{power - down}") for down in (0, 1) for step in (5, 2, 1)):
         found = [round(i * step, 12) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
         if len(found) >= fewest:
             return found
     return [low, high]
+
+
+def _round_logarithms(low: float, high: float, fewest: int) -> list[float]:
+    """As few round numbers per power of ten as give enough of them; none where no choice does."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ("1", "13", "125", ("1", "1.5", "2", "3", "5", "7")):
+        ticks = [float(f"{step}e{power}") for power in powers for step in steps]
+        found = [tick for tick in ticks if low <= tick <= high]
+        if len(found) >= fewest:
+            return found
+    return []
 
 
 def add_legend(figure: Figure, axes: Axes, *, inside: bool = True) -> float:

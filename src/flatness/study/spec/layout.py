@@ -16,6 +16,7 @@ from typing import Any
 from flatness.catalogue.registry import resolve_options, select_measures
 from flatness.errors import SpecError, nearest
 from flatness.landscape.directions import KINDS as DIRECTIONS
+from flatness.measuring.choices import CURVATURES, METHODS
 from flatness.study.table import GAPS, OUTCOMES, Condition
 from flatness.study.training.losses import LOSSES
 from flatness.study.training.optimizers import OPTIMIZERS
@@ -155,8 +156,8 @@ TABLES: dict[str, dict[str, Key]] = {
             right=lambda x: 0 < x < 1,
             example=" For example precision = 0.01.",
         ),
-        "method": Key("text", known=("auto", "exact", "sampled")),
-        "curvature": Key("text", known=("hessian", "gauss_newton", "finite_differences")),
+        "method": Key("text", known=METHODS),
+        "curvature": Key("text", known=CURVATURES),
         "options": _TABLE,
         "batch_size": _count(1),
         # Measures that are too expensive for all samples, and how many they get.

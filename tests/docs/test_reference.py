@@ -5,11 +5,11 @@ import pkgutil
 from pathlib import Path
 
 import pytest
+from make_reference import reference_index, reference_page
 
 import flatness
 from flatness import catalogue
 from flatness.catalogue.measure import Measure
-from flatness.show.pages.reference import reference_index, reference_page
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
