@@ -37,7 +37,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "a whole number": (int,),
     "text": (str,),
     "true or false": (bool,),
-    "a list": (list,),
+    "a list": (list, tuple),
     "a table": (dict,),
     "anything": (object,),
 }
