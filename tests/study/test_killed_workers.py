@@ -86,14 +86,15 @@ def test_what_two_processes_died_over_is_done_alone_and_given_up_if_that_dies_to
     tasks = {"good": "task of good", "bad": "task of bad", "other": "task of other"}
     assert done_alone(folder, tasks, alone, lambda *told: given_up.append(told))
     assert done == (["task of good"] if deaths == 2 else [])
-    assert given_up == ([("task of bad", "training", 3)] if deaths == 2 else [])
+    reason = "training: killed its process 3 times, perhaps for want of memory. --retry tries it again."
+    assert given_up == ([("task of bad", reason)] if deaths == 2 else [])
     assert len(left_in_hand(folder)) == (0 if deaths == 2 else 1)
 
 
 def test_a_killed_worker_is_said_in_words(folder):
     begin_and_die(folder, ["one", "two", "three"])
     said = "A worker process was terminated.\n\nThe exit codes of the workers are {SIGKILL(-9)}\nDetails."
-    with pytest.raises(WorkerKilledError) as caught, _naming_deaths(Orders(str(folder.path), {}, "cpu")):
+    with pytest.raises(WorkerKilledError) as caught, _naming_deaths(Orders(folder, {}, "cpu")):
         raise TerminatedWorkerError(said)
     assert str(caught.value) == (
         "Expected the processes of the run to live but one was killed (SIGKILL(-9)), perhaps by the system "
