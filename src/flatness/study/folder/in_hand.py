@@ -9,17 +9,13 @@ network is given up and the study goes on without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from flatness.errors import StudyError
 from flatness.files import TEXT, WHOLE, ShapeError, check_shape, parse_json, write_text
 from flatness.study.folder.records import Folder, readable_disk_errors
-
-T = TypeVar("T")
 
 _SUFFIX = ".busy"
 _SHAPE = {"doing": TEXT, "keys": [TEXT], "attempts": WHOLE}
@@ -84,40 +80,11 @@ def forget_notes(folder: Folder, keys: tuple[str, ...] | None = None) -> None:
             note.path.unlink(missing_ok=True)
 
 
-def done_alone(
-    folder: Folder, tasks: Mapping[str, T], alone: Callable[[T], bool], give_up: Callable[[T, str], None]
-) -> bool:
-    """Do in a process of its own what one process after the other died over.
-
-    Args:
-        folder: The study's.
-        tasks: What there is to do for each key.
-        alone: Does it in a process of its own; raises `StudyError` where that dies, and says whether it is
-            done, or time ran out.
-        give_up: Leaves a record of what killed its process, with this reason.
-
-    Returns:
-        False when time ran out.
-    """
-    for note in left_in_hand(folder):
-        if note.attempts < _DEATHS or _got_further(folder, note):
-            continue
-        for key in filter(tasks.__contains__, note.keys):
-            try:
-                if not alone(tasks[key]):
-                    return False
-            except WorkerKilledError:
-                told = (
-                    f"{note.doing}: killed its process {note.attempts + 1} times, perhaps for want of memory."
-                )
-                give_up(tasks[key], f"{told} --retry tries it again.")
-                forget_notes(folder, (key,))
-        note.path.unlink(missing_ok=True)
-    return True
-
-
-class WorkerKilledError(StudyError):
-    """A process of the run was killed."""
+def deadly_notes(folder: Folder) -> list[Note]:
+    """What one process after the other died over and got no further."""
+    return [
+        note for note in left_in_hand(folder) if note.attempts >= _DEATHS and not _got_further(folder, note)
+    ]
 
 
 def _read(path: Path) -> Note | None:

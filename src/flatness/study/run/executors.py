@@ -24,7 +24,7 @@ from torch import AcceleratorError
 from flatness.errors import OptionError, StudyError, nearest
 from flatness.study.configuration import digest
 from flatness.study.folder.environment import environment
-from flatness.study.folder.in_hand import WorkerKilledError, left_in_hand
+from flatness.study.folder.in_hand import deadly_notes, forget_notes, left_in_hand
 from flatness.study.folder.records import Folder, readable_disk_errors
 from flatness.study.training.train import OutOfTimeError
 
@@ -202,12 +202,39 @@ def execute(
         yield from found
 
 
-def execute_alone(task: T, orders: Orders, do: Callable[[T, Orders], bool]) -> bool:
-    """Do one task in a process of its own, which may die without taking the run along.
+class WorkerKilledError(StudyError):
+    """A process of the run was killed."""
 
-    Raises:
-        WorkerKilledError: It died.
+
+def done_alone(
+    tasks: Mapping[str, T],
+    orders: Orders,
+    do: Callable[[T, Orders], bool],
+    give_up: Callable[[T, str, Orders], None],
+) -> bool:
+    """Do in processes of their own what one process after the other died over; False when time ran out.
+
+    Args:
+        tasks: What there is to do for each key.
+        orders: What each is told.
+        do: What does a task.
+        give_up: Leaves a record of a task that killed its own process too, with this reason.
     """
+    for note in deadly_notes(orders.folder):
+        for key in filter(tasks.__contains__, note.keys):
+            try:
+                if not execute_alone(tasks[key], orders, do):
+                    return False
+            except WorkerKilledError:
+                deaths = f"killed its process {note.attempts + 1} times, perhaps for want of memory"
+                give_up(tasks[key], f"{note.doing}: {deaths}. --retry tries it again.", orders)
+                forget_notes(orders.folder, (key,))
+        note.path.unlink(missing_ok=True)
+    return True
+
+
+def execute_alone(task: T, orders: Orders, do: Callable[[T, Orders], bool]) -> bool:
+    """Do one task in a process of its own, which may die without taking the run along."""
     from joblib.externals.loky import ProcessPoolExecutor
 
     with _naming_deaths(orders), ProcessPoolExecutor(max_workers=1) as pool:

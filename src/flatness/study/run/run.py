@@ -7,9 +7,9 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,11 +20,11 @@ from flatness.study.analysis.results import Study
 from flatness.study.configuration import Configuration, digest
 from flatness.study.experiments.experiment import Experiment, unit_key
 from flatness.study.folder.archive import SUFFIX, read_archive
-from flatness.study.folder.in_hand import done_alone, forget_notes
+from flatness.study.folder.in_hand import forget_notes
 from flatness.study.folder.plain_files import refuse_links
 from flatness.study.folder.records import FAILED, SO_FAR, Folder
 from flatness.study.objects import check_same_data
-from flatness.study.run.executors import Orders, check_executor, execute, execute_alone
+from flatness.study.run.executors import Orders, check_executor, done_alone, execute
 from flatness.study.run.tasks import (
     do_network,
     do_unit,
@@ -39,8 +39,6 @@ from flatness.study.spec.origin import ORIGIN, check_trust, holds_study, is_own,
 from flatness.study.spec.sources import check_sources, found_checkpoints
 from flatness.study.spec.spec import Spec, make_spec, read_spec
 from flatness.study.training.cohorts import cohorts
-
-T = TypeVar("T")
 
 _AT_ONCE = {"cuda": 128, "cpu": 16}  # networks that train together where the file does not say
 
@@ -129,22 +127,9 @@ def run(
             _forget_failures(folder)
         _check_data(folder, networks, orders)
         folder.write_study(_saved(chosen, networks, folder, own))
-        if chosen.experiment is None:
-            done = _networks_done(planned, orders, executor, jobs, progress)
-        else:
-            done = _units_done(chosen, chosen.experiment, orders, executor, jobs, progress)
-        if done:
-            forget_notes(folder)
+        done = _all_done(chosen, planned, orders, executor, jobs, progress)
     study = load(out)
-    study.notes += [
-        f"A file that was damaged is set aside as {name}; what it held was done anew."
-        for name in sorted({*folder.damaged()} - {*damaged})
-    ]
-    if held not in (None, chosen.name):
-        study.notes.append(
-            f"{folder.path} held the study {held}: its networks stay; tables and figures of the same names "
-            f"are now those of {chosen.name}."
-        )
+    study.notes += _notes(folder, chosen.name, held, damaged)
     if not done:
         study.notes.append(
             f"The time of {minutes:g} min is over and everything is saved: run the same again to go on from "
@@ -154,6 +139,39 @@ def run(
     return study
 
 
+def _notes(folder: Folder, name: str, held: str | None, damaged: Sequence[str]) -> list[str]:
+    """What a run found in its folder: files that were damaged, and another study."""
+    notes = [
+        f"A file that was damaged is set aside as {file}; what it held was done anew."
+        for file in folder.damaged()
+        if file not in damaged
+    ]
+    if held not in (None, name):
+        notes.append(
+            f"{folder.path} held the study {held}: its networks stay; tables and figures of the same names "
+            f"are now those of {name}."
+        )
+    return notes
+
+
+def _all_done(
+    spec: Spec,
+    planned: Sequence[Sequence[Configuration]],
+    orders: Orders,
+    executor: str,
+    jobs: int,
+    progress: bool,
+) -> bool:
+    """Do all the work of a study; False when time ran out."""
+    if spec.experiment is None:
+        done = _networks_done(planned, orders, executor, jobs, progress)
+    else:
+        done = _units_done(spec, spec.experiment, orders, executor, jobs, progress)
+    if done:
+        forget_notes(orders.folder)
+    return done
+
+
 def _networks_done(
     planned: Sequence[Sequence[Configuration]], orders: Orders, executor: str, jobs: int, progress: bool
 ) -> bool:
@@ -161,7 +179,7 @@ def _networks_done(
     networks = {one.key: one for cohort in planned for one in cohort}
     # A single cohort on a CPU has all of its cores for itself, in one process, also when it is measured.
     single = len(planned) == 1 and torch.device(orders.device).type == "cpu"
-    if executor == "local" and not _killers_done(networks, orders, do_network, give_up):
+    if executor == "local" and not done_alone(networks, orders, do_network, give_up):
         return False
     measuring = 1 if single else min(jobs, len(networks))
     with Watch(orders.folder, list(networks), progress):
@@ -176,7 +194,7 @@ def _units_done(
 ) -> bool:
     """Do the units of work of an experiment; False when time ran out."""
     tasks = {unit_key(found.name, unit): (found.name, unit) for unit in spec.units}
-    if executor == "local" and not _killers_done(tasks, orders, do_unit, give_up_unit):
+    if executor == "local" and not done_alone(tasks, orders, do_unit, give_up_unit):
         return False
     ended = []
     with ProgressBar(found.counted, len(tasks), progress) as bar:
@@ -184,21 +202,6 @@ def _units_done(
             ended.append(done)
             bar.advance()
     return all(ended)
-
-
-def _killers_done(
-    tasks: Mapping[str, T],
-    orders: Orders,
-    do: Callable[[T, Orders], bool],
-    give_up: Callable[[T, str, Orders], None],
-) -> bool:
-    """Do by themselves the tasks that killed their processes; False when time ran out."""
-    return done_alone(
-        orders.folder,
-        tasks,
-        lambda task: execute_alone(task, orders, do),
-        lambda task, reason: give_up(task, reason, orders),
-    )
 
 
 def _check_data(folder: Folder, networks: Sequence[Configuration], orders: Orders) -> None:
