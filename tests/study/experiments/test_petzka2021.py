@@ -9,9 +9,8 @@ import flatness
 from flatness.errors import OptionError
 from flatness.generalization.fitting import Ridge
 from flatness.study.experiments.four_gaussians import FourGaussians
-from flatness.study.experiments.petzka2021_bound import BOUND
+from flatness.study.experiments.petzka2021_bound import BOUND, published_script_bound
 from flatness.study.experiments.petzka2021_labels import LABELS
-from flatness.study.experiments.published_script import published_script_bound
 from flatness.study.experiments.reversed_network import SCALE, reversed_network
 
 

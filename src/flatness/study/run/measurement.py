@@ -119,7 +119,7 @@ def _rescaled_passes(
     with torch.no_grad():
         equal = rescale(passes[0].model, inputs[:_EXAMPLE], seed=drawn, **given)
     moved = [replace(each, model=equal, place="rescaled", label={}) for each in passes]
-    if "measures" not in asked:
+    if asked.get("measures") is None:
         return moved
     names = {one.name for one in select_measures(asked["measures"])}
     return [each.of(names) for each in moved if names & set(each.measures)]

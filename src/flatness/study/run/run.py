@@ -38,7 +38,7 @@ from flatness.study.spec.grid import label
 from flatness.study.spec.origin import ORIGIN, check_trust, holds_study, is_own, mark_of
 from flatness.study.spec.sources import check_sources, found_checkpoints
 from flatness.study.spec.spec import Spec, make_spec, read_spec
-from flatness.study.training.cohorts import cohorts
+from flatness.study.training.train import cohorts
 
 _AT_ONCE = {"cuda": 128, "cpu": 16}  # networks that train together where the file does not say
 
