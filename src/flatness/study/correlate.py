@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 COEFFICIENTS = ("pearson", "spearman", "kendall")
-_AT_ONCE, _COLUMNS = 128, 512
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,12 @@ def _drawn(n: int, resamples: int, seed: int) -> Array:
 
 
 def weighted(x: Array, y: Array, counts: Array, kind: str) -> Array:
-    """The coefficient of every resample, for whole counts (resamples, networks).
-
-    Of ranks and means few resamples at a time, so that what is computed on the way stays in the cache.
-    """
-    x, y = (_standard(x), _standard(y)) if kind == "pearson" else (x, y)
+    """The coefficient of every resample, for whole counts (resamples, networks)."""
     if kind == "kendall":
         return _kendall(x, y, counts)
-    of = _spearman if kind == "spearman" else _pearson
-    pieces = (counts[at : at + _AT_ONCE] for at in range(0, len(counts), _AT_ONCE))
-    return np.concatenate([of(x, y, piece) for piece in pieces])
+    if kind == "spearman":
+        return _product_moment(_ranks(x, counts), _ranks(y, counts), counts)
+    return _product_moment(_standard(x), _standard(y), counts)
 
 
 def family_null(
@@ -139,14 +134,6 @@ def _standard(values: Array) -> Array:
     return (values - values.mean()) / (spread if spread > 0 else 1.0)
 
 
-def _pearson(x: Array, y: Array, counts: Array) -> Array:
-    return _product_moment(np.ones_like(counts) * x, np.ones_like(counts) * y, counts)
-
-
-def _spearman(x: Array, y: Array, counts: Array) -> Array:
-    return _product_moment(_ranks(x, counts), _ranks(y, counts), counts)
-
-
 def _product_moment(a: Array, b: Array, counts: Array) -> Array:
     """Row by row: Σ w (a − ā)(b − b̄) over the roots of the same with squares."""
     total = counts.sum(1, keepdims=True)
@@ -178,40 +165,18 @@ def _kendall(x: Array, y: Array, counts: Array) -> Array:
     Counts and signs are whole numbers, so that no order of summation changes a digit, nor does float32 while
     a resample has fewer than 2^24 networks.
     """
-    agreement = _quadratic((_signs(x) * _signs(y)).astype(np.float32), counts)
-    pairs_x, pairs_y = (_weighted_pairs(_ties(values), counts) for values in (x, y))
+    signs = (_signs(x) * _signs(y)).astype(np.float32)
+    agreement = np.einsum("bi,bi->b", counts.astype(np.float32) @ signs, counts)
+    pairs_x, pairs_y = (_weighted_pairs(values, counts) for values in (x, y))
     with np.errstate(invalid="ignore", divide="ignore"):
         return agreement / np.sqrt(pairs_x * pairs_y)
 
 
-def _quadratic(matrix: NDArray[np.float32], counts: Array) -> Array:
-    """Σ_{i,j} w_i w_j M_ij of every row w, for a symmetric M: what lies below its diagonal counts twice.
-
-    In few large products: many small ones wait for one another's threads where processors are busy.
-    """
-    single, total = counts.astype(np.float32), np.zeros(len(counts))
-    for start in range(0, len(matrix), _COLUMNS):
-        block = slice(start, start + _COLUMNS)
-        found = single[:, block] @ matrix[block, block]
-        if start:
-            found += 2 * (single[:, :start] @ matrix[:start, block])
-        total += np.einsum("bi,bi->b", found, counts[:, block])
-    return total
-
-
-def _ties(values: Array) -> NDArray[np.int64] | None:
-    """Which networks have equal values, as a number of each value; None where no two have."""
-    different, codes = np.unique(values, return_inverse=True)
-    return codes if len(different) < len(values) else None
-
-
-def _weighted_pairs(codes: NDArray[np.int64] | None, counts: Array) -> Array:
+def _weighted_pairs(values: Array, counts: Array) -> Array:
     """Σ w_i w_j over pairs of networks whose values differ: all pairs without those within a value."""
-    within = counts
-    if codes is not None:
-        order = np.argsort(codes, kind="stable")
-        starts = np.searchsorted(codes[order], np.arange(codes.max() + 1))
-        within = np.add.reduceat(np.take(counts, order, axis=1), starts, axis=1)
+    order = np.argsort(values, kind="stable")
+    starts = np.unique(values[order], return_index=True)[1]
+    within = np.add.reduceat(np.take(counts, order, axis=1), starts, axis=1)
     return counts.sum(1) ** 2 - np.einsum("bi,bi->b", within, within)
 
 

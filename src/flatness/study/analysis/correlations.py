@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from flatness.study.analysis.granulated import SEED, Places
+from flatness.study.analysis.granulated import SEED, granulated
 from flatness.study.correlate import COEFFICIENTS, correlation, family_null
 from flatness.study.table import measure_columns
 
@@ -117,8 +116,6 @@ class _Against:
     ) -> None:
         self._kept, self._axes, self._resamples, self._seed = kept, axes, resamples, seed
         self._gap = kept["gap"].to_numpy(float)
-        # Most measures are known for the same networks.
-        self._places = functools.lru_cache(maxsize=2)(self._places_of)
 
     def coefficients(self, name: str) -> dict[str, Any]:
         """How one column goes with the gap, and its rescaled twin where there is one."""
@@ -139,20 +136,16 @@ class _Against:
         found = correlation(x[fine], self._gap[fine], kind, resamples=resamples, seed=seed)
         return {label: found.value, f"{label}_low": found.low, f"{label}_high": found.high}
 
-    def _places_of(self, mask: bytes) -> Places:
-        known: Any = self._kept[np.frombuffer(mask, bool)]
-        return Places(
-            {
-                axis: list(known[list(columns)].itertuples(index=False, name=None))
-                for axis, columns in self._axes.items()
-            }
-        )
-
     def _pairs(self, x: np.ndarray, fine: np.ndarray) -> dict[str, Any]:
         """Columns of the statistics over pairs of networks."""
         if not self._axes:
             return {}
-        found = self._places(fine.tobytes()).granulated(x[fine], self._gap[fine])
+        known: Any = self._kept[fine]
+        places = {
+            axis: list(known[list(columns)].itertuples(index=False, name=None))
+            for axis, columns in self._axes.items()
+        }
+        found = granulated(x[fine], self._gap[fine], places)
         row: dict[str, Any] = {"granulated": found.coefficient}
         row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
         row |= {"worst_sign_error": found.worst_sign_error}

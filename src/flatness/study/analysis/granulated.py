@@ -9,7 +9,7 @@ networks that differ in one hyperparameter, or condition on one, so that a confo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,42 +49,32 @@ class Granulated:
         return _last([value for axis, value in self.sign_error.items() if axis != SEED], np.nanmax)
 
 
-class Places:
-    """Where networks stand on the axes, and which pairs that makes: found once for all measures of them.
+def granulated(measure: ArrayLike, gap: ArrayLike, axes: Mapping[str, Sequence[object]]) -> Granulated:
+    """What pairs of networks say about one measure.
 
     Args:
+        measure: A value per network.
+        gap: A value per network.
         axes: For each axis, the value that each network has; "seed" is one of them where there are seeds.
     """
-
-    def __init__(self, axes: Mapping[str, Sequence[object]]) -> None:
-        codes = {axis: _codes(values) for axis, values in axes.items()}
-        without_seed = [axis for axis in codes if axis != SEED]
-        self._cells = {
-            axis: _cells([codes[other] for other in codes if other != axis], len(own))
-            for axis, own in codes.items()
-        }
-        self._alone = {axis: _differing_in(axis, codes) for axis in codes}
-        given = [(), *((axis,) for axis in without_seed), *itertools.combinations(without_seed, 2)]
-        self._given = {names: _numbered([codes[axis] for axis in names]) for names in given}
-
-    def granulated(self, measure: ArrayLike, gap: ArrayLike) -> Granulated:
-        """What pairs of these networks say about one measure."""
-        x, g = np.asarray(measure, np.float64), np.asarray(gap, np.float64)
-        psi = {axis: _psi(x, g, cells) for axis, cells in self._cells.items()}
-        errors = {axis: _sign_error(x, g, *pairs) for axis, pairs in self._alone.items()}
-        shares = _information(x, g, self._given)
-        return Granulated(
-            psi,
-            _last([value for axis, value in psi.items() if axis != SEED], np.nanmean),
-            errors,
-            {"none": shares[()]} | {names[0]: share for names, share in shares.items() if len(names) == 1},
-            _last(list(shares.values()), np.nanmin),
-        )
+    x, g = np.asarray(measure, np.float64), np.asarray(gap, np.float64)
+    codes = {axis: _codes(values) for axis, values in axes.items()}
+    psi = {axis: _psi(x, g, [codes[other] for other in codes if other != axis]) for axis in codes}
+    without_seed = [axis for axis in codes if axis != SEED]
+    given = [(), *((axis,) for axis in without_seed), *itertools.combinations(without_seed, 2)]
+    shares = _information(x, g, {names: _numbered([codes[axis] for axis in names]) for names in given})
+    return Granulated(
+        psi,
+        _last([psi[axis] for axis in without_seed], np.nanmean),
+        {axis: _sign_error(x, g, *_differing_in(axis, codes)) for axis in codes},
+        {"none": shares[()]} | {axis: shares[axis,] for axis in without_seed},
+        _last(list(shares.values()), np.nanmin),
+    )
 
 
-def _last(values: Sequence[float], reduce: object) -> float:
+def _last(values: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> float:
     finite = [value for value in values if np.isfinite(value)]
-    return float(reduce(finite)) if finite else float("nan")  # type: ignore[operator]
+    return float(reduce(finite)) if finite else float("nan")
 
 
 def _codes(values: Sequence[object]) -> Codes:
@@ -97,33 +87,20 @@ def _numbered(codes: Sequence[Codes]) -> Codes | None:
     return np.unique(np.stack(codes), axis=1, return_inverse=True)[1].ravel() if codes else None
 
 
-def _cells(codes: Sequence[Codes], n: int) -> list[NDArray[np.int64]]:
-    """Rows of more than one network that agree in all of these axes, as tables of rows of equal length.
+def _psi(x: Array, g: Array, others: Sequence[Codes]) -> float:
+    """Mean of τ = Σ_{i≠j} sign(x_i − x_j) sign(g_i − g_j) / (k(k − 1)) over the sets of k networks.
 
-    Cells come in the order of their first networks, the place in that order in front of each.
+    A set is more than one network that agree in all other axes.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for row in range(n):
-        groups.setdefault(tuple(int(axis[row]) for axis in codes), []).append(row)
-    sizes: dict[int, list[list[int]]] = {}
-    for number, rows in enumerate(rows for rows in groups.values() if len(rows) > 1):
-        sizes.setdefault(len(rows), []).append([number, *rows])
-    return [np.array(cells) for cells in sizes.values()]
-
-
-def _psi(x: Array, g: Array, cells: Sequence[NDArray[np.int64]]) -> float:
-    """Mean over cells of τ = Σ_{i≠j} sign(x_i − x_j) sign(g_i − g_j) / (k(k − 1))."""
-    taus = np.empty(sum(len(table) for table in cells))
-    for table in cells:
-        numbers, rows = table[:, 0], table[:, 1:]
-        signs = _difference_signs(x[rows]) * _difference_signs(g[rows])
-        k = rows.shape[1]
-        taus[numbers] = signs.sum((1, 2)) / (k * (k - 1))
-    return float(np.mean(taus)) if len(taus) else float("nan")
-
-
-def _difference_signs(values: Array) -> Array:
-    return np.sign(values[:, :, None] - values[:, None, :])
+    cells: dict[tuple[int, ...], list[int]] = {}
+    for row in range(len(x)):
+        cells.setdefault(tuple(int(axis[row]) for axis in others), []).append(row)
+    taus = []
+    for rows in cells.values():
+        if len(rows) > 1:
+            signs = np.sign(x[rows][:, None] - x[rows]) * np.sign(g[rows][:, None] - g[rows])
+            taus.append(signs.sum() / (len(rows) * (len(rows) - 1)))
+    return float(np.mean(taus)) if taus else float("nan")
 
 
 def _differing_in(axis: str, codes: Mapping[str, Codes]) -> tuple[Codes, Codes]:
