@@ -158,7 +158,7 @@ def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> 
 
 
 def _experiment_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> Spec:
-    others = [table for table in TABLES if table not in ("", EXPERIMENT) and table in content]
+    others = [table for table in TABLES if table in content]
     if others:
         raise SpecError(
             f"Expected [{EXPERIMENT}] instead of a grid of networks but {where} has [{others[0]}] too. "
