@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 COEFFICIENTS = ("pearson", "spearman", "kendall")
+_CHUNK = 50  # permutations at a time, of which all pairs of networks are in memory
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ def weighted(x: Array, y: Array, counts: Array, kind: str) -> Array:
     return _product_moment(_standard(x), _standard(y), counts)
 
 
-def family_null(
-    xs: Array, y: Array, permutations: int, generator: np.random.Generator, chunk: int = 50
-) -> Array:
+def family_null(xs: Array, y: Array, permutations: int, generator: np.random.Generator) -> Array:
     """Kendall's τ_b of many measures with the same random orders of y: (measures, permutations).
 
     The largest size over the measures of one permutation is what the best of so many measures reaches by
@@ -105,12 +104,12 @@ def family_null(
     squares = np.full((len(xs), permutations), untied)
     orders = np.argsort(generator.random((permutations, len(y))), axis=1)
     found = []
-    for start in range(0, permutations, chunk):
-        shuffled = _pair_signs(ranks[orders[start : start + chunk]])
+    for start in range(0, permutations, _CHUNK):
+        shuffled = _pair_signs(ranks[orders[start : start + _CHUNK]])
         # Whole numbers, exact in float32 below 2^24. Every pair counts twice, once in either order.
         found.append(2.0 * (signs @ shuffled.T).astype(np.float64))
         if gappy.any():
-            squares[gappy, start : start + chunk] = 2.0 * (both[gappy].astype(np.float32) @ (shuffled**2).T)
+            squares[gappy, start : start + _CHUNK] = 2.0 * (both[gappy].astype(np.float32) @ (shuffled**2).T)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.concatenate(found, axis=1) / np.sqrt(
             2.0 * (signs**2).sum(1, dtype=np.float64)[:, None] * squares

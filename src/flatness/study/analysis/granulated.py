@@ -59,14 +59,14 @@ def granulated(measure: ArrayLike, gap: ArrayLike, axes: Mapping[str, Sequence[o
     """
     x, g = np.asarray(measure, np.float64), np.asarray(gap, np.float64)
     codes = {axis: _codes(values) for axis, values in axes.items()}
-    psi = {axis: _psi(x, g, [codes[other] for other in codes if other != axis]) for axis in codes}
+    psi = {axis: _psi(x, g, axis, codes) for axis in codes}
     without_seed = [axis for axis in codes if axis != SEED]
     given = [(), *((axis,) for axis in without_seed), *itertools.combinations(without_seed, 2)]
-    shares = _information(x, g, {names: _numbered([codes[axis] for axis in names]) for names in given})
+    shares = _information(x, g, given, codes)
     return Granulated(
         psi,
         _last([psi[axis] for axis in without_seed], np.nanmean),
-        {axis: _sign_error(x, g, *_differing_in(axis, codes)) for axis in codes},
+        {axis: _sign_error(x, g, axis, codes) for axis in codes},
         {"none": shares[()]} | {axis: shares[axis,] for axis in without_seed},
         _last(list(shares.values()), np.nanmin),
     )
@@ -82,19 +82,15 @@ def _codes(values: Sequence[object]) -> Codes:
     return np.array([known[value] for value in values], np.int64)
 
 
-def _numbered(codes: Sequence[Codes]) -> Codes | None:
-    """Which of the values that occur in all of these axes together each network has; None without an axis."""
-    return np.unique(np.stack(codes), axis=1, return_inverse=True)[1].ravel() if codes else None
-
-
-def _psi(x: Array, g: Array, others: Sequence[Codes]) -> float:
+def _psi(x: Array, g: Array, axis: str, codes: Mapping[str, Codes]) -> float:
     """Mean of τ = Σ_{i≠j} sign(x_i − x_j) sign(g_i − g_j) / (k(k − 1)) over the sets of k networks.
 
     A set is more than one network that agree in all other axes.
     """
     cells: dict[tuple[int, ...], list[int]] = {}
     for row in range(len(x)):
-        cells.setdefault(tuple(int(axis[row]) for axis in others), []).append(row)
+        place = tuple(int(own[row]) for name, own in codes.items() if name != axis)
+        cells.setdefault(place, []).append(row)
     taus = []
     for rows in cells.values():
         if len(rows) > 1:
@@ -103,10 +99,9 @@ def _psi(x: Array, g: Array, others: Sequence[Codes]) -> float:
     return float(np.mean(taus)) if taus else float("nan")
 
 
-def _differing_in(axis: str, codes: Mapping[str, Codes]) -> tuple[Codes, Codes]:
-    """Ordered pairs of networks that differ in `axis` and in nothing else but the seed."""
-    n = len(codes[axis])
-    wanted = ~np.eye(n, dtype=bool)
+def _sign_error(x: Array, g: Array, axis: str, codes: Mapping[str, Codes]) -> float:
+    """½(1 − mean sign) over ordered pairs of networks that differ in `axis` and in nothing but the seed."""
+    wanted = ~np.eye(len(x), dtype=bool)
     for other, values in codes.items():
         same = values[:, None] == values[None, :]
         if other == axis:
@@ -114,17 +109,12 @@ def _differing_in(axis: str, codes: Mapping[str, Codes]) -> tuple[Codes, Codes]:
         elif other != SEED:
             wanted &= same
     first, second = np.nonzero(wanted)
-    return first, second
-
-
-def _sign_error(x: Array, g: Array, first: Codes, second: Codes) -> float:
-    """½(1 − mean sign) over pairs."""
     signs = np.sign(x[first] - x[second]) * np.sign(g[first] - g[second])
     return float(0.5 * (1 - signs.mean())) if len(signs) else float("nan")
 
 
 def _information(
-    x: Array, g: Array, given: Mapping[tuple[str, ...], Codes | None]
+    x: Array, g: Array, given: Sequence[tuple[str, ...]], codes: Mapping[str, Codes]
 ) -> dict[tuple[str, ...], float]:
     """I(V_x; V_g | U) / H(V_g | U) over ordered pairs of networks by set of axes, V the sign of a difference.
 
@@ -137,15 +127,16 @@ def _information(
     # side. Numbers of pairs are whole: no order of summation changes a digit.
     kinds = [larger_x & larger_g, larger_x & (g[:, None] < g)]
     tables = [kind.astype(np.float32) for kind in kinds]
-    return {names: _share(_counts(tables, codes)) for names, codes in given.items()}
+    return {names: _share(_counts(tables, [codes[axis] for axis in names])) for names in given}
 
 
-def _counts(kinds: Sequence[NDArray[np.float32]], codes: Codes | None) -> Array:
+def _counts(kinds: Sequence[NDArray[np.float32]], given: Sequence[Codes]) -> Array:
     """Pairs by the values of both networks, and the signs of their differences in x and g: (cells, 2, 2)."""
-    if codes is None:
-        codes = np.zeros(len(kinds[0]), np.int64)
-    member = np.zeros((len(codes), int(codes.max(initial=0)) + 1), np.float32)
-    member[np.arange(len(codes)), codes] = 1
+    n = len(kinds[0])
+    # Which of the values that occur in all of these axes together each network has.
+    place = np.unique(np.stack(given), axis=1, return_inverse=True)[1].ravel() if given else np.zeros(n, int)
+    member = np.zeros((n, int(place.max(initial=0)) + 1), np.float32)
+    member[np.arange(n), place] = 1
     both, only_x = (member.T.astype(np.float64) @ (kind @ member) for kind in kinds)
     # Smaller in both, larger in the gap alone, larger in x alone, larger in both.
     return np.stack([both.T, only_x.T, only_x, both], axis=-1).reshape(-1, 2, 2)

@@ -34,11 +34,6 @@ class FourGaussians:
     mixing: Tensor
     separation: float
 
-    @property
-    def features(self) -> int:
-        """The dimension m = 8."""
-        return _INFORMATIVE + _REDUNDANT
-
     @classmethod
     def draw(cls, separation: float, seed: int = 0) -> FourGaussians:
         """A random distribution with this class separation.

@@ -85,10 +85,6 @@ class Spec:
         """One line about the study."""
         return str(self.content.get("title", self.name))
 
-    def part(self, name: str) -> Mapping[str, Any]:
-        """What holds for one part."""
-        return self.parts[name]
-
     def axes(self) -> list[str]:
         """The hyperparameters that vary, seeds left out; those that only vary together count as one.
 

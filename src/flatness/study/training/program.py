@@ -22,11 +22,11 @@ class Program:
         targets: All training targets, (samples, …); with `own_targets` (networks, samples).
         loss: A key of `LOSSES`.
         own_targets: Whether every network has targets of its own.
-        graphed: Whether to record the step as a CUDA graph; on a CPU there is none.
 
     Attributes:
         loss_sums: For each network, the sum of its samples' losses since `reset`.
         correct_sums: Likewise of correctly classified samples.
+        graphed: Whether the step is recorded as a CUDA graph; on a CPU there is none.
     """
 
     def __init__(
@@ -37,12 +37,11 @@ class Program:
         targets: Tensor,
         loss: str,
         own_targets: bool = False,
-        graphed: bool = True,
     ) -> None:
         self.stack, self.optimizer, self.inputs, self.targets = stack, optimizer, inputs, targets
         self._own_targets = own_targets
         self._loss = LOSSES[loss]
-        self.graphed = graphed and stack.flat.is_cuda
+        self.graphed = stack.flat.is_cuda
         self._begin()
 
     def _begin(self) -> None:

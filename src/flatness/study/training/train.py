@@ -17,7 +17,7 @@ from flatness.study.configuration import Configuration, digest
 from flatness.study.objects import Split, check_same_data, make_model, stream_seed, training_targets
 from flatness.study.training.optimizers import OPTIMIZERS, Optimizer
 from flatness.study.training.program import Program
-from flatness.study.training.stack import ALONE, ENGINES, Stack, usual_engine
+from flatness.study.training.stack import ALONE, Stack, usual_engine
 
 CONVERGED, NOT_CONVERGED, DIVERGED = "converged", "not_converged", "diverged"
 # A recorded graph is recorded anew for fewer networks only when this share of them is done.
@@ -81,8 +81,6 @@ class Cohort:
         if saved is not None:
             here = {one.key: one for one in configurations}
             self.members = [here[key] for key in saved["keys"] if key in here]
-            if self.split.train[0].is_cuda and saved.get("engine") in ENGINES:
-                engine = engine or saved["engine"]  # engines round differently
         self.program = self._program(engine)
         if saved is not None:
             self._resume(saved)
@@ -198,7 +196,6 @@ class Cohort:
             "optimizer": program.optimizer.saved(),
             "sums": [program.loss_sums.cpu(), program.correct_sums.cpu()],
             "data": self.split.digest,
-            "engine": program.stack.engine,
         }
         write_tensors(self.checkpoint, sealed(content))
         self._saved_at = time.monotonic()
