@@ -88,7 +88,47 @@ class Memory:
         self._saved = checksum
 
 
-class Study:
+class Records:
+    """A study with its records, and the way it is shown.
+
+    Args:
+        spec: The study as it ran.
+        wanted: The keys that belong to it.
+        records: Records by key.
+        path: Its folder.
+
+    Attributes:
+        others: How many records in the folder do not belong to it.
+        notes: What the run has to say that returned it, such as that its time was over.
+    """
+
+    def __init__(
+        self, spec: Spec, wanted: Sequence[str], records: Mapping[str, Mapping[str, Any]], path: Path
+    ) -> None:
+        self.spec, self.path = spec, path
+        self.records = {key: records[key] for key in wanted if key in records}
+        self.others = len(records) - len(self.records)
+        self.notes: list[str] = []
+
+    def text(self, width: int | None = None) -> str:
+        """The summary that the terminal shows."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The summary."""
+        return self.text()
+
+    __repr__ = __str__
+
+    def _write(self, tables: Mapping[str, pandas.DataFrame]) -> list[str]:
+        """Write tables under their names, which are returned."""
+        with readable_disk_errors(self.path):
+            for name, table in tables.items():
+                write_text(self.path / name, csv_text(table))
+        return list(tables)
+
+
+class Study(Records):
     """What `flatness.study.load` returns.
 
     Args:
@@ -98,7 +138,6 @@ class Study:
         path: Its folder.
 
     Attributes:
-        notes: What the run has to say that returned it, such as that its time was over.
         memory: Tables that were computed before, and what its figures show.
     """
 
@@ -109,11 +148,8 @@ class Study:
         records: Mapping[str, Mapping[str, Any]],
         path: Path,
     ) -> None:
-        self.spec, self.networks, self.path = spec, list(networks), path
-        wanted = {network["key"] for network in networks}
-        self.records = {key: record for key, record in records.items() if key in wanted}
-        self.others = len(records) - len(self.records)
-        self.notes: list[str] = []
+        super().__init__(spec, [network["key"] for network in networks], records, path)
+        self.networks = list(networks)
         self.memory = Memory(path)
 
     @functools.cached_property
@@ -270,18 +306,9 @@ class Study:
                 written[f"correlations{end}"] = self.correlations(part)
             if lines is not None:
                 written[f"lines{end}"] = lines.to_frame()
-        with readable_disk_errors(self.path):
-            for name, table in written.items():
-                write_text(self.path / name, csv_text(table))
-            self.memory.save()  # a packed study has a folder only now
-        return list(written)
+        self.memory.save()  # a packed study has a folder only now
+        return self._write(written)
 
     def text(self, width: int | None = None) -> str:
         """The summary that the terminal shows."""
         return summary_text(self, width)
-
-    def __str__(self) -> str:
-        """The summary."""
-        return self.text()
-
-    __repr__ = __str__
