@@ -24,15 +24,8 @@ from flatness.study.folder.in_hand import forget_notes
 from flatness.study.folder.plain_files import refuse_links
 from flatness.study.folder.records import FAILED, SO_FAR, Folder
 from flatness.study.objects import check_same_data
+from flatness.study.run import tasks
 from flatness.study.run.executors import Orders, check_executor, done_alone, execute
-from flatness.study.run.tasks import (
-    do_network,
-    do_unit,
-    give_up,
-    give_up_unit,
-    measure_network,
-    train_cohort,
-)
 from flatness.study.run.watch import Watch
 from flatness.study.spec.grid import label
 from flatness.study.spec.origin import ORIGIN, check_trust, holds_study, is_own, mark_of
@@ -179,13 +172,13 @@ def _networks_done(
     networks = {one.key: one for cohort in planned for one in cohort}
     # A single cohort on a CPU has all of its cores for itself, in one process, also when it is measured.
     single = len(planned) == 1 and torch.device(orders.device).type == "cpu"
-    if executor == "local" and not done_alone(networks, orders, do_network, give_up):
+    if executor == "local" and not done_alone(networks, orders, tasks.do_network, tasks.give_up):
         return False
     measuring = 1 if single else min(jobs, len(networks))
     with Watch(orders.folder, list(networks), progress):
-        trained = list(execute(planned, orders, executor, min(jobs, len(planned)), train_cohort))
+        trained = list(execute(planned, orders, executor, min(jobs, len(planned)), tasks.train_cohort))
         return all(trained) and all(
-            list(execute(list(networks.values()), orders, executor, measuring, measure_network))
+            list(execute(list(networks.values()), orders, executor, measuring, tasks.measure_network))
         )
 
 
@@ -193,12 +186,12 @@ def _units_done(
     spec: Spec, found: Experiment, orders: Orders, executor: str, jobs: int, progress: bool
 ) -> bool:
     """Do the units of work of an experiment; False when time ran out."""
-    tasks = {unit_key(found.name, unit): (found.name, unit) for unit in spec.units}
-    if executor == "local" and not done_alone(tasks, orders, do_unit, give_up_unit):
+    units = {unit_key(found.name, unit): (found.name, unit) for unit in spec.units}
+    if executor == "local" and not done_alone(units, orders, tasks.do_unit, tasks.give_up_unit):
         return False
     ended = []
-    with ProgressBar(found.counted, len(tasks), progress) as bar:
-        for done in execute(list(tasks.values()), orders, executor, jobs, do_unit):
+    with ProgressBar(found.counted, len(units), progress) as bar:
+        for done in execute(list(units.values()), orders, executor, jobs, tasks.do_unit):
             ended.append(done)
             bar.advance()
     return all(ended)
