@@ -147,11 +147,10 @@ class Cohort:
         return order.to(self.split.train[0].device)
 
     def _end_epoch(self, done: Done) -> None:
-        losses = (self.program.loss_sums / self.samples).tolist()
-        accuracies = (self.program.correct_sums / self.samples).tolist()
+        losses, accuracies = (self.program.sums / self.samples).tolist()
         self._share_time()
         self.epoch, self.position = self.epoch + 1, 0
-        self.program.reset()
+        self.program.sums.zero_()
         for row, one in enumerate(self.members):
             if one.key in self.ended:
                 continue
@@ -194,7 +193,7 @@ class Cohort:
             "trainings": {one.key: asdict(self.trainings[one.key]) for one in self.members},
             "stack": program.stack.saved(),
             "optimizer": program.optimizer.saved(),
-            "sums": [program.loss_sums.cpu(), program.correct_sums.cpu()],
+            "sums": list(program.sums.cpu()),
             "data": self.split.digest,
         }
         write_tensors(self.checkpoint, sealed(content))
@@ -223,10 +222,7 @@ class Cohort:
         rows = torch.tensor([saved["keys"].index(one.key) for one in self.members])
         self.program.stack.restore(_rows_of(saved["stack"], rows))
         self.program.optimizer.restore(_rows_of(saved["optimizer"], rows))
-        for ours, theirs in zip(
-            (self.program.loss_sums, self.program.correct_sums), saved["sums"], strict=True
-        ):
-            ours.copy_(theirs[rows])
+        self.program.sums.copy_(torch.stack(saved["sums"])[:, rows])
         self.epoch, self.position = saved["epoch"], saved["position"]
         for one in self.members:
             self.trainings[one.key] = Training(**saved["trainings"][one.key])
