@@ -54,15 +54,13 @@ def _columns(model: nn.Module, settings: Mapping[str, Any], everything: bool) ->
     tables = {"measure": measure}
     if "subset" in measure:
         tables["measure.subset"] = {**measure, **measure["subset"]}
-    rescaled = []
-    if "rescale" in settings:
-        rescaled = [one.name for one in select_measures(settings["rescale"].get("measures", "all"))]
+    rescaled = select_measures(settings["rescale"].get("measures", "all")) if "rescale" in settings else []
     found, again = [], []
     for table, asked in tables.items():
         layers = _layers(model, asked.get("layers"), table)
         for one in select_measures("all" if everything else asked.get("measures", "default")):
             found += columns_of(one, layers)
-            again += [f"{name}:rescaled" for name in columns_of(one, layers) if one.name in rescaled]
+            again += [f"{name}:rescaled" for name in columns_of(one, layers) if one in rescaled]
     return [*found, *again]
 
 

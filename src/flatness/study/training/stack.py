@@ -52,13 +52,9 @@ class Stack:
             )
         self.shapes = {name: value.shape for name, value in trained.items()}
         held = [{**dict(network.named_parameters()), **dict(network.named_buffers())} for network in networks]
-        rows = [torch.cat([own[name].detach().reshape(-1).float().cpu() for name in trained]) for own in held]
-        self.flat = torch.stack(rows).to(device)
-        self.buffers = {
-            name: torch.stack([own[name].detach() for own in held]).to(device)
-            for name in held[0]
-            if name not in trained
-        }
+        rows = [_stacked(held, name).flatten(1).float().cpu() for name in trained]
+        self.flat = torch.cat(rows, dim=1).to(device)
+        self.buffers = {name: _stacked(held, name).to(device) for name in held[0] if name not in trained}
         self.skeleton = copy.deepcopy(first).to("meta").train()
         self.engine = engine
         self.parameters = self._views()
@@ -141,6 +137,10 @@ class Stack:
         self.flat.copy_(saved["flat"])
         for name, value in saved["buffers"].items():
             self.buffers[name].copy_(value)
+
+
+def _stacked(held: Sequence[dict[str, Tensor]], name: str) -> Tensor:
+    return torch.stack([own[name].detach() for own in held])
 
 
 def usual_engine(model: nn.Module, device: torch.device) -> str:
