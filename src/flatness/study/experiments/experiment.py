@@ -8,7 +8,7 @@ from typing import Any
 
 from flatness.errors import SpecError, nearest
 from flatness.study.configuration import digest
-from flatness.study.spec.layout import Key
+from flatness.study.key import Key
 
 Row = dict[str, Any]
 DONE = "done"
