@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 
 import torch
@@ -23,7 +24,7 @@ from flatness.generalization.kernels import kernel_of
 from flatness.generalization.representativeness import cross_validated
 from flatness.losses import resolve_loss
 from flatness.study.experiments.four_gaussians import FourGaussians
-from flatness.study.experiments.petzka2021_labels import SEPARATIONS, petzka2021_labels
+from flatness.study.experiments.petzka2021_labels import SEPARATIONS
 from flatness.zoo.models import mlp
 
 CPU = torch.device("cpu")
@@ -86,7 +87,9 @@ def representativeness() -> None:
 def grid(full: bool, jobs: int) -> None:
     datasets = 100 if full else 4
     before, started = os.times(), time.perf_counter()
-    petzka2021_labels(SEPARATIONS, datasets, jobs=jobs, progress=False)
+    spec = {"experiment": {"name": "petzka2021_labels", "datasets": datasets}}
+    with tempfile.TemporaryDirectory() as folder:
+        flatness.study.run(spec, folder, jobs=jobs, progress=False)
     taken = time.perf_counter() - started
     after = os.times()
     cpu = sum(after[i] - before[i] for i in range(4))

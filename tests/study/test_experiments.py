@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from scipy.stats import pearsonr
 
 import flatness
 from flatness.errors import SpecError
@@ -12,7 +13,7 @@ from flatness.show.plots.study import write_figures
 from flatness.study import ExperimentStudy, read_spec
 from flatness.study.analysis.experiment import summary_table
 from flatness.study.experiments.experiment import trend
-from flatness.study.experiments.petzka2021_labels import petzka2021_labels
+from flatness.study.experiments.petzka2021_labels import labels_of_one
 from flatness.study.run import tasks
 
 LABELS = {
@@ -40,12 +41,17 @@ def times(folder):
 
 
 def test_rows_are_those_of_the_function_in_one_process_or_two(tmp_path):
-    direct = petzka2021_labels([1.0, 3.0], 12, training=30, test=40, progress=False)
+    direct = [
+        labels_of_one(separation, number, training=30, test=40)
+        for separation in (1.0, 3.0)
+        for number in range(12)
+    ]
     found = run(LABELS, tmp_path / "one")
     assert isinstance(found, ExperimentStudy)
     assert found.counts() == {"done": 4}  # two separations, chunks of ten and two data sets
-    assert found.rows == list(direct.rows)
-    assert found.summary[1]["pearson"] == pytest.approx(direct.correlations()[1]["correlation"])
+    assert found.rows == direct
+    second = [[row[name] for row in direct[12:]] for name in ("relative_flatness", "gap")]
+    assert found.summary[1]["pearson"] == pytest.approx(pearsonr(*second)[0])
     assert [row["n"] for row in found.summary] == [12, 12]
     record = next(iter(found.records.values()))
     assert (record["experiment"], record["unit"]["count"], len(record["rows"])) == (

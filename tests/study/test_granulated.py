@@ -8,12 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from flatness.study.analysis.granulated import Places
-
-
-def granulated(measure, gap, axes):
-    return Places(axes).granulated(measure, gap)
-
+from flatness.study.analysis.granulated import granulated
 
 # Batch size 1 or 2, learning rate 1 or 2, one network each. The measure follows the gap along the batch size
 # at both rates, along the rate at one batch size only.

@@ -8,9 +8,10 @@ import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 import flatness
-from flatness.study.folder.in_hand import WorkerKilledError, done_alone, in_hand, left_in_hand
+from flatness.study.folder.in_hand import in_hand, left_in_hand
 from flatness.study.folder.records import Folder
-from flatness.study.run.executors import Orders, _naming_deaths
+from flatness.study.run import executors
+from flatness.study.run.executors import Orders, WorkerKilledError, _naming_deaths, done_alone
 from studies import study
 
 KILLER = """
@@ -72,28 +73,33 @@ def test_work_that_fails_in_a_living_process_leaves_no_note(folder):
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
-def test_what_two_processes_died_over_is_done_alone_and_given_up_if_that_dies_too(folder, deaths):
+def test_what_two_processes_died_over_is_done_alone_and_given_up_if_that_dies_too(
+    folder, deaths, monkeypatch
+):
     for _ in range(deaths):
         begin_and_die(folder, ["good", "bad", "gone"])
     done, given_up = [], []
 
-    def alone(task):
+    def alone(task, orders, do):
         if task == "task of bad":
             raise WorkerKilledError("killed")
         done.append(task)
         return True
 
     tasks = {"good": "task of good", "bad": "task of bad", "other": "task of other"}
-    assert done_alone(folder, tasks, alone, lambda *told: given_up.append(told))
+    monkeypatch.setattr(executors, "execute_alone", alone)
+    orders = Orders(folder, {}, "cpu")
+    assert done_alone(tasks, orders, lambda task, orders: True, lambda *told: given_up.append(told[:2]))
     assert done == (["task of good"] if deaths == 2 else [])
-    assert given_up == ([("task of bad", "training", 3)] if deaths == 2 else [])
+    reason = "training: killed its process 3 times, perhaps for want of memory. --retry tries it again."
+    assert given_up == ([("task of bad", reason)] if deaths == 2 else [])
     assert len(left_in_hand(folder)) == (0 if deaths == 2 else 1)
 
 
 def test_a_killed_worker_is_said_in_words(folder):
     begin_and_die(folder, ["one", "two", "three"])
     said = "A worker process was terminated.\n\nThe exit codes of the workers are {SIGKILL(-9)}\nDetails."
-    with pytest.raises(WorkerKilledError) as caught, _naming_deaths(Orders(str(folder.path), {}, "cpu")):
+    with pytest.raises(WorkerKilledError) as caught, _naming_deaths(Orders(folder, {}, "cpu")):
         raise TerminatedWorkerError(said)
     assert str(caught.value) == (
         "Expected the processes of the run to live but one was killed (SIGKILL(-9)), perhaps by the system "

@@ -12,7 +12,7 @@ import flatness
 from flatness.study.folder.records import Folder
 from flatness.study.run import run, tasks
 from flatness.study.run.executors import Orders
-from flatness.study.run.tasks import measure_network, train_unit
+from flatness.study.run.tasks import measure_network, train_cohort
 from flatness.study.spec.spec import read_spec
 from studies import study
 
@@ -20,10 +20,10 @@ from studies import study
 @pytest.fixture
 def planned(tmp_path):
     spec = read_spec(study())
-    (unit,) = run.plan_units(spec, torch.device("cpu"))
+    (cohort,) = run.plan_cohorts(spec, torch.device("cpu"))
     folder = Folder(tmp_path / "study")
     folder.make()
-    return unit, folder, Orders(str(folder.path), spec.parts, "cpu", time.time() + 60)
+    return cohort, folder, Orders(folder, spec.parts, "cpu", time.time() + 60)
 
 
 def measured(folder):
@@ -35,11 +35,11 @@ def measured(folder):
 
 
 def test_what_is_trained_is_measured_with_the_same_values_whoever_does_it(planned, tmp_path):
-    unit, folder, orders = planned
-    assert train_unit(unit, orders)
+    cohort, folder, orders = planned
+    assert train_cohort(cohort, orders)
     assert measured(folder) == {}
     assert {record["status"] for record in folder.all_records()} == {"converged"}
-    for one in unit.configurations:
+    for one in cohort:
         assert measure_network(one, orders)
     alone = flatness.study.run(study(), tmp_path / "alone", jobs=1, progress=False)
     found = measured(folder)
@@ -50,10 +50,10 @@ def test_what_is_trained_is_measured_with_the_same_values_whoever_does_it(planne
 
 
 def test_nothing_is_begun_when_time_is_up(planned):
-    unit, folder, orders = planned
-    train_unit(unit, orders)
+    cohort, folder, orders = planned
+    train_cohort(cohort, orders)
     late = replace(orders, until=time.time() - 1)
-    assert not measure_network(unit.configurations[0], late)
+    assert not measure_network(cohort[0], late)
     assert measured(folder) == {}
 
 
@@ -68,11 +68,11 @@ def test_processes_are_as_many_as_there_is_work_for(tmp_path, monkeypatch):
     one = study(grid={"seed": 2, "learning_rate": 0.1})
     two = study(grid={"seed": 2, "learning_rate": 0.1, "batch_size": [16, 32]})
     flatness.study.run(two, tmp_path / "two", jobs=64, progress=False)
-    assert asked == [("train_unit", 2, 2), ("measure_network", 4, 4)]
+    assert asked == [("train_cohort", 2, 2), ("measure_network", 4, 4)]
     asked.clear()
     flatness.study.run(one, tmp_path / "one", jobs=64, progress=False)
     # A single cohort on a CPU has all its cores in one process, also to be measured.
-    assert asked == [("train_unit", 1, 1), ("measure_network", 2, 1)]
+    assert asked == [("train_cohort", 1, 1), ("measure_network", 2, 1)]
 
 
 def test_a_run_leaves_nothing_behind(tmp_path):

@@ -321,7 +321,7 @@ def test_records_of_another_version_are_refused(tmp_path):
     found = run(study(grid={"seed": 1, "learning_rate": 0.1}), tmp_path)
     file = tmp_path / "records" / f"{next(iter(found.records))}.json"
     content = {**json.loads(file.read_text()), "version": 0}
-    del content["seal"]  # of another version's record; with one that does not fit, this would be damage
+    del content["checksums"]  # of another version's record; with one that does not fit, this would be damage
     file.write_text(json.dumps(content))
     for action in (lambda: run(study(), tmp_path), lambda: flatness.study.load(tmp_path)):
         with pytest.raises(StudyError) as caught:

@@ -39,7 +39,7 @@ def test_the_gallery_gives_no_network_more_epochs_than_the_paper(name):
     """A cap at scale paper would cut off what is known to converge."""
     gallery, paper = read_spec(name, "gallery"), read_spec(name)
     for part, settings in paper.parts.items():
-        assert settings["stop"]["epochs"] >= gallery.part(part)["stop"]["epochs"]
+        assert settings["stop"]["epochs"] >= gallery.parts[part]["stop"]["epochs"]
 
 
 @pytest.mark.parametrize("name", ["rangamani2019-batch", "rangamani2019-lines"])

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 COEFFICIENTS = ("pearson", "spearman", "kendall")
-_AT_ONCE, _COLUMNS = 128, 512
+_CHUNK = 50  # permutations at a time, of which all pairs of networks are in memory
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,15 @@ def _drawn(n: int, resamples: int, seed: int) -> Array:
 
 
 def weighted(x: Array, y: Array, counts: Array, kind: str) -> Array:
-    """The coefficient of every resample, for whole counts (resamples, networks).
-
-    Of ranks and means few resamples at a time, so that what is computed on the way stays in the cache.
-    """
-    x, y = (_standard(x), _standard(y)) if kind == "pearson" else (x, y)
+    """The coefficient of every resample, for whole counts (resamples, networks)."""
     if kind == "kendall":
         return _kendall(x, y, counts)
-    of = _spearman if kind == "spearman" else _pearson
-    pieces = (counts[at : at + _AT_ONCE] for at in range(0, len(counts), _AT_ONCE))
-    return np.concatenate([of(x, y, piece) for piece in pieces])
+    if kind == "spearman":
+        return _product_moment(_ranks(x, counts), _ranks(y, counts), counts)
+    return _product_moment(_standard(x), _standard(y), counts)
 
 
-def family_null(
-    xs: Array, y: Array, permutations: int, generator: np.random.Generator, chunk: int = 50
-) -> Array:
+def family_null(xs: Array, y: Array, permutations: int, generator: np.random.Generator) -> Array:
     """Kendall's τ_b of many measures with the same random orders of y: (measures, permutations).
 
     The largest size over the measures of one permutation is what the best of so many measures reaches by
@@ -110,12 +104,12 @@ def family_null(
     squares = np.full((len(xs), permutations), untied)
     orders = np.argsort(generator.random((permutations, len(y))), axis=1)
     found = []
-    for start in range(0, permutations, chunk):
-        shuffled = _pair_signs(ranks[orders[start : start + chunk]])
+    for start in range(0, permutations, _CHUNK):
+        shuffled = _pair_signs(ranks[orders[start : start + _CHUNK]])
         # Whole numbers, exact in float32 below 2^24. Every pair counts twice, once in either order.
         found.append(2.0 * (signs @ shuffled.T).astype(np.float64))
         if gappy.any():
-            squares[gappy, start : start + chunk] = 2.0 * (both[gappy].astype(np.float32) @ (shuffled**2).T)
+            squares[gappy, start : start + _CHUNK] = 2.0 * (both[gappy].astype(np.float32) @ (shuffled**2).T)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.concatenate(found, axis=1) / np.sqrt(
             2.0 * (signs**2).sum(1, dtype=np.float64)[:, None] * squares
@@ -137,14 +131,6 @@ def _pair_signs(ranks: NDArray[np.float32]) -> NDArray[np.float32]:
 def _standard(values: Array) -> Array:
     spread = values.std()
     return (values - values.mean()) / (spread if spread > 0 else 1.0)
-
-
-def _pearson(x: Array, y: Array, counts: Array) -> Array:
-    return _product_moment(np.ones_like(counts) * x, np.ones_like(counts) * y, counts)
-
-
-def _spearman(x: Array, y: Array, counts: Array) -> Array:
-    return _product_moment(_ranks(x, counts), _ranks(y, counts), counts)
 
 
 def _product_moment(a: Array, b: Array, counts: Array) -> Array:
@@ -178,40 +164,18 @@ def _kendall(x: Array, y: Array, counts: Array) -> Array:
     Counts and signs are whole numbers, so that no order of summation changes a digit, nor does float32 while
     a resample has fewer than 2^24 networks.
     """
-    agreement = _quadratic((_signs(x) * _signs(y)).astype(np.float32), counts)
-    pairs_x, pairs_y = (_weighted_pairs(_ties(values), counts) for values in (x, y))
+    signs = (_signs(x) * _signs(y)).astype(np.float32)
+    agreement = np.einsum("bi,bi->b", counts.astype(np.float32) @ signs, counts)
+    pairs_x, pairs_y = (_weighted_pairs(values, counts) for values in (x, y))
     with np.errstate(invalid="ignore", divide="ignore"):
         return agreement / np.sqrt(pairs_x * pairs_y)
 
 
-def _quadratic(matrix: NDArray[np.float32], counts: Array) -> Array:
-    """Σ_{i,j} w_i w_j M_ij of every row w, for a symmetric M: what lies below its diagonal counts twice.
-
-    In few large products: many small ones wait for one another's threads where processors are busy.
-    """
-    single, total = counts.astype(np.float32), np.zeros(len(counts))
-    for start in range(0, len(matrix), _COLUMNS):
-        block = slice(start, start + _COLUMNS)
-        found = single[:, block] @ matrix[block, block]
-        if start:
-            found += 2 * (single[:, :start] @ matrix[:start, block])
-        total += np.einsum("bi,bi->b", found, counts[:, block])
-    return total
-
-
-def _ties(values: Array) -> NDArray[np.int64] | None:
-    """Which networks have equal values, as a number of each value; None where no two have."""
-    different, codes = np.unique(values, return_inverse=True)
-    return codes if len(different) < len(values) else None
-
-
-def _weighted_pairs(codes: NDArray[np.int64] | None, counts: Array) -> Array:
+def _weighted_pairs(values: Array, counts: Array) -> Array:
     """Σ w_i w_j over pairs of networks whose values differ: all pairs without those within a value."""
-    within = counts
-    if codes is not None:
-        order = np.argsort(codes, kind="stable")
-        starts = np.searchsorted(codes[order], np.arange(codes.max() + 1))
-        within = np.add.reduceat(np.take(counts, order, axis=1), starts, axis=1)
+    order = np.argsort(values, kind="stable")
+    starts = np.unique(values[order], return_index=True)[1]
+    within = np.add.reduceat(np.take(counts, order, axis=1), starts, axis=1)
     return counts.sum(1) ** 2 - np.einsum("bi,bi->b", within, within)
 
 

@@ -26,14 +26,12 @@ class Split:
     Attributes:
         train: Inputs and targets.
         test: Inputs and targets.
-        notes: How the data differ from what their name promises.
         digest: Of their content: a file of the same name may have been written anew.
         source: Where they come from, for messages: a folder, a file or a factory.
     """
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
-    notes: tuple[str, ...] = ()
     digest: str = ""
     source: str = ""
 
@@ -90,12 +88,11 @@ def load_split(data: Mapping[str, Any]) -> Split:
     if own:
         factory = import_object(name, "name in [data]", SpecError)
         pairs = [_pair(factory, name, split, data) for split in ("train", "test")]
-        return Split(pairs[0], pairs[1], digest=digest(pairs), source=name)
+        return Split(pairs[0], pairs[1], digest(pairs), name)
     options = {"data_dir": data.get("data_dir"), "standardize": bool(data.get("standardize", False))}
     train = load(name, split="train", limit=data.get("limit"), **options)
     test = load(name, split="test", limit=data.get("test_limit"), **options)
-    notes = tuple(dict.fromkeys((*train.notes, *test.notes)))
-    return Split(train.pair, test.pair, notes, digest([train.digest, test.digest]), train.source)
+    return Split(train.pair, test.pair, digest([train.digest, test.digest]), train.source)
 
 
 def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

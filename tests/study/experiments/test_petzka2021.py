@@ -9,10 +9,15 @@ import flatness
 from flatness.errors import OptionError
 from flatness.generalization.fitting import Ridge
 from flatness.study.experiments.four_gaussians import FourGaussians
-from flatness.study.experiments.petzka2021_bound import petzka2021_bound
-from flatness.study.experiments.petzka2021_labels import petzka2021_labels
-from flatness.study.experiments.published_script import published_script_bound
+from flatness.study.experiments.petzka2021_bound import BOUND, published_script_bound
+from flatness.study.experiments.petzka2021_labels import LABELS
 from flatness.study.experiments.reversed_network import SCALE, reversed_network
+
+
+def rows_of(experiment, separations, datasets, **options):
+    """What a study keeps of all its units of work."""
+    chosen = experiment.chosen({"separations": separations, "datasets": datasets, **options}, "a test")
+    return [row for unit in experiment.units(chosen) for row in experiment.work(unit)]
 
 
 def test_data_are_four_gaussians_with_two_redundant_features():
@@ -63,48 +68,42 @@ def test_inputs_propagated_back_have_the_features_they_came_from():
 
 
 def test_rows_hold_the_gap_and_come_again_with_the_same_seed():
-    found = petzka2021_labels([1.0], 3, training=60, test=200, progress=False)
-    assert [row["dataset"] for row in found.rows] == [0, 1, 2]
-    for row in found.rows:
+    rows = rows_of(LABELS, [1.0], 3, training=60, test=200)
+    assert [row["dataset"] for row in rows] == [0, 1, 2]
+    for row in rows:
         assert row["gap"] == pytest.approx(row["test_risk"] - row["training_risk"])
         assert row["relative_flatness"] > 0
         assert row["error"] < 1e-5
-    again = petzka2021_labels([1.0], 3, training=60, test=200, progress=False)
-    assert again.rows == found.rows
+    assert rows_of(LABELS, [1.0], 3, training=60, test=200) == rows
 
 
 def test_correlations_come_with_intervals(tmp_path):
-    found = petzka2021_labels([0.5, 3.0], 6, training=50, test=100, progress=False)
+    small = {"separations": [0.5, 3.0], "datasets": 6, "training": 50, "test": 100}
+    content = {"experiment": {"name": "petzka2021_labels", **small}}
+    found = flatness.study.run(content, tmp_path, jobs=1, progress=False)
+    assert [row["separation"] for row in found.summary] == [0.5, 3.0]
     for kind in ("pearson", "spearman", "kendall"):
-        rows = found.correlations(kind, resamples=100)
-        assert [row["separation"] for row in rows] == [0.5, 3.0]
-        assert all(row["low"] <= row["correlation"] <= row["high"] for row in rows)
+        assert all(row[f"{kind}_low"] <= row[kind] <= row[f"{kind}_high"] for row in found.summary)
     frame = found.to_frame()
     direct = frame[frame.separation == 3.0][["relative_flatness", "gap"]].corr().iloc[0, 1]
-    assert found.correlations(resamples=2)[1]["correlation"] == pytest.approx(direct)
-    found.save(tmp_path / "labels.csv")
-    assert (tmp_path / "labels.csv").read_text().startswith("separation,dataset,relative_flatness,gap")
-    with pytest.raises(OptionError) as refused:
-        found.correlations("cosine")
-    assert str(refused.value) == (
-        "Expected one of pearson, spearman, kendall but got 'cosine'. Use kind='pearson'."
-    )
+    assert found.summary[1]["pearson"] == pytest.approx(direct)
+    assert (tmp_path / "rows.csv").read_text().startswith("separation,dataset,relative_flatness,gap")
 
 
 def test_the_bound_is_the_sum_of_its_terms_and_near_its_direct_estimate():
-    found = petzka2021_bound([1.0], 6, samples=150, draws=40, progress=False)
-    for row in found.rows:
+    rows = rows_of(BOUND, [1.0], 6, samples=150, draws=40)
+    for row in rows:
         assert row["bound"] == pytest.approx(row["representativeness"] + row["flatness_term"])
         assert row["flatness_term"] == pytest.approx(0.01 / 16 * row["relative_flatness"])
         # gap = E_Rep + E_F for the fitted ψ, E_F = δ²τ₂κ/(2m) exactly for a quadratic loss
         assert row["direct_representativeness"] + 0.8 * row["flatness_term"] == pytest.approx(
             row["gap"], abs=0.03
         )
-    (summary,) = found.summary()
-    assert summary["bound"] == pytest.approx(sum(row["bound"] for row in found.rows) / 6)
-    plain = petzka2021_bound([1.0], 2, samples=60, draws=5, published_script=False, progress=False)
-    assert "published_script" not in plain.rows[0]
-    assert "published_holds" not in plain.summary()[0]
+    (summary,) = BOUND.summary(rows)
+    assert summary["bound"] == pytest.approx(sum(row["bound"] for row in rows) / 6)
+    plain = rows_of(BOUND, [1.0], 2, samples=60, draws=5, published_script=False)
+    assert "published_script" not in plain[0]
+    assert "published_holds" not in BOUND.summary(plain)[0]
 
 
 def test_the_published_script_computes_the_error_rate():

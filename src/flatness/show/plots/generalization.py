@@ -41,7 +41,7 @@ def save_bounds(path: str | os.PathLike[str], rows: Sequence[Mapping[str, float]
 
     Args:
         path: Where to.
-        rows: Rows of `BoundExperiment.summary`.
+        rows: The summary of `experiments.petzka2021_bound`.
         published: Whether to add what the published script computes.
     """
     names = {"bound": "representativeness + δ²κ_Tr/(2m)", "gap": "generalisation gap"}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from flatness.study.analysis.granulated import SEED, Places
+from flatness.study.analysis.granulated import SEED, granulated
 from flatness.study.correlate import COEFFICIENTS, correlation, family_null
 from flatness.study.table import measure_columns
 
@@ -28,7 +27,6 @@ def correlation_table(
     *,
     resamples: int = 2000,
     permutations: int = 2000,
-    seed: int = 0,
 ) -> pandas.DataFrame:
     """How every measure goes with the gap, over the networks of `kept`.
 
@@ -37,7 +35,6 @@ def correlation_table(
         axes: The hyperparameters that vary and the columns of each.
         resamples: Bootstrap resamples.
         permutations: Random orders of the gaps.
-        seed: Of both.
 
     Returns:
         A row per quantity, the largest Kendall coefficient first. ``n``; ``pearson``, ``spearman`` and
@@ -50,17 +47,18 @@ def correlation_table(
     import pandas as pd
 
     columns = [name for name in measure_columns(kept) if _usable(kept, name)]
-    held = _Against(kept, axes, resamples, seed)
     with threadpool_limits(_THREADS, user_api="blas"):
-        table = pd.DataFrame([_row(held, name) for name in columns])
+        table = pd.DataFrame(
+            [{**_place(name), **_coefficients(kept, name, axes, resamples)} for name in columns]
+        )
         if len(table) == 0:
             return table
-        _add_null(table, kept, columns, permutations, seed)
+        _add_null(table, kept, columns, permutations)
     return table.sort_values("kendall", ascending=False, ignore_index=True, na_position="last")
 
 
 def baseline_table(
-    kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], *, resamples: int = 2000, seed: int = 0
+    kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], *, resamples: int = 2000
 ) -> pandas.DataFrame:
     """How the gap goes with what is known of `kept` without a measure: hyperparameters and training loss.
 
@@ -77,10 +75,9 @@ def baseline_table(
     names = {axis: columns[0] for axis, columns in axes.items() if axis != SEED} | {
         "train_loss": "train_loss"
     }
-    held = _Against(kept, axes, resamples, seed)
     with threadpool_limits(_THREADS, user_api="blas"):
         rows = [
-            {"quantity": name, **held.coefficients(column)}
+            {"quantity": name, **_coefficients(kept, column, axes, resamples)}
             for name, column in names.items()
             if column in kept and _numbers_that_vary(kept[column]) and _usable(kept, column)
         ]
@@ -98,88 +95,68 @@ def _usable(kept: pandas.DataFrame, name: str) -> bool:
     return int(np.isfinite(kept[name].to_numpy(float)).sum()) >= FEWEST
 
 
-def _row(held: _Against, name: str) -> dict[str, Any]:
+def _place(name: str) -> dict[str, Any]:
+    """What a column is called, taken apart."""
     measure, place, *reduction = name.split(":")
     return {
         "quantity": name,
         "measure": measure,
         "layer": None if place == "network" else place,
         "reduction": reduction[0] if reduction else None,
-        **held.coefficients(name),
     }
 
 
-class _Against:
-    """Columns of `kept` held against the gap, one by one."""
-
-    def __init__(
-        self, kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], resamples: int, seed: int
-    ) -> None:
-        self._kept, self._axes, self._resamples, self._seed = kept, axes, resamples, seed
-        self._gap = kept["gap"].to_numpy(float)
-        # Most measures are known for the same networks.
-        self._places = functools.lru_cache(maxsize=2)(self._places_of)
-
-    def coefficients(self, name: str) -> dict[str, Any]:
-        """How one column goes with the gap, and its rescaled twin where there is one."""
-        x = self._kept[name].to_numpy(float)
-        fine = np.isfinite(x) & np.isfinite(self._gap)
-        row: dict[str, Any] = {"n": int(fine.sum())}
+def _coefficients(
+    kept: pandas.DataFrame, name: str, axes: Mapping[str, Sequence[str]], resamples: int
+) -> dict[str, Any]:
+    """How one column goes with the gap, and its rescaled twin where there is one."""
+    x, gap = (kept[column].to_numpy(float) for column in (name, "gap"))
+    fine = np.isfinite(x) & np.isfinite(gap)
+    row: dict[str, Any] = {"n": int(fine.sum())}
+    sides = {"": (x, fine)}
+    if f"{name}:rescaled" in kept:
+        moved = kept[f"{name}:rescaled"].to_numpy(float)
+        sides["_rescaled"] = (moved, fine & np.isfinite(moved))
+    for end, (values, known) in sides.items():
         for kind in COEFFICIENTS:
-            row |= self._coefficient(x, fine, kind, kind)
-        twin = f"{name}:rescaled"
-        if twin in self._kept:
-            moved = self._kept[twin].to_numpy(float)
-            for kind in COEFFICIENTS:
-                row |= self._coefficient(moved, fine & np.isfinite(moved), kind, f"{kind}_rescaled")
-        return row | self._pairs(x, fine)
+            found = correlation(values[known], gap[known], kind, resamples=resamples)
+            label = f"{kind}{end}"
+            row |= {label: found.value, f"{label}_low": found.low, f"{label}_high": found.high}
+    return row | _pairs(kept, axes, x, fine) if axes else row
 
-    def _coefficient(self, x: np.ndarray, fine: np.ndarray, kind: str, label: str) -> dict[str, float]:
-        resamples, seed = self._resamples, self._seed
-        found = correlation(x[fine], self._gap[fine], kind, resamples=resamples, seed=seed)
-        return {label: found.value, f"{label}_low": found.low, f"{label}_high": found.high}
 
-    def _places_of(self, mask: bytes) -> Places:
-        known: Any = self._kept[np.frombuffer(mask, bool)]
-        return Places(
-            {
-                axis: list(known[list(columns)].itertuples(index=False, name=None))
-                for axis, columns in self._axes.items()
-            }
-        )
-
-    def _pairs(self, x: np.ndarray, fine: np.ndarray) -> dict[str, Any]:
-        """Columns of the statistics over pairs of networks."""
-        if not self._axes:
-            return {}
-        found = self._places(fine.tobytes()).granulated(x[fine], self._gap[fine])
-        row: dict[str, Any] = {"granulated": found.coefficient}
-        row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
-        row |= {"worst_sign_error": found.worst_sign_error}
-        row |= {f"sign_error_{axis}": value for axis, value in found.sign_error.items()}
-        row |= {"least_information": found.least_information}
-        return row | {f"information_{axis}": value for axis, value in found.information.items()}
+def _pairs(
+    kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], x: np.ndarray, fine: np.ndarray
+) -> dict[str, Any]:
+    """Columns of the statistics over pairs of networks."""
+    known: Any = kept[fine]
+    places = {
+        axis: list(known[list(columns)].itertuples(index=False, name=None)) for axis, columns in axes.items()
+    }
+    found = granulated(x[fine], known["gap"].to_numpy(float), places)
+    row: dict[str, Any] = {"granulated": found.coefficient}
+    row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
+    row |= {"worst_sign_error": found.worst_sign_error}
+    row |= {f"sign_error_{axis}": value for axis, value in found.sign_error.items()}
+    row |= {"least_information": found.least_information}
+    return row | {f"information_{axis}": value for axis, value in found.information.items()}
 
 
 def _add_null(
-    table: pandas.DataFrame, kept: pandas.DataFrame, columns: Sequence[str], permutations: int, seed: int
+    table: pandas.DataFrame, kept: pandas.DataFrame, columns: Sequence[str], permutations: int
 ) -> None:
     """Columns of the permutation null; every quantity goes by the networks for which it is known."""
     known: Any = kept[["gap", *columns]].astype(float)
     whole = known[np.isfinite(known["gap"])]
-    names = ("p_value", "null_95", "p_family", "null_95_family")
     if len(whole) < FEWEST or permutations < 1:
-        for name in names:
-            table[name] = np.nan
+        table[["p_value", "null_95", "p_family", "null_95_family"]] = np.nan
         return
     xs, gap = whole[list(columns)].to_numpy().T, whole["gap"].to_numpy()
-    sizes = np.abs(family_null(xs, gap, permutations, np.random.default_rng(seed)))
-    finite = np.where(np.isfinite(sizes), sizes, 0.0)
-    best = finite.max(axis=0)
+    sizes = np.abs(family_null(xs, gap, permutations, np.random.default_rng(0)))
+    own = np.where(np.isfinite(sizes), sizes, 0.0)
+    best = np.broadcast_to(own.max(axis=0), own.shape)
     observed = np.abs(table["kendall"].to_numpy(float))
-    reached = (finite >= observed[:, None] - 1e-9).sum(axis=1)
-    table["p_value"] = np.where(np.isfinite(observed), (1 + reached) / (1 + permutations), np.nan)
-    table["null_95"] = np.quantile(finite, 0.95, axis=1)
-    best_reached = (best[None, :] >= observed[:, None] - 1e-9).sum(axis=1)
-    table["p_family"] = np.where(np.isfinite(observed), (1 + best_reached) / (1 + permutations), np.nan)
-    table["null_95_family"] = float(np.quantile(best, 0.95))
+    for share, height, null in (("p_value", "null_95", own), ("p_family", "null_95_family", best)):
+        reached = (null >= observed[:, None] - 1e-9).sum(axis=1)
+        table[share] = np.where(np.isfinite(observed), (1 + reached) / (1 + permutations), np.nan)
+        table[height] = np.quantile(null, 0.95, axis=1)

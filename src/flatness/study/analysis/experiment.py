@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatness.files import write_text
-from flatness.report.sheets import csv_text
 from flatness.report.tables import Column, format_table
+from flatness.study.analysis.results import Records
 from flatness.study.analysis.summary import terminal_width, wrapped
 from flatness.study.experiments.experiment import unit_key
-from flatness.study.folder.records import FAILED, readable_disk_errors
+from flatness.study.folder.records import FAILED
 from flatness.study.spec.spec import Spec
 from flatness.study.table import PENDING
 
@@ -21,26 +20,20 @@ if TYPE_CHECKING:
     import pandas
 
 
-class ExperimentStudy:
+class ExperimentStudy(Records):
     """What `flatness.study.load` returns for an experiment.
 
     Args:
         spec: The study as it ran.
         records: Records by key.
         path: Its folder.
-
-    Attributes:
-        notes: As for `results.Study`.
     """
 
     def __init__(self, spec: Spec, records: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         found = spec.experiment
         assert found is not None
-        self.spec, self.path, self.experiment = spec, path, found
-        wanted = [unit_key(found.name, unit) for unit in spec.units]
-        self.records = {key: records[key] for key in wanted if key in records}
-        self.others = len(records) - len(self.records)
-        self.notes: list[str] = []
+        self.experiment = found
+        super().__init__(spec, [unit_key(found.name, unit) for unit in spec.units], records, path)
 
     def counts(self) -> dict[str, int]:
         """How many units of work are done, failed and pending."""
@@ -73,11 +66,7 @@ class ExperimentStudy:
 
     def write_tables(self) -> list[str]:
         """Write ``rows.csv`` and ``summary.csv`` and return their names."""
-        written = {"rows.csv": self.rows, "summary.csv": self.summary}
-        with readable_disk_errors(self.path):
-            for name, rows in written.items():
-                write_text(self.path / name, csv_text(_frame(rows)))
-        return list(written)
+        return self._write({"rows.csv": self.to_frame(), "summary.csv": self.summary_frame()})
 
     def text(self, width: int | None = None) -> str:
         """The summary that the terminal shows."""
@@ -93,12 +82,6 @@ class ExperimentStudy:
             lines += ["", summary_table(self.summary, width)]
             lines += ["", *wrapped(self.experiment.verdict(self.summary), width)]
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        """The summary."""
-        return self.text()
-
-    __repr__ = __str__
 
 
 def _frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:

@@ -9,7 +9,7 @@ networks that differ in one hyperparameter, or condition on one, so that a confo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,42 +49,32 @@ class Granulated:
         return _last([value for axis, value in self.sign_error.items() if axis != SEED], np.nanmax)
 
 
-class Places:
-    """Where networks stand on the axes, and which pairs that makes: found once for all measures of them.
+def granulated(measure: ArrayLike, gap: ArrayLike, axes: Mapping[str, Sequence[object]]) -> Granulated:
+    """What pairs of networks say about one measure.
 
     Args:
+        measure: A value per network.
+        gap: A value per network.
         axes: For each axis, the value that each network has; "seed" is one of them where there are seeds.
     """
-
-    def __init__(self, axes: Mapping[str, Sequence[object]]) -> None:
-        codes = {axis: _codes(values) for axis, values in axes.items()}
-        without_seed = [axis for axis in codes if axis != SEED]
-        self._cells = {
-            axis: _cells([codes[other] for other in codes if other != axis], len(own))
-            for axis, own in codes.items()
-        }
-        self._alone = {axis: _differing_in(axis, codes) for axis in codes}
-        given = [(), *((axis,) for axis in without_seed), *itertools.combinations(without_seed, 2)]
-        self._given = {names: _numbered([codes[axis] for axis in names]) for names in given}
-
-    def granulated(self, measure: ArrayLike, gap: ArrayLike) -> Granulated:
-        """What pairs of these networks say about one measure."""
-        x, g = np.asarray(measure, np.float64), np.asarray(gap, np.float64)
-        psi = {axis: _psi(x, g, cells) for axis, cells in self._cells.items()}
-        errors = {axis: _sign_error(x, g, *pairs) for axis, pairs in self._alone.items()}
-        shares = _information(x, g, self._given)
-        return Granulated(
-            psi,
-            _last([value for axis, value in psi.items() if axis != SEED], np.nanmean),
-            errors,
-            {"none": shares[()]} | {names[0]: share for names, share in shares.items() if len(names) == 1},
-            _last(list(shares.values()), np.nanmin),
-        )
+    x, g = np.asarray(measure, np.float64), np.asarray(gap, np.float64)
+    codes = {axis: _codes(values) for axis, values in axes.items()}
+    psi = {axis: _psi(x, g, axis, codes) for axis in codes}
+    without_seed = [axis for axis in codes if axis != SEED]
+    given = [(), *((axis,) for axis in without_seed), *itertools.combinations(without_seed, 2)]
+    shares = _information(x, g, given, codes)
+    return Granulated(
+        psi,
+        _last([psi[axis] for axis in without_seed], np.nanmean),
+        {axis: _sign_error(x, g, axis, codes) for axis in codes},
+        {"none": shares[()]} | {axis: shares[axis,] for axis in without_seed},
+        _last(list(shares.values()), np.nanmin),
+    )
 
 
-def _last(values: Sequence[float], reduce: object) -> float:
+def _last(values: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> float:
     finite = [value for value in values if np.isfinite(value)]
-    return float(reduce(finite)) if finite else float("nan")  # type: ignore[operator]
+    return float(reduce(finite)) if finite else float("nan")
 
 
 def _codes(values: Sequence[object]) -> Codes:
@@ -92,44 +82,26 @@ def _codes(values: Sequence[object]) -> Codes:
     return np.array([known[value] for value in values], np.int64)
 
 
-def _numbered(codes: Sequence[Codes]) -> Codes | None:
-    """Which of the values that occur in all of these axes together each network has; None without an axis."""
-    return np.unique(np.stack(codes), axis=1, return_inverse=True)[1].ravel() if codes else None
+def _psi(x: Array, g: Array, axis: str, codes: Mapping[str, Codes]) -> float:
+    """Mean of τ = Σ_{i≠j} sign(x_i − x_j) sign(g_i − g_j) / (k(k − 1)) over the sets of k networks.
 
-
-def _cells(codes: Sequence[Codes], n: int) -> list[NDArray[np.int64]]:
-    """Rows of more than one network that agree in all of these axes, as tables of rows of equal length.
-
-    Cells come in the order of their first networks, the place in that order in front of each.
+    A set is more than one network that agree in all other axes.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for row in range(n):
-        groups.setdefault(tuple(int(axis[row]) for axis in codes), []).append(row)
-    sizes: dict[int, list[list[int]]] = {}
-    for number, rows in enumerate(rows for rows in groups.values() if len(rows) > 1):
-        sizes.setdefault(len(rows), []).append([number, *rows])
-    return [np.array(cells) for cells in sizes.values()]
+    cells: dict[tuple[int, ...], list[int]] = {}
+    for row in range(len(x)):
+        place = tuple(int(own[row]) for name, own in codes.items() if name != axis)
+        cells.setdefault(place, []).append(row)
+    taus = []
+    for rows in cells.values():
+        if len(rows) > 1:
+            signs = np.sign(x[rows][:, None] - x[rows]) * np.sign(g[rows][:, None] - g[rows])
+            taus.append(signs.sum() / (len(rows) * (len(rows) - 1)))
+    return float(np.mean(taus)) if taus else float("nan")
 
 
-def _psi(x: Array, g: Array, cells: Sequence[NDArray[np.int64]]) -> float:
-    """Mean over cells of τ = Σ_{i≠j} sign(x_i − x_j) sign(g_i − g_j) / (k(k − 1))."""
-    taus = np.empty(sum(len(table) for table in cells))
-    for table in cells:
-        numbers, rows = table[:, 0], table[:, 1:]
-        signs = _difference_signs(x[rows]) * _difference_signs(g[rows])
-        k = rows.shape[1]
-        taus[numbers] = signs.sum((1, 2)) / (k * (k - 1))
-    return float(np.mean(taus)) if len(taus) else float("nan")
-
-
-def _difference_signs(values: Array) -> Array:
-    return np.sign(values[:, :, None] - values[:, None, :])
-
-
-def _differing_in(axis: str, codes: Mapping[str, Codes]) -> tuple[Codes, Codes]:
-    """Ordered pairs of networks that differ in `axis` and in nothing else but the seed."""
-    n = len(codes[axis])
-    wanted = ~np.eye(n, dtype=bool)
+def _sign_error(x: Array, g: Array, axis: str, codes: Mapping[str, Codes]) -> float:
+    """½(1 − mean sign) over ordered pairs of networks that differ in `axis` and in nothing but the seed."""
+    wanted = ~np.eye(len(x), dtype=bool)
     for other, values in codes.items():
         same = values[:, None] == values[None, :]
         if other == axis:
@@ -137,17 +109,12 @@ def _differing_in(axis: str, codes: Mapping[str, Codes]) -> tuple[Codes, Codes]:
         elif other != SEED:
             wanted &= same
     first, second = np.nonzero(wanted)
-    return first, second
-
-
-def _sign_error(x: Array, g: Array, first: Codes, second: Codes) -> float:
-    """½(1 − mean sign) over pairs."""
     signs = np.sign(x[first] - x[second]) * np.sign(g[first] - g[second])
     return float(0.5 * (1 - signs.mean())) if len(signs) else float("nan")
 
 
 def _information(
-    x: Array, g: Array, given: Mapping[tuple[str, ...], Codes | None]
+    x: Array, g: Array, given: Sequence[tuple[str, ...]], codes: Mapping[str, Codes]
 ) -> dict[tuple[str, ...], float]:
     """I(V_x; V_g | U) / H(V_g | U) over ordered pairs of networks by set of axes, V the sign of a difference.
 
@@ -160,15 +127,16 @@ def _information(
     # side. Numbers of pairs are whole: no order of summation changes a digit.
     kinds = [larger_x & larger_g, larger_x & (g[:, None] < g)]
     tables = [kind.astype(np.float32) for kind in kinds]
-    return {names: _share(_counts(tables, codes)) for names, codes in given.items()}
+    return {names: _share(_counts(tables, [codes[axis] for axis in names])) for names in given}
 
 
-def _counts(kinds: Sequence[NDArray[np.float32]], codes: Codes | None) -> Array:
+def _counts(kinds: Sequence[NDArray[np.float32]], given: Sequence[Codes]) -> Array:
     """Pairs by the values of both networks, and the signs of their differences in x and g: (cells, 2, 2)."""
-    if codes is None:
-        codes = np.zeros(len(kinds[0]), np.int64)
-    member = np.zeros((len(codes), int(codes.max(initial=0)) + 1), np.float32)
-    member[np.arange(len(codes)), codes] = 1
+    n = len(kinds[0])
+    # Which of the values that occur in all of these axes together each network has.
+    place = np.unique(np.stack(given), axis=1, return_inverse=True)[1].ravel() if given else np.zeros(n, int)
+    member = np.zeros((n, int(place.max(initial=0)) + 1), np.float32)
+    member[np.arange(n), place] = 1
     both, only_x = (member.T.astype(np.float64) @ (kind @ member) for kind in kinds)
     # Smaller in both, larger in the gap alone, larger in x alone, larger in both.
     return np.stack([both.T, only_x.T, only_x, both], axis=-1).reshape(-1, 2, 2)

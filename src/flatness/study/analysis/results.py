@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatness.errors import OptionError, StudyError, nearest
-from flatness.files import write_text
+from flatness.files import EVERY, TEXT, ShapeError, check_shape, json_text, parse_json, write_text
 from flatness.landscape.line_result import Line
 from flatness.report.sheets import csv_text
 from flatness.study.analysis.correlations import FEWEST, baseline_table, correlation_table
 from flatness.study.analysis.granulated import SEED
 from flatness.study.analysis.lines import lines_together
 from flatness.study.analysis.summary import summary_text
+from flatness.study.configuration import digest
 from flatness.study.folder.environment import code_digest
 from flatness.study.folder.records import readable_disk_errors
 from flatness.study.spec.spec import Spec
@@ -52,15 +51,16 @@ class Memory:
     @functools.cached_property
     def _kept(self) -> dict[str, dict[str, Any]]:
         try:
-            if not self._path.is_symlink() and self._path.stat().st_size <= _LARGEST:
-                content = json.loads(self._path.read_text(encoding="utf-8"))
-                kept = content["kept"]
-                if content["format"] == _FORMAT and content["checksum"] == _checksum(kept):
-                    self._saved = content["checksum"]
-                    return {kind: dict(entries) for kind, entries in kept.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            pass
-        return {}
+            if self._path.is_symlink() or self._path.stat().st_size > _LARGEST:
+                return {}
+            content = parse_json(self._path.read_bytes())
+            check_shape(content, {"format": TEXT, "checksum": TEXT, "kept": {EVERY: {}}})
+        except (OSError, ShapeError):
+            return {}
+        if content["format"] != _FORMAT or content["checksum"] != digest(content["kept"]):
+            return {}
+        self._saved = content["checksum"]
+        return content["kept"]
 
     def get(self, kind: str, key: str) -> Any:
         """What is kept under a key among the things of one kind, or None."""
@@ -75,22 +75,60 @@ class Memory:
         tables = self._kept.get("tables", {})
         for old in list(tables)[:-_MOST_TABLES]:
             del tables[old]
-        checksum = _checksum(self._kept)
+        checksum = digest(self._kept)
         if checksum == self._saved or not self._path.parent.is_dir():
             return
-        content = {"format": _FORMAT, "checksum": checksum, "kept": self._kept}
         try:
-            write_text(self._path, json.dumps(content))
+            write_text(
+                self._path,
+                json_text({"format": _FORMAT, "checksum": checksum, "kept": self._kept}, indent=None),
+            )
         except (OSError, OptionError):
             return
         self._saved = checksum
 
 
-def _checksum(kept: Any) -> str:
-    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+class Records:
+    """A study with its records, and the way it is shown.
+
+    Args:
+        spec: The study as it ran.
+        wanted: The keys that belong to it.
+        records: Records by key.
+        path: Its folder.
+
+    Attributes:
+        others: How many records in the folder do not belong to it.
+        notes: What the run has to say that returned it, such as that its time was over.
+    """
+
+    def __init__(
+        self, spec: Spec, wanted: Sequence[str], records: Mapping[str, Mapping[str, Any]], path: Path
+    ) -> None:
+        self.spec, self.path = spec, path
+        self.records = {key: records[key] for key in wanted if key in records}
+        self.others = len(records) - len(self.records)
+        self.notes: list[str] = []
+
+    def text(self, width: int | None = None) -> str:
+        """The summary that the terminal shows."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The summary."""
+        return self.text()
+
+    __repr__ = __str__
+
+    def _write(self, tables: Mapping[str, pandas.DataFrame]) -> list[str]:
+        """Write tables under their names, which are returned."""
+        with readable_disk_errors(self.path):
+            for name, table in tables.items():
+                write_text(self.path / name, csv_text(table))
+        return list(tables)
 
 
-class Study:
+class Study(Records):
     """What `flatness.study.load` returns.
 
     Args:
@@ -100,7 +138,6 @@ class Study:
         path: Its folder.
 
     Attributes:
-        notes: What the run has to say that returned it, such as that its time was over.
         memory: Tables that were computed before, and what its figures show.
     """
 
@@ -111,11 +148,8 @@ class Study:
         records: Mapping[str, Mapping[str, Any]],
         path: Path,
     ) -> None:
-        self.spec, self.networks, self.path = spec, list(networks), path
-        wanted = {network["key"] for network in networks}
-        self.records = {key: record for key, record in records.items() if key in wanted}
-        self.others = len(records) - len(self.records)
-        self.notes: list[str] = []
+        super().__init__(spec, [network["key"] for network in networks], records, path)
+        self.networks = list(networks)
         self.memory = Memory(path)
 
     @functools.cached_property
@@ -178,10 +212,12 @@ class Study:
         """The hyperparameters that vary, and the columns of each: several where they only vary together."""
         frame: Any = self._frame
         known = {axis for network in self.networks for axis in network["axes"]} - {SEED}
-        named = [axis.split("+") for axis in self.spec.axes()] if self.spec.configurations else []
-        named = named or [[axis] for axis in frame.columns if axis in known]
-        found = {"+".join(columns): columns for columns in named if len(frame[columns].drop_duplicates()) > 1}
-        return {**found, SEED: [SEED]} if SEED in frame and frame[SEED].nunique() > 1 else found
+        named = [[axis] for axis in frame.columns if axis in known]
+        if self.spec.configurations:
+            named = [axis.split("+") for axis in self.spec.axes()]
+        if SEED in frame:
+            named.append([SEED])
+        return {"+".join(columns): columns for columns in named if len(frame[columns].drop_duplicates()) > 1}
 
     def correlations(self, part: str | None = None) -> pandas.DataFrame:
         """A row per measured quantity: how it goes with the gap; see `correlations.correlation_table`."""
@@ -203,17 +239,14 @@ class Study:
         import pandas as pd
 
         kept, axes = self.kept(part), self.axes()
-        digest = hashlib.sha256(f"{code_digest()} {np.__version__} {compute.__name__}".encode())
-        digest.update(json.dumps({"axes": axes, **settings}).encode())
-        for name in kept.columns:
-            column: Any = kept[name]
-            digest.update(repr((name, str(column.dtype), column.tolist())).encode())
-        columns = self.memory.get("tables", digest.hexdigest())
+        cells = [[name, str(column.dtype), repr(column.tolist())] for name, column in kept.items()]
+        key = digest([code_digest(), np.__version__, compute.__name__, axes, settings, cells])
+        columns = self.memory.get("tables", key)
         if columns is not None:
             return pd.DataFrame({name: pd.Series(values, dtype=dtype) for name, dtype, values in columns})
         found = compute(kept, axes, **settings)
         columns = [[name, str(found[name].dtype), found[name].tolist()] for name in found.columns]
-        self.memory.put("tables", digest.hexdigest(), columns)
+        self.memory.put("tables", key, columns)
         self.memory.save()
         return found
 
@@ -273,18 +306,9 @@ class Study:
                 written[f"correlations{end}"] = self.correlations(part)
             if lines is not None:
                 written[f"lines{end}"] = lines.to_frame()
-        with readable_disk_errors(self.path):
-            for name, table in written.items():
-                write_text(self.path / name, csv_text(table))
-            self.memory.save()  # a packed study has a folder only now
-        return list(written)
+        self.memory.save()  # a packed study has a folder only now
+        return self._write(written)
 
     def text(self, width: int | None = None) -> str:
         """The summary that the terminal shows."""
         return summary_text(self, width)
-
-    def __str__(self) -> str:
-        """The summary."""
-        return self.text()
-
-    __repr__ = __str__

@@ -19,18 +19,7 @@ _INTERVAL, _NUMBER = 22, 5  # characters of a coefficient with its interval and 
 def summary_text(study: Any, width: int | None = None) -> str:
     """The summary of a `Study` that the terminal shows."""
     width = width or terminal_width()
-    counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in study.counts().items())
-    kept = study.kept()
-    left = "; ".join(f"{n} {reason}" for reason, n in study.filtered_out().items())
-    said = [
-        f"{study.spec.title} ({study.spec.name}, scale {study.spec.scale})",
-        f"{len(study.networks)} networks: {counts}.",
-        f"In the analysis: n = {len(kept)}. Left out: {left or 'none'}.",
-    ]
-    if study.others:
-        said.append(f"{study.others} records of other configurations are in the folder too and not counted.")
-    said += study.notes
-    lines = [piece for line in said for piece in wrapped(line, width)]
+    lines = [piece for line in _head(study) for piece in wrapped(line, width)]
     for part, settings in study.spec.parts.items():
         gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
         lines += ["", *_part_lines(study, part, gap, width)]
@@ -39,6 +28,20 @@ def summary_text(study: Any, width: int | None = None) -> str:
             said = [*str(along).split("\n"), compared(along)]
             lines += ["", *(piece for line in said for piece in wrapped(line, width))]
     return "\n".join(lines)
+
+
+def _head(study: Any) -> list[str]:
+    """What holds for all parts: how many networks there are, and which of them the analysis is about."""
+    counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in study.counts().items())
+    left = "; ".join(f"{n} {reason}" for reason, n in study.filtered_out().items())
+    head = [
+        f"{study.spec.title} ({study.spec.name}, scale {study.spec.scale})",
+        f"{len(study.networks)} networks: {counts}.",
+        f"In the analysis: n = {len(study.kept())}. Left out: {left or 'none'}.",
+    ]
+    if study.others:
+        head.append(f"{study.others} records of other configurations are in the folder too and not counted.")
+    return head + study.notes
 
 
 def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:

@@ -1,76 +1,65 @@
-"""Many data sets for each class separation: done in one call, or as a study's units of work."""
+"""Experiments that do the same with many data sets of each class separation."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from flatness.files import write_text
-from flatness.problem.progress import ProgressBar
-from flatness.report.sheets import csv_text
-from flatness.study.experiments.experiment import Row, chunks, positive, whole
+import numpy as np
 
-if TYPE_CHECKING:
-    import pandas
+from flatness.study.experiments.experiment import Experiment, Row, chunks, positive, whole
 
 One = Callable[..., Row]
 """(separation, number of the data set, **options) → its row. It declares the options and their defaults."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What an experiment found, a row per data set."""
+def over_separations(
+    name: str,
+    one: One,
+    separations: Sequence[float],
+    *,
+    scales: Mapping[str, Mapping[str, Any]],
+    check: Callable[[Mapping[str, Any]], None],
+    entry: Callable[[Sequence[Row]], Row],
+    verdict: Callable[[Sequence[Row]], str],
+) -> Experiment:
+    """The experiment that does `one` with 100 data sets, or as many as are asked for, of each separation.
 
-    rows: tuple[Row, ...]
-
-    def to_frame(self) -> pandas.DataFrame:
-        """The rows as a table."""
-        import pandas as pd
-
-        return pd.DataFrame(list(self.rows))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as CSV."""
-        write_text(path, csv_text(self.to_frame()))
-
-    def by_separation(self) -> Iterator[tuple[float, list[Row]]]:
-        """Every class separation, from the smallest, with its rows."""
-        for separation in sorted({row["separation"] for row in self.rows}):
-            yield separation, [row for row in self.rows if row["separation"] == separation]
-
-
-def options_of(one: One) -> dict[str, Any]:
-    """The options of an experiment on one data set, with their defaults."""
+    Args:
+        name: What a study file calls it.
+        one: What is done with a data set.
+        separations: The paper's class separations.
+        scales: What "smoke" and "small" change.
+        check: Refuses options that make no sense.
+        entry: From the rows of one separation to what the printed table has of them.
+        verdict: From that table to what it says about the paper's claim.
+    """
     parameters = inspect.signature(one).parameters.values()
-    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    own = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    return Experiment(
+        name=name,
+        options={"separations": separations, "datasets": 100, **own},
+        scales=scales,
+        counted="data sets",
+        units=functools.partial(_units, check),
+        work=functools.partial(_work, one),
+        summary=functools.partial(_summary, entry),
+        verdict=verdict,
+    )
 
 
-def all_rows(
-    one: One, separations: Sequence[float], datasets: int, jobs: int, progress: bool, **options: Any
-) -> tuple[Row, ...]:
-    """The rows of all data sets, in several processes."""
-    import joblib
-
-    calls = [
-        joblib.delayed(one)(separation, number, **options)
-        for separation in separations
-        for number in range(datasets)
-    ]
-    rows: list[Row] = []
-    with ProgressBar("data sets", len(calls), progress) as bar:
-        for row in joblib.Parallel(n_jobs=jobs, return_as="generator")(calls):
-            rows.append(row)  # type: ignore[arg-type]
-            bar.advance()
-    return tuple(rows)
+def seed_of(separation: float, number: int, seed: int) -> int:
+    """The seed of everything random in one data set."""
+    return int(np.random.SeedSequence([seed, round(1000 * separation), number]).generate_state(1)[0])
 
 
-def units_of(options: Mapping[str, Any], counted: Sequence[str]) -> list[Row]:
-    """Units of a few data sets of one separation each; `counted` are options of at least 1."""
+def _units(check: Callable[[Mapping[str, Any]], None], options: Mapping[str, Any]) -> list[Row]:
+    """Units of a few data sets of one separation each."""
+    check(options)
     positive(options, "separations")
-    whole(options, "datasets", *counted)
+    whole(options, "datasets")
     shared = {name: value for name, value in options.items() if name not in ("separations", "datasets")}
     return [
         {"separation": float(separation), "first": first, "count": count, **shared}
@@ -79,8 +68,17 @@ def units_of(options: Mapping[str, Any], counted: Sequence[str]) -> list[Row]:
     ]
 
 
-def rows_of(one: One, unit: Mapping[str, Any]) -> list[Row]:
+def _work(one: One, unit: Mapping[str, Any]) -> list[Row]:
     """The rows of a unit."""
     shared = {name: value for name, value in unit.items() if name not in ("separation", "first", "count")}
     numbers = range(unit["first"], unit["first"] + unit["count"])
     return [one(unit["separation"], number, **shared) for number in numbers]
+
+
+def _summary(entry: Callable[[Sequence[Row]], Row], rows: Sequence[Row]) -> list[Row]:
+    """A row for every class separation, from the smallest."""
+    found = []
+    for separation in sorted({row["separation"] for row in rows}):
+        own = [row for row in rows if row["separation"] == separation]
+        found.append({"separation": separation, "n": len(own), **entry(own)})
+    return found

@@ -8,10 +8,12 @@ from typing import Any
 
 from flatness.errors import SpecError, nearest
 from flatness.study.configuration import digest
+from flatness.study.key import Key
 
 Row = dict[str, Any]
 DONE = "done"
 """The status of a unit of work that has its rows."""
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,9 @@ class Experiment:
                     f"Expected an option of {self.name} in [experiment] but {where} has {name!r}."
                     f"{nearest(name, self.options)} Known: {', '.join(self.options)}."
                 )
-            kind, said = _kind(self.options[name])
-            if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
-                raise SpecError(f"Expected {name} in [experiment] to be {said} but {where} has {value!r}.")
+            kind = _KINDS.get(type(self.options[name]), "a list")
+            Key(kind).check(value, f"{name} in [experiment]", where)
         return {**self.options, **given}
-
-
-def _kind(default: Any) -> tuple[tuple[type, ...], str]:
-    """What takes the place of a default, and how that is said."""
-    if isinstance(default, bool):
-        return (bool,), "true or false"
-    if isinstance(default, int):
-        return (int,), "a whole number"
-    if isinstance(default, float):
-        return (int, float), "a number"
-    return ((str,), "text") if isinstance(default, str) else ((list, tuple), "a list")
 
 
 def unit_key(name: str, unit: Mapping[str, Any]) -> str:

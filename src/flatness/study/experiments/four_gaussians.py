@@ -34,11 +34,6 @@ class FourGaussians:
     mixing: Tensor
     separation: float
 
-    @property
-    def features(self) -> int:
-        """The dimension m = 8."""
-        return _INFORMATIVE + _REDUNDANT
-
     @classmethod
     def draw(cls, separation: float, seed: int = 0) -> FourGaussians:
         """A random distribution with this class separation.
@@ -67,13 +62,11 @@ class FourGaussians:
         y = 2.0 * (cluster % 2).double() - 1
         return torch.cat([z, z @ self.mixing], dim=1), y[:, None]
 
-    def sample_noise_free(self, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """The same features labelled by `label`: the noise-free setting that the theory assumes."""
-        z, _ = self.sample(n, seed)
-        return z, self.label(z)
-
     def label(self, z: Tensor) -> Tensor:
-        """y(z), the more probable class at the six informative features: ±1, (n, 1)."""
+        """y(z), the more probable class at the six informative features: ±1, (n, 1).
+
+        Labels without noise, as the theory assumes them.
+        """
         x = z[:, :_INFORMATIVE]
         scores = []
         for mean, factor in zip(self.means, self.factors, strict=True):

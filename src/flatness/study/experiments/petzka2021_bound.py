@@ -6,10 +6,8 @@ computes, which is another quantity (see `published_script_bound`).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,16 +15,14 @@ import torch
 from torch import Tensor
 
 from flatness.errors import SpecError
-from flatness.generalization.fitting import LinearPredictor, Predictor, Ridge, sample_losses
+from flatness.generalization.fitting import Predictor, Ridge, sample_losses
 from flatness.generalization.kernels import Kernel, kernel_of
 from flatness.generalization.local_losses import local_losses
 from flatness.generalization.representativeness import cross_validated
 from flatness.losses import Loss, resolve_loss
-from flatness.measuring.measure import measure
-from flatness.study.experiments.data_sets import Rows, all_rows, options_of, rows_of, units_of
-from flatness.study.experiments.experiment import Experiment, Row, positive, trend
+from flatness.study.experiments.data_sets import over_separations, seed_of
+from flatness.study.experiments.experiment import Row, positive, trend, whole
 from flatness.study.experiments.four_gaussians import FourGaussians
-from flatness.study.experiments.published_script import published_script_bound
 from flatness.study.experiments.reversed_network import reversed_network
 
 SEPARATIONS = (0.5, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
@@ -39,56 +35,6 @@ _AVERAGED = (
     "flatness_term",
     "published_script",
 )
-
-
-@dataclass(frozen=True)
-class BoundExperiment(Rows):
-    """What the experiment found.
-
-    Attributes:
-        rows: One per data set: separation, dataset, gap (20,000 fresh samples), cross_validated_gap,
-            representativeness, representativeness_stderr, direct_representativeness (Monte Carlo from the
-            true distribution, ψ fitted to all samples), relative_flatness, flatness_term, bound, and
-            published_script, the bound as the published script has it.
-    """
-
-    def summary(self) -> list[dict[str, float]]:
-        """Means over the data sets of each separation, standard errors, and how often the bound holds."""
-        from scipy import stats
-
-        found = []
-        for separation, rows in self.by_separation():
-            entry: Row = {"separation": separation, "n": len(rows)}
-            for name in (name for name in _AVERAGED if name in rows[0]):
-                values = np.array([row[name] for row in rows])
-                entry[name] = float(values.mean())
-                entry[f"{name}_stderr"] = float(stats.sem(values)) if len(values) > 1 else math.nan
-            for bound, share in (("bound", "holds"), ("published_script", "published_holds")):
-                if bound in rows[0]:
-                    entry[share] = float(np.mean([row[bound] >= row["gap"] for row in rows]))
-            found.append(entry)
-        return found
-
-
-def petzka2021_bound(
-    separations: Sequence[float] = SEPARATIONS,
-    datasets: int = 20,
-    *,
-    jobs: int = 1,
-    progress: bool = True,
-    **options: Any,
-) -> BoundExperiment:
-    """Run the experiment.
-
-    Args:
-        separations: Class separations c.
-        datasets: Data sets per separation.
-        jobs: Processes.
-        progress: Whether to show a bar.
-        options: Those of `bound_of_one`: ``samples``, ``folds``, ``delta``, ``draws``, ``kernel``,
-            ``penalty``, ``published_script`` and ``seed``.
-    """
-    return BoundExperiment(all_rows(bound_of_one, separations, datasets, jobs, progress, **options))
 
 
 def bound_of_one(
@@ -117,13 +63,19 @@ def bound_of_one(
         penalty: Of the ridge regression.
         published_script: Whether to compute, beside the paper's bound, what its published script does.
         seed: Seed of everything random.
+
+    Returns:
+        separation, dataset, gap (20,000 fresh samples), cross_validated_gap, representativeness,
+        representativeness_stderr, direct_representativeness (Monte Carlo from the true distribution, ψ fitted
+        to all samples), relative_flatness, flatness_term, bound, and published_script, the bound as the
+        published script has it.
     """
-    place = int(np.random.SeedSequence([seed, round(1000 * separation), number]).generate_state(1)[0])
+    place = seed_of(separation, number, seed)
     distribution = FourGaussians.draw(separation, place)
     z, y = distribution.sample(samples, place)
     fit, loss = Ridge(penalty), resolve_loss("squared_error")
     predictor = fit(z, y)
-    flat, m = _relative_flatness(z, y, predictor, place), z.shape[1]
+    flat, m = reversed_network(z, predictor, place).relative_flatness(y), z.shape[1]
     moved = {"kernel": kernel_of(kernel), "delta": delta, "draws": draws}
     found = cross_validated(z, y, fit, loss, folds=folds, seed=place, **moved)
     direct = direct_representativeness(
@@ -174,15 +126,38 @@ def direct_representativeness(
     return float(risk) - float(around.mean())
 
 
-def _relative_flatness(z: Tensor, y: Tensor, predictor: LinearPredictor, seed: int) -> float:
-    """Of the last layer of a network with these features, as `flatness.measure` has it."""
-    network = reversed_network(z, predictor, seed)
-    data = (network.inputs, torch.cat([y, -y], dim=1).float())
-    report = measure(network.model, data, "mse", measures="relative_flatness", layers="fc5", progress=False)
-    return report.value("relative_flatness", layer="fc5")
+def published_script_bound(
+    z: Tensor,
+    y: Tensor,
+    relative_flatness: float,
+    delta: float = 0.1,
+    penalty: float = 1.0,
+    folds: int = 10,
+    seed: int = 0,
+) -> float:
+    """The bound as the published script has it, for labels y = ±1.
+
+    Bandwidths are passed as the *weights* w_i ∝ ‖z_i‖ of an estimate with fixed bandwidth 1, evaluated at
+    the root of the distance; the loss is that of predicted classes; and the sum over kernel points is
+    divided by their number once more: Σ_j [ℓ(ψ(z_j), y_j) − (1/n) Σ_i w_i K(√‖z_j − z_i‖) ℓ(ψ(z_i), y_j)] /
+    n_T. The second sum is tiny, and what remains is the cross-validated error rate. The flatness term is
+    (δ²/m)(κ_Tr/m).
+    """
+    order = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))
+    total = 0.0
+    for part in torch.tensor_split(order, folds):
+        rest = order[~torch.isin(order, part)]
+        predict = Ridge(penalty)(z[rest], y[rest])
+        guess, own = predict(z[part]).sign(), predict(z[rest]).sign()
+        weights = z[rest].norm(dim=1)
+        kernel = torch.exp(-torch.cdist(z[part], z[rest]) / 2) / math.sqrt(2 * math.pi)
+        wrong = (y[part] != own.T).double()
+        smoothed = (kernel * (weights / weights.sum()) * wrong).sum(1) / len(rest)
+        total += float(((guess != y[part]).double()[:, 0] - smoothed).mean()) / folds
+    return total + delta**2 / z.shape[1] * relative_flatness / z.shape[1]
 
 
-def _units(options: Mapping[str, Any]) -> list[Row]:
+def _check(options: Mapping[str, Any]) -> None:
     positive(options, "delta")
     kernel_of(options["kernel"])
     if options["folds"] < 2 or options["samples"] < 2 * options["folds"]:
@@ -190,7 +165,22 @@ def _units(options: Mapping[str, Any]) -> list[Row]:
             "Expected at least 2 folds in [experiment] and two samples for each but got "
             f"folds = {options['folds']}, samples = {options['samples']}."
         )
-    return units_of(options, ("samples", "folds", "draws"))
+    whole(options, "draws")
+
+
+def _entry(rows: Sequence[Row]) -> Row:
+    """Means over the data sets of a separation, standard errors, and how often the bound holds."""
+    from scipy import stats
+
+    entry: Row = {}
+    for name in (name for name in _AVERAGED if name in rows[0]):
+        values = np.array([row[name] for row in rows])
+        entry[name] = float(values.mean())
+        entry[f"{name}_stderr"] = float(stats.sem(values)) if len(values) > 1 else math.nan
+    for bound, share in (("bound", "holds"), ("published_script", "published_holds")):
+        if bound in rows[0]:
+            entry[share] = float(np.mean([row[bound] >= row["gap"] for row in rows]))
+    return entry
 
 
 def _verdict(table: Sequence[Row]) -> str:
@@ -204,14 +194,13 @@ def _verdict(table: Sequence[Row]) -> str:
     )
 
 
-BOUND = Experiment(
-    name="petzka2021_bound",
-    options={"separations": SEPARATIONS, "datasets": 100, **options_of(bound_of_one)},
+BOUND = over_separations(
+    "petzka2021_bound",
+    bound_of_one,
+    SEPARATIONS,
     scales={"smoke": {"datasets": 3}, "small": {"datasets": 20}},
-    counted="data sets",
-    units=_units,
-    work=functools.partial(rows_of, bound_of_one),
-    summary=lambda rows: BoundExperiment(tuple(rows)).summary(),
+    check=_check,
+    entry=_entry,
     verdict=_verdict,
 )
 """Fig. 4 as a study."""

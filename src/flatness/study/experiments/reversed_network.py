@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatness.generalization.fitting import LinearPredictor
+from flatness.measuring.measure import measure
 from flatness.zoo.models import initialize, petzka2021_synthetic
 
 SCALE = 0.25
@@ -39,6 +40,12 @@ class ReversedNetwork:
     outputs: Tensor
     error: float
     clipped: float
+
+    def relative_flatness(self, y: Tensor) -> float:
+        """Of ψ at the first inputs, which have the labels y = ±1 (n, 1), as `flatness.measure` has it."""
+        data = (self.inputs[: len(y)], torch.cat([y, -y], dim=1).float())
+        report = measure(self.model, data, "mse", measures="relative_flatness", layers="fc5", progress=False)
+        return report.value("relative_flatness", layer="fc5")
 
 
 def reversed_network(z: Tensor, predictor: LinearPredictor, seed: int) -> ReversedNetwork:

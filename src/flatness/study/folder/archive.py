@@ -18,6 +18,7 @@ from flatness.study.spec.origin import ORIGIN
 SUFFIX = ".json.xz"
 """What the name of an archive ends with."""
 
+_WRITTEN = "an archive that 'flatness study pack' wrote"
 _FORMAT = "flatness study archive"
 _VERSION = 1
 _USUAL = 256 * 2**20  # bytes that any archive may unpack to; reading JSON takes several times as much
@@ -86,21 +87,9 @@ def read_archive(file: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dic
     Raises:
         StudyError: It cannot be read, is something else, or is of another version.
     """
-    refusal = f"Expected an archive that 'flatness study pack' wrote but {file} is"
-    try:
-        content = parse_json(unpack_xz(file, _USUAL))
-    except FileNotFoundError as error:
-        raise StudyError(
-            f"Expected an archive that 'flatness study pack' wrote but there is no {file}."
-        ) from error
-    except TooLargeError as error:
-        raise StudyError(f"Expected an archive of a usual size but {file} {error}.") from error
-    except ShapeError as error:
-        raise StudyError(f"{refusal} {error}.") from error
-    except (OSError, lzma.LZMAError) as error:
-        raise StudyError(f"{refusal} not: {error}.") from error
+    content = _unpacked(file)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise StudyError(f"{refusal} something else.")
+        raise _refusal(_WRITTEN, f"{file} is something else")
     if content.get("version") != _VERSION:
         raise StudyError(
             f"Expected an archive of version {_VERSION} but {file} has version {content.get('version')}. "
@@ -111,16 +100,31 @@ def read_archive(file: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dic
     try:
         check_shape(study, STUDY, "study")
     except ShapeError as error:
-        raise StudyError(
-            f"Expected an archive that says what its study is but {file} does not: {error}."
-        ) from error
+        raise _refusal("an archive that says what its study is", f"{file} does not: {error}") from error
     if not isinstance(records, list) or not all(_has_key(record) for record in records):
-        raise StudyError(f"Expected records with a key each but {file} has others.")
+        raise _refusal("records with a key each", f"{file} has others")
     try:
         check_shape(records, [RECORD], "records")
     except ShapeError as error:
-        raise StudyError(f"Expected whole records but {file} has others: {error}.") from error
+        raise _refusal("whole records", f"{file} has others: {error}") from error
     return study, records
+
+
+def _unpacked(file: str | os.PathLike[str]) -> Any:
+    try:
+        return parse_json(unpack_xz(file, _USUAL))
+    except FileNotFoundError as error:
+        raise _refusal(_WRITTEN, f"there is no {file}") from error
+    except TooLargeError as error:
+        raise _refusal("an archive of a usual size", f"{file} {error}") from error
+    except ShapeError as error:
+        raise _refusal(_WRITTEN, f"{file} is {error}") from error
+    except (OSError, lzma.LZMAError) as error:
+        raise _refusal(_WRITTEN, f"{file} is not: {error}") from error
+
+
+def _refusal(wanted: str, found: str) -> StudyError:
+    return StudyError(f"Expected {wanted} but {found}.")
 
 
 def _has_key(record: Any) -> bool:

@@ -9,17 +9,13 @@ network is given up and the study goes on without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from flatness.errors import StudyError
 from flatness.files import TEXT, WHOLE, ShapeError, check_shape, parse_json, write_text
 from flatness.study.folder.records import Folder, readable_disk_errors
-
-T = TypeVar("T")
 
 _SUFFIX = ".busy"
 _SHAPE = {"doing": TEXT, "keys": [TEXT], "attempts": WHOLE}
@@ -55,13 +51,14 @@ def in_hand(folder: Folder, name: str, doing: str, keys: Sequence[str]) -> Itera
     Args:
         folder: The study's.
         name: Of the work: that of its checkpoint or record.
-        doing: "training" or "measuring".
+        doing: "training" or "measuring", which is also the folder of the note.
         keys: Networks, or units of an experiment.
     """
-    path = _place(folder, doing) / f"{name}{_SUFFIX}"
+    path = folder.path / doing / f"{name}{_SUFFIX}"
     before = _read(path)
-    again = before is not None and before.keys == tuple(keys) and not _got_further(folder, before)
-    attempts = before.attempts + 1 if before is not None and again else 1
+    attempts = 1
+    if before is not None and before.keys == tuple(keys) and not _got_further(folder, before):
+        attempts += before.attempts
     with readable_disk_errors(folder.path):
         write_text(path, json.dumps({"doing": doing, "keys": list(keys), "attempts": attempts}))
     try:
@@ -72,64 +69,22 @@ def in_hand(folder: Folder, name: str, doing: str, keys: Sequence[str]) -> Itera
 
 def left_in_hand(folder: Folder) -> list[Note]:
     """What processes were at that are gone; asked while none is at work."""
-    paths = [path for place in (folder.training, folder.measuring) for path in place.glob(f"*{_SUFFIX}")]
-    return [note for path in sorted(paths) if (note := _read(path)) is not None]
+    paths = sorted(folder.path.glob(f"*/*{_SUFFIX}"))
+    return [note for path in paths if (note := _read(path)) is not None]
 
 
-def forget_notes(folder: Folder) -> None:
-    """Remove all notes, when everything is done."""
+def forget_notes(folder: Folder, keys: tuple[str, ...] | None = None) -> None:
+    """Remove the notes of these keys; all of them when everything is done."""
     for note in left_in_hand(folder):
-        note.path.unlink(missing_ok=True)
+        if keys in (None, note.keys):
+            note.path.unlink(missing_ok=True)
 
 
-def done_alone(
-    folder: Folder, tasks: Mapping[str, T], alone: Callable[[T], bool], give_up: Callable[[T, str, int], None]
-) -> bool:
-    """Do in a process of its own what one process after the other died over.
-
-    Args:
-        folder: The study's.
-        tasks: What there is to do for each key.
-        alone: Does it in a process of its own; raises `StudyError` where that dies, and says whether it is
-            done, or time ran out.
-        give_up: Leaves a record of what killed its process, from what it was at and how often.
-
-    Returns:
-        False when time ran out.
-    """
-    for note in left_in_hand(folder):
-        if note.attempts < _DEATHS or _got_further(folder, note):
-            continue
-        for key in note.keys:
-            try:
-                if key in tasks and not alone(tasks[key]):
-                    return False
-            except WorkerKilledError:
-                give_up(tasks[key], note.doing, note.attempts + 1)
-                for own in left_in_hand(folder):
-                    if own.keys == (key,):
-                        own.path.unlink(missing_ok=True)
-        note.path.unlink(missing_ok=True)
-    return True
-
-
-class WorkerKilledError(StudyError):
-    """A process of the run was killed."""
-
-
-def killed(folder: Folder, codes: str) -> WorkerKilledError:
-    """The error for a worker that was killed: what it may have been, and what to do."""
-    notes = left_in_hand(folder)
-    at_work = f" At work was: {'; '.join(map(str, notes[:4]))}." if notes else ""
-    return WorkerKilledError(
-        f"Expected the processes of the run to live but one was killed{codes}, perhaps by the system for "
-        "want of memory. Run the same command again, with fewer --jobs where memory is short: what is "
-        f"finished is kept, and a network that kills its process three times is set aside.{at_work}"
-    )
-
-
-def _place(folder: Folder, doing: str) -> Path:
-    return folder.training if doing == "training" else folder.measuring
+def deadly_notes(folder: Folder) -> list[Note]:
+    """What one process after the other died over and got no further."""
+    return [
+        note for note in left_in_hand(folder) if note.attempts >= _DEATHS and not _got_further(folder, note)
+    ]
 
 
 def _read(path: Path) -> Note | None:
@@ -143,10 +98,11 @@ def _read(path: Path) -> Note | None:
 
 def _got_further(folder: Folder, note: Note) -> bool:
     """Whether anything was written down of the work since it was begun."""
-    begun = _changed(note.path)
-    states = [folder.training / f"{note.path.stem}.pt"]
-    states += [folder.records / f"{key}.json" for key in note.keys]
-    return any(_changed(path) > begun for path in states)
+    written = [
+        folder.training / f"{note.path.stem}.pt",
+        *(folder.records / f"{key}.json" for key in note.keys),
+    ]
+    return any(_changed(path) > _changed(note.path) for path in written)
 
 
 def _changed(path: Path) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +24,7 @@ _PARTS = {
     "records": re.compile(r"\.[\w-]+\.json" + _TOKEN),
     "weights": re.compile(r"\.[\w-]+\.safetensors" + _TOKEN),
     "training": re.compile(r"\.[\w-]+\.(pt|json|busy)" + _TOKEN),
-    "measuring": re.compile(r"\.([\w-]+\.busy|now\.pt|\d+\.pt)" + _TOKEN),
+    "measuring": re.compile(r"\.[\w-]+\.busy" + _TOKEN),
 }
 
 
@@ -37,47 +36,30 @@ def refuse_links(folder: Path) -> None:
     Raises:
         StudyError: There is one; the message names it.
     """
-    tables = [path.name for path in folder.glob("*.csv")] if folder.is_dir() else []
-    for name in (*FOLDERS, *_FILES, *tables):
-        path = folder / name
-        if path.is_symlink() or path.exists():
-            _check(path, path.is_symlink(), path.is_file() or path.is_dir())
+    for path in (*(folder / name for name in (*FOLDERS, *_FILES)), *folder.glob("*.csv")):
+        _check(path)
     for name in (*FOLDERS, "figures"):
-        for entry in _entries(folder / name):
-            plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
-            _check(Path(entry.path), entry.is_symlink(), plain)
+        for path in (folder / name).rglob("*"):  # which does not follow links
+            _check(path)
 
 
-def _check(path: Path, link: bool, plain: bool) -> None:
-    if link:
+def _check(path: Path) -> None:
+    if path.is_symlink():
         raise StudyError(
             f"Expected plain files and folders in a study's folder but {path} is a symbolic link to "
             f"{os.readlink(path)}, and a run would write there. Replace it by what it stands for; the whole "
             "folder may be a link."
         )
-    if not plain:
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise StudyError(
             f"Expected plain files and folders in a study's folder but {path} is neither. Remove it."
         )
 
 
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """What lies in a folder, and in its folders, links not followed."""
-    if not folder.is_dir():
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            yield entry
-            if entry.is_dir(follow_symlinks=False):
-                yield from _entries(Path(entry.path))
-
-
 def remove_parts(folder: Path) -> None:
     """Remove what a killed run was about to write; files of other names stay, whoever made them."""
     for place, pattern in _PARTS.items():
-        here = folder / place
-        below = [path for path in here.iterdir() if path.is_dir()] if place == "measuring" else []
-        for file in (path for each in (here, *below) for path in each.iterdir()):
+        for file in (folder / place).iterdir():
             if pattern.fullmatch(file.name) and file.is_file() and not file.is_symlink():
                 file.unlink(missing_ok=True)
 
@@ -88,7 +70,7 @@ def opened(path: Path) -> IO[str]:
     Raises:
         StudyError: Its last part is a link, or another name of a file elsewhere.
     """
-    _check(path, path.is_symlink(), True)
+    _check(path)
     # Again by the system, which knows at the moment of opening; Windows has no such flag.
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
     file = os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ VERSION = 1
 """Of records; one of another version is refused."""
 
 _CHECKSUMS = "checksums"
-_SEAL = b', "seal": "'  # what stands between the text of a record and the digest of that text
 _VALUES = [{"measure": TEXT, "layer": Optional(TEXT), "reduction": Optional(TEXT), "value": NUMBER}]
 _MEASURING = {"key": TEXT, "results": _VALUES, "rescaled": Optional(_VALUES), "seconds": Optional(NUMBER)}
 _LOSSES = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
@@ -57,36 +55,51 @@ STUDY: dict[str, Any] = {
 
 
 def record_text(key: str, record: Mapping[str, Any]) -> str:
-    """A record as JSON, with a digest of every entry, and one of the whole text at its end."""
+    """A record as JSON, with a digest of every entry."""
     content = {"format": FORMAT, "version": VERSION, "key": key, **record}
     read_again: dict[str, Any] = parse_json(json_text(content).encode())
-    content[_CHECKSUMS] = {name: digest(value) for name, value in read_again.items()}
-    text = json_text(content, indent=None)
-    return f'{text[:-1]}{_SEAL.decode()}{_seal_of(text.encode())}"}}'
+    checksums = {name: digest(value) for name, value in read_again.items()}
+    return json_text({**content, _CHECKSUMS: checksums}, indent=None)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record in a file.
+    """The record in a file, every entry held against its shape and digest.
 
-    A text that is as it was written needs no further look. In one that is not, every entry is held against
-    its shape and digest: one that has been removed is no damage, and what earlier versions wrote has no
-    digests.
+    An entry that has been removed is no damage, and what earlier versions wrote has no digests.
 
     Raises:
         OSError: The file cannot be read.
         DamagedFileError: Its content is not what was written; the message is a clause.
         StudyError: It is of another version, or no record at all.
     """
-    raw = path.read_bytes()
     try:
-        content = parse_json(raw)
+        content = parse_json(path.read_bytes())
     except ShapeError as error:
         raise DamagedFileError(f"it is {error}") from error
-    text, sealed, seal = raw.rpartition(_SEAL)
-    whole = seal == f'{_seal_of(text + b"}")}"}}'.encode()
-    known = isinstance(content, dict) and (content.get("format"), content.get("version")) == (FORMAT, VERSION)
-    if sealed and not whole and not known:
-        raise DamagedFileError("its format and version are not as they were written")
+    written = content.pop(_CHECKSUMS, {}) if isinstance(content, dict) else {}
+    _check_head(path, content, written)
+    content.pop("seal", None)  # a digest of the whole text, as earlier versions wrote it
+    if content.get("key", path.stem) != path.stem:
+        raise DamagedFileError(f"it is the record of {content['key']}")
+    try:
+        check_shape(content, RECORD)
+    except ShapeError as error:
+        raise DamagedFileError(str(error)) from error
+    for name, value in content.items():
+        if written and written.get(name) != digest(value):
+            raise DamagedFileError(f"{name!r} is not as it was written")
+    return content
+
+
+def _check_head(path: Path, content: Any, written: Any) -> None:
+    """Refuse what is no record, or one of another version, unless that is a damage."""
+    try:
+        check_shape(written, {}, _CHECKSUMS)
+    except ShapeError as error:
+        raise DamagedFileError(str(error)) from error
+    for name in ("format", "version"):
+        if name in written and written[name] != digest(content.get(name)):
+            raise DamagedFileError("its format and version are not as they were written")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise StudyError(f"Expected a record of a study but {path} holds something else. Move it away.")
     if content.get("version") != VERSION:
@@ -94,25 +107,3 @@ def read_record(path: Path) -> dict[str, Any]:
             f"Expected records of version {VERSION} but {path} has version {content.get('version')}. "
             "Read them with the flatness that wrote them, or run the study in another folder."
         )
-    written = content.pop(_CHECKSUMS, {})
-    content.pop("seal", None)
-    if content.get("key", path.stem) != path.stem:
-        raise DamagedFileError(f"it is the record of {content['key']}")
-    if not whole:
-        _check_entries(content, written)
-    return content
-
-
-def _check_entries(content: Mapping[str, Any], written: Any) -> None:
-    try:
-        check_shape(content, RECORD)
-        check_shape(written, {}, _CHECKSUMS)
-    except ShapeError as error:
-        raise DamagedFileError(str(error)) from error
-    for name, value in content.items():
-        if written and written.get(name) != digest(value):
-            raise DamagedFileError(f"{name!r} is not as it was written")
-
-
-def _seal_of(text: bytes) -> str:
-    return hashlib.blake2b(text, digest_size=16).hexdigest()

@@ -51,8 +51,8 @@ class Folder:
     def make(self) -> None:
         """Make the folders."""
         with readable_disk_errors(self.path):
-            for folder in (self.records, self.weights, self.training, self.measuring):
-                folder.mkdir(parents=True, exist_ok=True)
+            for name in FOLDERS:
+                (self.path / name).mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -76,7 +76,6 @@ class Folder:
                 file.truncate(0)
                 file.write(str(os.getpid()))
                 file.flush()
-            with readable_disk_errors(self.path):
                 remove_parts(self.path)
             yield
 

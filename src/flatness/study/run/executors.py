@@ -6,6 +6,7 @@ In this process, in several on this machine, or on a cluster through Ray.
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import math
 import os
@@ -23,7 +24,7 @@ from torch import AcceleratorError
 from flatness.errors import OptionError, StudyError, nearest
 from flatness.study.configuration import digest
 from flatness.study.folder.environment import environment
-from flatness.study.folder.in_hand import killed
+from flatness.study.folder.in_hand import deadly_notes, forget_notes, left_in_hand
 from flatness.study.folder.records import Folder, readable_disk_errors
 from flatness.study.training.train import OutOfTimeError
 
@@ -39,7 +40,7 @@ class Orders:
     """What every piece of work of a run is told.
 
     Attributes:
-        folder: Path of the study.
+        folder: The study's.
         parts: The settings of each part.
         device: Where to train and measure.
         until: Wall-clock time (`time.time`) at which to stop; infinite for never.
@@ -49,7 +50,7 @@ class Orders:
         data: What marks the content of each data set at the beginning of the run, by the digest of its table.
     """
 
-    folder: str
+    folder: Folder
     parts: Mapping[str, Mapping[str, Any]]
     device: str
     until: float = math.inf
@@ -75,26 +76,40 @@ class Orders:
         }
 
 
-def done_in_time(orders: Orders, work: Callable[[Folder], None]) -> bool:
-    """Do a piece of work on the study's folder; False when time ran out."""
-    end_with(orders.parent)
-    try:
-        with tf32(False):
-            work(Folder(orders.folder))
-    except OutOfTimeError:
-        return False
-    return True
+def in_time(work: Callable[[T, Orders], object]) -> Callable[[T, Orders], bool]:
+    """Make of work something that says whether it is done, or time ran out."""
+
+    @functools.wraps(work)
+    def task(one: T, orders: Orders) -> bool:
+        end_with(orders.parent)
+        try:
+            with kernels(rounded=False):
+                work(one, orders)
+        except OutOfTimeError:
+            return False
+        return True
+
+    return task
 
 
 @contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
-    """Whether products and convolutions on a GPU may round their factors to ten bits, inside."""
-    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+def kernels(rounded: bool) -> Iterator[None]:
+    """Which kernels a GPU takes, inside.
+
+    Convolutions go by cuDNN's own rules and not by a race, which takes others when the device is busy.
+
+    Args:
+        rounded: Whether products and convolutions may round their factors to ten bits (TF32).
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
+    matmul.allow_tf32 = cudnn.allow_tf32 = rounded
+    cudnn.benchmark = False
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
 
 
 @contextmanager
@@ -119,22 +134,21 @@ def failures_told(folder: Folder, tell: Callable[[str], object]) -> Iterator[Non
         tell(f"{type(error).__name__}: {first}")
 
 
+@functools.cache
 def end_with(parent: int) -> None:
     """In a worker process: end when the process that started it is gone, also when that was killed.
 
     Args:
         parent: The process that started this one; 0 for none, and nothing happens.
     """
-    if not parent or getattr(end_with, "watching", False):
-        return
-    end_with.watching = True  # type: ignore[attr-defined]
 
     def watch() -> None:
         while os.getppid() == parent:  # not from the beginning, if it was killed before this one got here
             time.sleep(0.2)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    if parent:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def check_executor(executor: str) -> None:
@@ -171,33 +185,56 @@ def execute(
         do: What does a task; it can be called in another process.
     """
     if executor == "local" and min(jobs, len(tasks)) <= 1:
-        return (do(task, orders) for task in tasks)
-    return _parallel(tasks, orders, executor, jobs, do)
-
-
-def _parallel(
-    tasks: Sequence[T], orders: Orders, executor: str, jobs: int, do: Callable[[T, Orders], bool]
-) -> Iterator[bool]:
+        yield from (do(task, orders) for task in tasks)
+        return
     from joblib import Parallel, delayed, parallel_config
 
-    asked: dict[str, Any] = {}
+    backend, asked = "ray", {}
     if executor == "ray":
         _ray_backend()()  # joins the cluster of RAY_ADDRESS, or starts Ray here
     else:
         orders = replace(orders, parent=os.getpid())
-        asked = {"return_as": "generator_unordered"}  # Ray's backend cannot hand out results as they come
+        # Ray's backend cannot hand out results as they come.
+        backend, asked = "loky", {"return_as": "generator_unordered"}
     calls = [delayed(do)(task, _on_device(orders, number)) for number, task in enumerate(tasks)]
-    with parallel_config("ray" if executor == "ray" else "loky", n_jobs=jobs), _naming_deaths(orders):
+    with parallel_config(backend, n_jobs=jobs), _naming_deaths(orders):
         found: Any = Parallel(pre_dispatch="all", **asked)(calls)
         yield from found
 
 
-def execute_alone(task: T, orders: Orders, do: Callable[[T, Orders], bool]) -> bool:
-    """Do one task in a process of its own, which may die without taking the run along.
+class WorkerKilledError(StudyError):
+    """A process of the run was killed."""
 
-    Raises:
-        WorkerKilledError: It died.
+
+def done_alone(
+    tasks: Mapping[str, T],
+    orders: Orders,
+    do: Callable[[T, Orders], bool],
+    give_up: Callable[[T, str, Orders], None],
+) -> bool:
+    """Do in processes of their own what one process after the other died over; False when time ran out.
+
+    Args:
+        tasks: What there is to do for each key.
+        orders: What each is told.
+        do: What does a task.
+        give_up: Leaves a record of a task that killed its own process too, with this reason.
     """
+    for note in deadly_notes(orders.folder):
+        for key in filter(tasks.__contains__, note.keys):
+            try:
+                if not execute_alone(tasks[key], orders, do):
+                    return False
+            except WorkerKilledError:
+                deaths = f"killed its process {note.attempts + 1} times, perhaps for want of memory"
+                give_up(tasks[key], f"{note.doing}: {deaths}. --retry tries it again.", orders)
+                forget_notes(orders.folder, (key,))
+        note.path.unlink(missing_ok=True)
+    return True
+
+
+def execute_alone(task: T, orders: Orders, do: Callable[[T, Orders], bool]) -> bool:
+    """Do one task in a process of its own, which may die without taking the run along."""
     from joblib.externals.loky import ProcessPoolExecutor
 
     with _naming_deaths(orders), ProcessPoolExecutor(max_workers=1) as pool:
@@ -212,7 +249,14 @@ def _naming_deaths(orders: Orders) -> Iterator[None]:
         yield
     except BrokenProcessPool as error:
         codes = re.search(r"exit codes of the workers are {(.*?)}", str(error))
-        raise killed(Folder(orders.folder), f" ({codes[1]})" if codes else "") from error
+        killed = f"killed ({codes[1]})" if codes else "killed"
+        notes = left_in_hand(orders.folder)
+        at_work = f" At work was: {'; '.join(map(str, notes[:4]))}." if notes else ""
+        raise WorkerKilledError(
+            f"Expected the processes of the run to live but one was {killed}, perhaps by the system for want "
+            "of memory. Run the same command again, with fewer --jobs where memory is short: what is "
+            f"finished is kept, and a network that kills its process three times is set aside.{at_work}"
+        ) from error
 
 
 def _on_device(orders: Orders, number: int) -> Orders:

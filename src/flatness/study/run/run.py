@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,27 +18,22 @@ from flatness.problem.progress import ProgressBar
 from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study
 from flatness.study.configuration import Configuration, digest
-from flatness.study.experiments.experiment import unit_key
+from flatness.study.experiments.experiment import Experiment, unit_key
 from flatness.study.folder.archive import SUFFIX, read_archive
-from flatness.study.folder.in_hand import done_alone, forget_notes
+from flatness.study.folder.in_hand import forget_notes
 from flatness.study.folder.plain_files import refuse_links
 from flatness.study.folder.records import FAILED, SO_FAR, Folder
 from flatness.study.objects import check_same_data
-from flatness.study.run.executors import Orders, check_executor, execute, execute_alone
-from flatness.study.run.tasks import (
-    do_experiment,
-    do_network,
-    give_up,
-    give_up_experiment,
-    measure_network,
-    train_unit,
-)
+from flatness.study.run import tasks
+from flatness.study.run.executors import Orders, check_executor, done_alone, execute
 from flatness.study.run.watch import Watch
 from flatness.study.spec.grid import label
 from flatness.study.spec.origin import ORIGIN, check_trust, holds_study, is_own, mark_of
 from flatness.study.spec.sources import check_sources, found_checkpoints
 from flatness.study.spec.spec import Spec, make_spec, read_spec
-from flatness.study.training.cohorts import Unit, units, usual_at_once, usual_device, usual_jobs
+from flatness.study.training.train import cohorts
+
+_AT_ONCE = {"cuda": 128, "cpu": 16}  # networks that train together where the file does not say
 
 
 def run(
@@ -106,37 +100,29 @@ def run(
     if not trust:
         check_trust(chosen.received, chosen.parts, chosen.name)
     check_executor(executor)
-    place = torch.device(device) if device is not None else usual_device()
-    jobs = usual_jobs(place) if jobs is None else jobs
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    jobs = _usual_jobs(place) if jobs is None else jobs
     _check_numbers(jobs, minutes, checkpoint_every)
     folder = Folder(out)
     until = time.time() + 60 * minutes
-    orders = Orders(
-        str(folder.path), chosen.parts, str(place), until, checkpoint_every, run=secrets.token_hex(8)
-    )
     held, damaged = folder.study_name(), folder.damaged()
     # A folder from elsewhere stays one, whatever runs there: other files came with it.
     own = trust or not holds_study(folder.path) or is_own(folder.path)
-    prepare = _networks if chosen.experiment is None else _experiment
-    work = prepare(chosen, folder, orders, jobs, progress)
+    planned = plan_cohorts(chosen, place)
+    networks = list(itertools.chain(*planned))
+    data = check_sources(chosen, networks)
+    orders = Orders(
+        folder, chosen.parts, str(place), until, checkpoint_every, run=secrets.token_hex(8), data=data
+    )
     with folder.locked():
         folder.set_aside_damaged()
         if retry:
             _forget_failures(folder)
-        _check_data(folder, work.networks, work.orders)
-        folder.write_study(_saved(chosen, work.networks, folder, own))
-        done = _done(work, folder, executor)
+        _check_data(folder, networks, orders)
+        folder.write_study(_saved(chosen, networks, folder, own))
+        done = _all_done(chosen, planned, orders, executor, jobs, progress)
     study = load(out)
-    study.notes += [
-        f"A file that was damaged is set aside as {name}; what it held was done anew."
-        for name in folder.damaged()
-        if name not in damaged
-    ]
-    if held not in (None, chosen.name):
-        study.notes.append(
-            f"{folder.path} held the study {held}: its networks stay; tables and figures of the same names "
-            f"are now those of {chosen.name}."
-        )
+    study.notes += _notes(folder, chosen.name, held, damaged)
     if not done:
         study.notes.append(
             f"The time of {minutes:g} min is over and everything is saved: run the same again to go on from "
@@ -146,85 +132,69 @@ def run(
     return study
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What there is to do.
-
-    Attributes:
-        orders: What every task is told.
-        networks: The networks of the study.
-        phases: What is done first, then, …: tasks, what does one, and processes at a time.
-        alone: By key, what may have to be done in a process of its own.
-        do_alone: What does it.
-        give_up: What leaves a record of a task that killed its process, from what it was at and how often.
-        shown: Shows how far it is, while something is done.
-        ended: Called after every task.
-    """
-
-    orders: Orders
-    networks: Sequence[Configuration]
-    phases: Sequence[tuple[Sequence[Any], Callable[[Any, Orders], bool], int]]
-    alone: Mapping[str, Any]
-    do_alone: Callable[[Any, Orders], bool]
-    give_up: Callable[[Any, str, int, Orders], None]
-    shown: AbstractContextManager[Any]
-    ended: Callable[[], object] = lambda: None
+def _notes(folder: Folder, name: str, held: str | None, damaged: Sequence[str]) -> list[str]:
+    """What a run found in its folder: files that were damaged, and another study."""
+    notes = [
+        f"A file that was damaged is set aside as {file}; what it held was done anew."
+        for file in folder.damaged()
+        if file not in damaged
+    ]
+    if held not in (None, name):
+        notes.append(
+            f"{folder.path} held the study {held}: its networks stay; tables and figures of the same names "
+            f"are now those of {name}."
+        )
+    return notes
 
 
-def _networks(spec: Spec, folder: Folder, orders: Orders, jobs: int, progress: bool) -> _Work:
-    """Cohorts are trained, all of them; then networks are measured."""
-    place = torch.device(orders.device)
-    work = plan_units(spec, place)
-    orders = replace(orders, data=check_sources(spec, [unit.configurations[0] for unit in work]))
-    networks = [one for unit in work for one in unit.configurations]
+def _all_done(
+    spec: Spec,
+    planned: Sequence[Sequence[Configuration]],
+    orders: Orders,
+    executor: str,
+    jobs: int,
+    progress: bool,
+) -> bool:
+    """Do all the work of a study; False when time ran out."""
+    if spec.experiment is None:
+        done = _networks_done(planned, orders, executor, jobs, progress)
+    else:
+        done = _units_done(spec, spec.experiment, orders, executor, jobs, progress)
+    if done:
+        forget_notes(orders.folder)
+    return done
+
+
+def _networks_done(
+    planned: Sequence[Sequence[Configuration]], orders: Orders, executor: str, jobs: int, progress: bool
+) -> bool:
+    """Train cohorts, all of them, then measure networks; False when time ran out."""
+    networks = {one.key: one for cohort in planned for one in cohort}
     # A single cohort on a CPU has all of its cores for itself, in one process, also when it is measured.
-    measuring = 1 if len(work) == 1 and place.type == "cpu" else min(jobs, len(networks))
-    return _Work(
-        orders,
-        networks,
-        [(work, train_unit, min(jobs, len(work))), (networks, measure_network, measuring)],
-        {one.key: one for one in networks},
-        do_network,
-        give_up,
-        Watch(folder, [one.key for one in networks], progress),
-    )
-
-
-def _experiment(spec: Spec, folder: Folder, orders: Orders, jobs: int, progress: bool) -> _Work:
-    experiment = spec.experiment
-    assert experiment is not None
-    tasks = [(experiment.name, unit) for unit in spec.units]
-    bar = ProgressBar(experiment.counted, len(tasks), progress)
-    by_key = {unit_key(*task): task for task in tasks}
-    return _Work(
-        orders,
-        (),
-        [(tasks, do_experiment, jobs)],
-        by_key,
-        do_experiment,
-        give_up_experiment,
-        bar,
-        bar.advance,
-    )
-
-
-def _done(work: _Work, folder: Folder, executor: str) -> bool:
-    """Do it; False when time ran out."""
-    alone = functools.partial(execute_alone, orders=work.orders, do=work.do_alone)
-    if executor == "local" and not done_alone(
-        folder, work.alone, alone, lambda task, doing, times: work.give_up(task, doing, times, work.orders)
-    ):
+    single = len(planned) == 1 and torch.device(orders.device).type == "cpu"
+    if executor == "local" and not done_alone(networks, orders, tasks.do_network, tasks.give_up):
         return False
-    with work.shown:
-        for tasks, do, jobs in work.phases:
-            ended = []
-            for done in execute(tasks, work.orders, executor, jobs, do):
-                ended.append(done)
-                work.ended()
-            if not all(ended):
-                return False
-    forget_notes(folder)
-    return True
+    measuring = 1 if single else min(jobs, len(networks))
+    with Watch(orders.folder, list(networks), progress):
+        trained = list(execute(planned, orders, executor, min(jobs, len(planned)), tasks.train_cohort))
+        return all(trained) and all(
+            list(execute(list(networks.values()), orders, executor, measuring, tasks.measure_network))
+        )
+
+
+def _units_done(
+    spec: Spec, found: Experiment, orders: Orders, executor: str, jobs: int, progress: bool
+) -> bool:
+    """Do the units of work of an experiment; False when time ran out."""
+    units = {unit_key(found.name, unit): (found.name, unit) for unit in spec.units}
+    if executor == "local" and not done_alone(units, orders, tasks.do_unit, tasks.give_up_unit):
+        return False
+    ended = []
+    with ProgressBar(found.counted, len(units), progress) as bar:
+        for done in execute(list(units.values()), orders, executor, jobs, tasks.do_unit):
+            ended.append(done)
+            bar.advance()
+    return all(ended)
 
 
 def _check_data(folder: Folder, networks: Sequence[Configuration], orders: Orders) -> None:
@@ -276,15 +246,23 @@ def _refuse_mixed_data(records: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def plan_units(spec: Spec, device: torch.device) -> list[Unit]:
-    """The work of a study: trained from a grid, or found as checkpoints, part by part."""
-    work: list[Unit] = []
+def plan_cohorts(spec: Spec, device: torch.device) -> list[Sequence[Configuration]]:
+    """The networks of a study: trained from a grid, or found as checkpoints, part by part."""
+    found: list[Sequence[Configuration]] = []
     for part, settings in spec.parts.items():
-        own: list[Configuration] = [one for one in spec.configurations if one.part == part]
+        own = [one for one in spec.configurations if one.part == part]
         if "checkpoints" in settings:
             own = found_checkpoints(part, settings)
-        work += units(own, settings.get("train", {}).get("at_once") or usual_at_once(device))
-    return work
+        usual = _AT_ONCE.get(device.type, 16)
+        found += cohorts(own, settings.get("train", {}).get("at_once") or usual)
+    return found
+
+
+def _usual_jobs(device: torch.device) -> int:
+    """Processes: one per GPU, or one per core that this process may use."""
+    if device.type == "cuda":
+        return max(torch.cuda.device_count(), 1) if device.index is None else 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _saved(spec: Spec, networks: Sequence[Configuration], folder: Folder, own: bool) -> dict[str, Any]:

@@ -6,8 +6,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,55 +23,41 @@ from flatness.study.experiments.experiment import DONE, unit_key
 from flatness.study.folder.in_hand import in_hand
 from flatness.study.folder.records import FAILED, SO_FAR, Folder, readable_disk_errors
 from flatness.study.objects import Split, check_same_data, load_split, make_model, training_targets
-from flatness.study.run.executors import Orders, done_in_time, failures_told, tf32
+from flatness.study.run.executors import Orders, failures_told, in_time, kernels
 from flatness.study.run.measurement import measured, measuring_key
 from flatness.study.run.watch import Progress
-from flatness.study.training.cohorts import Unit
 from flatness.study.training.losses import evaluation
-from flatness.study.training.train import CONVERGED, DIVERGED, Cohort, Training
+from flatness.study.training.train import CONVERGED, DIVERGED, Cohort, OutOfTimeError, Training
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 
 
-def train_unit(unit: Unit, orders: Orders) -> bool:
-    """Train the networks of a cohort that have no record; False when time ran out."""
-    return done_in_time(orders, functools.partial(_train, unit, orders=orders))
+@in_time
+def train_cohort(cohort: Sequence[Configuration], orders: Orders) -> None:
+    """Train the networks of a cohort that have no record; half of them at a time when memory runs out."""
+    folder = orders.folder
 
-
-def measure_network(one: Configuration, orders: Orders) -> bool:
-    """Bring a trained network to its final record; False when time ran out."""
-    return done_in_time(orders, functools.partial(_finish, one, orders=orders))
-
-
-def do_network(one: Configuration, orders: Orders) -> bool:
-    """Train a network by itself and measure it; False when time ran out."""
-    return train_unit(Unit((one,)), orders) and measure_network(one, orders)
-
-
-def _train(unit: Unit, folder: Folder, orders: Orders) -> None:
-    """Train what has no record; half of it at a time when memory runs out."""
-
-    def waiting() -> list[Configuration]:
-        return [one for one in unit.configurations if not one.checkpoint and folder.record(one.key) is None]
+    def without_record(networks: Sequence[Configuration]) -> list[Configuration]:
+        return [one for one in networks if not one.checkpoint and folder.record(one.key) is None]
 
     def fail(reason: str) -> None:
-        for one in now:
-            if folder.record(one.key) is None:
-                _fail(one, folder, orders, f"training: {reason}")
+        for one in without_record(now):
+            _fail(one, orders, f"training: {reason}")
 
-    at_once = len(unit.configurations)
-    while left := waiting():
+    at_once = len(cohort)
+    while left := without_record(cohort):
         now = left[:at_once]
         split = _split(now[0].data, orders)
-        part = unit.id if len(now) == len(left) else digest([one.key for one in now])
-        file = folder.training / f"{part}.pt"
-        done = functools.partial(_keep_trained, folder=folder, orders=orders)
+        # By all networks of the cohort, so that a run finds the state that an earlier one left.
+        name = digest([one.key for one in (cohort if len(now) == len(left) else now)])
+        file = folder.training / f"{name}.pt"
+        done = functools.partial(_keep_trained, orders=orders)
         deadline = time.monotonic() + orders.until - time.time()
         try:
             with (
                 failures_told(folder, fail),
                 readable_disk_errors(folder.path),
-                in_hand(folder, part, "training", [one.key for one in now]),
-                _training_kernels(now[0].train.get("tf32", True)),
+                in_hand(folder, name, "training", [one.key for one in now]),
+                kernels(now[0].train.get("tf32", True)),
             ):
                 Cohort(now, split, file, orders.every).train(done, deadline, Progress(file))
         except torch.OutOfMemoryError:
@@ -83,21 +68,7 @@ def _train(unit: Unit, folder: Folder, orders: Orders) -> None:
         file.with_suffix(".json").unlink(missing_ok=True)
 
 
-@contextmanager
-def _training_kernels(rounded: bool) -> Iterator[None]:
-    """Convolutions by cuDNN's own rules and not by a race, which takes others when the device is busy."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        with tf32(rounded):
-            yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
-def _keep_trained(
-    one: Configuration, weights: dict[str, Tensor], training: Training, *, folder: Folder, orders: Orders
-) -> None:
+def _keep_trained(one: Configuration, weights: dict[str, Tensor], training: Training, orders: Orders) -> None:
     """Keep a network that has just ended: first its weights, then its record."""
     record: dict[str, Any] = {
         **_head(one, orders),
@@ -106,12 +77,14 @@ def _keep_trained(
         "training": {**asdict(training), "epochs": len(training.losses)},
     }
     if training.status != DIVERGED:
-        record["weights"] = folder.write_weights(one.key, weights)
-    folder.write_record(one.key, record)
+        record["weights"] = orders.folder.write_weights(one.key, weights)
+    orders.folder.write_record(one.key, record)
 
 
-def _finish(one: Configuration, folder: Folder, orders: Orders) -> None:
+@in_time
+def measure_network(one: Configuration, orders: Orders) -> None:
     """Evaluate and measure a trained network; whatever fails becomes its reason."""
+    folder = orders.folder
     record = folder.record(one.key)
     if record is None:
         record = {**_head(one, orders), "status": CONVERGED, "reason": "trained elsewhere"}
@@ -120,14 +93,19 @@ def _finish(one: Configuration, folder: Folder, orders: Orders) -> None:
     orders.check_time()
     split = _split(one.data, orders)
     try:
-        with failures_told(folder, lambda why: _fail(one, folder, orders, f"measuring: {why}", record)):
+        with failures_told(folder, lambda why: _fail(one, orders, f"measuring: {why}", record)):
             model = _loaded(one, folder, record.get("weights")).to(split.train[0].device).eval()
             with in_hand(folder, one.key, "measuring", [one.key]):
-                _measure(one, model, split, record, folder, orders)
+                _measure(one, model, split, record, orders)
     except _DamagedWeightsError:  # the record goes by them, and goes with them
         folder.forget_record(one.key)
-        _train(Unit((one,)), folder, orders)
-        _finish(one, folder, orders)
+        if not do_network(one, orders):
+            raise OutOfTimeError from None
+
+
+def do_network(one: Configuration, orders: Orders) -> bool:
+    """Train a network by itself and measure it; False when time ran out."""
+    return train_cohort((one,), orders) and measure_network(one, orders)
 
 
 def _is_final(record: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
@@ -146,14 +124,14 @@ def _is_measured(record: Mapping[str, Any], settings: Mapping[str, Any]) -> bool
 
 
 def _measure(
-    one: Configuration, model: nn.Module, split: Split, record: dict[str, Any], folder: Folder, orders: Orders
+    one: Configuration, model: nn.Module, split: Split, record: dict[str, Any], orders: Orders
 ) -> None:
     """Put losses, measures and lines into the record, and the record into the folder after each."""
     settings, seed = orders.parts[one.part], one.axes.get("seed", 0)
     train, loss = (split.train[0], training_targets(split, one)), one.train.get("loss", "cross_entropy")
 
     def write(**more: Any) -> None:
-        folder.write_record(one.key, {**record, **more, **orders.stamp()})
+        orders.folder.write_record(one.key, {**record, **more, **orders.stamp()})
 
     def keep(found: dict[str, Any]) -> None:
         write(**{SO_FAR: found})
@@ -210,17 +188,14 @@ def _check_unchanged(one: Configuration) -> None:
         )
 
 
-def give_up(one: Configuration, doing: str, times: int, orders: Orders) -> None:
+def give_up(one: Configuration, reason: str, orders: Orders) -> None:
     """Leave a record of a network that killed its process again and again."""
-    reason = f"{doing}: killed its process {times} times, perhaps for want of memory. --retry tries it again."
-    folder = Folder(orders.folder)
-    _fail(one, folder, orders, reason, folder.record(one.key))
+    _fail(one, orders, reason, orders.folder.record(one.key))
 
 
-def _fail(
-    one: Configuration, folder: Folder, orders: Orders, reason: str, record: Mapping[str, Any] | None = None
-) -> None:
-    folder.write_record(one.key, {**(record or _head(one, orders)), "status": FAILED, "reason": reason})
+def _fail(one: Configuration, orders: Orders, reason: str, record: Mapping[str, Any] | None = None) -> None:
+    failed = {**(record or _head(one, orders)), "status": FAILED, "reason": reason}
+    orders.folder.write_record(one.key, failed)
 
 
 def _head(one: Configuration, orders: Orders) -> dict[str, Any]:
@@ -251,35 +226,31 @@ Task = tuple[str, Mapping[str, Any]]
 """The name of an experiment, and one of its units of work."""
 
 
-def do_experiment(task: Task, orders: Orders) -> bool:
-    """Bring one unit of an experiment to its record, if it has none; False when time ran out."""
-
-    def work(folder: Folder) -> None:
-        key = unit_key(*task)
-        if folder.record(key) is not None:
-            return
-        orders.check_time()
-        started, record = time.perf_counter(), _unit_head(task, orders)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # units run side by side
-        try:
-            with (
-                failures_told(folder, lambda why: record.update(status=FAILED, reason=why)),
-                in_hand(folder, key, "measuring", [key]),
-            ):
-                record |= {"rows": experiment(task[0], "the study").work(task[1]), "status": DONE}
-        finally:
-            torch.set_num_threads(threads)
-        folder.write_record(key, {**record, "seconds": round(time.perf_counter() - started, 3)})
-
-    return done_in_time(orders, work)
+@in_time
+def do_unit(task: Task, orders: Orders) -> None:
+    """Bring one unit of an experiment to its record, if it has none."""
+    folder, key = orders.folder, unit_key(*task)
+    if folder.record(key) is not None:
+        return
+    orders.check_time()
+    started, record = time.perf_counter(), _unit_head(task, orders)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # units run side by side
+    try:
+        with (
+            failures_told(folder, lambda why: record.update(status=FAILED, reason=why)),
+            in_hand(folder, key, "measuring", [key]),
+        ):
+            record |= {"rows": experiment(task[0], "the study").work(task[1]), "status": DONE}
+    finally:
+        torch.set_num_threads(threads)
+    folder.write_record(key, {**record, "seconds": round(time.perf_counter() - started, 3)})
 
 
-def give_up_experiment(task: Task, _: str, times: int, orders: Orders) -> None:
+def give_up_unit(task: Task, reason: str, orders: Orders) -> None:
     """Leave a record of a unit that killed its process again and again."""
-    reason = f"killed its process {times} times, perhaps for want of memory. --retry tries it again."
     record = {**_unit_head(task, orders), "status": FAILED, "reason": reason}
-    Folder(orders.folder).write_record(unit_key(*task), record)
+    orders.folder.write_record(unit_key(*task), record)
 
 
 def _unit_head(task: Task, orders: Orders) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Progress:
         if training and time.monotonic() - self._told > _LOOK_EVERY:
             self._told = time.monotonic()
             share = sum(min(cohort.epoch / one.stop["epochs"], 1.0) for one in training)
-            write_text(self._path, json.dumps({"share": share, "epoch": cohort.epoch}))
+            write_text(self._path, json.dumps({"share": share}))
 
 
 class Watch:

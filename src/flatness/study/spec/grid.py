@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,16 +37,12 @@ def expanded(part: str, settings: Mapping[str, Any], where: str) -> list[Configu
 
 def _combinations(grid: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Every combination of the values of all axes."""
-    bundles = [_bundle(row, grid, where) for row in grid.get("together", ())]
-    joint = {axis for bundle in bundles for axis in bundle[0]}
-    for axis in AXES:
-        if axis not in joint:
-            bundles.append([{axis: value} for value in _axis_values(axis, grid, where)])
-    found = []
-    for combination in itertools.product(*bundles):
-        chosen = {axis: value for bundle in combination for axis, value in bundle.items()}
-        found.append({axis: _checked(axis, chosen[axis], where) for axis in AXES})
-    return found
+    together = grid.get("together", ())
+    joint = {axis for row in together for axis in row}
+    bundles = [_bundle(row, grid, where) for row in together]
+    bundles += [_values(axis, grid, where) for axis in AXES if axis not in joint]
+    found = [dict(ChainMap(*combination)) for combination in itertools.product(*bundles)]
+    return [{axis: chosen[axis] for axis in AXES} for chosen in found]
 
 
 def training(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,24 +54,28 @@ def _left(
     combinations: list[dict[str, Any]], without: Sequence[Mapping[str, Any]], where: str
 ) -> list[dict[str, Any]]:
     """The combinations that no row of [[grid.without]] leaves out."""
-    left = combinations
     for row in without:
-        own = [axes for axes in combinations if _matches(row, axes)]
-        for axis, values in row.items():
-            for value in as_list(values):
-                if not any(axes[axis] == value for axes in own):
-                    raise SpecError(
-                        f"Expected [[grid.without]] to name combinations of the grid but {where} has none "
-                        f"with {axis} {value} of the row {dict(row)}. Give values that the grid has, or "
-                        "leave the row out; a scale with another grid has its own rows, or without = []."
-                    )
-        left = [axes for axes in left if not _matches(row, axes)]
+        _check_row(row, combinations, where)
+    left = [axes for axes in combinations if not any(_matches(row, axes) for row in without)]
     if not left:
         raise SpecError(
             f"Expected [[grid.without]] to leave some networks but {where} leaves out every combination. "
             "Name more axes in a row, or leave one out."
         )
     return left
+
+
+def _check_row(row: Mapping[str, Any], combinations: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Refuse a row with a value that none of the combinations has which the row leaves out."""
+    own = [axes for axes in combinations if _matches(row, axes)]
+    for axis, values in row.items():
+        for value in as_list(values):
+            if not any(axes[axis] == value for axes in own):
+                raise SpecError(
+                    f"Expected [[grid.without]] to name combinations of the grid but {where} has none "
+                    f"with {axis} {value} of the row {dict(row)}. Give values that the grid has, or "
+                    "leave the row out; a scale with another grid has its own rows, or without = []."
+                )
 
 
 def _matches(row: Mapping[str, Any], axes: Mapping[str, Any]) -> bool:
@@ -93,11 +94,14 @@ def _bundle(row: Mapping[str, list[Any]], grid: Mapping[str, Any], where: str) -
             f"Expected lists of one length in [[grid.together]] but {where} has "
             f"{', '.join(f'{n} of {axis}' for axis, n in lengths.items()) or 'none'}."
         )
-    return [dict(zip(row, values, strict=True)) for values in zip(*row.values(), strict=True)]
+    return [
+        {axis: _checked(axis, value, where) for axis, value in zip(row, values, strict=True)}
+        for values in zip(*row.values(), strict=True)
+    ]
 
 
-def _axis_values(axis: str, grid: Mapping[str, Any], where: str) -> list[Any]:
-    """The values of an axis; ``seed = 10`` stands for the ten seeds 0 to 9."""
+def _values(axis: str, grid: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The values of an axis, each as a bundle of its own; ``seed = 10`` stands for the ten seeds 0 to 9."""
     values = grid.get(axis, [AXES[axis].default])
     count = axis == "seed" and type(values) is int and values >= 0
     found = list(range(values)) if count else as_list(values)
@@ -107,7 +111,7 @@ def _axis_values(axis: str, grid: Mapping[str, Any], where: str) -> list[Any]:
             f"Expected at least one value for {axis} but {where} has {told}: a grid of size zero. "
             "Give a value or leave the key out."
         )
-    return found
+    return [{axis: _checked(axis, value, where)} for value in found]
 
 
 def _checked(axis: str, value: Any, where: str) -> Any:

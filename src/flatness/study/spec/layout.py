@@ -9,14 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatness.catalogue.registry import resolve_options, select_measures
 from flatness.errors import SpecError, nearest
 from flatness.landscape.directions import KINDS as DIRECTIONS
 from flatness.measuring.choices import CURVATURES, METHODS
+from flatness.study.key import Key
 from flatness.study.table import GAPS, OUTCOMES, Condition
 from flatness.study.training.losses import LOSSES
 from flatness.study.training.optimizers import OPTIMIZERS
@@ -33,61 +33,6 @@ _RESCALE = inspect.signature(rescale).parameters  # whose defaults hold where a 
 EXPERIMENT = "experiment"
 """The table that stands in the place of data, model and grid."""
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "a number": (int, float),
-    "a whole number": (int,),
-    "text": (str,),
-    "true or false": (bool,),
-    "a list": (list,),
-    "a table": (dict,),
-    "anything": (object,),
-}
-
-
-@dataclass(frozen=True)
-class Key:
-    """What a key of a study file takes.
-
-    Attributes:
-        kind: One of `_TYPES`, as messages say it.
-        least: The smallest number.
-        known: The names that there are.
-        right: What a value must fulfil beside, and `wanted`, how messages say it.
-        example: What messages end with.
-        default: What holds where an axis of a grid is not mentioned.
-        inner: The keys of a table, or of every table in a list.
-    """
-
-    kind: str = "anything"
-    least: float | None = None
-    known: Collection[str] | None = None
-    right: Callable[[Any], bool] | None = None
-    wanted: str = ""
-    example: str = ""
-    default: Any = None
-    inner: Mapping[str, Key] | None = None
-
-    def check(self, value: Any, what: str, where: str) -> None:
-        """Refuse a value that the key cannot have.
-
-        Args:
-            value: The value.
-            what: How messages name the key: ``epochs in [stop]``.
-            where: How messages name the file, or the part of it.
-        """
-        number = not isinstance(value, bool) or self.kind not in ("a number", "a whole number")
-        if not (isinstance(value, _TYPES[self.kind]) and number):
-            raise SpecError(f"Expected {what} to be {self.kind} but {where} has {value!r}.")
-        if self.known is not None and value not in list(self.known):
-            raise SpecError(
-                f"Expected {what} to be one of {', '.join(self.known)} but {where} has {value!r}."
-                f"{nearest(value, self.known)}"
-            )
-        if self.least is not None and value < self.least:
-            raise SpecError(f"Expected {what} to be at least {self.least} but {where} has {value!r}.")
-        if self.right is not None and not self.right(value):
-            raise SpecError(f"Expected {what} to be {self.wanted} but {where} has {value!r}.{self.example}")
-
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -97,8 +42,13 @@ def _count(least: int) -> Key:
     return Key("a whole number", least)
 
 
-_NUMBER, _WHOLE, _TEXT, _YES_NO = (Key(kind) for kind in list(_TYPES)[:4])
+_NUMBER, _WHOLE, _TEXT, _YES_NO = map(Key, ("a number", "a whole number", "text", "true or false"))
 _TABLE, _ANY = Key("a table"), Key()
+
+
+def _table(**inner: Key) -> Key:
+    return Key("a table", inner=inner)
+
 
 AXES: dict[str, Key] = {
     "initialization": Key(default="default", known=("default", *SCHEMES)),
@@ -116,82 +66,75 @@ AXES: dict[str, Key] = {
 }
 """The axes of a grid: what a value must be, and the value of one that the file does not mention."""
 
-TABLES: dict[str, dict[str, Key]] = {
-    "": {"title": _TEXT, "paper": _TEXT, "claim": _TEXT, "parts": _TABLE, "scale": _TABLE},
-    "data": {
-        "name": _TEXT,
-        "options": _TABLE,
-        "standardize": _YES_NO,
-        "limit": _WHOLE,
-        "test_limit": _WHOLE,
-        "data_dir": _TEXT,
-    },
-    "model": {"name": _TEXT, "options": _TABLE},
-    "grid": {
+_FILE: dict[str, Key] = {
+    **dict.fromkeys(("title", "paper", "claim"), _TEXT),
+    **dict.fromkeys(("parts", "scale"), _TABLE),
+    "data": _table(
+        name=_TEXT, options=_TABLE, standardize=_YES_NO, limit=_WHOLE, test_limit=_WHOLE, data_dir=_TEXT
+    ),
+    "model": _table(name=_TEXT, options=_TABLE),
+    "grid": _table(
         **dict.fromkeys(AXES, _ANY),
-        "together": Key("a list", inner=dict.fromkeys(AXES, Key("a list"))),
-        "without": Key("a list", inner=dict.fromkeys(AXES, _ANY)),
-        "at_most": _count(1),
-    },
-    "stop": {
-        "loss": _NUMBER,
-        "accuracy": Key("a number", wanted="a share from 0 to 1", right=lambda x: 0 <= x <= 1),
-        "epochs": _count(1),
-        "stalled": _count(1),
-    },
-    "train": {
-        "loss": Key("text", known=LOSSES),
-        "at_once": _count(1),
-        "tf32": _YES_NO,
+        together=Key("a list", inner=dict.fromkeys(AXES, Key("a list"))),
+        without=Key("a list", inner=dict.fromkeys(AXES, _ANY)),
+        at_most=_count(1),
+    ),
+    "stop": _table(
+        loss=_NUMBER,
+        accuracy=Key("a number", wanted="a share from 0 to 1", right=lambda x: 0 <= x <= 1),
+        epochs=_count(1),
+        stalled=_count(1),
+    ),
+    "train": _table(
+        loss=Key("text", known=LOSSES),
+        at_once=_count(1),
+        tf32=_YES_NO,
         **dict.fromkeys(("beta1", "beta2", "alpha", "eps"), _NUMBER),
-    },
-    "measure": {
-        "measures": _ANY,
-        "layers": _ANY,
-        "which": Key("text", known=("converged", "all")),
-        "samples": _count(1),
-        "precision": Key(
+    ),
+    "measure": _table(
+        measures=_ANY,
+        layers=_ANY,
+        which=Key("text", known=("converged", "all")),
+        samples=_count(1),
+        precision=Key(
             "a number",
             wanted="a relative standard error between 0 and 1",
             right=lambda x: 0 < x < 1,
             example=" For example precision = 0.01.",
         ),
-        "method": Key("text", known=METHODS),
-        "curvature": Key("text", known=CURVATURES),
-        "options": _TABLE,
-        "batch_size": _count(1),
+        method=Key("text", known=METHODS),
+        curvature=Key("text", known=CURVATURES),
+        options=_TABLE,
+        batch_size=_count(1),
         # Measures that are too expensive for all samples, and how many they get.
-        "subset": Key(
-            "a table", inner={"measures": _ANY, "samples": _count(1), "layers": _ANY, "options": _TABLE}
-        ),
-    },
-    "gap": {"kind": Key("text", known=GAPS)},
-    "rescale": {
-        "kind": Key("text", known=RESCALINGS),
-        "low": _NUMBER,
-        "high": _NUMBER,
-        "seed": _WHOLE,
-        "measures": _ANY,
-    },
-    "analysis": {
-        "keep": Key("a list"),
-        "headline": Key("a list"),
-        "colour": _TEXT,
-        "resamples": _count(1),
-        "permutations": _count(0),
-    },
-    "checkpoints": {"paths": _ANY, "pattern": _TEXT, "table": _TEXT},
-    "lines": {
-        "directions": Key("text", known=DIRECTIONS),
-        "count": _count(1),
-        "points": _count(2),
-        "span": Key("a number", wanted="positive", right=lambda x: x > 0),
-        "samples": _count(1),
-        "seed": _WHOLE,
-    },
-    EXPERIMENT: {},  # its name, and options that are checked once the experiment is known
+        subset=_table(measures=_ANY, samples=_count(1), layers=_ANY, options=_TABLE),
+    ),
+    "gap": _table(kind=Key("text", known=GAPS)),
+    "rescale": _table(
+        kind=Key("text", known=RESCALINGS), low=_NUMBER, high=_NUMBER, seed=_WHOLE, measures=_ANY
+    ),
+    "analysis": _table(
+        keep=Key("a list"),
+        headline=Key("a list"),
+        colour=_TEXT,
+        resamples=_count(1),
+        permutations=_count(0),
+    ),
+    "checkpoints": _table(paths=_ANY, pattern=_TEXT, table=_TEXT),
+    "lines": _table(
+        directions=Key("text", known=DIRECTIONS),
+        count=_count(1),
+        points=_count(2),
+        span=Key("a number", wanted="positive", right=lambda x: x > 0),
+        samples=_count(1),
+        seed=_WHOLE,
+    ),
+    EXPERIMENT: _TABLE,  # its name, and options that are checked once the experiment is known
 }
-"""Every table of a study file and what its keys take; the nameless one is the top of the file."""
+"""What stands at the top of a study file: its tables above all, with what their keys take."""
+
+TABLES = [name for name, key in _FILE.items() if key.inner is not None]
+"""The tables of a study of networks."""
 
 
 def check_layout(content: Mapping[str, Any], where: str, groups: Sequence[str] = ("scale", "parts")) -> None:
@@ -202,51 +145,40 @@ def check_layout(content: Mapping[str, Any], where: str, groups: Sequence[str] =
         where: What messages call it.
         groups: Which groups of tables it may have: a scale has parts, a part has neither.
     """
-    top = TABLES[""] | {name: _TABLE for name in TABLES if name}
-    for name, value in content.items():
-        if name not in top:
-            raise SpecError(
-                f"Expected a key of a study file but {where} has {name!r}.{nearest(name, top)} "
-                f"Known: {', '.join(top)}."
-            )
-        top[name].check(value, name if name in TABLES[""] else f"[{name}]", where)
-        if isinstance(value, str):
-            _check_text(value, name, where)
-        elif name in TABLES and name != EXPERIMENT:
-            _check_table(value, TABLES[name], name, f"[{name}]", where)
+    _check_table(content, _FILE, "", where)
     for group in ("scale", "parts"):
         if group in content and group not in groups:
             raise SpecError(
                 f"Expected [{group}.NAME] at the top of the file but {where} has it inside. What a scale "
                 "changes in a part is [scale.NAME.parts.PART]."
             )
-        _check_group(group, content.get(group, {}), where)
+        for name, part in content.get(group, {}).items():
+            _check_member(group, name, where)
+            _TABLE.check(part, f"[{group}.{name}]", where)
+            check_layout(part, f"[{group}.{name}] of {where}", ("parts",) if group == "scale" else ())
 
 
-def _check_group(group: str, members: Mapping[str, Any], where: str) -> None:
-    for name, part in members.items():
-        _check_member(group, name, where)
-        _TABLE.check(part, f"[{group}.{name}]", where)
-        check_layout(part, f"[{group}.{name}] of {where}", ("parts",) if group == "scale" else ())
-
-
-def _check_table(
-    table: Mapping[str, Any], keys: Mapping[str, Key], name: str, shown: str, where: str
-) -> None:
+def _check_table(table: Mapping[str, Any], keys: Mapping[str, Key], shown: str, where: str) -> None:
+    """Check the keys of a table and what they hold; `shown` is how messages name it, "" for the file."""
     for key, value in table.items():
         if key not in keys:
             raise SpecError(
-                f"Expected a key of {shown} but {where} has {key!r}.{nearest(key, keys)} "
+                f"Expected a key of {shown or 'a study file'} but {where} has {key!r}.{nearest(key, keys)} "
                 f"Known: {', '.join(keys)}."
             )
-        keys[key].check(value, f"{key} in {shown}", where)
-        inner = keys[key].inner
-        if inner is not None and isinstance(value, list):
+        own = keys[key]
+        place = f"{shown.strip('[]')}.{key}".lstrip(".")
+        if shown:
+            own.check(value, f"{key} in {shown}", where)
+        else:
+            own.check(value, f"[{key}]" if own.kind == "a table" else key, where)
+            _check_text(value, key, where)
+        if own.inner is not None and own.kind == "a list":
             for row in value:
-                _TABLE.check(row, f"[[{name}.{key}]]", where)
-                _check_table(row, inner, f"{name}.{key}", f"[[{name}.{key}]]", where)
-        elif inner is not None:
-            _check_table(value, inner, f"{name}.{key}", f"[{name}.{key}]", where)
+                _TABLE.check(row, f"[[{place}]]", where)
+                _check_table(row, own.inner, f"[[{place}]]", where)
+        elif own.inner is not None:
+            _check_table(value, own.inner, f"[{place}]", where)
 
 
 def _check_member(group: str, name: str, where: str) -> None:
@@ -263,9 +195,10 @@ def _check_member(group: str, name: str, where: str) -> None:
         )
 
 
-def _check_text(value: str, what: str, where: str) -> None:
+def _check_text(value: Any, what: str, where: str) -> None:
     """Refuse text that a terminal would obey instead of showing."""
-    wrong = next((letter for letter in value if not letter.isprintable() and letter not in "\n\t"), None)
+    text = value if isinstance(value, str) else ""
+    wrong = next((letter for letter in text if not letter.isprintable() and letter not in "\n\t"), None)
     if wrong is not None:
         raise SpecError(
             f"Expected {what} to be text that can be shown but {where} has the character {wrong!r} in it."

@@ -54,15 +54,13 @@ def _columns(model: nn.Module, settings: Mapping[str, Any], everything: bool) ->
     tables = {"measure": measure}
     if "subset" in measure:
         tables["measure.subset"] = {**measure, **measure["subset"]}
-    rescaled = []
-    if "rescale" in settings:
-        rescaled = [one.name for one in select_measures(settings["rescale"].get("measures", "all"))]
+    rescaled = select_measures(settings["rescale"].get("measures", "all")) if "rescale" in settings else []
     found, again = [], []
     for table, asked in tables.items():
         layers = _layers(model, asked.get("layers"), table)
         for one in select_measures("all" if everything else asked.get("measures", "default")):
             found += columns_of(one, layers)
-            again += [f"{name}:rescaled" for name in columns_of(one, layers) if one.name in rescaled]
+            again += [f"{name}:rescaled" for name in columns_of(one, layers) if one in rescaled]
     return [*found, *again]
 
 
@@ -78,15 +76,19 @@ def _layers(model: nn.Module, asked: Any, table: str) -> list[str]:
             f'Expected layers in [{table}] to be "last", a name or a list of names but the study has '
             f"{asked!r}. Leave it out to measure all: {listed(available)}."
         )
-    unknown = next((name for name in names if name not in available), None)
-    if unknown is not None:
-        kinds = {known: type(module).__name__ for known, module in model.named_modules()}
-        what = f", which is a {kinds[unknown]}." if unknown in kinds else f".{nearest(unknown, available)}"
-        raise SpecError(
-            f"Expected layers in [{table}] to be supported layers of the model but the study has "
-            f"{unknown!r}{what} Known: {listed(available) or 'none'}."
-        )
+    for name in names:
+        if name not in available:
+            raise _unknown_layer(model, name, available, table)
     return names
+
+
+def _unknown_layer(model: nn.Module, name: str, available: Sequence[str], table: str) -> SpecError:
+    kinds = {known: type(module).__name__ for known, module in model.named_modules()}
+    what = f", which is a {kinds[name]}." if name in kinds else f".{nearest(name, available)}"
+    return SpecError(
+        f"Expected layers in [{table}] to be supported layers of the model but the study has "
+        f"{name!r}{what} Known: {listed(available) or 'none'}."
+    )
 
 
 def _check_layer_names(available: Iterable[str]) -> None:
@@ -150,11 +152,11 @@ def found_checkpoints(part: str, settings: Mapping[str, Any]) -> list[Configurat
         )
     files = find_checkpoints(paths)
     told = _table(asked["table"]) if "table" in asked else {}
-    fields = _pattern(asked["pattern"]) if "pattern" in asked else None
+    fields = _pattern(asked["pattern"]) if "pattern" in asked else re.compile("")
     found = []
     for file in files:
-        match = fields.fullmatch(file.name) if fields else None
-        known = {**(match.groupdict() if match else {}), **told.get(file.name, {})}
+        match = fields.fullmatch(file.name)
+        known = (match.groupdict() if match else {}) | told.get(file.name, {})
         axes = {axis: _value(text) for axis, text in known.items()}
         data, model = settings["data"], settings["model"]
         one = Configuration(part, axes, data, model, training(settings), {}, str(file), _fingerprint(file))

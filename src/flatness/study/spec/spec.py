@@ -85,10 +85,6 @@ class Spec:
         """One line about the study."""
         return str(self.content.get("title", self.name))
 
-    def part(self, name: str) -> Mapping[str, Any]:
-        """What holds for one part."""
-        return self.parts[name]
-
     def axes(self) -> list[str]:
         """The hyperparameters that vary, seeds left out; those that only vary together count as one.
 
@@ -158,7 +154,7 @@ def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> 
 
 
 def _experiment_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> Spec:
-    others = [table for table in TABLES if table not in ("", EXPERIMENT) and table in content]
+    others = [table for table in TABLES if table in content]
     if others:
         raise SpecError(
             f"Expected [{EXPERIMENT}] instead of a grid of networks but {where} has [{others[0]}] too. "

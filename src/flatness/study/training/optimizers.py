@@ -24,29 +24,32 @@ class Optimizer:
 
     states: tuple[str, ...] = ()
     """What is kept per parameter from one step to the next."""
+    takes_momentum = True
 
     def __init__(self, settings: Mapping[str, Tensor], like: Tensor, options: Mapping[str, float]) -> None:
         self.settings = {name: value.to(like) for name, value in settings.items()}
         self.options = dict(options)
-        self.state = {name: torch.zeros_like(like) for name in self._needed()}
-        self.steps = torch.zeros(len(like), 1, dtype=like.dtype, device=like.device)
-
-    def _needed(self) -> tuple[str, ...]:
-        return self.states
-
-    def _decayed(self, flat: Tensor, gradient: Tensor) -> Tensor:
-        decay = self.settings["weight_decay"]
-        return gradient if not self._decays() else gradient + decay * flat
-
-    def _decays(self) -> bool:
         # Asked once: reading a tensor on a GPU would wait for it at every step.
-        if not hasattr(self, "_any_decay"):
-            self._any_decay = bool((self.settings["weight_decay"] > 0).any())
-        return self._any_decay
+        self._decays = bool((self.settings["weight_decay"] > 0).any())
+        moves = self.takes_momentum and bool((self.settings["momentum"] > 0).any())
+        kept = (*self.states, "velocity") if moves else self.states
+        self.state = {name: torch.zeros_like(like) for name in kept}
+        self.steps = torch.zeros(len(like), 1, dtype=like.dtype, device=like.device)
 
     def update(self, flat: Tensor, gradient: Tensor) -> None:
         """One step of every network, in place."""
+        if self._decays:
+            gradient = gradient + self.settings["weight_decay"] * flat
+        self._step(flat, gradient)
+
+    def _step(self, flat: Tensor, gradient: Tensor) -> None:
         raise NotImplementedError
+
+    def _move(self, flat: Tensor, direction: Tensor) -> None:
+        """θ ← θ − ηv with v ← μv + the direction, which is the direction itself without momentum."""
+        if "velocity" in self.state:
+            direction = self.state["velocity"].mul_(self.settings["momentum"]).add_(direction)
+        flat.addcmul_(self.settings["learning_rate"], direction, value=-1)
 
     def keep(self, rows: Tensor) -> None:
         """Keep the networks in these rows."""
@@ -68,26 +71,18 @@ class Optimizer:
 class SGD(Optimizer):
     """Gradient descent, with momentum where a network has some: v ← μv + g, θ ← θ − ηv."""
 
-    def _needed(self) -> tuple[str, ...]:
-        return ("velocity",) if bool((self.settings["momentum"] > 0).any()) else ()
-
-    def update(self, flat: Tensor, gradient: Tensor) -> None:
-        """One step."""
-        gradient = self._decayed(flat, gradient)
-        if "velocity" in self.state:
-            gradient = self.state["velocity"].mul_(self.settings["momentum"]).add_(gradient)
-        flat.addcmul_(self.settings["learning_rate"], gradient, value=-1)
+    def _step(self, flat: Tensor, gradient: Tensor) -> None:
+        self._move(flat, gradient)
 
 
 class Adam(Optimizer):
     """Kingma and Ba's: m and v are running means of g and g², both corrected for their start at 0."""
 
     states = ("mean", "square")
+    takes_momentum = False
 
-    def update(self, flat: Tensor, gradient: Tensor) -> None:
-        """One step."""
+    def _step(self, flat: Tensor, gradient: Tensor) -> None:
         beta1, beta2 = self.options.get("beta1", 0.9), self.options.get("beta2", 0.999)
-        gradient = self._decayed(flat, gradient)
         self.steps.add_(1)
         mean = self.state["mean"].lerp_(gradient, 1 - beta1)
         square = self.state["square"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -99,18 +94,12 @@ class Adam(Optimizer):
 class RMSprop(Optimizer):
     """Hinton's: the gradient over the root of a running mean of its square; momentum where there is some."""
 
-    def _needed(self) -> tuple[str, ...]:
-        return ("square", "velocity") if bool((self.settings["momentum"] > 0).any()) else ("square",)
+    states = ("square",)
 
-    def update(self, flat: Tensor, gradient: Tensor) -> None:
-        """One step."""
+    def _step(self, flat: Tensor, gradient: Tensor) -> None:
         alpha = self.options.get("alpha", 0.99)
-        gradient = self._decayed(flat, gradient)
         square = self.state["square"].mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
-        direction = gradient / square.sqrt().add_(self.options.get("eps", 1e-8))
-        if "velocity" in self.state:
-            direction = self.state["velocity"].mul_(self.settings["momentum"]).add_(direction)
-        flat.addcmul_(self.settings["learning_rate"], direction, value=-1)
+        self._move(flat, gradient / square.sqrt().add_(self.options.get("eps", 1e-8)))
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "rmsprop": RMSprop}

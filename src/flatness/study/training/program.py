@@ -22,11 +22,11 @@ class Program:
         targets: All training targets, (samples, …); with `own_targets` (networks, samples).
         loss: A key of `LOSSES`.
         own_targets: Whether every network has targets of its own.
-        graphed: Whether to record the step as a CUDA graph; on a CPU there is none.
 
     Attributes:
-        loss_sums: For each network, the sum of its samples' losses since `reset`.
-        correct_sums: Likewise of correctly classified samples.
+        sums: Of its samples' losses, and of those that are classified right, for each network: (2, networks);
+            since they were last set to zero.
+        graphed: Whether the step is recorded as a CUDA graph; on a CPU there is none.
     """
 
     def __init__(
@@ -37,37 +37,27 @@ class Program:
         targets: Tensor,
         loss: str,
         own_targets: bool = False,
-        graphed: bool = True,
     ) -> None:
         self.stack, self.optimizer, self.inputs, self.targets = stack, optimizer, inputs, targets
         self._own_targets = own_targets
         self._loss = LOSSES[loss]
-        self.graphed = graphed and stack.flat.is_cuda
+        self.graphed = stack.flat.is_cuda
         self._begin()
 
     def _begin(self) -> None:
         rows, device = len(self.stack), self.stack.flat.device
-        self.loss_sums = torch.zeros(rows, dtype=torch.float64, device=device)
-        self.correct_sums = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2, rows, dtype=torch.float64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._index: Tensor | None = None
         self._warm = self._full = 0
 
-    def reset(self) -> None:
-        """Begin new sums."""
-        self.loss_sums.zero_()
-        self.correct_sums.zero_()
-
     def keep(self, rows: Tensor) -> None:
-        """Keep the networks in these rows, everywhere."""
+        """Keep the networks in these rows, everywhere, and begin new sums."""
         self.stack.keep(rows)
         self.optimizer.keep(rows)
         if self._own_targets:
             self.targets = self.targets[rows]
-        losses, right = self.loss_sums[rows], self.correct_sums[rows]
         self._begin()
-        self.loss_sums.copy_(losses)
-        self.correct_sums.copy_(right)
 
     def losses(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Losses of the samples that `index` (networks, samples) names, and which are classified right."""
@@ -101,8 +91,7 @@ class Program:
         gradient = self.stack.gradient(losses.mean(1))
         with torch.no_grad():
             self.optimizer.update(self.stack.flat, gradient)
-            self.loss_sums += losses.detach().sum(1)
-            self.correct_sums += right.sum(1)
+            self.sums += torch.stack([losses.detach().sum(1), right.sum(1)])
 
     def _capture(self, index: Tensor) -> None:
         """Record the step, then run it once."""

@@ -51,17 +51,10 @@ class Stack:
                 "Set requires_grad, or take it as a checkpoint: [checkpoints]."
             )
         self.shapes = {name: value.shape for name, value in trained.items()}
-        named = [dict(network.named_parameters()) for network in networks]
-        rows = [
-            torch.cat([own[name].detach().reshape(-1).float().cpu() for name in trained]) for own in named
-        ]
-        self.flat = torch.stack(rows).to(device)
-        fixed = [name for name in named[0] if name not in trained]
-        held = [
-            {**dict(network.named_buffers()), **{name: own[name].detach() for name in fixed}}
-            for network, own in zip(networks, named, strict=True)
-        ]
-        self.buffers = {name: torch.stack([own[name] for own in held]).to(device) for name in held[0]}
+        held = [{**dict(network.named_parameters()), **dict(network.named_buffers())} for network in networks]
+        rows = [_stacked(held, name).flatten(1).float().cpu() for name in trained]
+        self.flat = torch.cat(rows, dim=1).to(device)
+        self.buffers = {name: _stacked(held, name).to(device) for name in held[0] if name not in trained}
         self.skeleton = copy.deepcopy(first).to("meta").train()
         self.engine = engine
         self.parameters = self._views()
@@ -146,6 +139,10 @@ class Stack:
             self.buffers[name].copy_(value)
 
 
+def _stacked(held: Sequence[dict[str, Tensor]], name: str) -> Tensor:
+    return torch.stack([own[name].detach() for own in held])
+
+
 def usual_engine(model: nn.Module, device: torch.device) -> str:
     """The engine that is usually the fastest for such networks.
 
@@ -174,11 +171,10 @@ class BandedConvolutions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace conv2d."""
-        given = _plain(*args, **(kwargs or {})) if func is torch.conv2d else None
-        return func(*args, **(kwargs or {})) if given is None else _banded_product(*given)
+        return (_banded if func is torch.conv2d else func)(*args, **(kwargs or {}))
 
 
-def _plain(
+def _banded(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -186,28 +182,17 @@ def _plain(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, int], tuple[int, int]] | None:
-    """The arguments of `_banded_product`, or None for a convolution that it does not do."""
-    if input.dim() != 4 or groups != 1 or isinstance(padding, str) or _two(dilation) != (1, 1):
-        return None
-    return input, weight, bias, _two(stride), _two(padding)
-
-
-def _two(value: Any) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    return (pair[0], pair[0]) if len(pair) == 1 else pair
-
-
-def _banded_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
     """Σ_{c,i,j} W[o, c, i, j] x[b, c, h+i, w+j], as (b·h, i·c·w) @ (i·c·w, o·w′).
 
     Whole rows of the image times the kernel's band matrix.
     """
-    x = x if padding == (0, 0) else F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    band = _band(weight, x.shape[-1], stride[1])  # (o, c, i, w′, w)
-    strips = x.unfold(2, weight.shape[2], stride[0]).permute(0, 2, 4, 1, 3)  # (b, h, i, c, w), a view
+    if input.dim() != 4 or groups != 1 or isinstance(padding, str) or _two(dilation) != (1, 1):
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    (down, right), (above, left) = _two(stride), _two(padding)
+    x = F.pad(input, (left, left, above, above)) if above or left else input
+    band = _band(weight, x.shape[-1], right)  # (o, c, i, w′, w)
+    strips = x.unfold(2, weight.shape[2], down).permute(0, 2, 4, 1, 3)  # (b, h, i, c, w), a view
     samples, height = strips.shape[:2]
     matrix = band.permute(2, 1, 4, 0, 3).flatten(0, 2).flatten(1)
     product = strips.flatten(2).flatten(0, 1) @ matrix
@@ -215,6 +200,11 @@ def _banded_product(
     if bias is not None:
         product = product + bias.unsqueeze(1)
     return product.transpose(1, 2)
+
+
+def _two(value: Any) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    return (pair[0], pair[0]) if len(pair) == 1 else pair
 
 
 def _band(weight: Tensor, width: int, stride: int) -> Tensor:

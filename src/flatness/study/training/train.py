@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from flatness.files import DamagedFileError, intact, read_tensors, sealed, set_aside, write_tensors
-from flatness.study.configuration import Configuration
+from flatness.study.configuration import Configuration, digest
 from flatness.study.objects import Split, check_same_data, make_model, stream_seed, training_targets
 from flatness.study.training.optimizers import OPTIMIZERS, Optimizer
 from flatness.study.training.program import Program
-from flatness.study.training.stack import ALONE, ENGINES, Stack, usual_engine
+from flatness.study.training.stack import ALONE, Stack, usual_engine
 
 CONVERGED, NOT_CONVERGED, DIVERGED = "converged", "not_converged", "diverged"
 # A recorded graph is recorded anew for fewer networks only when this share of them is done.
@@ -81,13 +81,9 @@ class Cohort:
         if saved is not None:
             here = {one.key: one for one in configurations}
             self.members = [here[key] for key in saved["keys"] if key in here]
-            if self.split.train[0].is_cuda and saved.get("engine") in ENGINES:
-                engine = engine or saved["engine"]  # engines round differently
         self.program = self._program(engine)
         if saved is not None:
             self._resume(saved)
-        if engine is None and self.program.stack.engine not in ALONE:
-            self.program.check_engine(self._order()[:, :2])
         self._saved_at = self._counted_at = time.monotonic()
 
     @property
@@ -109,7 +105,10 @@ class Cohort:
         loss = self.members[0].train.get("loss", "cross_entropy")
         targets = torch.stack(labels) if own else labels[0]
         optimizer = _optimizer(self.members, stack)
-        return Program(stack, optimizer, self.split.train[0], targets, loss, own_targets=own)
+        program = Program(stack, optimizer, self.split.train[0], targets, loss, own_targets=own)
+        if engine is None and stack.engine not in ALONE:
+            program.check_engine(self._order()[:, :2])
+        return program
 
     def train(
         self, done: Done, deadline: float = math.inf, report: Callable[[Cohort], object] = lambda _: None
@@ -148,11 +147,10 @@ class Cohort:
         return order.to(self.split.train[0].device)
 
     def _end_epoch(self, done: Done) -> None:
-        losses = (self.program.loss_sums / self.samples).tolist()
-        accuracies = (self.program.correct_sums / self.samples).tolist()
+        losses, accuracies = (self.program.sums / self.samples).tolist()
         self._share_time()
         self.epoch, self.position = self.epoch + 1, 0
-        self.program.reset()
+        self.program.sums.zero_()
         for row, one in enumerate(self.members):
             if one.key in self.ended:
                 continue
@@ -195,9 +193,8 @@ class Cohort:
             "trainings": {one.key: asdict(self.trainings[one.key]) for one in self.members},
             "stack": program.stack.saved(),
             "optimizer": program.optimizer.saved(),
-            "sums": [program.loss_sums.cpu(), program.correct_sums.cpu()],
+            "sums": list(program.sums.cpu()),
             "data": self.split.digest,
-            "engine": program.stack.engine,
         }
         write_tensors(self.checkpoint, sealed(content))
         self._saved_at = time.monotonic()
@@ -225,13 +222,26 @@ class Cohort:
         rows = torch.tensor([saved["keys"].index(one.key) for one in self.members])
         self.program.stack.restore(_rows_of(saved["stack"], rows))
         self.program.optimizer.restore(_rows_of(saved["optimizer"], rows))
-        for ours, theirs in zip(
-            (self.program.loss_sums, self.program.correct_sums), saved["sums"], strict=True
-        ):
-            ours.copy_(theirs[rows])
+        self.program.sums.copy_(torch.stack(saved["sums"])[:, rows])
         self.epoch, self.position = saved["epoch"], saved["position"]
         for one in self.members:
             self.trainings[one.key] = Training(**saved["trainings"][one.key])
+
+
+def cohorts(configurations: Sequence[Configuration], at_once: int) -> list[Sequence[Configuration]]:
+    """Networks of one shape, batch size and optimizer in groups of at most `at_once`.
+
+    It does not depend on how many workers there are or on what is already done: the same study is divided in
+    the same way wherever it runs.
+    """
+    groups: dict[str, list[Configuration]] = {}
+    for one in configurations:
+        tables = [dict(table) for table in (one.data, one.model, one.train)]
+        axes = [one.axes.get(axis) for axis in ("batch_size", "optimizer")]
+        groups.setdefault(digest([one.part, *tables, *axes]), []).append(one)
+    return [
+        group[start : start + at_once] for group in groups.values() for start in range(0, len(group), at_once)
+    ]
 
 
 def _rows_of(saved: Any, rows: Tensor) -> Any:
@@ -250,31 +260,30 @@ def _optimizer(members: Sequence[Configuration], stack: Stack) -> Optimizer:
     return OPTIMIZERS[members[0].axes["optimizer"]](settings, stack.flat, options)
 
 
+_WANTED = {"loss": "a loss below {:g}", "accuracy": "an accuracy of {:g}"}
+
+
 def _verdict(stop: Mapping[str, Any], training: Training) -> tuple[str, str]:
     """Status and reason of a network after an epoch; an empty status while it goes on."""
     loss, accuracy, epochs = training.losses[-1], training.accuracies[-1], len(training.losses)
-    asked = {name: stop[name] for name in ("loss", "accuracy") if name in stop}
+    wanted = " and ".join(told.format(stop[name]) for name, told in _WANTED.items() if name in stop)
     if not math.isfinite(loss):
         return DIVERGED, f"the loss of epoch {epochs} is {loss}"
-    if asked and loss < asked.get("loss", math.inf) and accuracy >= asked.get("accuracy", 0.0):
+    if wanted and _reached(stop, loss, accuracy):
         return CONVERGED, f"loss {loss:.4g}, accuracy {accuracy:.4g} in epoch {epochs}"
-    if asked and _stalled(training.losses, stop.get("stalled")):
-        told = (
-            f"the loss fell by less than 1 % in {stop['stalled']} epochs; loss {loss:.4g} in epoch {epochs}"
-        )
-        return NOT_CONVERGED, told
+    if wanted and _stalled(training.losses, stop.get("stalled")):
+        fell = f"the loss fell by less than 1 % in {stop['stalled']} epochs"
+        return NOT_CONVERGED, f"{fell}; loss {loss:.4g} in epoch {epochs}"
     if epochs < stop["epochs"]:
         return "", ""
-    if not asked:
+    if not wanted:
         return CONVERGED, f"trained for {epochs} epochs, as asked; loss {loss:.4g}"
-    wanted = " and ".join(_WANTED[name].format(value) for name, value in asked.items())
-    return (
-        NOT_CONVERGED,
-        f"did not reach {wanted} in {epochs} epochs; loss {loss:.4g}, accuracy {accuracy:.4g}",
-    )
+    missed = f"did not reach {wanted} in {epochs} epochs"
+    return NOT_CONVERGED, f"{missed}; loss {loss:.4g}, accuracy {accuracy:.4g}"
 
 
-_WANTED = {"loss": "a loss below {:g}", "accuracy": "an accuracy of {:g}"}
+def _reached(stop: Mapping[str, Any], loss: float, accuracy: float) -> bool:
+    return loss < stop.get("loss", math.inf) and accuracy >= stop.get("accuracy", 0.0)
 
 
 def _stalled(losses: Sequence[float], epochs: int | None) -> bool:
