@@ -103,6 +103,7 @@ def network_spectra(
         squared_gradients: Gives E(∂_i ℓ)², for the metric "fisher".
     """
     space = operator.space
+    risk, gradient = space.gradient()
     roots = [inverse_metric_root(space, request, squared_gradients) for request in requests]
     solvers = {i: _solver(space, *pair) for i, pair in enumerate(zip(requests, roots, strict=True))}
 
@@ -111,7 +112,7 @@ def network_spectra(
         return {i: (roots[i] * answer)[None] for i, answer in zip(queries, answers, strict=True)}
 
     in_step(solvers, products)
-    return [_solved(operator, solver, roots[i]) for i, solver in solvers.items()]
+    return [_solved(space, solver, roots[i], risk, gradient) for i, solver in solvers.items()]
 
 
 def inverse_metric_root(
@@ -178,10 +179,10 @@ def _solver(space: ParameterSpace, request: SpectrumRequest, root: Tensor) -> To
     )
 
 
-def _solved(operator: HessianOperator, solver: TopEigenvalues | PowerMethod, root: Tensor) -> NetworkSpectrum:
-    assert operator.gradient is not None
-    assert operator.risk is not None
-    parts = operator.space.split(root)
+def _solved(
+    space: ParameterSpace, solver: TopEigenvalues | PowerMethod, root: Tensor, risk: float, gradient: Tensor
+) -> NetworkSpectrum:
+    parts = space.split(root)
     return NetworkSpectrum(
         float(solver.values[0]),
         float(solver.smallest[0]),
@@ -190,8 +191,8 @@ def _solved(operator: HessianOperator, solver: TopEigenvalues | PowerMethod, roo
         root * solver.vectors[0],
         bool(solver.converged[0]),
         products=solver.products,
-        gradient_norm=float((root * operator.gradient).norm()),
-        risk=operator.risk,
+        gradient_norm=float((root * gradient).norm()),
+        risk=risk - space.penalty(),
         dropped=tuple(name for name, part in parts.items() if not bool(part.any())),
         history=tuple(solver.history),
     )

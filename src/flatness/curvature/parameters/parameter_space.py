@@ -124,7 +124,7 @@ class ParameterSpace:
 
     def risk(self, vector: Tensor | None = None) -> float:
         """E at θ, or at θ + vector. One forward pass over the data."""
-        return float(self._summed(vector)[LOSS]) / self.normaliser + self._penalty(vector)
+        return float(self._summed(vector)[LOSS]) / self.normaliser + self.penalty(vector)
 
     def error_rate(self, vector: Tensor | None = None) -> float:
         """The share of wrong predictions at θ, or at θ + vector."""
@@ -155,7 +155,7 @@ class ParameterSpace:
 
         self.each(add, vector, differentiate=True)
         at = self.theta if vector is None else self.theta + vector
-        risk = float(total) / self.normaliser + self._penalty(vector)
+        risk = float(total) / self.normaliser + self.penalty(vector)
         return risk, slope / self.normaliser + self.problem.weight_decay * at
 
     def derivatives(self, outputs: Tensor, signal: Tensor | None = None) -> Tensor:
@@ -210,7 +210,8 @@ class ParameterSpace:
             self.problem.stream(step, label)
         self._normaliser = counted(total, self.problem.samples)
 
-    def _penalty(self, vector: Tensor | None) -> float:
+    def penalty(self, vector: Tensor | None = None) -> float:
+        """What weight decay adds to E at θ, or at θ + vector."""
         if not self.problem.weight_decay:
             return 0.0
         at = self.theta if vector is None else self.theta + vector
