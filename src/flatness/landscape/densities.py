@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,10 +251,7 @@ class _Census:
                 if self.interrupted:
                     break
         if found:
-            nodes, weights = (
-                _stacked([part.nodes for part in found]),
-                _stacked([part.weights for part in found]),
-            )
+            nodes, weights = (_stacked(parts) for parts in zip(*found, strict=True))
             self.spectra[label] = SpectralQuadrature(nodes, weights, dimension)
 
     def _drive(
@@ -272,7 +270,7 @@ class _Census:
             )
 
 
-def _stacked(parts: list[Tensor]) -> Array:
+def _stacked(parts: Sequence[Tensor]) -> Array:
     """Rows of several runs, with zeros after the end of shorter ones."""
     most = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1])) for part in parts]).numpy()

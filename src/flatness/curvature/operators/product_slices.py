@@ -61,7 +61,8 @@ def product_slices(
             recording.clear()
 
             def multiply(name: str, eta: Tensor) -> Tensor:
-                return products({name: eta}).get(name, torch.zeros_like(eta))
+                found = products({name: eta})
+                return found[name] if found else torch.zeros_like(eta)
 
             def of_copies(name: str, V: Tensor) -> Tensor:
                 return multiply(name, V.expand(n, *V.shape)).sum(0)

@@ -10,23 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness.curvature.operators.spectrum import HessianSlice
-from flatness.curvature.sums.exact import (
-    at_layers,
-    input_of,
-    layer_edges,
-    layer_signals,
-    rows_of_features,
-    separable_signals,
-    signals,
-)
-from flatness.curvature.sums.routes import LayerRoute, Routes
+from flatness.curvature.sums.routes import Routes
+from flatness.curvature.sums.signals import Signal, input_of, rows_of_features, signals
 from flatness.losses import Items
 from flatness.network.recording import Recording
 from flatness.problem.problem import Problem
@@ -68,9 +60,13 @@ class SignalSlice:
     c: Tensor | None
 
     @classmethod
-    def of(cls, Phi: Tensor, delta: Tensor, c: Tensor | None) -> SignalSlice:
-        """From Φ (n, G, m, P), δ (n, G, R, d, P) and c (n, R)."""
+    def of(cls, Phi: Tensor, arrived: list[Signal], rows: int) -> SignalSlice:
+        """From Φ (n, G, m, P) and all that arrived at a layer, which has so many rows in each group."""
         n, G, m, P = Phi.shape
+        # Nothing arrives where the output does not depend on the layer.
+        delta = torch.cat([one.value for one in arrived], 2) if arrived else Phi.new_zeros(n, G, 1, rows, P)
+        weights = [one.c for one in arrived if one.c is not None]
+        c = torch.cat(weights, 1) if weights else None
         if _keeps_g(m, P):
             g = (delta.flatten(2, 3) @ Phi.mT).unflatten(2, delta.shape[2:4])
             return cls(g.permute(1, 3, 0, 2, 4).contiguous(), None, c)
@@ -121,49 +117,24 @@ class SoftmaxSlice:
 def _slices(
     problem: Problem, routes: Routes, recording: Recording, items: Items
 ) -> Iterator[tuple[str, HessianSlice]]:
-    for route in routes.kind("softmax head"):
-        yield route.name, _softmax_slice(problem, route, recording, items)
-    for route in routes.kind("separable"):
-        yield route.name, _separable_slice(problem, route, recording, items)
-    passing = routes.kind("passes")
-    if passing:
-        n, edges = items.logits.shape[0], layer_edges(passing, recording)
-        blocks = [(at_layers(passing, recording, block, n), c) for block, c in signals(problem, items, edges)]
-        for index, route in enumerate(passing):
-            arrived = [block[index] for block, _ in blocks]
-            weights = [c for _, c in blocks if c is not None]
-            yield route.name, _pass_slice(route, input_of(route, recording), items, arrived, weights)
-
-
-def _softmax_slice(problem: Problem, route: LayerRoute, recording: Recording, items: Items) -> HessianSlice:
-    a = problem.loss.softmax_weight(items)
-    p = items.logits.detach().flatten(0, 1).softmax(1)
-    phi = rows_of_features(route, recording.one(route.name).x, items.logits.shape[0])
-    return SoftmaxSlice(phi, p, torch.ones_like(p[:, 0]) if a is None else a.flatten().to(p.dtype))
-
-
-def _separable_slice(problem: Problem, route: LayerRoute, recording: Recording, items: Items) -> HessianSlice:
-    record, n = recording.one(route.name), items.logits.shape[0]
-    found = list(separable_signals(problem, items, record.z_edge))
-    deltas = [route.layer.signals(delta, n)[:, 0].transpose(1, 2).flatten(0, 1) for delta, _ in found]
-    weights = [c for _, c in found if c is not None]
-    phi = rows_of_features(route, record.x, n)[:, None, :, None]
-    c = torch.stack(weights, 1) if weights else None
-    return SignalSlice.of(phi, torch.stack(deltas, 1)[:, None, :, :, None], c)
-
-
-def _pass_slice(
-    route: LayerRoute, x: Tensor, items: Items, arrived: list[Tensor | None], weights: list[Tensor]
-) -> HessianSlice:
     n = items.logits.shape[0]
-    Phi = route.layer.features(x, n)
-    known = [layer_signals(route, delta, n) for delta in arrived if delta is not None]
-    if not known:
-        # The output does not depend on this layer.
-        known = [Phi.new_zeros(n, Phi.shape[1], 1, route.layer.output_units // Phi.shape[1], Phi.shape[3])]
-        weights = []
-    c = torch.cat(weights, dim=1) if weights else None
-    return SignalSlice.of(Phi, torch.cat(known, dim=2), c)
+    # Of the layers' inputs no derivatives are needed: there are no statistics to compute.
+    bare = [replace(route, needs=frozenset()) for route in routes.layers]
+    arrived: dict[str, list[Signal]] = {route.name: [] for route in bare}
+    for signal in signals(problem, items, recording, Routes(bare)):
+        arrived[signal.to.name].append(signal)
+    for route in bare:
+        if route.kind == "softmax head":
+            a = problem.loss.softmax_weight(items)
+            assert a is not None  # or this would be no such route
+            p = items.logits.detach().flatten(0, 1).softmax(1)
+            yield route.name, SoftmaxSlice(rows_of_features(route, recording, n), p, a.flatten().to(p.dtype))
+            continue
+        if route.kind == "separable":
+            Phi = rows_of_features(route, recording, n)[:, None, :, None]
+        else:
+            Phi = route.layer.features(input_of(route, recording), n)
+        yield route.name, SignalSlice.of(Phi, arrived[route.name], route.layer.matrix().shape[1])
 
 
 def _keeps_g(features: int, positions: int) -> bool:

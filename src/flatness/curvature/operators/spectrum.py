@@ -104,10 +104,5 @@ def _sizes(shape: torch.Size, part: str) -> tuple[int, int]:
 
 
 def _finished(solver: TopEigenvalues) -> Spectrum:
-    return Spectrum(
-        solver.values.cpu(),
-        solver.smallest.cpu(),
-        solver.residuals.cpu(),
-        bool(solver.converged.all()),
-        solver.products,
-    )
+    found = (each.cpu() for each in (solver.values, solver.smallest, solver.residuals))
+    return Spectrum(*found, converged=bool(solver.converged.all()), products=solver.products)

@@ -7,7 +7,7 @@ and is made anew every time when not: never out of memory, at an extra cost.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -77,11 +77,9 @@ class BatchSums(Generic[Made]):
     def _fill(self) -> None:
         """Keep everything; without room for it, nothing."""
         kept: list[Made] = []
-        try:
+        with suppress(OutOfMemoryError):
             self._stream(kept.append)
-        except OutOfMemoryError:
-            return
-        self._kept = kept
+            self._kept = kept
 
     def _say(self) -> None:
         if self._note:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -52,12 +52,8 @@ class HessianOperator:
         # A pass has counted the samples.
         needed = self._graph_bytes * (problem.samples or 0)
         keep = self._curvature != "finite_differences" and 0 < needed <= kept_budget(problem.device)
-        return BatchSums(problem, self._opened, "Hessian products", keep=keep)
+        return BatchSums(problem, lambda: nullcontext(self._product), "Hessian products", keep=keep)
 
-    @contextmanager
-    def _opened(self) -> Iterator[Callable[[Any], Product]]:
-        def product_of(batch: Any) -> Product:
-            error = self.error if self.products == 1 else None
-            return batch_product(self.space, batch, self._curvature, error)[1]
-
-        yield product_of
+    def _product(self, batch: Any) -> Product:
+        error = self.error if self.products == 1 else None
+        return batch_product(self.space, batch, self._curvature, error)[1]
