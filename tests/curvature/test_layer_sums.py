@@ -8,7 +8,7 @@ from torch import nn
 
 import flatness
 from flatness.curvature.sums import layer_sums, routes
-from flatness.curvature.sums.layer_sums import forms_g
+from flatness.curvature.sums.routes import forms_g
 
 ALL = frozenset({"row_traces", "relative", "relative_normalized", "outgoing", "incoming"})
 MEASURES = [

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import flatness
-from flatness.curvature.sums.layer_sums import PlainSums, SoftmaxHead
+from flatness.curvature.sums.layer_sums import PlainSums, PositionSums, SoftmaxHead
+from flatness.curvature.sums.routes import LayerRoute
 from flatness.losses import resolve_loss
 from flatness.network.layers import LinearLayer
 
@@ -24,11 +25,14 @@ def head(K=6, m=5, n=11, gap=1.0, dtype=torch.float64):
 
 def by_factors(layer, phi, logits, spread):
     """The same statistics from the loss's factors, one direction at a time."""
-    sums = PlainSums(layer, NEEDS, phi, spread)
+    alone = LayerRoute("head", layer, "passes", frozenset({"block_traces"}), 1, phi.shape[1])
+    plain = PlainSums(layer, NEEDS - alone.needs, phi, spread)
+    blocks = PositionSums(alone, phi, len(phi), spread, layer.features)
     loss = resolve_loss("cross_entropy")
     for s, _ in loss.factors(loss.items(logits, torch.zeros(len(phi), dtype=torch.long))):
-        sums.add(s.reshape(len(phi), 1, 1, -1, 1), None, None)
-    return sums.sums()
+        for sums in (plain, blocks):
+            sums.add(s.reshape(len(phi), 1, 1, -1, 1), None, None)
+    return plain.sums() | blocks.sums()
 
 
 def test_every_statistic_agrees_with_the_factors():

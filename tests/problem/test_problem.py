@@ -115,16 +115,16 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(largest, error, went_o
 
 def test_running_out_between_two_layers_counts_no_sample_twice(monkeypatch):
     """Feature spreads add up layer by layer: memory may run out between two of them."""
-    measured = frame._Moments.part
+    measured = frame._Moments.of
     calls = []
 
-    def part(self, values):
+    def of(values):
         calls.append(len(values))
         if len(calls) == 2:
             raise torch.OutOfMemoryError("no")
-        return measured(self, values)
+        return measured(values)
 
-    monkeypatch.setattr(frame._Moments, "part", part)
+    monkeypatch.setattr(frame._Moments, "of", of)
     report = measure(network(), data(), measures="relative_flatness_normalized")
     assert calls == [23, 23, 11, 11, 11, 11, 1, 1]
     for layer in ("fc1", "head"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flatness
-from flatness.curvature.operators.layer_operator import LayerOperators
+from flatness.curvature.parameters.batch_sums import BatchSums
 from flatness.errors import OutOfMemoryError
 from flatness.measuring.run import run as running
 from flatness.network import memory
@@ -79,7 +79,7 @@ def test_few_directions_at_a_time_give_the_same(monkeypatch):
     one = flatness.measure(
         case.build(), (case.x, case.y), "normalized_cross_entropy", measures="all", progress=False
     )
-    monkeypatch.setattr("flatness.curvature.sums.exact.BLOCK", 2)
+    monkeypatch.setattr("flatness.curvature.sums.signals.BLOCK", 2)
     two = flatness.measure(
         case.build(), (case.x, case.y), "normalized_cross_entropy", measures="all", progress=False
     )
@@ -96,9 +96,9 @@ def test_kept_slices_without_room_to_multiply_are_recomputed(monkeypatch):
         visits.append(work)
         return memory.fits(work, device) if len(visits) < 5 else False
 
-    monkeypatch.setattr("flatness.curvature.operators.layer_operator.fits", full)
+    monkeypatch.setattr("flatness.curvature.parameters.batch_sums.fits", full)
     fallen = flatness.measure(case.build(), (case.x, case.y), measures=names, batch_size=6, progress=False)
-    assert len(visits) == 5
+    assert len(visits) == 6  # what is kept of the layers, then of the network
     assert sum("recomputed for every product" in note for note in fallen.notes) == 1
     assert_same(kept, fallen, 1e-6)
 
@@ -106,15 +106,15 @@ def test_kept_slices_without_room_to_multiply_are_recomputed(monkeypatch):
 def test_signals_that_cannot_be_kept_are_recomputed(monkeypatch):
     case = CASES["mlp"]
     kept = flatness.measure(case.build(), (case.x, case.y), measures="hessian_top_eigenvalue", progress=False)
-    stream = LayerOperators._stream
+    stream = BatchSums._stream
 
-    def full(self, visit, *rest):
-        if getattr(visit, "__name__", "") == "append":
+    def full(self, visit):
+        if visit.__name__ == "append":
             self._problem.micro_batch = 1
             raise OutOfMemoryError("no room")
-        stream(self, visit, *rest)
+        stream(self, visit)
 
-    monkeypatch.setattr(LayerOperators, "_stream", full)
+    monkeypatch.setattr(BatchSums, "_stream", full)
     streamed = flatness.measure(
         case.build(), (case.x, case.y), measures="hessian_top_eigenvalue", batch_size=6, progress=False
     )

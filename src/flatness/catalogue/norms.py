@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,19 +54,13 @@ def _mean_square(
     differentiate: bool,
 ) -> float:
     """Σ c_i s_i² / Σ c_i of one number s_i per item; one pass over the data."""
-    total = torch.zeros(2, dtype=torch.float64, device=space.problem.device)
 
-    def visit(items: Items) -> Callable[[], None]:
+    def sums(items: Items) -> list[Tensor]:
         found, weights = numbers(space, items)
-        squares = weights * found.detach().double().square()
-        return partial(_add, total, torch.stack([squares.sum(), weights.sum()]))
+        return [(weights * found.detach().double().square()).sum(), weights.sum()]
 
-    space.each(visit, differentiate=differentiate, label="Fisher-Rao norm")
-    return float(total[0] / total[1])
-
-
-def _add(total: Tensor, part: Tensor) -> None:
-    total.add_(part)
+    squares, weight = space.totals(sums, differentiate=differentiate, label="Fisher-Rao norm")
+    return float(squares / weight)
 
 
 def _fisher_rao(around: Surroundings) -> dict[str | None, Valued]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.curvature.operators.lanczos import LanczosRuns, Quadrature, random_signs
+from flatness.curvature.operators.lanczos import LanczosRuns, random_signs
 from flatness.curvature.operators.network_spectrum import PARAMETERS, SpectrumRequest, inverse_metric_root
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
@@ -222,11 +222,11 @@ class _Census:
                     raise
                 finally:
                     if lanczos.made:
-                        self._add(label, lanczos.quadrature(), dimension)
+                        self._add(label, *lanczos.quadrature(), dimension)
 
-    def _add(self, label: str, found: Quadrature, dimension: int) -> None:
+    def _add(self, label: str, nodes: Tensor, weights: Tensor, dimension: int) -> None:
         """Further runs of a spectrum."""
-        own = SpectralQuadrature(found.nodes.numpy(), found.weights.numpy(), dimension)
+        own = SpectralQuadrature(nodes.numpy(), weights.numpy(), dimension)
         before = self.spectra.get(label)
         self.spectra[label] = own if before is None else before.and_runs(own)
 

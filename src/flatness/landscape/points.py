@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatness.curvature.parameters.parameter_space import COUNTED, LOSS, WRONG, ParameterSpace, vectorises
+from flatness.curvature.parameters.parameter_space import (
+    COUNTED,
+    LOSS,
+    WRONG,
+    ParameterSpace,
+    over_points,
+    vectorises,
+)
 from flatness.errors import OptionError
 from flatness.losses import counted
 from flatness.measuring.examine.probe import check_example
@@ -148,10 +155,12 @@ class Points:
 
     def _sums(self, moved: Mapping[str, Tensor], batch: Any) -> Tensor:
         """`ParameterSpace.sums` of a batch at every point, (points, 3)."""
-        problem, space = self.problem, self._space
-        return space.over_points(
-            lambda: space.sums(problem.items(batch, look=False)), moved, together=self.engine == TOGETHER
-        )
+
+        def at(values: dict[str, Tensor]) -> Tensor:
+            with self._space.substitution(values):
+                return self._space.sums(self.problem.items(batch, look=False))
+
+        return over_points(at, dict(moved), together=self.engine == TOGETHER)
 
     def _penalty(self, moved: Mapping[str, Tensor]) -> Tensor | float:
         decay = self.problem.weight_decay

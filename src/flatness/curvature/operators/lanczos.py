@@ -8,8 +8,7 @@ operators on R^N advance in step, so that one pass over the data serves all of t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,28 +20,11 @@ _CHECK_EVERY = 4
 _BASIS_BYTES, _SMALLEST_BASIS, _LARGEST_BASIS = 512 * 2**20, 12, 64
 
 
-class Solver(Protocol):
-    """What asks for products."""
-
-    @property
-    def done(self) -> bool:
-        """Whether no more products are wanted."""
-        ...
-
-    def query(self) -> Tensor:
-        """The vectors (B, N) whose products are wanted next."""
-        ...
-
-    def tell(self, products: Tensor) -> None:
-        """Take the products (B, N) of the last `query`."""
-        ...
-
-
 Key = TypeVar("Key", bound=Hashable)
 
 
 def in_step(
-    solvers: Mapping[Key, Solver],
+    solvers: Mapping[Key, TopEigenvalues | PowerMethod],
     products: Callable[[dict[Key, Tensor]], Mapping[Key, Tensor]],
     agreed: Callable[[list[Key]], list[Key]] = list,
 ) -> None:
@@ -252,19 +234,6 @@ class PowerMethod:
         self.vectors = following
 
 
-@dataclass(frozen=True)
-class Quadrature:
-    """Nodes and weights of several runs.
-
-    Attributes:
-        nodes: θ, (runs, steps).
-        weights: τ, (runs, steps); each run's sum to 1. Runs that ended early have weights 0 at their end.
-    """
-
-    nodes: Tensor
-    weights: Tensor
-
-
 class LanczosRuns(_Basis):
     """Stochastic Lanczos quadrature: the density of a symmetric operator's eigenvalues, from R runs in step.
 
@@ -298,11 +267,14 @@ class LanczosRuns(_Basis):
         self._ended = self._ended | exhausted
         self._grow(directions)
 
-    def quadrature(self) -> Quadrature:
-        """Nodes and weights after the steps made so far, on the host."""
+    def quadrature(self) -> tuple[Tensor, Tensor]:
+        """Nodes θ and weights τ after the steps made so far, (runs, steps) on the host.
+
+        Weights of a run sum to 1; runs that ended early have weights 0 at their end.
+        """
         # Steps after a run's end are blocks of zeros of their own, which the first component does not reach.
         nodes, vectors = torch.linalg.eigh(self._T.cpu())
-        return Quadrature(nodes, vectors[:, 0].square())
+        return nodes, vectors[:, 0].square()
 
 
 def random_signs(runs: int, mask: Tensor, seed: int) -> Tensor:

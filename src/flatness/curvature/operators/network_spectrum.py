@@ -103,6 +103,7 @@ def network_spectra(
         squared_gradients: Gives E(∂_i ℓ)², for the metric "fisher".
     """
     space = operator.space
+    risk, gradient = space.gradient()
     roots = [inverse_metric_root(space, request, squared_gradients) for request in requests]
     solvers = {i: _solver(space, *pair) for i, pair in enumerate(zip(requests, roots, strict=True))}
 
@@ -111,7 +112,7 @@ def network_spectra(
         return {i: (roots[i] * answer)[None] for i, answer in zip(queries, answers, strict=True)}
 
     in_step(solvers, products)
-    return [_solved(operator, solver, roots[i]) for i, solver in solvers.items()]
+    return [_solved(space, solver, roots[i], risk, gradient) for i, solver in solvers.items()]
 
 
 def inverse_metric_root(
@@ -133,9 +134,7 @@ def inverse_metric_root(
             squares = squared_gradients().means
             root = torch.where(squares > 0, squares.clamp(min=1e-300).rsqrt(), 0.0)
     if request.parameters == "weights":
-        root = root * space.per_parameter(
-            lambda _, value: torch.tensor(float(value.dim() >= 2), device=value.device)
-        )
+        root = root * space.per_parameter(lambda _, value: value.new_tensor(value.dim() >= 2))
     return root
 
 
@@ -169,29 +168,26 @@ def _solver(space: ParameterSpace, request: SpectrumRequest, root: Tensor) -> To
     start = torch.where(root > 0, start, 0.0)
     if not bool(start.any()):
         start = torch.ones_like(start)
-    limits = {"max_products": request.max_products}
+    most = request.max_products
     if request.solver == "power":
-        return PowerMethod(start[None], tolerance=request.tolerance or 1e-4, **limits)
+        return PowerMethod(start[None], tolerance=request.tolerance or 1e-4, max_products=most)
+    limits = {"max_products": most, "basis_limit": basis_limit(N)}
     tolerance = request.tolerance or default_tolerance(space.problem.dtype)
-    return TopEigenvalues(
-        (1, N), root.device, tolerance=tolerance, basis_limit=basis_limit(N), start=start[None], **limits
-    )
+    return TopEigenvalues((1, N), root.device, tolerance=tolerance, start=start[None], **limits)
 
 
-def _solved(operator: HessianOperator, solver: TopEigenvalues | PowerMethod, root: Tensor) -> NetworkSpectrum:
-    assert operator.gradient is not None
-    assert operator.risk is not None
-    parts = operator.space.split(root)
+def _solved(
+    space: ParameterSpace, solver: TopEigenvalues | PowerMethod, root: Tensor, risk: float, gradient: Tensor
+) -> NetworkSpectrum:
+    parts = space.split(root)
+    ends = (solver.values, solver.smallest, solver.residuals, solver.smallest_residuals)
     return NetworkSpectrum(
-        float(solver.values[0]),
-        float(solver.smallest[0]),
-        float(solver.residuals[0]),
-        float(solver.smallest_residuals[0]),
-        root * solver.vectors[0],
-        bool(solver.converged[0]),
+        *(float(one) for one in ends),
+        vector=root * solver.vectors[0],
+        converged=bool(solver.converged),
         products=solver.products,
-        gradient_norm=float((root * operator.gradient).norm()),
-        risk=operator.risk,
+        gradient_norm=float((root * gradient).norm()),
+        risk=risk - space.penalty(),
         dropped=tuple(name for name, part in parts.items() if not bool(part.any())),
         history=tuple(solver.history),
     )

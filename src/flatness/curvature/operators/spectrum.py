@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatness.curvature.operators.lanczos import TopEigenvalues, basis_limit, default_tolerance, in_step
-from flatness.curvature.operators.layer_operator import LayerOperators
-from flatness.curvature.operators.parameter_operator import ParameterOperators
-from flatness.curvature.operators.product_operator import ProductOperators
-from flatness.curvature.sums.routes import Routes
+from flatness.curvature.parameters.batch_sums import BatchSums
+from flatness.network.layers import Layer
 from flatness.problem.problem import Problem
+
+HessianSlice = Callable[[Tensor, bool], Tensor]
+"""A micro-batch's share of Σ_i H_i: its product with V (G, d, m), or of the row blocks with their rows."""
+
+_ANEW = "eigenvalues: signals or graphs did not fit into memory and were recomputed for every product"
 
 
 @dataclass(frozen=True)
@@ -42,42 +46,50 @@ class Spectrum:
 
 def top_eigenvalues(
     problem: Problem,
-    routes: Routes,
-    wanted: dict[str, list[str]],
+    layers: Mapping[str, Layer],
+    wanted: Mapping[str, Sequence[str]],
+    opened: Callable[[], AbstractContextManager[Callable[[Any], dict[str, HessianSlice]]]],
     *,
     normaliser: float,
-    keep: bool,
+    keep: bool | None,
     tolerance: float | None = None,
     max_products: int = 300,
-    curvature: str | None = None,
-    operators: LayerOperators | ProductOperators | ParameterOperators | None = None,
 ) -> dict[tuple[str, str], Spectrum]:
     """Largest eigenvalues by (layer, part).
 
     Args:
         problem: The model, data and loss, already guarded.
-        routes: The layers.
+        layers: The layers.
         wanted: For every layer, the parts: "whole" for λ_max(H_l), "rows" for λ_max(H_ss) of all rows s.
+        opened: A context for one pass over the data, which gives the slices of a micro-batch by layer.
         normaliser: C of the whole data set.
-        keep: Whether signals are kept in memory; otherwise every product streams the data anew.
+        keep: Whether slices are kept in memory; otherwise every product streams the data anew. None where
+            they hold nothing that is worth it.
         tolerance: Relative residual to stop at; depends on the dtype by default.
         max_products: Upper limit of passes.
-        curvature: "hessian" or "gauss_newton" takes products by two backward passes each, in any network;
-            None works with signals of all output directions, where those are the Hessian.
-        operators: Products of another kind.
     """
-    if operators is None:
-        operators = (
-            LayerOperators(problem, routes, normaliser, keep)
-            if curvature is None
-            else ProductOperators(problem, routes, normaliser, keep, curvature)
+    slices = BatchSums(problem, opened, "eigenvalues", keep=bool(keep), note="" if keep is None else _ANEW)
+    shapes = {name: layer.matrix().shape for name, layer in layers.items()}
+    solvers = {
+        (name, part): TopEigenvalues(
+            _sizes(shapes[name], part),
+            problem.device,
+            tolerance=default_tolerance(problem.dtype) if tolerance is None else tolerance,
+            max_products=max_products,
+            basis_limit=basis_limit(shapes[name].numel()),
+            seed=problem.seed,
         )
-    matrices = {route.name: route.layer.matrix() for route in routes.layers}
-    tolerance = default_tolerance(problem.dtype) if tolerance is None else tolerance
-    limits = {"tolerance": tolerance, "max_products": max_products, "seed": problem.seed}
-    keys = [(name, part) for name, parts in wanted.items() for part in parts]
-    solvers = {(name, part): _solver(matrices[name], part, limits) for name, part in keys}
-    products = partial(_products, operators, {name: matrix.shape for name, matrix in matrices.items()})
+        for name, parts in wanted.items()
+        for part in parts
+    }
+
+    def products(vectors: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
+        laid_out = {key: V.reshape(shapes[key[0]]).to(problem.dtype) for key, V in vectors.items()}
+        found = slices.sums(
+            lambda own: {(name, part): own[name](V, part == "rows") for (name, part), V in laid_out.items()}
+        )
+        return {key: total.reshape(vectors[key].shape) / normaliser for key, total in found.items()}
+
     # Several processes go on as the first one decides: rounding may differ between their devices.
     in_step(solvers, products, problem.ranks.first)
     answers = products({key: solver.vectors for key, solver in solvers.items()})
@@ -86,30 +98,11 @@ def top_eigenvalues(
     return {key: _finished(solver) for key, solver in solvers.items()}
 
 
-def _solver(matrix: Tensor, part: str, limits: dict[str, Any]) -> TopEigenvalues:
-    rows = 1 if part == "whole" else matrix.shape[:2].numel()
-    limit = basis_limit(matrix.numel())
-    return TopEigenvalues((rows, matrix.numel() // rows), matrix.device, basis_limit=limit, **limits)
-
-
-def _products(
-    operators: LayerOperators | ProductOperators | ParameterOperators,
-    shapes: dict[str, torch.Size],
-    vectors: dict[tuple[str, str], Tensor],
-) -> dict[tuple[str, str], Tensor]:
-    """Products of each (layer, part) with its vectors, in one pass over the data."""
-    queries: dict[str, list[tuple[str, Tensor]]] = {}
-    for (name, part), vector in vectors.items():
-        queries.setdefault(name, []).append((part, vector.reshape(shapes[name])))
-    answers = operators.products(queries)
-    return {(name, part): answers[name].pop(0).reshape(vectors[name, part].shape) for name, part in vectors}
+def _sizes(shape: torch.Size, part: str) -> tuple[int, int]:
+    """How many operators there are, and on how many numbers each: on a whole weight, or on its rows."""
+    return (1, shape.numel()) if part == "whole" else (shape[:2].numel(), shape[2])
 
 
 def _finished(solver: TopEigenvalues) -> Spectrum:
-    return Spectrum(
-        solver.values.cpu(),
-        solver.smallest.cpu(),
-        solver.residuals.cpu(),
-        bool(solver.converged.all()),
-        solver.products,
-    )
+    found = (each.cpu() for each in (solver.values, solver.smallest, solver.residuals))
+    return Spectrum(*found, converged=bool(solver.converged.all()), products=solver.products)

@@ -23,12 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.curvature.parameters.hessian_operator import (
-    HessianOperator,
-    gauss_newton_product,
-    hessian_product,
-)
 from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.curvature.parameters.second_derivatives import second_derivatives
 from flatness.losses import Items
 from flatness.network.layers import Layer
 from flatness.problem.substitution import Substitution
@@ -86,12 +82,13 @@ def batch_product(
         return items, _differences(space, batch, error)
     with torch.enable_grad():
         items = problem.items(batch)
-        make = gauss_newton_product if curvature == "gauss_newton" else hessian_product
-        return items, make(space, items, problem.loss.values(items))[1]
+        multiply = second_derivatives(problem.loss, items, space.parameters, curvature)
+    nothing = {name: value.new_zeros(()).expand_as(value) for name, value in space.parameters.items()}
+    return items, lambda vector: space.join(nothing | multiply(space.split(vector)))
 
 
 def _differences(space: ParameterSpace, batch: Any, error: DifferenceError | None) -> Product:
-    untold = error is not None
+    untold = [] if error is None else [error]
 
     def slope(vector: Tensor) -> Tensor:
         with space.moved(vector), torch.enable_grad():
@@ -102,46 +99,14 @@ def _differences(space: ParameterSpace, batch: Any, error: DifferenceError | Non
         return (slope(step * vector) - slope(-step * vector)) / (2 * step)
 
     def product(vector: Tensor) -> Tensor:
-        nonlocal untold
         vector = vector.double()
         step = step_length(space, vector)
         found = difference(vector, step)
-        if untold and error is not None:
-            untold = False
-            error.compare(found, difference(vector, 2 * step))
+        if untold:
+            untold.pop().compare(found, difference(vector, 2 * step))
         return found
 
     return product
-
-
-class DifferenceOperator(HessianOperator):
-    """v ↦ H v over all the data by central differences: two gradients, two passes, for every vector.
-
-    Attributes:
-        error: How far the products are off, from the first of them.
-    """
-
-    def __init__(self, space: ParameterSpace) -> None:
-        super().__init__(space)
-        self.error = DifferenceError()
-
-    def __call__(self, vectors: Any) -> list[Tensor]:
-        """H v for every vector, in float64; weight decay included."""
-        self.products += 1
-        if self.gradient is None:
-            risk, self.gradient = self.space.gradient()
-            self.risk = risk - 0.5 * self.space.problem.weight_decay * float(self.space.theta.square().sum())
-        found = []
-        for vector in vectors:
-            step = step_length(self.space, vector.double())
-            found.append(self._difference(vector.double(), step))
-            if self.error.relative is None:
-                self.error.compare(found[-1], self._difference(vector.double(), 2 * step))
-        return found
-
-    def _difference(self, vector: Tensor, step: float) -> Tensor:
-        (_, above), (_, below) = (self.space.gradient(sign * step * vector) for sign in (1.0, -1.0))
-        return (above - below) / (2 * step)
 
 
 def own_parameter(model: nn.Module, layer: Layer) -> str | None:

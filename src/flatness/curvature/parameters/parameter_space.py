@@ -6,9 +6,9 @@ stand in the place of the model's own while it runs, which are neither written t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,23 +99,6 @@ class ParameterSpace:
             finally:
                 self._here = self.parameters
 
-    def over_points(
-        self, one: Callable[[], Tensor], points: Mapping[str, Tensor], *, together: bool
-    ) -> Tensor:
-        """What `one` returns at several points, with these values in the place of the model's own.
-
-        Args:
-            one: Runs the model.
-            points: Parameters and buffers by name, each with a leading axis for the point.
-            together: Whether all points run at once through `torch.vmap`, or one after another.
-        """
-
-        def at(values: dict[str, Tensor]) -> Tensor:
-            with self.substitution(values):
-                return one()
-
-        return over_points(at, dict(points), together=together)
-
     def sums(self, items: Items) -> Tensor:
         """Σℓ of some predictions, how many are wrong and how many count, (3,); zeros without classes."""
         total = self.problem.loss.values(items).sum(dtype=torch.float64)
@@ -124,7 +107,7 @@ class ParameterSpace:
 
     def risk(self, vector: Tensor | None = None) -> float:
         """E at θ, or at θ + vector. One forward pass over the data."""
-        return float(self._summed(vector)[LOSS]) / self.normaliser + self._penalty(vector)
+        return float(self._summed(vector)[LOSS]) / self.normaliser + self.penalty(vector)
 
     def error_rate(self, vector: Tensor | None = None) -> float:
         """The share of wrong predictions at θ, or at θ + vector."""
@@ -138,24 +121,18 @@ class ParameterSpace:
 
     def _summed(self, vector: Tensor | None) -> Tensor:
         """`sums` of all the data."""
-        found = torch.zeros(3, dtype=torch.float64, device=self.problem.device)
-        self.each(lambda items: partial(_add, found, self.sums(items)), vector)
-        return found
+        return self.totals(lambda items: [self.sums(items)], vector)[0]
 
     def gradient(self, vector: Tensor | None = None) -> tuple[float, Tensor]:
         """E and ∇E at θ, or at θ + vector. One forward and one backward pass."""
-        total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
-        slope = torch.zeros(self.dimension, dtype=torch.float64, device=self.problem.device)
 
-        def add(items: Items) -> Callable[[], None]:
+        def slopes(items: Items) -> list[Tensor]:
             values = self.problem.loss.values(items)
-            found = self.derivatives(values.sum())
-            part = values.detach().sum(dtype=torch.float64)
-            return lambda: (_add(total, part), _add(slope, found))[0]
+            return [self.derivatives(values.sum()), values.detach().sum(dtype=torch.float64)]
 
-        self.each(add, vector, differentiate=True)
+        slope, total = self.totals(slopes, vector, differentiate=True)
         at = self.theta if vector is None else self.theta + vector
-        risk = float(total) / self.normaliser + self._penalty(vector)
+        risk = float(total) / self.normaliser + self.penalty(vector)
         return risk, slope / self.normaliser + self.problem.weight_decay * at
 
     def derivatives(self, outputs: Tensor, signal: Tensor | None = None) -> Tensor:
@@ -175,42 +152,43 @@ class ParameterSpace:
     def normaliser(self) -> float:
         """C of E = Σ ℓ_i / C, known after a pass."""
         if self._normaliser is None:
-            self.each(lambda items: lambda: None)
+            self.totals(lambda items: [])
         assert self._normaliser is not None
         return self._normaliser
 
-    def each(
+    def totals(
         self,
-        visit: Callable[[Items], Callable[[], None]],
+        answers: Callable[[Items], Sequence[Tensor]],
         vector: Tensor | None = None,
         *,
         differentiate: bool = False,
         label: str = "risk",
-    ) -> None:
-        """One pass over the data at θ + vector.
+    ) -> list[Tensor]:
+        """Sums over micro-batches of what their predictions at θ + vector say, in float64; one pass.
 
         Args:
-            visit: Called with each micro-batch's predictions. It returns what adds them to the totals, which
-                runs when all memory that the batch takes was found.
+            answers: What to sum, from the predictions of a micro-batch.
             vector: Where to evaluate; at θ when None.
             differentiate: Whether derivatives in the parameters are taken.
             label: What the progress bar says.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
+        totals: list[Tensor] = []
 
         def step(batch: Any) -> None:
             with torch.set_grad_enabled(differentiate):
                 items = self.problem.items(batch)
-                finish = visit(items)
-            share = self.problem.loss.normaliser(items)
-            finish()
-            total.add_(share)
+                found = [*answers(items), self.problem.loss.normaliser(items)]
+            # Only now: when memory runs out above, the same samples come again in smaller batches.
+            before = totals or [torch.zeros_like(part, dtype=torch.float64) for part in found]
+            totals[:] = [total + part for total, part in zip(before, found, strict=True)]
 
         with differentiable(self.problem.model), nullcontext() if vector is None else self.moved(vector):
             self.problem.stream(step, label)
-        self._normaliser = counted(total, self.problem.samples)
+        self._normaliser = counted(totals.pop(), self.problem.samples)
+        return totals
 
-    def _penalty(self, vector: Tensor | None) -> float:
+    def penalty(self, vector: Tensor | None = None) -> float:
+        """What weight decay adds to E at θ, or at θ + vector."""
         if not self.problem.weight_decay:
             return 0.0
         at = self.theta if vector is None else self.theta + vector
@@ -266,7 +244,3 @@ def explained(*, second: bool = False) -> Iterator[None]:
             "Replace the operator, or leave out what walks in parameter space (eigenvalues of the network, "
             "ascent)."
         ) from error
-
-
-def _add(total: Tensor, part: Tensor) -> None:
-    total.add_(part)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from flatness.network.layers import Layer
 from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Recording
 from flatness.problem.problem import Problem
-from flatness.problem.ranks import Ranks
 
 # A feature whose standard deviation is below this share of its root mean square counts as constant.
 _CONSTANT = 1e-5
@@ -77,46 +77,39 @@ def across(matrix: Tensor, values: Tensor) -> Tensor:
     return torch.einsum("gab,...gbp->...gap", matrix, values)
 
 
+@dataclass(frozen=True)
 class _Moments:
-    """Count, Σ(x − r) and Σ(x − r)² per input unit, around a reference r from the first batch.
+    """How many values there are per input unit, their mean and Σ(x − mean)²."""
 
-    The reference makes a constant feature's variance exactly that of rounding, also in float32.
-    """
+    count: int
+    mean: Tensor
+    squares: Tensor
 
-    def __init__(self) -> None:
-        nothing = torch.zeros((), dtype=torch.float64, device="cpu")
-        self.reference = self.first = self.second = nothing
-        self.count = 0
+    @classmethod
+    def of(cls, values: Tensor) -> _Moments:
+        """Those of values (n, units, positions)."""
+        # Around their mean the variance of a constant feature is exactly that of rounding, also in float32.
+        reference, count = values.mean((0, 2)), values.shape[0] * values.shape[2]
+        centred = values - reference[:, None]
+        shift = centred.sum((0, 2), dtype=torch.float64) / count
+        squares = centred.square().sum((0, 2), dtype=torch.float64) - count * shift.square()
+        return cls(count, reference.double() + shift, squares)
 
-    def part(self, values: Tensor) -> tuple[Tensor, Tensor, int]:
-        """What values (n, units, positions) add: their first and second moment, and how many there are."""
-        if not self.count:
-            self.reference = values.mean((0, 2))
-        centred = values - self.reference[:, None]
-        first = centred.sum((0, 2), dtype=torch.float64)
-        second = centred.square().sum((0, 2), dtype=torch.float64)
-        return first, second, values.shape[0] * values.shape[2]
+    def __add__(self, other: _Moments) -> _Moments:
+        """Those of all values together (Chan, Golub & LeVeque 1983)."""
+        share, apart = other.count / (self.count + other.count), other.mean - self.mean
+        squares = self.squares + other.squares + self.count * share * apart.square()
+        return _Moments(self.count + other.count, self.mean + share * apart, squares)
 
-    def add(self, part: tuple[Tensor, Tensor, int]) -> None:
-        """Add a part."""
-        first, second, count = part
-        self.first, self.second, self.count = self.first + first, self.second + second, self.count + count
-
-    def sum_over(self, ranks: Ranks, reference: Tensor) -> None:
-        """Add up the moments of all processes, around a reference that they share."""
-        shift = self.reference.double() - reference.to(self.reference.device).double()
-        second = self.second + 2 * shift * self.first + self.count * shift.square()
-        count = torch.tensor(float(self.count), dtype=torch.float64, device=shift.device)
-        self.first, self.second, count = ranks.summed([self.first + self.count * shift, second, count])
-        self.count, self.reference = int(count), reference.to(self.reference)
+    def on_host(self) -> _Moments:
+        """The same, for other processes to read."""
+        return _Moments(self.count, self.mean.cpu(), self.squares.cpu())
 
     def spread(self) -> Tensor:
         """V per unit: the standard deviation; |mean| for a constant feature; 0 for a dead one."""
-        shift = self.first / self.count
-        variance = (self.second / self.count - shift.square()).clamp(min=0)
-        mean = self.reference.double() + shift
-        rms = (variance + mean.square()).sqrt()
-        return torch.where(variance.sqrt() > _CONSTANT * rms, variance.sqrt(), mean.abs())
+        variance = (self.squares / self.count).clamp(min=0)
+        rms = (variance + self.mean.square()).sqrt()
+        return torch.where(variance.sqrt() > _CONSTANT * rms, variance.sqrt(), self.mean.abs())
 
 
 def feature_spreads(
@@ -133,7 +126,7 @@ def feature_spreads(
         copy_inputs: Whether inputs are overwritten later on.
         loose: Those whose inputs are not laid out sample by sample; every row counts as one.
     """
-    moments = {name: _Moments() for name in layers}
+    moments: dict[str, _Moments] = {}
     modules = {name: layer.module for name, layer in layers.items()}
     for layer in layers.values():
         if isinstance(layer, SharedLayer):
@@ -145,21 +138,18 @@ def feature_spreads(
             with torch.no_grad():
                 items = problem.items(batch)
             n = items.logits.shape[0]
-            parts = {
-                name: moments[name].part(_values(layer, recording, None if name in loose else n))
+            found = {
+                name: _Moments.of(_values(layer, recording, None if name in loose else n))
                 for name, layer in layers.items()
             }
             # Only now: when memory runs out above, the same samples come again in smaller batches.
-            for name, part in parts.items():
-                moments[name].add(part)
+            for name, own in found.items():
+                moments[name] = moments[name] + own if name in moments else own
 
         with problem.ranks.stage():
             problem.stream(step, "features")
-    if problem.ranks.count > 1:
-        references = problem.ranks.first({name: moment.reference.cpu() for name, moment in moments.items()})
-        for name in references:
-            moments[name].sum_over(problem.ranks, references[name])
-    return {name: moment.spread() for name, moment in moments.items()}
+    everyone = problem.ranks.gathered({name: own.on_host() for name, own in moments.items()})
+    return {name: reduce(add, (own[name] for own in everyone)).spread() for name in moments}
 
 
 def _values(layer: Layer, recording: Recording, n: int | None) -> Tensor:

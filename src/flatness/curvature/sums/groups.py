@@ -39,17 +39,8 @@ class SampleGroups:
 
     def without_each(self, total: Statistics) -> list[Statistics]:
         """The statistics of all samples but those of one group, for every group that has any."""
-        left = []
-        for part in self.parts:
-            if part.samples:
-                rest = Statistics()
-                rest.merge(total)
-                for owner, statistics in part.sums.items():
-                    for name, value in statistics.items():
-                        rest.add(owner, name, -value.to(total.sums[owner][name].device))
-                rest.count(-part.samples, -part.normaliser, -part.risk)
-                left.append(rest)
-        return left
+        seen = [part for part in self.parts if part.samples]
+        return [Statistics().merge(total).merge(part, subtract=True) for part in seen]
 
 
 def stepwise(

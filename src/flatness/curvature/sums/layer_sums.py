@@ -17,33 +17,27 @@ Signals come as δ (n, G, R, d, P), R output directions at once, with signed wei
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import statistics_of
+from flatness.curvature.sums.routes import LayerRoute, forms_g, holds_one_block
 from flatness.curvature.sums.softmax_rows import SoftmaxRows, SoftmaxWeight
 from flatness.curvature.sums.statistic import (
     BlockStatistic,
-    Inputs,
-    SignalBlock,
     SquaredSignals,
     SquaredStatistic,
-    Statistic,
     weighted_squares,
 )
+from flatness.network.affine import AffineModule
 from flatness.network.layers import Layer
 
+Features = Callable[[Tensor, int], Tensor]
 # Numbers that blocks of predictions × classes held at once may come to: chunks of predictions fit into that.
 _CHUNK = 64_000_000
-# Up to this many rows, products per sample summed afterwards are faster than one large product of a
-# transposed copy.
-_SMALL = 64
-# A usual number of signals per sample, to choose between forms by their cost.
-_SIGNALS = 10
 
 
 class SoftmaxHead:
@@ -56,7 +50,7 @@ class SoftmaxHead:
     """
 
     def __init__(self, layer: Layer, needs: frozenset[str], spread: Tensor | None) -> None:
-        self._statistics, self._bias = statistics_of(needs), "bias" in needs
+        self._statistics, self._bias = statistics_of(needs), "bias" in needs and layer.bias is not None
         self._weight = SoftmaxWeight(Frame.of(layer, spread))
         self._blocks = 1 if holds_one_block(needs) else 3
 
@@ -73,40 +67,52 @@ class SoftmaxHead:
         for start in range(0, logits.shape[0], size):
             part = slice(start, start + size)
             rows = SoftmaxRows(self._weight, phi[part], logits[part], a[part])
-            for statistic in self._statistics:
-                _add(total, statistic.name, statistic.of_softmax(rows))
+            add_to(total, ((statistic.name, statistic.of_softmax(rows)) for statistic in self._statistics))
             if self._bias:
-                _add(total, "bias", rows.class_variance.sum(0))
+                add_to(total, [("bias", rows.class_variance.sum(0))])
         return total
 
 
-def holds_one_block(needs: frozenset[str]) -> bool:
-    """Whether the closed form takes one block of predictions × classes beside the logits, not several."""
-    return "bias" not in needs and not any(statistic.per_class for statistic in statistics_of(needs))
-
-
 class LayerSums(ABC):
-    """Accumulates one layer's statistics over the signals of one micro-batch.
+    """Accumulates the statistics of a layer or a norm layer over the signals of one micro-batch.
 
-    Args:
-        layer: The layer.
-        needs: The statistics to accumulate.
-        spread: V per input unit, for statistics that need it.
+    Attributes:
+        totals: What was summed so far, by name.
     """
 
-    def __init__(self, layer: Layer, needs: frozenset[str], spread: Tensor | None) -> None:
-        self.layer, self.needs = layer, needs
-        self.statistics, self.frame = statistics_of(needs), Frame.of(layer, spread)
+    def __init__(self) -> None:
         self.totals: dict[str, Tensor] = {}
-        self._put = partial(_add, self.totals)
+
+    def _put(self, name: str, value: Tensor) -> None:
+        add_to(self.totals, [(name, value)])
 
     @abstractmethod
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
         """Take a block of signals δ (n, G, R, d, P), derivatives at the input (R, …) and weights c (n, R)."""
 
-    @abstractmethod
     def sums(self) -> dict[str, Tensor]:
-        """The statistics of this micro-batch; "bias" is the diagonal of the bias."""
+        """The statistics of this micro-batch; "bias" and "weight" are the diagonals of single parameters."""
+        return self.totals
+
+
+class AffineSums(LayerSums):
+    """A norm layer or PReLU: the diagonals of its scale and shift.
+
+    Args:
+        module: The module.
+        x: Its input.
+    """
+
+    def __init__(self, module: AffineModule, x: Tensor) -> None:
+        super().__init__()
+        self.module, self.x = module, x
+
+    def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
+        """Take derivatives (R, *shape of the output)."""
+        for k, dz in enumerate(delta):
+            for name, g in self.module.gradients(self.x, dz).items():
+                squares = g.square() if c is None else g.square() * c[:, k : k + 1]
+                self._put(name.rpartition(".")[2], squares.sum(0, dtype=torch.float64))
 
 
 class PlainSums(LayerSums):
@@ -114,39 +120,34 @@ class PlainSums(LayerSums):
 
     Args:
         layer: The layer.
-        needs: The statistics to accumulate.
+        needs: The statistics to accumulate, all of which follow from squared signals.
         phi: φ (n, m).
         spread: V per input unit, for statistics that need it.
     """
 
     def __init__(self, layer: Layer, needs: frozenset[str], phi: Tensor, spread: Tensor | None) -> None:
-        super().__init__(layer, needs, spread)
+        super().__init__()
+        self.layer, self.statistics, self.frame = layer, statistics_of(needs), Frame.of(layer, spread)
         self.phi = phi
         self._uses_u = any(statistic.uses_u for statistic in self.statistics)
 
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
         """Take signals δ (n, 1, R, d, 1); dx (R, n, m) is u = Wᵀδ if it is known already."""
         n, _, R, d, _ = delta.shape
-        delta, u = delta.reshape(n, R, d), None
+        delta = delta.reshape(n, R, d)
         self._put("δ²", weighted_squares(delta, c).sum(1))
         if self._uses_u:
             u = delta @ self.frame.W[0] if dx is None else dx.reshape(R, n, -1).transpose(0, 1)
             self._put("u²", weighted_squares(u, c).sum(1))
-        block = SignalBlock(self.frame, self.phi, delta, u, c)
-        for statistic in self.statistics:
-            value = statistic.of_block(block)
-            if value is not None:
-                self._put(statistic.name, value)
 
     def sums(self) -> dict[str, Tensor]:
         """The statistics of this micro-batch; "bias" is the diagonal of the bias."""
         if not self.totals:
             return {}
-        delta2 = self.totals.pop("δ²")
-        squares = SquaredSignals(self.frame, self.phi, delta2, self.totals.pop("u²", self.phi.new_zeros(())))
+        delta2 = self.totals["δ²"]
+        squares = SquaredSignals(self.frame, self.phi, delta2, self.totals.get("u²", self.phi.new_zeros(())))
         found = {statistic.name: statistic.of_squares(squares) for statistic in self.statistics}
-        known = {name: value for name, value in found.items() if value is not None}
-        return {"bias": delta2.sum(0)} | known | self.totals
+        return found if self.layer.bias is None else found | {"bias": delta2.sum(0)}
 
 
 class PositionSums(LayerSums):
@@ -156,80 +157,80 @@ class PositionSums(LayerSums):
     the input, and forming them anew for each block of directions costs little beside its backward passes.
 
     Args:
-        layer: The layer.
-        needs: The statistics to accumulate.
-        x: The layer's input.
+        to: The layer, and the statistics to accumulate.
+        x: Its input.
         n: Number of samples.
         spread: V per input unit, for statistics that need it.
+        features: What makes Φ of an input and a number of samples.
     """
 
-    def __init__(self, layer: Layer, needs: frozenset[str], x: Tensor, n: int, spread: Tensor | None) -> None:
-        super().__init__(layer, needs, spread)
-        self.x, self.n = x, n
-        self._of_blocks = [one for one in self.statistics if isinstance(one, BlockStatistic)]
-        self._others = [one for one in self.statistics if not isinstance(one, BlockStatistic)]
+    def __init__(self, to: LayerRoute, x: Tensor, n: int, spread: Tensor | None, features: Features) -> None:
+        super().__init__()
+        self.layer, self.needs, self.frame = to.layer, to.needs, Frame.of(to.layer, spread)
+        self.x, self.n, self._features = x, n, features
+        found = statistics_of(self.needs)
+        self._of_blocks = [one for one in found if isinstance(one, BlockStatistic)]
+        self._of_signals = [one for one in found if isinstance(one, SquaredStatistic) and one.from_signals]
+        self._of_gradients = [one for one in found if one not in (*self._of_blocks, *self._of_signals)]
         # Whether Tr H_ss' are summed, for features as they are and for V⁻¹Φ.
         self._blocks = {scaled: f"T scaled {scaled}" for scaled in {one.scaled for one in self._of_blocks}}
 
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
         """Take signals δ (n, G, R, d, P); dx (R, …) is shaped like the layer's input."""
         self._put("bias", weighted_squares(delta.sum(4).transpose(1, 2).flatten(2), c).sum((0, 1)))
-        _, G, R, d, P = delta.shape
-        m = self.frame.W.shape[2]
-        by_g = forms_g(self.needs, d, m, P)
-        through_g = [one for one in self._others if by_g or not one.from_signals]
-        each = G * (m * P + 4 * R * d * m) if by_g else G * (2 * m * P + 2 * P * P + 3 * R * d * P)
-        each = max(each, G * (m * P + 2 * R * d * m)) if through_g else each
-        samples = max(1, working_numbers(delta.device) // each)
-        rows = self.x.shape[0] // self.n
+        by_g = forms_g(self.needs, self.frame.W.shape[1], self.frame.W.shape[2], delta.shape[4])
+        through_g = [*self._of_gradients, *self._of_signals] if by_g else self._of_gradients
+        rows, samples = self.x.shape[0] // self.n, self._samples_at_once(delta, by_g, bool(through_g))
         for start in range(0, self.n, samples):
             part = slice(start, min(start + samples, self.n))
             inner = slice(part.start * rows, part.stop * rows)
-            x, signals, weights = self.x[inner], delta[part], None if c is None else c[part]
-            Phi = self.layer.features(x, len(signals))
+            signals, weights = delta[part], None if c is None else c[part]
+            Phi = self._features(self.x[inner], len(signals))
             if not by_g:
                 self._add_blocks(signals, weights, Phi)
-                inputs = None if dx is None else self._inputs(x, dx[:, inner], len(signals))
-                self._add_directions(Phi, signals, inputs, weights)
+                self._add_directions(inner, dx, Phi, signals, weights)
             if by_g or through_g:
-                self._add_gradients(_gradients(Phi, signals), weights, through_g, blocks=by_g)
+                g = _gradients(Phi, signals)
+                if by_g:
+                    self._add_blocks(g, weights, None)
+                for statistic in through_g:
+                    self._put(statistic.name, statistic.of_gradients(self.frame, g, weights))
 
-    def _add_gradients(
-        self, g: Tensor, c: Tensor | None, statistics: Sequence[Statistic], *, blocks: bool
-    ) -> None:
-        """What follows from derivatives g: these statistics, and block traces where those are wanted."""
-        if blocks:
-            self._add_blocks(g, c, None)
-        for statistic in statistics:
-            self._put(statistic.name, statistic.of_gradients(self.frame, g, c))
+    def _samples_at_once(self, delta: Tensor, by_g: bool, through_g: bool) -> int:
+        """How many samples' features and derivatives fit."""
+        _, G, R, d, P = delta.shape
+        m = self.frame.W.shape[2]
+        each = m * P + 4 * R * d * m if by_g else 2 * m * P + 2 * P * P + 3 * R * d * P
+        each = max(each, m * P + 2 * R * d * m) if through_g else each
+        return max(1, working_numbers(delta.device) // (G * each))
 
     def _add_blocks(self, values: Tensor, c: Tensor | None, Phi: Tensor | None) -> None:
         """Σ g gᵀ of derivatives g, or Σ δ K δᵀ of signals δ at features Φ."""
-        n, G, R, d, P = values.shape
         weighted = values if c is None or not self._blocks else values * c[:, None, :, None, None]
         for scaled, name in self._blocks.items():
             if Phi is None:
                 product = weighted * self.frame.inverse_V2[:, None, None] if scaled else weighted
             else:
                 features = Phi * self.frame.inverse_V2.sqrt()[:, :, None] if scaled else Phi
-                product = weighted.reshape(n, G, R * d, P) @ (features.mT @ features)
-                product = product.unflatten(2, (R, d))
+                product = (weighted.flatten(2, 3) @ (features.mT @ features)).view(values.shape)
             self._put(name, _group_product(product, values))
 
-    def _add_directions(self, Phi: Tensor, delta: Tensor, inputs: Inputs | None, c: Tensor | None) -> None:
-        """What follows from signals and features without derivatives."""
-        for statistic in self._others:
-            if isinstance(statistic, SquaredStatistic) and statistic.from_signals:
-                v = statistic.of_directions(self.frame, Phi, delta.transpose(1, 2), inputs)
-                self._put(statistic.name, weighted_squares(v, c).sum((0, 1)))
-
-    def _inputs(self, x: Tensor, dx: Tensor, n: int) -> Inputs:
-        R = len(dx)
-        at_inputs = self.layer.per_input_unit(dx.flatten(0, 1), R * n).unflatten(0, (R, n))
-        return Inputs(self.layer.per_input_unit(x, n), at_inputs.transpose(0, 1))
+    def _add_directions(
+        self, inner: slice, dx: Tensor | None, Phi: Tensor, delta: Tensor, c: Tensor | None
+    ) -> None:
+        """What follows from signals, features and derivatives at these rows of the input, without g."""
+        at_inputs, n = None, len(delta)
+        if dx is not None:
+            dx = self.layer.per_input_unit(dx[:, inner].flatten(0, 1), len(dx) * n).unflatten(0, (len(dx), n))
+            at_inputs = (dx * self.layer.per_input_unit(self.x[inner], n)).sum(3).transpose(0, 1)
+        for statistic in self._of_signals:
+            v = statistic.of_directions(self.frame, Phi, delta.transpose(1, 2), at_inputs)
+            self._put(statistic.name, weighted_squares(v, c).sum((0, 1)))
 
     def sums(self) -> dict[str, Tensor]:
         """The statistics of this micro-batch; "bias" is the diagonal of the bias."""
+        if self.layer.bias is None:
+            self.totals.pop("bias", None)
         blocks = {scaled: self.totals.pop(name, None) for scaled, name in self._blocks.items()}
         known = ((one, blocks[one.scaled]) for one in self._of_blocks)
         return self.totals | {one.name: one.of_blocks(self.frame, T) for one, T in known if T is not None}
@@ -243,41 +244,19 @@ def working_numbers(device: torch.device) -> int:
     return 64_000_000 if device.type == "cuda" else 1_000_000
 
 
-def forms_g(needs: frozenset[str], rows: int, features: int, positions: int) -> bool:
-    """Whether a layer with many positions takes its sums from g (d×m per sample) or P×P Gram matrices.
-
-    Block traces cost d·P·(P + d) operations per sample and signal as δKδᵀ, beside P²·m for K, and d·m·(P + d)
-    as g = δΦᵀ and g gᵀ. Normalised features have a K of their own but the same g. The diagonal exists only in
-    g: where it is wanted, δΦᵀ costs nothing more.
-
-    Args:
-        needs: The statistics wanted.
-        rows: d, output units per group.
-        features: m, columns of W.
-        positions: P.
-    """
-    d, m, P = rows, features, positions
-    statistics = statistics_of(needs)
-    products = len({one.scaled for one in statistics if isinstance(one, BlockStatistic)}) or 1
-    forming = 0 if any(not one.from_signals for one in statistics) else _SIGNALS * d * m * P
-    through_g = forming + products * _SIGNALS * d * d * m
-    return through_g <= products * (P * P * m + _SIGNALS * d * P * (P + d))
-
-
-def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
-    totals[name] = totals[name] + value if name in totals else value
+def add_to(totals: dict[str, Tensor], values: Iterable[tuple[str, Tensor]]) -> None:
+    """Add values to sums of the same names."""
+    for name, value in values:
+        totals[name] = totals[name] + value if name in totals else value
 
 
 def _gradients(Phi: Tensor, delta: Tensor) -> Tensor:
     """G = δΦᵀ of every sample and signal: (n, G, R, d, m)."""
-    n, G, R, d, P = delta.shape
-    return (delta.reshape(n, G, R * d, P) @ Phi.mT).unflatten(2, (R, d))
+    return (delta.flatten(2, 3) @ Phi.mT).unflatten(2, delta.shape[2:4])
 
 
 def _group_product(a: Tensor, b: Tensor) -> Tensor:
     """Σ a bᵀ over samples and signals for every group: (n, G, R, d, q) twice → (G, d, d)."""
-    n, G, R, d, q = a.shape
-    if d <= _SMALL:
-        return (a @ b.mT).sum((0, 2))
+    G, d = a.shape[1], a.shape[3]
     order = (1, 3, 0, 2, 4)
-    return a.permute(order).reshape(G, d, n * R * q) @ b.permute(order).reshape(G, d, n * R * q).mT
+    return a.permute(order).reshape(G, d, -1) @ b.permute(order).reshape(G, d, -1).mT

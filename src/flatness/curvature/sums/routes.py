@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatness.curvature.sums.kinds import statistics_of
-from flatness.curvature.sums.layer_sums import forms_g, holds_one_block
+from flatness.curvature.sums.statistic import BlockStatistic
 from flatness.losses import Items, Loss
 from flatness.network.affine import AffineModule
 from flatness.network.graph import only_layout_between
@@ -19,6 +19,8 @@ from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Record
 
 Kind = Literal["softmax head", "separable", "passes"]
+# A usual number of signals per sample, to choose between forms by their cost.
+_SIGNALS = 10
 
 
 @dataclass
@@ -44,15 +46,21 @@ class LayerRoute:
     def needs_input_signal(self) -> bool:
         """Whether the derivative at the layer's input is used."""
         statistics = statistics_of(self.needs)
-        if self.plain:
+        if self.plain and self.from_squares:
             return any(statistic.uses_u for statistic in statistics)
         return any(statistic.uses_dx for statistic in statistics) and not self.forms_g
 
     @property
     def plain(self) -> bool:
-        """Whether each sample meets W once, and all statistics have a form for that."""
+        """Whether each sample meets W once, and all statistics follow from signals then."""
+        statistics = statistics_of(self.needs)
         once = self.layer.plain and self.positions == 1
-        return once and all(statistic.from_squares for statistic in statistics_of(self.needs))
+        return once and all(one.from_signals or one.from_squares for one in statistics)
+
+    @property
+    def from_squares(self) -> bool:
+        """Whether all statistics follow from squared signals, if each sample meets W once."""
+        return self.layer.taps == 1 and all(one.from_squares for one in statistics_of(self.needs))
 
     @property
     def needs_spread(self) -> bool:
@@ -72,13 +80,14 @@ class LayerRoute:
         return 0 if self.layer.plain else G * m * self.positions
 
     def numbers_per_sample(self, block: int) -> int:
-        """Rough count of numbers that the signals of one sample take in this layer.
+        """Rough count of numbers that the signals of one sample take in this layer, if there are any.
 
         Args:
             block: Output directions whose signals are held at once.
         """
         G, d, _ = self.layer.matrix().shape
-        return block * (G * d * self.positions + self.input_size * self.needs_input_signal)
+        each = G * d * self.positions + self.input_size * self.needs_input_signal
+        return block * each * (self.kind != "softmax head")
 
 
 @dataclass
@@ -124,6 +133,31 @@ class Routes:
         return modules | {module.name: module.module for module in self.affine}
 
 
+def forms_g(needs: frozenset[str], d: int, m: int, P: int) -> bool:
+    """Whether a layer with many positions takes its sums from g (d×m per sample) or P×P Gram matrices.
+
+    Block traces cost d·P·(P + d) operations per sample and signal as δKδᵀ, beside P²·m for K, and d·m·(P + d)
+    as g = δΦᵀ and g gᵀ. Normalised features have a K of their own but the same g. The diagonal exists only in
+    g: where it is wanted, δΦᵀ costs nothing more.
+
+    Args:
+        needs: The statistics wanted.
+        d: Output units per group.
+        m: Columns of W.
+        P: Positions.
+    """
+    statistics = statistics_of(needs)
+    products = len({one.scaled for one in statistics if isinstance(one, BlockStatistic)}) or 1
+    forming = 0 if any(not one.from_signals for one in statistics) else _SIGNALS * d * m * P
+    through_g = forming + products * _SIGNALS * d * d * m
+    return through_g <= products * (P * P * m + _SIGNALS * d * P * (P + d))
+
+
+def holds_one_block(needs: frozenset[str]) -> bool:
+    """Whether the closed form takes one block of predictions × classes beside the logits, not several."""
+    return "bias" not in needs and not any(statistic.per_class for statistic in statistics_of(needs))
+
+
 def route_kind(
     layer: Layer, record: Record, items: Items, loss: Loss, marked: Tensor | None, needs: frozenset[str]
 ) -> Kind:
@@ -135,15 +169,18 @@ def route_kind(
     closed = layer.taps == 1 and all(statistic.closed_form for statistic in statistics)
     if closed and loss.softmax_weight(items) is not None:
         return "softmax head"
-    separable = items.logits.shape[1] > 1 and all(statistic.from_squares for statistic in statistics)
-    return "separable" if separable else "passes"
+    return "separable" if items.logits.shape[1] > 1 else "passes"
 
 
 def _is_last(layer: Layer, record: Record, items: Items, marked: Tensor | None) -> bool:
-    """Whether the layer's output is that of the network, up to layout."""
+    """Whether the layer's output is that of the network, up to layout: position p is prediction p."""
     if layer.groups != 1 or record.z_edge is None or not only_layout_between(items.logits, record.z_edge):
         return False
-    return marked is not None and _positions_are_predictions(layer, marked, items)
+    sent = marker(items)
+    if marked is None or marked.numel() != sent.numel():
+        return False
+    delta = layer.signals(marked, items.logits.shape[0])[:, 0].transpose(1, 2)
+    return delta.shape == sent.shape and torch.allclose(delta, sent, rtol=1e-3, atol=1e-3)
 
 
 def marker(items: Items) -> Tensor:
@@ -152,28 +189,12 @@ def marker(items: Items) -> Tensor:
     It sums to zero, so a log-softmax lets it pass unchanged.
     """
     if "marker" not in items.memo:
-        _, T, K = items.logits.shape
         sent = torch.zeros_like(items.logits)
-        numbers = 1 if T == 1 else torch.arange(1, T + 1, device=sent.device, dtype=sent.dtype)
+        numbers = torch.arange(1, sent.shape[1] + 1, device=sent.device, dtype=sent.dtype)
         sent[:, :, 0] = numbers
-        if K > 1:
-            sent[:, :, 1] = -numbers
+        sent[:, :, 1:2] = -numbers[:, None]  # nowhere, where there is one output
         items.memo["marker"] = sent
     return items.memo["marker"]
-
-
-def _positions_are_predictions(layer: Layer, marked: Tensor, items: Items) -> bool:
-    """Whether position p of the layer is prediction p of the output, row k its output k."""
-    sent = marker(items)
-    if marked.numel() != sent.numel():
-        return False
-    delta = layer.signals(marked, items.logits.shape[0])[:, 0].transpose(1, 2)
-    if delta.shape != sent.shape:
-        return False
-    # Mostly they are equal, or one and the same.
-    if delta.data_ptr() == sent.data_ptr() and delta.stride() == sent.stride():
-        return True
-    return torch.equal(delta, sent) or bool(torch.allclose(delta, sent, rtol=1e-3, atol=1e-3))
 
 
 def positions_of(layer: Layer, record: Record, n: int) -> int:
@@ -188,19 +209,18 @@ def bytes_per_sample(
     """Memory of one sample of a micro-batch.
 
     Without a backward pass that is the largest layer's input and output and what the loss makes of logits;
-    with one, all inputs and outputs, which autograd and the recording keep, and the signals of a block. In
-    float64, torch unfolds the patches of a convolution to multiply them.
+    with one, all inputs and outputs, which autograd and the recording keep, and the signals of a block.
     """
     n = items.logits.shape[0]
-    sizes = {name: (record.x.numel() + record.z_shape.numel()) // n for name, record in records.items()}
-    outputs = 4 * items.logits.numel() // n
+    sizes, outputs = _sizes(records, n), 4 * items.logits.numel() // n
     if not routes.backward:
         light = not routes.network and all(holds_one_block(route.needs) for route in routes.layers)
-        return itemsize * (2 * max(sizes.values()) + (outputs * 5 // 8 if light else outputs))
-    signals = sum(route.numbers_per_sample(block) for route in routes.layers if route.kind != "softmax head")
+        return itemsize * (2 * max(sizes) + (outputs * 5 // 8 if light else outputs))
+    signals = sum(route.numbers_per_sample(block) for route in routes.layers)
     signals += sum(block * records[module.name].z_shape.numel() // n for module in routes.affine)
-    unfolded = max((route.patch_numbers for route in routes.layers), default=0) if itemsize == 8 else 0
-    return itemsize * (2 * sum(sizes.values()) + outputs + signals * 5 // 4 + unfolded)
+    # In float64, torch unfolds the patches of a convolution to multiply them.
+    unfolded = [route.patch_numbers * (itemsize == 8) for route in routes.layers]
+    return itemsize * (2 * sum(sizes) + outputs + signals * 5 // 4 + max(unfolded, default=0))
 
 
 def graph_bytes_per_sample(records: Mapping[str, Record], items: Items, itemsize: int) -> int:
@@ -209,5 +229,9 @@ def graph_bytes_per_sample(records: Mapping[str, Record], items: Items, itemsize
     Inputs, outputs and what lies between, forwards and backwards.
     """
     n = items.logits.shape[0]
-    sizes = sum((record.x.numel() + record.z_shape.numel()) // n for record in records.values())
-    return itemsize * (6 * sizes + 8 * items.logits.numel() // n)
+    return itemsize * (6 * sum(_sizes(records, n)) + 8 * items.logits.numel() // n)
+
+
+def _sizes(records: Mapping[str, Record], n: int) -> list[int]:
+    """Numbers in one sample's input and output of every module."""
+    return [(record.x.numel() + record.z_shape.numel()) // n for record in records.values()]

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatness.curvature.parameters.parameter_space import ParameterSpace, explained
-from flatness.curvature.sums.exact import layer_signals, sums_of
+from flatness.curvature.sums.exact import sums_of
+from flatness.curvature.sums.layer_sums import add_to
 from flatness.curvature.sums.routes import LayerRoute, Routes
+from flatness.curvature.sums.signals import laid_out
 from flatness.losses.signs import Signs
 from flatness.network.affine import AffineModule
 from flatness.network.recording import Recording
 from flatness.problem.guard import differentiable
 
 _NEEDS = frozenset({"diagonal", "bias"})
-_PARTS = (("weight", "diagonal"), ("bias", "bias"))
 # Items per sample that get a backward pass each, and random signs of all where there are more.
 MOST_POSITIONS, DRAWS = 256, 64
 
@@ -55,11 +56,7 @@ def squared_gradients(space: ParameterSpace, routes: Routes) -> SquaredGradients
     """
     problem = space.problem
     recorded = _directly_readable(space, routes)
-    totals = {
-        name: torch.zeros(value.shape, dtype=torch.float64, device=value.device)
-        for name, value in space.parameters.items()
-    }
-    squares = {name: value.square().double() for name, value in space.split(space.theta).items()}
+    totals = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in space.parameters.items()}
     # Σ c, the variance, and whether there were draws.
     counts = torch.zeros(3, dtype=torch.float64, device=problem.device)
 
@@ -74,11 +71,8 @@ def squared_gradients(space: ParameterSpace, routes: Routes) -> SquaredGradients
             losses, weights = problem.loss.items_weighed(items)
             gradients = _Gradients(space, recorded, recording, losses, weights)
             drawn = losses.shape[1] > MOST_POSITIONS
-            if drawn:
-                samples = problem.sample_numbers(len(losses))
-                found, variance = gradients.sampled(Signs(problem.seed, samples), squares)
-            else:
-                found, variance = gradients.exact(), 0.0
+            signs = Signs(problem.seed, problem.sample_numbers(len(losses)))
+            found, variance = gradients.sampled(signs) if drawn else (gradients.exact(), 0.0)
             recording.clear()
             for name, value in found.items():
                 totals[name] += value
@@ -91,16 +85,14 @@ def squared_gradients(space: ParameterSpace, routes: Routes) -> SquaredGradients
 
 def _directly_readable(space: ParameterSpace, routes: Routes) -> Routes:
     """The modules whose derivatives, laid out as the engine has them, are those of their own parameters."""
-    layers = []
-    for route in routes.layers:
+
+    def readable(route: LayerRoute) -> bool:
         weight, W = space.parameters.get(_own(route.name, "weight")), route.layer.matrix()
-        if weight is None or W.numel() != weight.numel():
-            continue
-        if W.is_contiguous() and W.data_ptr() == weight.data_ptr():
-            layers.append(
-                LayerRoute(route.name, route.layer, "passes", _NEEDS, route.positions, route.input_size)
-            )
-    return Routes(layers, affine=routes.affine, copy_inputs=routes.copy_inputs)
+        same = weight is not None and W.numel() == weight.numel() and W.data_ptr() == weight.data_ptr()
+        return same and W.is_contiguous()
+
+    layers = [replace(route, kind="passes", needs=_NEEDS) for route in routes.layers if readable(route)]
+    return replace(routes, layers=layers)
 
 
 def _own(module: str, key: str) -> str:
@@ -122,74 +114,56 @@ class _Gradients:
     def __init__(
         self, space: ParameterSpace, routes: Routes, recording: Recording, losses: Tensor, weights: Tensor
     ) -> None:
-        self._space, self._recording, self._losses, self._weights = space, recording, losses, weights
+        self._parameters, self._recording, self._losses = space.parameters, recording, losses
+        self._roots = weights.sqrt().to(losses.dtype)
         self._modules: list[LayerRoute | AffineModule] = [*routes.layers, *routes.affine]
-        self._edges: list[Any] = [recording.one(module.name).z_edge for module in self._modules]
         covered = {_own(name, key) for name in routes.modules() for key in ("weight", "bias")}
-        self._slow = {name: value for name, value in space.parameters.items() if name not in covered}
+        self._rest = {name: value for name, value in space.parameters.items() if name not in covered}
 
     def exact(self) -> dict[str, Tensor]:
         """Position by position, and for other modules item by item."""
-        totals = self._zeros()
-        roots = self._weights.sqrt().to(self._losses.dtype)
-        for t in range(self._losses.shape[1]):
-            if not bool(roots[:, t].any()):
-                continue
-            share = torch.zeros_like(roots)
-            share[:, t] = roots[:, t]
-            for name, value in self._of_modules(self._sent(share, self._edges)):
-                totals[name] += value
-        for i, t in self._weights.nonzero().tolist() if self._slow else ():
-            share = torch.zeros_like(roots)
-            share[i, t] = roots[i, t]
-            for name, g in zip(self._slow, self._sent(share, list(self._slow.values())), strict=True):
-                if g is not None:
-                    totals[name] += g.double().square()
-        return totals
+        found: dict[str, Tensor] = {}
+        positions = [(slice(None), t) for t in self._roots.any(0).nonzero()[:, 0].tolist()]
+        for place in positions if self._modules else ():
+            add_to(found, self._squares(self._only(place), self._modules, {}))
+        for place in map(tuple, self._roots.nonzero().tolist()) if self._rest else ():
+            add_to(found, self._squares(self._only(place), [], self._rest))
+        return found
 
-    def sampled(self, signs: Signs, squares: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-        """The mean over draws, and the variance of its sum weighted by `squares`."""
-        totals, sums = self._zeros(), []
+    def sampled(self, signs: Signs) -> tuple[dict[str, Tensor], float]:
+        """The mean over draws, and the variance of its sum weighted by θ²."""
+        totals: dict[str, Tensor] = {}
+        sums = []
         for draw in range(DRAWS):
-            share = signs.at(draw).like(self._losses) * self._weights.sqrt().to(self._losses.dtype)
-            sent = self._sent(share, [*self._edges, *self._slow.values()])
-            found = dict(self._of_modules(sent[: len(self._edges)]))
-            for name, g in zip(self._slow, sent[len(self._edges) :], strict=True):
-                if g is not None:
-                    found[name] = g.double().square()
-            for name, value in found.items():
-                totals[name] += value / DRAWS
-            sums.append(torch.stack([(squares[name] * value).sum() for name, value in found.items()]).sum())
-        return totals, float(torch.stack(sums).var() / DRAWS)
+            share = signs.at(draw).like(self._losses) * self._roots
+            found = {name: g / DRAWS for name, g in self._squares(share, self._modules, self._rest)}
+            add_to(totals, found.items())
+            theta = {name: self._parameters[name].detach().double() for name in found}
+            sums.append(torch.stack([(theta[name].square() * g).sum() for name, g in found.items()]).sum())
+        return totals, float(torch.stack(sums).var() * DRAWS)
 
-    def _zeros(self) -> dict[str, Tensor]:
-        parameters = self._space.parameters.items()
-        return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in parameters}
+    def _only(self, place: tuple[Any, ...]) -> Tensor:
+        share = torch.zeros_like(self._roots)
+        share[place] = self._roots[place]
+        return share
 
-    def _sent(self, share: Tensor, to: list[Any]) -> list[Tensor | None]:
-        """∂⟨share, ℓ⟩, at edges of the graph or in parameters."""
-        if not to:
-            return []
+    def _squares(
+        self, share: Tensor, modules: list[LayerRoute | AffineModule], rest: dict[str, nn.Parameter]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Squares of ∂⟨share, ℓ⟩: of modules sample by sample, added up; of the rest as it is."""
+        n, edges = len(self._losses), [self._recording.one(module.name).z_edge for module in modules]
+        to: list[Any] = [*edges, *rest.values()]
         with explained():
-            return list(torch.autograd.grad(self._losses, to, share, retain_graph=True, allow_unused=True))
-
-    def _of_modules(self, signals: list[Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Sums over samples of squared derivatives, by parameter, from what arrived at the modules."""
-        n = len(self._losses)
-        for module, signal in zip(self._modules, signals, strict=True):
+            sent = iter(torch.autograd.grad(self._losses, to, share, retain_graph=True, allow_unused=True))
+        for module, signal in zip(modules, sent):  # noqa: B905 (the rest follows)
             if signal is None:
                 continue
-            x = self._recording.one(module.name).x
-            if isinstance(module, LayerRoute):
-                sums = sums_of(module, x, n, None)
-                sums.add(layer_signals(module, signal.unsqueeze(0), n), None, None)
-                found = sums.sums()
-                squares = {_own(module.name, key): found[of] for key, of in _PARTS}
-            else:
-                squares = {
-                    name.lstrip("."): g.square().sum(0, dtype=torch.float64)
-                    for name, g in module.gradients(x, signal).items()
-                }
-            for name, value in squares.items():
-                if name in self._space.parameters:
-                    yield name, value.double().reshape(self._space.parameters[name].shape)
+            sums = sums_of(module, self._recording, n)
+            sums.add(laid_out(module, signal[None], n), None, None)
+            for statistic, value in sums.sums().items():
+                name = _own(module.name, "bias" if statistic == "bias" else "weight")
+                if name in self._parameters:
+                    yield name, value.double().reshape(self._parameters[name].shape)
+        for name, g in zip(rest, sent, strict=True):
+            if g is not None:
+                yield name, g.double().square()

@@ -47,25 +47,6 @@ class SignalPair:
 
 
 @dataclass(frozen=True)
-class SignalBlock:
-    """Signals of R directions at a layer that meets each sample once.
-
-    Attributes:
-        frame: The layer.
-        phi: φ (n, m).
-        delta: δ (n, R, d).
-        u: Wᵀδ (n, R, m), where any statistic uses it.
-        c: Weights (n, R), or None for +1.
-    """
-
-    frame: Frame
-    phi: Tensor
-    delta: Tensor
-    u: Tensor | None
-    c: Tensor | None
-
-
-@dataclass(frozen=True)
 class SquaredSignals:
     """What is known of a layer that meets each sample once, when the signals of all directions have come.
 
@@ -103,10 +84,10 @@ class Statistic(ABC):
         large: Whether it is as large as the weight, so that fewer folds of it are kept.
         scaled: Whether it needs the spread V of the features.
         from_signals: Whether `of_signals` and `of_directions` are given.
-        from_squares: Whether `of_squares` and `of_block` are given, and `of_signals` for one position.
+        from_squares: Whether `of_squares` is given, and `of_signals` for one position.
         closed_form: Whether `of_softmax` is given.
         per_class: Whether that goes class by class, which takes more memory.
-        uses_u: Whether `of_squares` or `of_block` uses u = Wᵀδ.
+        uses_u: Whether `of_squares` uses u = Wᵀδ.
         uses_dx: Whether `of_directions` uses the derivatives at the layer's input.
     """
 
@@ -137,13 +118,9 @@ class Statistic(ABC):
         """Its value for each of n pairs of signals."""
         raise NotImplementedError
 
-    def of_squares(self, squares: SquaredSignals) -> Tensor | None:
-        """Its sum over the samples, each of which meets the layer once; None where `of_block` has it."""
+    def of_squares(self, squares: SquaredSignals) -> Tensor:
+        """Its sum over the samples, each of which meets the layer once, with one column for an input unit."""
         raise NotImplementedError
-
-    def of_block(self, block: SignalBlock) -> Tensor | None:
-        """What the signals of some directions add to it; None where `of_squares` has it."""
-        return None
 
     def of_softmax(self, rows: SoftmaxRows) -> Tensor:
         """Its sum over the predictions, under cross-entropy."""
@@ -156,7 +133,7 @@ class BlockStatistic(Statistic):
     With `scaled`, T is that of features V⁻¹Φ.
     """
 
-    from_signals = from_squares = closed_form = True
+    from_signals = closed_form = True
 
     @abstractmethod
     def of_blocks(self, frame: Frame, T: Tensor) -> Tensor:
@@ -200,22 +177,16 @@ class SquaredStatistic(Statistic):
         v = self.along_signals(pair.frame, pair.Phi, pair.eta)
         return v * (v if pair.h is pair.eta else self.along_signals(pair.frame, pair.Phi, pair.h))
 
-    def of_directions(self, frame: Frame, Phi: Tensor, delta: Tensor, inputs: Inputs | None) -> Tensor:
-        """V (n, R, …) of signals δ (n, R, G, d, P) of R directions; `inputs` for those that use them."""
+    def of_directions(self, frame: Frame, Phi: Tensor, delta: Tensor, at_inputs: Tensor | None) -> Tensor:
+        """V (n, R, …) of signals δ (n, R, G, d, P) of R directions.
+
+        Args:
+            frame: The layer.
+            Phi: Φ.
+            delta: δ.
+            at_inputs: ⟨∂x_j, x_j⟩ of every input unit j, (n, R, units), for a statistic that `uses_dx`.
+        """
         return self.along_signals(frame, Phi[:, None], delta)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """A layer's input by unit, and the derivatives there.
-
-    Attributes:
-        x: (n, units, positions).
-        dx: (n, R, units, positions).
-    """
-
-    x: Tensor
-    dx: Tensor
 
 
 def weighted_squares(values: Tensor, c: Tensor | None) -> Tensor:

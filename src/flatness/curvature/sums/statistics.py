@@ -8,6 +8,7 @@ order. `flatness.curvature.sums.kinds` says which statistics a layer has; biases
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from flatness.errors import DataError
 from flatness.problem.ranks import Ranks
 
 
+def _nothing() -> Tensor:
+    # A number of the host is added to one of a GPU without waiting for that.
+    return torch.zeros((), dtype=torch.float64, device="cpu")
+
+
+@dataclass
 class Statistics:
     """Sums by owner (a layer or a parameter) and statistic, with the normaliser they are to be divided by.
 
@@ -27,11 +34,14 @@ class Statistics:
         samples: Number of samples seen so far.
     """
 
-    def __init__(self) -> None:
-        self.sums: dict[str, dict[str, Tensor]] = {}
-        self.normaliser: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
-        self.risk: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
-        self.samples = 0
+    sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    normaliser: Tensor = field(default_factory=_nothing)
+    risk: Tensor = field(default_factory=_nothing)
+    samples: int = 0
+
+    def by_key(self) -> dict[tuple[str, str], Tensor]:
+        """The sums by owner and statistic together."""
+        return {(o, name): value for o, values in self.sums.items() for name, value in values.items()}
 
     def add(self, owner: str, statistic: str, value: Tensor) -> None:
         """Add one batch's sum."""
@@ -41,35 +51,30 @@ class Statistics:
 
     def count(self, samples: int, normaliser: Tensor, risk: Tensor) -> None:
         """Count one batch."""
-        normaliser, risk = normaliser.detach().double(), risk.detach().double()
-        if self.samples:
-            normaliser, risk = (
-                self.normaliser.to(normaliser.device) + normaliser,
-                self.risk.to(risk.device) + risk,
-            )
-        # The first is taken as it is: zeros brought to a GPU are waited for.
-        self.samples, self.normaliser, self.risk = self.samples + samples, normaliser, risk
+        self.samples += samples
+        self.normaliser = self.normaliser + normaliser.detach().double()
+        self.risk = self.risk + risk.detach().double()
 
-    def merge(self, other: Statistics) -> Statistics:
-        """Add another part of the data to this one, in place, and return it."""
-        for owner, statistics in other.sums.items():
-            for name, value in statistics.items():
-                mine = self.sums.get(owner, {}).get(name)
-                if mine is not None and mine.shape != value.shape:
-                    raise DataError(
-                        f"Expected statistics of the same network but {name!r} of {owner!r} has shape "
-                        f"{list(mine.shape)} here and {list(value.shape)} there. Merge parts of one model's "
-                        "data only."
-                    )
-                self.add(owner, name, value if mine is None else value.to(mine.device))
-        self.count(other.samples, other.normaliser, other.risk)
+    def merge(self, other: Statistics, *, subtract: bool = False) -> Statistics:
+        """Add another part of the data to this one, or take it away, in place; returns this one."""
+        for (owner, name), value in other.by_key().items():
+            mine = self.sums.get(owner, {}).get(name, value)
+            if mine.shape != value.shape:
+                raise DataError(
+                    f"Expected statistics of the same network but {name!r} of {owner!r} has shape "
+                    f"{list(mine.shape)} here and {list(value.shape)} there. Merge parts of one model's "
+                    "data only."
+                )
+            self.add(owner, name, (-value if subtract else value).to(mine.device))
+        sign = -1 if subtract else 1
+        self.count(sign * other.samples, sign * other.normaliser, sign * other.risk)
         return self
 
     def all_reduce(self, ranks: Ranks) -> Statistics:
         """Add up the parts of all processes, in place: every one then holds the sums of all the data."""
         if ranks.count == 1:
             return self
-        own = {(o, name): value for o, values in self.sums.items() for name, value in values.items()}
+        own = self.by_key()
         shapes: dict[tuple[str, str], torch.Size] = {}
         for part in ranks.gathered({key: value.shape for key, value in own.items()}):
             for key, shape in part.items():
@@ -97,7 +102,7 @@ class Statistics:
 
     def mean(self, owner: str, statistic: str) -> Tensor:
         """A statistic divided by the normaliser, on the host."""
-        return (self.sums[owner][statistic] / self.normaliser.to(self.sums[owner][statistic].device)).cpu()
+        return self.sums[owner][statistic].cpu() / self.normaliser.cpu()
 
     def content(self) -> dict[str, Any]:
         """The sums as plain dictionaries on the host, for a file."""
@@ -108,7 +113,4 @@ class Statistics:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Statistics:
         """Sums from what `content` gave."""
-        statistics = cls()
-        for name in ("sums", "normaliser", "risk", "samples"):
-            setattr(statistics, name, content[name])
-        return statistics
+        return cls(**content)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from flatness.curvature.parameters.parameter_products import own_parameter
-from flatness.curvature.sums.exact import BLOCK
 from flatness.curvature.sums.routes import (
     LayerRoute,
     Routes,
@@ -17,6 +16,7 @@ from flatness.curvature.sums.routes import (
     positions_of,
     route_kind,
 )
+from flatness.curvature.sums.signals import BLOCK
 from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
 from flatness.measuring.examine.examination import examine
 from flatness.measuring.examine.examined import Examined, LayerRecord

@@ -15,7 +15,6 @@ from flatness.curvature.operators.network_spectrum import (
     network_spectra,
 )
 from flatness.curvature.parameters.hessian_operator import HessianOperator
-from flatness.curvature.parameters.parameter_products import DifferenceOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.sums.squared_gradients import (
     DRAWS,
@@ -58,11 +57,7 @@ def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything:
     if not exploring and not plan.request.network_spectra:
         return Explored()
     space = ParameterSpace(problem)
-    hessian = (
-        DifferenceOperator(space)
-        if plan.request.differences
-        else HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
-    )
+    hessian = HessianOperator(space, curvature=plan.request.curvature, graph_bytes=plan.graph_bytes)
     squares = cache(lambda: squared_gradients(space, plan.gradient_routes))
     gradient = cache(space.gradient)
     solver = _Spectra(hessian, squares)
@@ -86,7 +81,7 @@ def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything:
             f"squared gradients: more than {MOST_POSITIONS} predictions per sample, hence estimated from "
             f"{DRAWS} draws of random signs"
         )
-    if isinstance(hessian, DifferenceOperator) and hessian.error.relative is not None:
+    if hessian.error.relative is not None:
         notes.append(f"eigenvalues of the network: {hessian.error}")
     return Explored(spectra, values, tuple(notes))
 

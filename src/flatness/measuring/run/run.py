@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatness.curvature.operators.layer_operator import kept_bytes_per_sample
-from flatness.curvature.operators.parameter_operator import ParameterOperators
+from flatness.curvature.operators.product_slices import parameter_slices, product_slices
+from flatness.curvature.operators.signal_slices import kept_bytes_per_sample, signal_slices
 from flatness.curvature.operators.spectrum import Spectrum, top_eigenvalues
 from flatness.curvature.parameters.parameter_products import DifferenceError
 from flatness.curvature.sums.exact import exact_statistics
@@ -175,18 +177,19 @@ def _spectra(problem: Problem, plan: Plan, normaliser: float) -> dict[tuple[str,
     signals = [name for name in plan.layers if name not in plan.by_products]
     budget, settings = kept_budget(problem.device), {**_spectrum_settings(plan), "normaliser": normaliser}
 
-    def solve(names: list[str], bytes_per_sample: int, **more: Any) -> None:
-        if names:
-            keep = "operators" not in more and bytes_per_sample * (problem.samples or 0) <= budget
-            measured = Routes([routes[name] for name in names], copy_inputs=plan.copy_inputs)
-            wanted = {name: plan.spectra[name] for name in names}
-            found.update(top_eigenvalues(problem, measured, wanted, keep=keep, **settings, **more))
+    def measured(names: list[str]) -> Routes:
+        return Routes([routes[name] for name in names], copy_inputs=plan.copy_inputs)
 
-    if through:
-        solve(through, 0, operators=ParameterOperators(problem, plan.by_parameters, normaliser))
-    kept = Routes([routes[name] for name in signals])
-    solve(signals, kept_bytes_per_sample(kept, plan.rank, problem.dtype.itemsize))
-    solve(products, plan.graph_bytes, curvature=plan.curvature)
+    def solve(names: list[str], opened: Callable[[], Any], bytes_per_sample: int | None) -> None:
+        if names:
+            keep = None if bytes_per_sample is None else bytes_per_sample * (problem.samples or 0) <= budget
+            layers, wanted = {n: routes[n].layer for n in names}, {n: plan.spectra[n] for n in names}
+            found.update(top_eigenvalues(problem, layers, wanted, opened, keep=keep, **settings))
+
+    solve(through, partial(parameter_slices, problem, plan.by_parameters), None)
+    size = kept_bytes_per_sample(measured(signals), plan.rank, problem.dtype.itemsize)
+    solve(signals, partial(signal_slices, problem, measured(signals)), size)
+    solve(products, partial(product_slices, problem, measured(products), plan.curvature), plan.graph_bytes)
     return found
 
 

@@ -42,10 +42,7 @@ def _defined_in(module: ModuleType) -> list[type[Statistic]]:
     Raises:
         MeasureError: When there is none, or one without a name.
     """
-    own = [
-        kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == module.__name__
-    ]
-    begun = [kind for kind in own if issubclass(kind, Statistic)]
+    begun = _derived_in(module)
     kinds = [kind for kind in begun if not inspect.isabstract(kind)]
     if not kinds:
         lacking = [f"{kind.__name__} lacks {listed(sorted(kind.__abstractmethods__))}" for kind in begun]
@@ -60,6 +57,11 @@ def _defined_in(module: ModuleType) -> list[type[Statistic]]:
                 'name = "...", what measures call it in their needs.'
             )
     return kinds
+
+
+def _derived_in(module: ModuleType) -> list[type[Statistic]]:
+    classes = (value for value in vars(module).values() if inspect.isclass(value))
+    return [kind for kind in classes if kind.__module__ == module.__name__ and issubclass(kind, Statistic)]
 
 
 STATISTICS: dict[str, Statistic] = _found()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.softmax_rows import SoftmaxRows
-from flatness.curvature.sums.statistic import BlockStatistic, Outer, SignalBlock, SignalPair, SquaredSignals
+from flatness.curvature.sums.statistic import BlockStatistic, Outer, SignalPair
 
 
 class BlockTraces(BlockStatistic):
@@ -34,15 +34,6 @@ class BlockTraces(BlockStatistic):
         if pair.eta.shape[1] == pair.eta.shape[3] == 1:
             return Outer(pair.weighted[:, 0, :, 0], pair.h[:, 0, :, 0])
         return super().of_signals(pair)
-
-    def of_block(self, block: SignalBlock) -> Tensor:
-        """Σ c ‖φ‖² δδᵀ."""
-        weighted = block.delta * block.phi.square().sum(1)[:, None, None]
-        weighted = weighted if block.c is None else weighted * block.c[:, :, None]
-        return (weighted.flatten(0, 1).T @ block.delta.flatten(0, 1))[None]
-
-    def of_squares(self, squares: SquaredSignals) -> None:
-        """Nothing: squares know of no two rows together."""
 
     def of_softmax(self, rows: SoftmaxRows) -> Tensor:
         """Σ ‖φ‖² a (diag p − ppᵀ)."""

@@ -6,13 +6,7 @@ from torch import Tensor
 
 from flatness.curvature.sums.frame import Frame, across
 from flatness.curvature.sums.softmax_rows import SoftmaxRows
-from flatness.curvature.sums.statistic import (
-    Inputs,
-    SignalBlock,
-    SquaredSignals,
-    SquaredStatistic,
-    weighted_squares,
-)
+from flatness.curvature.sums.statistic import SquaredSignals, SquaredStatistic
 
 
 class Outgoing(SquaredStatistic):
@@ -33,20 +27,13 @@ class Outgoing(SquaredStatistic):
         """⟨(Wᵀδ)_j, Φ_j⟩."""
         return frame.by_unit((across(frame.W.mT, delta) * Phi).sum(-1).flatten(-2))
 
-    def of_directions(self, frame: Frame, Phi: Tensor, delta: Tensor, inputs: Inputs | None) -> Tensor:
-        """⟨∂x_j, x_j⟩, which needs no product with W: the backward pass has made it."""
-        assert inputs is not None
-        return (inputs.dx * inputs.x[:, None]).sum(3)
+    def of_directions(self, frame: Frame, Phi: Tensor, delta: Tensor, at_inputs: Tensor | None) -> Tensor:
+        """⟨∂x_j, x_j⟩, which needs no product with W where the backward pass has made it."""
+        return super().of_directions(frame, Phi, delta, None) if at_inputs is None else at_inputs
 
-    def of_block(self, block: SignalBlock) -> Tensor | None:
-        """Where a unit has several columns, those of each direction are added before they are squared."""
-        if block.frame.taps == 1 or block.u is None:
-            return None
-        return weighted_squares(block.frame.by_unit(block.u * block.phi[:, None]), block.c).sum((0, 1))
-
-    def of_squares(self, squares: SquaredSignals) -> Tensor | None:
+    def of_squares(self, squares: SquaredSignals) -> Tensor:
         """Σ φ_j² u_j²."""
-        return (squares.phi2 * squares.u2).sum(0) if squares.frame.taps == 1 else None
+        return (squares.phi2 * squares.u2).sum(0)
 
     def of_softmax(self, rows: SoftmaxRows) -> Tensor:
         """Σ φ_j² a Var_p(W_·j)."""

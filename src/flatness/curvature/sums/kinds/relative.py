@@ -14,7 +14,7 @@ class Relative(BlockStatistic):
     """The product of the traces of blocks with W Wᵀ."""
 
     name = "relative"
-    uses_u = True
+    from_squares = uses_u = True
 
     def gram(self, frame: Frame) -> Tensor:
         """The matrix that traces are multiplied with."""

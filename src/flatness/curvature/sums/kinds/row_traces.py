@@ -14,7 +14,7 @@ class RowTraces(BlockStatistic):
     """The diagonal of the traces of blocks."""
 
     name = "row_traces"
-    per_class = True
+    from_squares = per_class = True
 
     def of_identity(self, frame: Frame) -> Tensor:
         """Every row has m entries."""
