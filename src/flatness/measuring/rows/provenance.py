@@ -6,14 +6,12 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flatness.curvature.sums.exact import exact_statistics
-from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.problem.problem import Problem
@@ -45,7 +43,7 @@ def provenance(problem: Problem, plan: Plan, statistics: Statistics, seconds: fl
         "seconds": round(seconds, 4),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "flatness": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 
@@ -56,19 +54,11 @@ def _plain(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return json.loads(json.dumps(given, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value))))
 
 
-def risk_of(problem: Problem) -> dict[str, Any]:
-    """The summed losses of all samples, their normaliser, and what `meta` says of the loss; one pass."""
-    with problem.guarded():
-        found = exact_statistics(problem, Routes([]), {})
-    loss = {"loss": problem.loss.name, "loss_options": problem.loss.options()}
-    return {"loss": loss, "risk": float(found.risk), "normaliser": float(found.normaliser)}
-
-
 def facts(problem: Problem, plan: Plan) -> dict[str, Any]:
     """What must be the same in all processes that measure together."""
     return {
-        "weights": model_fingerprint(problem.model),
         "dtype": str(problem.dtype),
+        "weights": model_fingerprint(problem.model),
         "measures": [measure.name for measure in plan.measures],
         "options": repr(plan.request.options),
         "layers": [(route.name, route.kind, sorted(route.needs)) for route in plan.layer_routes.values()],
@@ -89,9 +79,12 @@ def shares(problem: Problem) -> dict[str, Any]:
     if len({code for _, code in parts}) == 1:
         note += ", all of them the same: pass each process its own part of the data"
     problem.notes.append(note)
-    # Codes of samples add up modulo 2^64, whatever the parts: the fingerprint is that of all the data.
-    code = (sum(code for _, code in parts) + 2**63) % 2**64 - 2**63
-    return {"processes": len(parts), "data_fingerprint": f"{code:x}"}
+    return {"processes": len(parts), "data_fingerprint": joint_fingerprint(code for _, code in parts)}
+
+
+def joint_fingerprint(codes: Iterable[int]) -> str:
+    """The fingerprint of all the data, whatever the parts: codes of samples add up modulo 2^64."""
+    return f"{(sum(codes) + 2**63) % 2**64 - 2**63:x}"
 
 
 def model_fingerprint(model: nn.Module) -> str:
