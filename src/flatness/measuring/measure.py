@@ -29,11 +29,11 @@ from flatness.measuring.views import Outline, layer_views
 from flatness.problem.forward import DefaultForward, Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
+from flatness.problem.setting import setting_of
 from flatness.report.report import Report, joined
 
-# Arguments of `measure` that say how, and those that a problem takes.
+# Arguments of `measure` that say how.
 _WORDS = ("layers", "method", "curvature", "precision", "max_passes")
-_SETTING = ("forward", "weight_decay", "batch_size", "device", "dtype", "seed", "progress")
 
 
 def measure(
@@ -180,8 +180,8 @@ def _posed(given: Mapping[str, Any], group: LossGroup) -> tuple[Problem, Measure
     request = MeasureRequest(group.measures, group.options, **{word: given[word] for word in _WORDS})
     _check_classes(given["loss"], group)
     loss = given["loss"] if group.loss is None else group.loss
-    setting = {name: given[name] for name in _SETTING}
-    return Problem(given["model"], given["data"], loss, **setting, ranks=given.get("ranks")), request
+    ranks = given.get("ranks")
+    return Problem(given["model"], given["data"], loss, **setting_of(given), ranks=ranks), request
 
 
 def _check_classes(loss: Any, group: LossGroup) -> None:

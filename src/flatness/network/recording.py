@@ -7,8 +7,6 @@ No copy is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -49,7 +47,6 @@ class Recording:
         self._copy_inputs = copy_inputs
         self._handles: list[Any] = []
         self._entered: dict[str, Tensor] = {}
-        self._paused = False
 
     def __enter__(self) -> Recording:
         """Install the hooks."""
@@ -70,15 +67,6 @@ class Recording:
         """Forget what was recorded."""
         self.calls.clear()
         self._entered.clear()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which modules run as they are and nothing is recorded."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     def one(self, name: str) -> Record:
         """The only call of a module."""
@@ -109,8 +97,6 @@ class Recording:
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._paused:
-                return None
             x, rebuild = _input_of(name, args, kwargs)
             if self._copy_inputs:
                 x = x.clone()
@@ -124,8 +110,6 @@ class Recording:
 
     def _after(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-            if self._paused:
-                return None
             x = self._entered.pop(name)
             replaced = self._edges and output._is_view()
             if replaced:
@@ -159,9 +143,3 @@ def _input_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     raise LayerError(
         f"Expected {name!r} to be called with a tensor as its first argument but got {type(args[:1])}."
     )
-
-
-def modules_called(recording: Recording, names: Iterable[str]) -> list[str]:
-    """Those of `names` that were called, in the order of their first call."""
-    wanted = set(names)
-    return [name for name in recording.calls if name in wanted]

@@ -19,7 +19,7 @@ from flatness.measuring.examine.probe import Alone, check_runs, largest, run_alo
 from flatness.measuring.examine.reuse import Reuse, find_reuse, tied_embeddings
 from flatness.measuring.examine.unfamiliar import View, misread_samples
 from flatness.network.affine import AffineModule, find_affine
-from flatness.network.graph import InPlaceOperators, NetworkGraph, read_graph
+from flatness.network.graph import InPlaceOperators, read_graph
 from flatness.network.layers import find_layers, own_parameters
 from flatness.network.layers.shared import EmbeddingLayer
 from flatness.network.memory import fits, ran_out
@@ -66,15 +66,8 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     check_runs(problem, example, first, run.items.logits, alone)
     if run.overwrites or WRITTEN in run.graph.operators:
         run = _recorded(problem, example, views, copy_inputs=run.overwrites, note_writes=True)
-    _send_back(problem, run, views, last_only)
-    examined = Examined(
-        items=run.items,
-        graph=run.graph,
-        records=_records(problem, example, views, run, alone),
-        order=tuple(run.calls),
-        overwrites=run.overwrites,
-        writers=run.writers,
-    )
+    sent_back = _send_back(problem, run, views, last_only)
+    examined = replace(run, records=_records(problem, example, views, run, alone, sent_back))
     notes = [_MATH_ATTENTION] * (_FUSED in run.graph.operators) + notes_on(problem.model, examined, misread)
     return replace(examined, notes=tuple(notes))
 
@@ -85,29 +78,6 @@ def _views(model: nn.Module) -> dict[str, View]:
     return {**layers, **tied_embeddings(model, layers), **find_affine(model)}
 
 
-@dataclass
-class _RecordedRun:
-    """The example, run once with its graph, and what a signal that is sent back through it shows.
-
-    Attributes:
-        items: The outputs.
-        calls: What was recorded of every module that ran, call by call.
-        graph: What the autograd graph says.
-        overwrites: Whether the network overwrites what layers were given.
-        writers: Names of `autograd.Function`s that write into what they are given, where that is noted.
-        marked: What arrives at modules whose output may be the network's when `marker` is sent back.
-        undifferentiable: Why torch cannot differentiate what follows a module.
-    """
-
-    items: Items
-    calls: dict[str, list[Record]]
-    graph: NetworkGraph
-    overwrites: bool
-    writers: tuple[str, ...]
-    marked: dict[str, Tensor] = field(default_factory=dict)
-    undifferentiable: dict[str, str] = field(default_factory=dict)
-
-
 def _recorded(
     problem: Problem,
     example: Any,
@@ -115,7 +85,7 @@ def _recorded(
     *,
     copy_inputs: bool = False,
     note_writes: bool = False,
-) -> _RecordedRun:
+) -> Examined:
     """Run the example with its graph and read it.
 
     Args:
@@ -138,91 +108,113 @@ def _recorded(
         final_log_softmax=problem.loss.shift_invariant,
         curved_in_place=in_place.curved,
     )
-    return _RecordedRun(items, calls, graph, overwrites, tuple(in_place.functions))
+    return Examined(items, graph, calls, overwrites, tuple(in_place.functions))
 
 
 def _modules(views: Mapping[str, View]) -> dict[str, nn.Module]:
     return {name: view.module for name, view in views.items()}
 
 
-def _send_back(problem: Problem, run: _RecordedRun, views: Mapping[str, View], last_only: bool) -> None:
+@dataclass
+class _SentBack:
+    """What a signal that is sent back from the outputs shows.
+
+    Attributes:
+        marked: What arrives at modules whose output may be the network's when `marker` is sent back.
+        undifferentiable: Why torch cannot differentiate what follows a module.
+    """
+
+    marked: dict[str, Tensor] = field(default_factory=dict)
+    undifferentiable: dict[str, str] = field(default_factory=dict)
+
+    def differentiate(self, run: Examined, names: list[str]) -> None:
+        """Take the derivatives at some modules at once; one after another where that fails."""
+        output, edges = run.items.logits, [run.calls[name].z_edge for name in names]
+        sent = marker(run.items)
+        try:
+            arrived = torch.autograd.grad(output, edges, sent, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            if ran_out(error):
+                raise
+            if len(names) == 1:
+                reason = str(error).split(":")[0].splitlines()[0]
+                self.undifferentiable[names[0]] = f"torch cannot differentiate what follows it: {reason}"
+                return
+            for name in names:
+                self.differentiate(run, [name])
+            return
+        for name, signal in zip(names, arrived, strict=True):
+            if signal is not None and signal.numel() == sent.numel():
+                self.marked[name] = signal
+
+
+def _send_back(problem: Problem, run: Examined, views: Mapping[str, View], last_only: bool) -> _SentBack:
     """Send one signal back, so that what cannot be differentiated is known before any data is read."""
     if not run.items.logits.requires_grad:
         raise ModelError(
             "Expected an output that can be differentiated but the forward pass runs under torch.no_grad or "
             "detaches it. Take that out of the model's code: measuring needs the graph."
         )
-    reached = [name for name in run.calls if name in run.graph.reached]
+    reached, found = [name for name in run.recorded if name in run.graph.reached], _SentBack()
     last = [name for name in reached if is_layer(views[name])][-1:]
     only = last if last_only and last and not run.graph.curved[last[0]] else reached
     with differentiable(problem.model), Recording(_modules(views), edges=False) as again:
-        _differentiate(run, sorted(only))
+        found.differentiate(run, sorted(only))
         if again.calls:
             raise ModelError(
                 "Expected layers that run in the forward pass only but the backward pass runs them again: "
                 "activation checkpointing. Switch it off in the model and measure again; memory is kept by "
                 "smaller micro-batches here."
             )
-
-
-def _differentiate(run: _RecordedRun, names: list[str]) -> None:
-    """Take the derivatives at some modules at once; one after another where that fails."""
-    output, edges = run.items.logits, [run.calls[name][-1].z_edge for name in names]
-    sent = marker(run.items)
-    try:
-        arrived = torch.autograd.grad(output, edges, sent, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        if ran_out(error):
-            raise
-        if len(names) == 1:
-            reason = str(error).split(":")[0].splitlines()[0]
-            run.undifferentiable[names[0]] = f"torch cannot differentiate what follows it: {reason}"
-            return
-        for name in names:
-            _differentiate(run, [name])
-        return
-    for name, signal in zip(names, arrived, strict=True):
-        if signal is not None and signal.numel() == sent.numel():
-            run.marked[name] = signal
+    return found
 
 
 def _records(
-    problem: Problem, example: Any, views: Mapping[str, View], run: _RecordedRun, alone: Alone
+    problem: Problem,
+    example: Any,
+    views: Mapping[str, View],
+    run: Examined,
+    alone: Alone,
+    sent_back: _SentBack,
 ) -> dict[str, LayerRecord]:
     """One record per module, with the first reason against it that was found."""
-    reuse = find_reuse(views, {name: len(calls) for name, calls in run.calls.items()}, run.graph.uses)
-    refused = _refused(views, run, alone, reuse)
-    unreached = {name: views[name] for name in run.calls if name not in run.graph.reached}
+    counts = {name: len(calls) for name, calls in run.recorded.items()}
+    reuse = find_reuse(views, counts, run.graph.uses)
+    refused = _refused(views, run, alone, reuse, sent_back.undifferentiable)
+    unreached = {name: views[name] for name in counts if name not in run.graph.reached}
     cut_off = _cut_off(problem, example, run, unreached)
 
     def record(name: str, view: View) -> LayerRecord:
-        used, calls = reuse.get(name, Reuse(1, None, all_seen=True)), run.calls.get(name)
+        used, parameters = reuse.get(name, Reuse(1, None, all_seen=True)), own_parameters(view.module)
         reason, loose = refused.get(name, (cut_off.get(name), False))
         return LayerRecord(
             name,
             view,
-            call=calls[-1] if calls else None,
             operators=tuple(run.graph.curved.get(name, ())),
             uses=used.times,
             shared=used.shared,
             refused=reason,
             via_parameter=loose and name not in unreached and _has_parameter(problem.model, view),
             idle=name in unreached and name not in cut_off,
-            unused=not calls and run.graph.uses.keys().isdisjoint(map(id, own_parameters(view.module))),
-            marked=run.marked.get(name),
+            unused=name not in counts and run.graph.uses.keys().isdisjoint(map(id, parameters)),
+            marked=sent_back.marked.get(name),
         )
 
     return {name: record(name, view) for name, view in views.items()}
 
 
 def _refused(
-    views: Mapping[str, View], run: _RecordedRun, alone: Alone, reuse: Mapping[str, Reuse]
+    views: Mapping[str, View],
+    run: Examined,
+    alone: Alone,
+    reuse: Mapping[str, Reuse],
+    undifferentiable: Mapping[str, str],
 ) -> dict[str, tuple[str, bool]]:
     """Why signals at calls do not give a module's curvature, and whether products with a parameter may."""
-    found = {name: (reason, False) for name, reason in run.undifferentiable.items()}
+    found = {name: (reason, False) for name, reason in undifferentiable.items()}
     again = {name: used.times for name, used in reuse.items() if not used.all_seen}
     found |= {name: (f"its weight is used {times} times", True) for name, times in again.items()}
-    found |= _mixed(views, run, alone, run.calls.keys() - found.keys())
+    found |= _mixed(views, run, alone, run.recorded.keys() - found.keys())
     for name, used in reuse.items():
         uses = [] if used.shared is None else used.shared.uses
         reasons = [found[use.name][0] for use in uses if use.name in found]
@@ -232,12 +224,12 @@ def _refused(
 
 
 def _mixed(
-    views: Mapping[str, View], run: _RecordedRun, alone: Alone, names: Iterable[str]
+    views: Mapping[str, View], run: Examined, alone: Alone, names: Iterable[str]
 ) -> dict[str, tuple[str, bool]]:
     """The modules among these whose inputs are not laid out sample by sample."""
     found, n = {}, len(run.items.logits)
     for name in names:
-        x = _mixed_input(views[name], run.calls[name], alone.inputs.get(name, []), n)
+        x = _mixed_input(views[name], run.recorded[name], alone.inputs.get(name, []), n)
         if x is not None:
             shape = list(x.shape)
             reason = f"its input, of shape {shape} for {n} samples, is not laid out sample by sample"
@@ -270,7 +262,7 @@ def _begins_with(x: Tensor, own: Tensor, n: int, *, several: bool) -> bool:
     return not largest(x[:rows] - own) > 1e-2 * largest(own)
 
 
-def _cut_off(problem: Problem, example: Any, run: _RecordedRun, views: Mapping[str, View]) -> dict[str, str]:
+def _cut_off(problem: Problem, example: Any, run: Examined, views: Mapping[str, View]) -> dict[str, str]:
     """Why modules are refused that influence the output though no gradient reaches them.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeGuard
 
@@ -27,7 +27,6 @@ class LayerRecord:
     Attributes:
         name: Its name in the model.
         view: The layer as W and Φ, or the norm layer.
-        call: What was recorded of its last call; None where it did not run.
         operators: Those between it and the output that are not piecewise linear.
         uses: How often its weight is used.
         shared: Where that is more than once, the weight with all its uses that are seen.
@@ -41,7 +40,6 @@ class LayerRecord:
 
     name: str
     view: View
-    call: Record | None = None
     operators: tuple[str, ...] = ()
     uses: int = 1
     shared: SharedLayer | None = None
@@ -83,19 +81,19 @@ class Examined:
     Attributes:
         items: The outputs, with their graph.
         graph: What the autograd graph says.
-        records: What was seen of every module looked at, by name.
-        order: Names of the modules that ran, in the order of their first call.
+        recorded: What was recorded of every module that ran, call by call, in the order of their first call.
         overwrites: Whether the network overwrites what layers were given.
-        writers: Names of `autograd.Function`s that write into what they are given.
+        writers: Names of `autograd.Function`s that write into what they are given, where that is noted.
+        records: What that says of every module looked at, by name.
         notes: What the user should know.
     """
 
     items: Items
     graph: NetworkGraph
-    records: dict[str, LayerRecord]
-    order: tuple[str, ...]
-    overwrites: bool = False
-    writers: tuple[str, ...] = ()
+    recorded: dict[str, list[Record]]
+    overwrites: bool
+    writers: tuple[str, ...]
+    records: dict[str, LayerRecord] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -106,18 +104,18 @@ class Examined:
     @cached_property
     def called(self) -> list[str]:
         """Names of the layers that ran, in the order of their first call."""
-        return [name for name in self.order if name in self.layers]
+        return [name for name in self.recorded if name in self.layers]
 
     @cached_property
     def affine(self) -> dict[str, AffineModule]:
         """The norm layers and PReLUs that ran, by name, in that order."""
-        views = [self.records[name].view for name in self.order]
+        views = [self.records[name].view for name in self.recorded]
         return {view.name: view for view in views if isinstance(view, AffineModule)}
 
     @cached_property
     def calls(self) -> dict[str, Record]:
         """The last call of every module that ran."""
-        return {name: record.call for name, record in self.records.items() if record.call is not None}
+        return {name: calls[-1] for name, calls in self.recorded.items()}
 
     @property
     def unused(self) -> list[str]:
@@ -143,7 +141,7 @@ def notes_on(model: nn.Module, examined: Examined, misread: list[str]) -> list[s
 
 def _left_out(model: nn.Module, examined: Examined, misread: list[str]) -> Iterator[tuple[str, list[str]]]:
     """What to say of layers that are not measured, and which these are."""
-    not_called = [name for name in examined.layers if examined.records[name].call is None]
+    not_called = [name for name in examined.layers if name not in examined.recorded]
     unused = [name for name in not_called if examined.records[name].unused]
     teach = "flatness.register_layer can teach it"
     yield "never called in the forward pass and left out: {}", unused
