@@ -32,6 +32,7 @@ from flatness.files import (
     sealed,
     write_tensors,
 )
+from flatness.measuring.request import MeasureRequest
 from flatness.measuring.rows.finalisation import missed_precision, report_rows
 from flatness.measuring.rows.provenance import joint_fingerprint
 from flatness.measuring.run.exploration import Explored
@@ -71,18 +72,29 @@ def merge(paths: Iterable[str | os.PathLike[str]]) -> Report:
         >>> report.meta["samples"]
         60
     """
-    files = [Path(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
-    if not files:
-        raise DataError(
-            "Expected files that flatness.measure(..., statistics_to=path) wrote but got none. Check the "
-            "pattern."
-        )
+    files = _files(paths)
     contents = [_read(path) for path in files]
     _check_same(files, contents)
     _check_once(files, contents)
     report = joined([_merged(parts) for parts in zip(*(one["parts"] for one in contents), strict=True)])
     left_out = (note for content in contents for note in content["left_out"])
     return replace(report, notes=tuple(dict.fromkeys((*report.notes, *left_out))))
+
+
+def _files(paths: Any) -> list[Path]:
+    given = [paths] if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Iterable) else [*paths]
+    strange = [path for path in given if not isinstance(path, (str, os.PathLike))]
+    if strange:
+        raise OptionError(
+            f"Expected paths of files but got {type(strange[0]).__name__}. For example "
+            "flatness.merge(['part-0.pt', 'part-1.pt'])."
+        )
+    if not given:
+        raise DataError(
+            "Expected files that flatness.measure(..., statistics_to=path) wrote but got none. Check the "
+            "pattern."
+        )
+    return [Path(path) for path in given]
 
 
 def additive(measures: Any, options: Mapping[str, Mapping[str, Any]] | None) -> tuple[list[str], list[str]]:
@@ -148,9 +160,11 @@ def part_of(outline: Outline, run: Run, facts: Mapping[str, Any]) -> dict[str, A
         }
         for name, own in outline.layers.items()
     }
-    names = [measure.name for measure in outline.measures]
+    names = [measure.name for measure in outline.request.measures]
+    # Layers are named by the outline, whatever the words for them were.
+    request = {**vars(outline.request), "measures": names, "layers": None}
     return {
-        "outline": {**vars(outline), "measures": names, "layers": layers},
+        "outline": {**vars(outline), "request": request, "layers": layers},
         "statistics": run.statistics.content(),
         "groups": None if run.groups is None else [part.content() for part in run.groups.parts],
         "scatter": vars(run.scatter),
@@ -204,7 +218,7 @@ def _check_same(files: list[Path], contents: list[dict[str, Any]]) -> None:
     first = _facts(contents[0])
     for path, content in zip(files[1:], contents[1:], strict=True):
         facts = _facts(content)
-        # In this order: other measures have other layers' statistics, too.
+        # In this order: how layers are measured follows from the measures, which say more.
         for what in first | facts:
             if facts.get(what) != first.get(what):
                 raise DataError(
@@ -275,13 +289,14 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
 
 
 def _outline(saved: Mapping[str, Any]) -> Outline:
-    options = saved["options"]
-    measures = [get_measure(name).under(options[name]) for name in saved["measures"]]
+    asked = saved["request"]
+    measures = [get_measure(name).under(asked["options"][name]) for name in asked["measures"]]
     layers = {
         name: LayerOutline(**{**own, "needs": frozenset(own["needs"])})
         for name, own in saved["layers"].items()
     }
-    return Outline(**{**saved, "measures": measures, "layers": layers})
+    request = MeasureRequest(**{**asked, "measures": measures})
+    return Outline(**{**saved, "request": request, "layers": layers})
 
 
 def _groups(parts: Sequence[Mapping[str, Any]]) -> SampleGroups | None:
@@ -296,10 +311,9 @@ def _groups(parts: Sequence[Mapping[str, Any]]) -> SampleGroups | None:
 
 
 def _remarks(parts: Sequence[Mapping[str, Any]], layer: str) -> tuple[str, ...]:
-    """What all parts say of a layer; where they differ, what the first says, marked."""
+    """What all parts say of a layer: numbers of one part are not those of all the data."""
     first, *others = (part["remarks"].get(layer, ()) for part in parts)
-    differs = f"in the first of {len(parts)} parts: "
-    return tuple(one if all(one in other for other in others) else differs + one for one in first)
+    return tuple(one for one in first if all(one in other for other in others))
 
 
 def _meta(parts: Sequence[Mapping[str, Any]], total: Statistics) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from flatness.curvature.sums.routes import LayerRoute
 from flatness.curvature.sums.statistics import Statistics
 from flatness.errors import MeasureError
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.request import SPECTRUM_PARTS
+from flatness.measuring.request import SPECTRUM_PARTS, MeasureRequest
 from flatness.network.layers import Layer
 from flatness.problem.problem import Problem
 
@@ -52,13 +51,10 @@ class Outline:
     """What was measured: all that turns sums into rows, and neither the network nor its data.
 
     Attributes:
-        measures: The measures, each as its options make it.
-        options: Their options, by measure.
+        request: What was asked for.
         loss: Name of the loss.
         curvature: "hessian" or "gauss_newton".
         weight_decay: Its coefficient.
-        precision: The relative standard error that samples aimed at.
-        max_passes: The most probes there could be.
         layers: The measured layers by name, in network order.
         norms: ‖·‖² of every parameter; empty when no measure asks for the network.
         sizes: Entries of every parameter.
@@ -67,13 +63,10 @@ class Outline:
             network was not traced.
     """
 
-    measures: list[Measure]
-    options: dict[str, dict[str, Any]]
+    request: MeasureRequest
     loss: str
     curvature: str
     weight_decay: float
-    precision: float
-    max_passes: int
     layers: dict[str, LayerOutline]
     norms: dict[str, Tensor]
     sizes: dict[str, int]
@@ -83,17 +76,14 @@ class Outline:
     @classmethod
     def of(cls, problem: Problem, plan: Plan) -> Outline:
         """The outline of a plan."""
-        request, routes = plan.request, plan.layer_routes
+        routes = plan.layer_routes
         of_network = any(measure.network is not None for measure in plan.measures)
         parameters = dict(problem.model.named_parameters()) if of_network else {}
         return cls(
-            request.measures,
-            request.options,
+            plan.request,
             plan.loss,
             plan.curvature,
             problem.weight_decay,
-            request.precision,
-            request.max_passes,
             {name: LayerOutline.of(routes[name], plan.treatments[name].reason) for name in plan.layers},
             {name: squared_norm(value) for name, value in parameters.items()},
             {name: value.numel() for name, value in parameters.items()},

@@ -40,7 +40,7 @@ def report_rows(outline: Outline, run: Run, explored: Explored) -> list[Result]:
         finalise(outline, replace(run, statistics=part, scatter=Scatter()), explored)
         for part in run.groups.without_each(run.statistics)
     ]
-    return _with_data_errors(results, left_out, outline.measures, run.statistics.samples)
+    return _with_data_errors(results, left_out, outline.request.measures, run.statistics.samples)
 
 
 def finalise(outline: Outline, run: Run, explored: Explored) -> list[Result]:
@@ -48,7 +48,7 @@ def finalise(outline: Outline, run: Run, explored: Explored) -> list[Result]:
     views = layer_views(outline, run.statistics, run.spectra, run.spreads)
     network = network_view(outline, run.statistics)
     results: list[Result] = []
-    for measure in outline.measures:
+    for measure in outline.request.measures:
         rows = _Rows(measure, outline, run)
         for view in views:
             rows.add_layer(view)
@@ -79,7 +79,7 @@ class _Rows:
     def __init__(self, measure: Measure, outline: Outline, run: Run) -> None:
         self.found: list[tuple[Result, Tensor | None]] = []
         self._measure, self._outline, self._run = measure, outline, run
-        self._options = outline.options[measure.name]
+        self._options = outline.request.options[measure.name]
 
     def row(self, level: str, **known: Any) -> Result:
         """A row that has no value yet."""
@@ -206,16 +206,17 @@ def _values(rows: list[Result]) -> Tensor:
 
 def missed_precision(outline: Outline, results: list[Result]) -> list[str]:
     """What to say when sampled values of layers did not reach the precision asked for."""
+    precision, most = outline.request.precision, outline.request.max_passes
     layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
-    missed = [row for row in layers if row.stderr > 1.25 * outline.precision * abs(row.value)]
+    missed = [row for row in layers if row.stderr > 1.25 * precision * abs(row.value)]
     if not missed:
         return []
     worst = max(missed, key=lambda row: row.stderr / max(abs(row.value), 1e-300))
     share = f"{worst.stderr / abs(worst.value):.2g}" if worst.value else "a value of 0"
     return [
-        f"aimed at a standard error of {outline.precision:.2g} of each layer's value but {len(missed)} of "
+        f"aimed at a standard error of {precision:.2g} of each layer's value but {len(missed)} of "
         f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
-        f"{share}: raise max_passes, now {outline.max_passes}"
+        f"{share}: raise max_passes, now {most}"
     ]
 
 
