@@ -22,7 +22,7 @@ from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import MeasureRequest
 from flatness.measuring.rows.finalisation import missed_precision, report_rows
-from flatness.measuring.rows.provenance import facts, provenance, shares
+from flatness.measuring.rows.provenance import facts, provenance, risk_of, shares, with_risk
 from flatness.measuring.run.exploration import explore
 from flatness.measuring.run.run import run_plan
 from flatness.measuring.views import Outline, layer_views
@@ -116,19 +116,21 @@ def measure(
         try:
             measured.append(_measured(given, group, started, everything=everything))
         except (LossError, DataError, ProcessError) as error:
-            if not everything or not _may_be_left_out(group, error):
+            if not _may_be_left_out(group, error, everything):
                 raise
             left_out.append(f"left out: {listed(group.options)}. {error}")
+    # The risk of a report is that of the user's loss, whether a measure rests on it or not.
+    own_risk = [] if groups[0].loss is None else [risk_of(_problem(given, loss))]
     if statistics_to is not None and ranks.rank == 0:
-        save_parts(statistics_to, [part for _, part in measured], left_out)
-    report = joined([report for report, _ in measured])
+        save_parts(statistics_to, [part for _, part in measured], left_out, own_risk)
+    report = with_risk(joined([report for report, _ in measured]), own_risk)
     return replace(report, notes=(*report.notes, *left_out))
 
 
-def _may_be_left_out(group: LossGroup, error: Exception) -> bool:
+def _may_be_left_out(group: LossGroup, error: Exception, everything: bool) -> bool:
     """Whether "all", which means all that exist here, does without a group: its loss may not fit the data."""
     of_data = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
-    return group.loss is not None and of_data
+    return everything and group.loss is not None and of_data
 
 
 def _groups(
@@ -138,9 +140,7 @@ def _groups(
     left_out: list[str] = []
     if kept:
         measures, left_out = additive(measures, options)
-    groups = by_loss(measures, options)
-    # The risk of a report is that of the user's loss, whether a measure rests on it or not.
-    return groups if groups[0].loss is None else [LossGroup(None, [], {}), *groups], left_out
+    return by_loss(measures, options), left_out
 
 
 def _measured(
@@ -179,9 +179,11 @@ def _posed(given: Mapping[str, Any], group: LossGroup) -> tuple[Problem, Measure
     """The problem and the request of one group of measures that share a loss."""
     request = MeasureRequest(group.measures, group.options, **{word: given[word] for word in _WORDS})
     _check_classes(given["loss"], group)
-    loss = given["loss"] if group.loss is None else group.loss
-    ranks = given.get("ranks")
-    return Problem(given["model"], given["data"], loss, **setting_of(given), ranks=ranks), request
+    return _problem(given, given["loss"] if group.loss is None else group.loss), request
+
+
+def _problem(given: Mapping[str, Any], loss: Any) -> Problem:
+    return Problem(given["model"], given["data"], loss, **setting_of(given), ranks=given.get("ranks"))
 
 
 def _check_classes(loss: Any, group: LossGroup) -> None:

@@ -34,7 +34,7 @@ from flatness.files import (
 )
 from flatness.measuring.request import MeasureRequest
 from flatness.measuring.rows.finalisation import missed_precision, report_rows
-from flatness.measuring.rows.provenance import joint_fingerprint
+from flatness.measuring.rows.provenance import joint_fingerprint, with_risk
 from flatness.measuring.run.exploration import Explored
 from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter
@@ -77,6 +77,7 @@ def merge(paths: Iterable[str | os.PathLike[str]]) -> Report:
     _check_same(files, contents)
     _check_once(files, contents)
     report = joined([_merged(parts) for parts in zip(*(one["parts"] for one in contents), strict=True)])
+    report = with_risk(report, [risk for content in contents for risk in content["own_risk"]])
     left_out = (note for content in contents for note in content["left_out"])
     return replace(report, notes=tuple(dict.fromkeys((*report.notes, *left_out))))
 
@@ -176,7 +177,10 @@ def part_of(outline: Outline, run: Run, facts: Mapping[str, Any]) -> dict[str, A
 
 
 def save_parts(
-    path: str | os.PathLike[str], parts: Sequence[Mapping[str, Any]], left_out: Sequence[str]
+    path: str | os.PathLike[str],
+    parts: Sequence[Mapping[str, Any]],
+    left_out: Sequence[str],
+    own_risk: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write what one job measured, whole or not at all.
 
@@ -184,9 +188,10 @@ def save_parts(
         path: The file.
         parts: What `part_of` made for each loss, with the `meta` and the notes of its report.
         left_out: Notes on measures that are not among them.
+        own_risk: The risk of the user's loss where no measure uses that, see `risk_of`; else nothing.
     """
     head = {"format": _FORMAT, "version": _VERSION, "flatness": __version__}
-    write_tensors(path, sealed({**head, "parts": parts, "left_out": left_out}))
+    write_tensors(path, sealed({**head, "parts": parts, "left_out": left_out, "own_risk": own_risk}))
 
 
 def _read(path: Path) -> dict[str, Any]:

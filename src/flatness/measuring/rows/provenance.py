@@ -6,16 +6,20 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flatness.curvature.sums.exact import exact_statistics
+from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.problem.problem import Problem
 from flatness.problem.snapshot import dense_parts
+from flatness.report.report import Report
 from flatness.version import __version__
 
 # Numbers of a tensor up to which it is brought to the host as a whole.
@@ -52,6 +56,22 @@ def _plain(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     given = {name: dict(own) for name, own in options.items() if own}
     # Without addresses in memory, which differ from run to run.
     return json.loads(json.dumps(given, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value))))
+
+
+def risk_of(problem: Problem) -> dict[str, Any]:
+    """The summed losses of all samples, their normaliser, and what `meta` says of the loss; one pass."""
+    with problem.guarded():
+        found = exact_statistics(problem, Routes([]), {})
+    loss = {"loss": problem.loss.name, "loss_options": problem.loss.options()}
+    return {"loss": loss, "risk": float(found.risk), "normaliser": float(found.normaliser)}
+
+
+def with_risk(report: Report, parts: Sequence[Mapping[str, Any]]) -> Report:
+    """The report with the risk that `risk_of` found of all parts of the data; as it is without any."""
+    if not parts:
+        return report
+    risk = sum(part["risk"] for part in parts) / sum(part["normaliser"] for part in parts)
+    return replace(report, meta={**report.meta, **parts[0]["loss"], "risk": risk})
 
 
 def facts(problem: Problem, plan: Plan) -> dict[str, Any]:
