@@ -22,7 +22,7 @@ from flatness.measuring.rows.finalisation import finalise
 from flatness.measuring.run import run as running
 from flatness.measuring.run.exploration import Explored
 from flatness.measuring.scatter import Scatter
-from flatness.measuring.views import Outline, layer_views, network_view
+from flatness.measuring.views import Outline
 from flatness.problem.problem import Problem
 from networks import CASES, ragged_batches
 from small import Net, data, measure
@@ -156,9 +156,8 @@ def rows_over_seeds(model, x, y, measures, budget, seeds):
         for seed in range(seeds):
             problem.seed = seed
             sums = sampled_statistics(problem, chosen.sampling, {}, budget)
-            views = layer_views(outline, sums.statistics, {}, {})
-            network = network_view(outline, sums.statistics)
-            rows.append(finalise(outline, views, network, Explored(), chosen.methods, Scatter.of(sums)))
+            run = running.Run(sums.statistics, chosen.methods, scatter=Scatter.of(sums))
+            rows.append(finalise(outline, run, Explored()))
     return rows
 
 

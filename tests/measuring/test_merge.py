@@ -160,6 +160,18 @@ def test_sampled_values_are_unbiased_and_their_errors_combine(tmp_path, same_see
     assert 0.6 < scores.square().mean().sqrt() < 1.5
 
 
+def test_a_precision_that_all_parts_together_miss_is_said(tmp_path):
+    model, data = network(nn.Tanh), samples()
+    asked = {"measures": "hessian_trace", "method": "sampled", "max_passes": 2, "precision": 1e-6}
+    merged = flatness.merge(measured(tmp_path, model, data, **asked))
+    (note,) = [note for note in merged.notes if note.startswith("aimed")]
+    assert re.fullmatch(
+        r"aimed at a standard error of 1e-06 of each layer's value but 3 of 3 are above it, hessian_trace of "
+        r"\d \(?.*with 0\.\d+: raise max_passes, now 2",
+        note,
+    )
+
+
 def test_a_merged_report_is_saved_and_compared_like_any_other(tmp_path):
     model, data = network(), samples()
     merged = flatness.merge(measured(tmp_path, model, data, measures=SUMS[:3]))
@@ -173,8 +185,12 @@ def test_a_merged_report_is_saved_and_compared_like_any_other(tmp_path):
 NOT_SUMS = {
     "layer_flatness": "eigenvalues",
     "riemannian_spectral_norm": "eigenvalues",
-    "epsilon_sharpness": "looks at the loss around the parameters",
-    "pac_bayes_flatness": "looks at the loss around the parameters",
+    "epsilon_sharpness": (
+        "computed apart, with gradients of all the data: restarts × steps at most, and one eigenvalue for "
+        "several starts"
+    ),
+    "pac_bayes_flatness": "computed apart, with about 12 forward passes per draw of the noise",
+    "path_norm": "computed apart, with one forward pass of one sample",
     "relative_flatness_normalized": "needs the spread of features over all the data",
 }
 
@@ -232,8 +248,9 @@ def test_parts_that_were_not_measured_alike_are_refused(tmp_path, what):
     with pytest.raises(DataError) as caught:
         flatness.merge([first, second])
     start = rf"Expected parts of one measurement but {second} and {first} differ in their "
+    first = {"loss": "losses", "layers": "measured layers"}.get(what, what)
     assert re.match(
-        f"{re.escape(start)}[a-z _]+: .* and .*. Measure all parts alike.", str(caught.value), re.DOTALL
+        f"{re.escape(start)}{first}: .* and .*. Measure all parts alike.", str(caught.value), re.DOTALL
     )
 
 
@@ -274,7 +291,7 @@ def test_files_that_are_no_parts_or_damaged_are_refused(tmp_path):
             "something else, or is damaged. Measure this part again with statistics_to=."
         )
     content = torch.load(path, weights_only=True)
-    content["groups"][0]["statistics"]["samples"] += 1
+    content["parts"][0]["statistics"]["samples"] += 1
     torch.save(content, broken)
     with pytest.raises(DataError, match="has changed since, on the disk or on the way here"):
         flatness.merge([broken])

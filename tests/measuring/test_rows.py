@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import flatness
 import oracle
 from flatness.errors import LayerError
 from small import Net, measure
@@ -130,3 +131,29 @@ def test_single_tokens_first_and_longer_sequences_later(act, method):
 
     H = oracle.layer_hessian(model, risk, "fc1")
     assert report.value("hessian_trace", layer="fc1") == pytest.approx(oracle.hessian_trace(H), rel=1e-8)
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+def test_a_loss_that_no_measure_rests_on_need_not_have_second_derivatives():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(20, 4).double(), torch.randint(3, (20,))
+    report = flatness.measure(
+        model,
+        (x, y),
+        lambda output, target: OnceDifferentiable.apply(output).sum(1),
+        measures="normalized_sharpness",
+        progress=False,
+    )
+    assert report.meta["risk"] == pytest.approx(model(x).square().sum(1).mean().item())

@@ -285,3 +285,16 @@ def test_a_layer_inside_a_transform_of_torch_is_part_of_the_trace(name):
     assert LEFT_OUT in report.notes
     total = oracle.total_trace(model, oracle.mean_risk(x, y, F.cross_entropy))
     assert report.value("hessian_trace") == pytest.approx(total, rel=1e-8)
+
+
+class TwoOutputs(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), None
+
+
+def test_a_layer_that_returns_more_than_a_tensor_is_left_out():
+    torch.manual_seed(5)
+    model = Net(lambda net, x: net.head(net.fc1(x)[0].relu()), fc1=TwoOutputs(4, 6))
+    report = measure(model, data(), measures="hessian_trace")
+    assert report.layers() == ["head"]
+    assert LEFT_OUT in report.notes

@@ -219,6 +219,10 @@ class Measure:
         wanted = options.get("loss", self.loss)
         return None if wanted == "same" else wanted
 
+    def under(self, options: Mapping[str, Any]) -> Measure:
+        """The measure as these options make it."""
+        return self if self.adapted is None else self.adapted(options)
+
     @property
     def one_pass(self) -> bool:
         """Whether the shared streaming pass is all it needs."""

@@ -163,35 +163,43 @@ def _check_options(measure: Measure, values: Any) -> None:
             measure.check_option(key, value)
 
 
+def adapted_measures(
+    measures: str | Measure | Iterable[str | Measure], options: Mapping[str, Mapping[str, Any]] | None
+) -> tuple[list[Measure], dict[str, dict[str, Any]]]:
+    """The requested measures, each as its options make it, and the options of all of them."""
+    chosen = select_measures(measures)
+    resolved = resolve_options(chosen, options)
+    return [measure.under(resolved[measure.name]) for measure in chosen], resolved
+
+
 @dataclass(frozen=True)
 class LossGroup:
     """Measures that share a loss, and so their passes over the data.
 
     Attributes:
         loss: Name of the loss; None for the user's own.
-        names: The measures.
-        options: What the user gave for them.
+        measures: The measures, each as its options make it.
+        options: Their options, by measure.
     """
 
     loss: str | None
-    names: list[str]
-    options: dict[str, Mapping[str, Any]]
+    measures: list[Measure]
+    options: dict[str, dict[str, Any]]
 
 
 def by_loss(
     measures: str | Iterable[str], options: Mapping[str, Mapping[str, Any]] | None
 ) -> list[LossGroup]:
     """The requested measures in groups that share a loss, the user's own loss first."""
-    chosen = select_measures(measures)
-    resolved = resolve_options(chosen, options)
-    names: dict[str | None, list[str]] = {}
+    chosen, resolved = adapted_measures(measures, options)
+    groups: dict[str | None, LossGroup] = {}
     for measure in chosen:
-        names.setdefault(measure.own_loss(resolved[measure.name]), []).append(measure.name)
-    given = dict(options or {})
-    return [
-        LossGroup(loss, group, {name: given[name] for name in group if name in given})
-        for loss, group in sorted(names.items(), key=lambda item: item[0] is not None)
-    ]
+        own = resolved[measure.name]
+        loss = measure.own_loss(own)
+        group = groups.setdefault(loss, LossGroup(loss, [], {}))
+        group.measures.append(measure)
+        group.options[measure.name] = own
+    return sorted(groups.values(), key=lambda group: group.loss is not None)
 
 
 def reduce_values(reduction: str, values: Tensor) -> Tensor:

@@ -17,23 +17,23 @@ from flatness.curvature.sums.groups import SampleGroups
 from flatness.errors import DataError, LossError, ProcessError, listed
 from flatness.losses import resolve_loss
 from flatness.losses.elementwise import Elementwise
-from flatness.measuring.merge import Part, additive, check_destination, save_parts
+from flatness.measuring.merge import additive, check_destination, part_of, save_parts
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
-from flatness.measuring.request import MeasureRequest, measure_request
-from flatness.measuring.rows.finalisation import report_rows
-from flatness.measuring.rows.provenance import facts, provenance, risk_of, shares
+from flatness.measuring.request import MeasureRequest
+from flatness.measuring.rows.finalisation import missed_precision, report_rows
+from flatness.measuring.rows.provenance import facts, provenance, risk_of, shares, with_risk
 from flatness.measuring.run.exploration import explore
 from flatness.measuring.run.run import run_plan
 from flatness.measuring.views import Outline, layer_views
 from flatness.problem.forward import DefaultForward, Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
-from flatness.report.report import Report, Result, joined
+from flatness.problem.setting import setting_of
+from flatness.report.report import Report, joined
 
-# Arguments of `measure` that say how, and those that a problem takes.
+# Arguments of `measure` that say how.
 _WORDS = ("layers", "method", "curvature", "precision", "max_passes")
-_SETTING = ("forward", "weight_decay", "batch_size", "device", "dtype", "seed", "progress")
 
 
 def measure(
@@ -109,66 +109,64 @@ def measure(
     started, ranks = time.perf_counter(), Ranks.current()
     given |= {"progress": progress and ranks.rank == 0, "ranks": ranks}
     check_destination(statistics_to)
-    reports: list[Report] = []
-    parts: list[Part] = []
-    everything, left_out = measures == "all", []
-    if statistics_to is not None:
-        measures, left_out = additive(measures, options)
-    groups = by_loss(measures, options)
+    everything = measures == "all"
+    groups, left_out = _groups(measures, options, statistics_to is not None)
+    measured: list[tuple[Report, dict[str, Any]]] = []
     for group in groups:
         try:
-            with ranks.stage():
-                problem, request = _posed(given, group)
-            kept = statistics_to is not None
-            report, part = _report(problem, request, started, data_stderr, everything=everything, kept=kept)
-            reports.append(replace(report, notes=(*report.notes, *left_out)))
-            parts.append(replace(part, notes=(*part.notes, *left_out)))
+            measured.append(_measured(given, group, started, everything=everything))
         except (LossError, DataError, ProcessError) as error:
-            # "all" means all that exist here: a measure defined with another loss may not fit the data.
-            fitting = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
-            if not everything or group.loss is None or not fitting:
+            if not _may_be_left_out(group, error, everything):
                 raise
-            reports.append(Report((), reports[0].meta, (f"left out: {listed(group.names)}. {error}",)))
-    report, own_risk = joined(reports), None
-    if all(group.loss is not None for group in groups):
-        own = _problem(given, loss)
-        own_risk = risk_of(own)
-        risk = own_risk["risk"] / own_risk["normaliser"]
-        report = replace(report, meta={**report.meta, **own_risk["loss"], "risk": risk})
+            left_out.append(f"left out: {listed(group.options)}. {error}")
+    # The risk of a report is that of the user's loss, whether a measure rests on it or not.
+    own_risk = [] if groups[0].loss is None else [risk_of(_problem(given, loss))]
     if statistics_to is not None and ranks.rank == 0:
-        save_parts(statistics_to, parts, own_risk)
-    return report
+        save_parts(statistics_to, [part for _, part in measured], left_out, own_risk)
+    report = with_risk(joined([report for report, _ in measured]), own_risk)
+    return replace(report, notes=(*report.notes, *left_out))
 
 
-def _report(
-    problem: Problem,
-    request: MeasureRequest,
-    started: float,
-    data_stderr: bool,
-    *,
-    everything: bool,
-    kept: bool,
-) -> tuple[Report, Part]:
+def _may_be_left_out(group: LossGroup, error: Exception, everything: bool) -> bool:
+    """Whether "all", which means all that exist here, does without a group: its loss may not fit the data."""
+    of_data = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
+    return everything and group.loss is not None and of_data
+
+
+def _groups(
+    measures: str | Iterable[str], options: Mapping[str, Mapping[str, Any]] | None, kept: bool
+) -> tuple[list[LossGroup], list[str]]:
+    """Measures that share a loss, the user's own first, and notes on those that are left out."""
+    left_out: list[str] = []
+    if kept:
+        measures, left_out = additive(measures, options)
+    return by_loss(measures, options), left_out
+
+
+def _measured(
+    given: Mapping[str, Any], group: LossGroup, started: float, *, everything: bool
+) -> tuple[Report, dict[str, Any]]:
     """Measure one group of measures that share a loss; the report, and what it was made from, to be kept."""
+    ranks, kept = given["ranks"], given["statistics_to"] is not None
+    with ranks.stage():
+        problem, request = _posed(given, group)
     with problem.guarded():
-        with problem.ranks.stage():
+        with ranks.stage():
             plan = make_plan(problem, request)
-        alike = facts(problem, plan) if kept or problem.ranks.count > 1 else {}
-        if problem.ranks.count > 1:
-            problem.ranks.check_same(alike)
-        run = run_plan(problem, plan, SampleGroups() if data_stderr else None)
+        alike = facts(problem, plan) if kept or ranks.count > 1 else {}
+        ranks.check_same(alike)
+        run = run_plan(problem, plan, SampleGroups() if given["data_stderr"] else None)
         outline = Outline.of(problem, plan)
         views = layer_views(outline, run.statistics, run.spectra, run.spreads)
         explored = explore(problem, plan, views, everything=everything)
-        results = report_rows(outline, run, explored, views)
-    seconds = time.perf_counter() - started
-    meta = provenance(problem, plan, run.statistics, seconds)
-    if problem.ranks.count > 1:
+        results = report_rows(outline, run, explored)
+        part = part_of(outline, run, alike) if kept else {}
+    meta = provenance(problem, plan, run.statistics, time.perf_counter() - started)
+    if ranks.count > 1:
         meta |= shares(problem)
     notes = (*problem.notes, *plan.notes, *run.notes, *explored.notes)
-    # Every job may have a seed of its own.
-    part = Part(outline, run, {key: alike[key] for key in alike if key != "seed"}, meta, notes)
-    return Report(tuple(results), meta, (*notes, *_missed_precision(plan, results))), part
+    report = Report(tuple(results), meta, (*notes, *missed_precision(outline, results)))
+    return report, {**part, "meta": meta, "notes": notes}
 
 
 def _settled(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,21 +177,20 @@ def _settled(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _posed(given: Mapping[str, Any], group: LossGroup) -> tuple[Problem, MeasureRequest]:
     """The problem and the request of one group of measures that share a loss."""
-    request = measure_request(group.names, group.options, **{word: given[word] for word in _WORDS})
+    request = MeasureRequest(group.measures, group.options, **{word: given[word] for word in _WORDS})
     _check_classes(given["loss"], group)
     return _problem(given, given["loss"] if group.loss is None else group.loss), request
 
 
 def _problem(given: Mapping[str, Any], loss: Any) -> Problem:
-    setting = {name: given[name] for name in _SETTING}
-    return Problem(given["model"], given["data"], loss, **setting, ranks=given.get("ranks"))
+    return Problem(given["model"], given["data"], loss, **setting_of(given), ranks=given.get("ranks"))
 
 
 def _check_classes(loss: Any, group: LossGroup) -> None:
     """Refuse to put a classification loss in the place of one that is none: its targets are no classes."""
     if group.loss is not None and isinstance(resolve_loss(loss), Elementwise):
         raise LossError(
-            f"Expected a classification loss, as {listed(group.names)} rests on {group.loss}, but got "
+            f"Expected a classification loss, as {listed(group.options)} rests on {group.loss}, but got "
             f"{resolve_loss(loss).name!r}. Use loss='cross_entropy' with class targets, or leave it out."
         )
 
@@ -224,19 +221,3 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
         with problem.guarded():
             plans.append(make_plan(problem, request))
     return replace(plans[0], others=tuple(plans[1:]))
-
-
-def _missed_precision(plan: Plan, results: list[Result]) -> list[str]:
-    """What to say when sampled values of layers did not reach the precision asked for."""
-    layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
-    precision = plan.request.precision
-    missed = [row for row in layers if row.stderr > 1.25 * precision * abs(row.value)]
-    if not missed:
-        return []
-    worst = max(missed, key=lambda row: row.stderr / max(abs(row.value), 1e-300))
-    share = f"{worst.stderr / abs(worst.value):.2g}" if worst.value else "a value of 0"
-    return [
-        f"aimed at a standard error of {precision:.2g} of each layer's value but {len(missed)} of "
-        f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
-        f"{share}: raise max_passes, now {plan.request.max_passes}"
-    ]

@@ -10,18 +10,15 @@ those of the others.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from flatness.catalogue.measure import SPECTRA, Measure
-from flatness.catalogue.registry import get_measure, resolve_options, select_measures
+from flatness.catalogue.registry import adapted_measures, get_measure
 from flatness.curvature.sums.groups import SampleGroups
 from flatness.curvature.sums.kinds import statistics_of
 from flatness.curvature.sums.statistics import Statistics
@@ -35,34 +32,17 @@ from flatness.files import (
     sealed,
     write_tensors,
 )
-from flatness.measuring.rows.finalisation import report_rows
+from flatness.measuring.request import MeasureRequest
+from flatness.measuring.rows.finalisation import missed_precision, report_rows
+from flatness.measuring.rows.provenance import joint_fingerprint, with_risk
 from flatness.measuring.run.exploration import Explored
 from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter
-from flatness.measuring.views import LayerOutline, Outline, layer_views
+from flatness.measuring.views import LayerOutline, Outline
 from flatness.report.report import Report, joined
 from flatness.version import __version__
 
-_FORMAT, _VERSION = "flatness statistics", 1
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part of the data, measured with one loss.
-
-    Attributes:
-        outline: What was measured.
-        run: What the engines found.
-        facts: What must be the same in all parts.
-        meta: The `meta` of its report.
-        notes: What to say about it.
-    """
-
-    outline: Outline
-    run: Run
-    facts: Mapping[str, Any]
-    meta: dict[str, Any]
-    notes: Sequence[str]
+_FORMAT, _VERSION = "flatness statistics", 2
 
 
 def merge(paths: Iterable[str | os.PathLike[str]]) -> Report:
@@ -92,6 +72,17 @@ def merge(paths: Iterable[str | os.PathLike[str]]) -> Report:
         >>> report.meta["samples"]
         60
     """
+    files = _files(paths)
+    contents = [_read(path) for path in files]
+    _check_same(files, contents)
+    _check_once(files, contents)
+    report = joined([_merged(parts) for parts in zip(*(one["parts"] for one in contents), strict=True)])
+    report = with_risk(report, [risk for content in contents for risk in content["own_risk"]])
+    left_out = (note for content in contents for note in content["left_out"])
+    return replace(report, notes=tuple(dict.fromkeys((*report.notes, *left_out))))
+
+
+def _files(paths: Any) -> list[Path]:
     given = [paths] if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Iterable) else [*paths]
     strange = [path for path in given if not isinstance(path, (str, os.PathLike))]
     if strange:
@@ -99,23 +90,12 @@ def merge(paths: Iterable[str | os.PathLike[str]]) -> Report:
             f"Expected paths of files but got {type(strange[0]).__name__}. For example "
             "flatness.merge(['part-0.pt', 'part-1.pt'])."
         )
-    files = [Path(path) for path in given]
-    if not files:
+    if not given:
         raise DataError(
             "Expected files that flatness.measure(..., statistics_to=path) wrote but got none. Check the "
             "pattern."
         )
-    contents = [_read(path) for path in files]
-    _check_same(files, contents)
-    _check_once(files, contents)
-    parts = [[_loaded(group) for group in content["groups"]] for content in contents]
-    reports = [_merged(group) for group in zip(*parts, strict=True)]
-    report = joined(reports)
-    own = [content["own_risk"] for content in contents]
-    if all(own):
-        risk = sum(one["risk"] for one in own) / sum(one["normaliser"] for one in own)
-        report = replace(report, meta={**report.meta, **own[0]["loss"], "risk": risk})
-    return report
+    return [Path(path) for path in given]
 
 
 def additive(measures: Any, options: Mapping[str, Mapping[str, Any]] | None) -> tuple[list[str], list[str]]:
@@ -126,10 +106,8 @@ def additive(measures: Any, options: Mapping[str, Mapping[str, Any]] | None) -> 
     Raises:
         MeasureError: With the names and the reasons.
     """
-    chosen = select_measures(measures)
-    resolved = resolve_options(chosen, options)
-    adapted = [one.adapted(resolved[one.name]) if one.adapted else one for one in chosen]
-    why = {one.name: reason for one in adapted if (reason := _why_no_sum(one)) is not None}
+    chosen, _ = adapted_measures(measures, options)
+    why = {one.name: reason for one in chosen if (reason := _why_no_sum(one)) is not None}
     refused = listed([f"{name} ({reason})" for name, reason in why.items()], 40)
     if why and measures not in ("default", "all"):
         raise MeasureError(
@@ -142,7 +120,7 @@ def additive(measures: Any, options: Mapping[str, Mapping[str, Any]] | None) -> 
 
 def _why_no_sum(measure: Measure) -> str | None:
     if measure.explore is not None:
-        return "looks at the loss around the parameters"
+        return f"computed apart, with {measure.cost or 'passes of its own'}"
     if measure.needs & SPECTRA or "spectrum" in measure.network_needs:
         return "eigenvalues"
     if any(statistic.scaled for statistic in statistics_of(measure.needs)):
@@ -166,72 +144,54 @@ def check_destination(path: str | os.PathLike[str] | None) -> None:
         check_folder(path)
 
 
+def part_of(outline: Outline, run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What to keep of one part of the data, measured with one loss, in dictionaries, tensors and texts.
+
+    Args:
+        outline: What was measured.
+        run: What the engines found.
+        facts: What must be the same in all parts.
+    """
+    layers = {
+        name: {
+            **vars(own),
+            "weight": own.weight.detach().cpu().clone(),
+            "needs": sorted(own.needs),
+            "layer": None,
+        }
+        for name, own in outline.layers.items()
+    }
+    names = [measure.name for measure in outline.request.measures]
+    # Layers are named by the outline, whatever the words for them were.
+    request = {**vars(outline.request), "measures": names, "layers": None}
+    return {
+        "outline": {**vars(outline), "request": request, "layers": layers},
+        "statistics": run.statistics.content(),
+        "groups": None if run.groups is None else [part.content() for part in run.groups.parts],
+        "scatter": vars(run.scatter),
+        "methods": run.methods,
+        "remarks": run.remarks,
+        # Every job may have a seed of its own.
+        "facts": {name: value for name, value in facts.items() if name != "seed"},
+    }
+
+
 def save_parts(
-    path: str | os.PathLike[str], parts: Sequence[Part], own_risk: Mapping[str, Any] | None
+    path: str | os.PathLike[str],
+    parts: Sequence[Mapping[str, Any]],
+    left_out: Sequence[str],
+    own_risk: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write what one job measured, whole or not at all.
 
     Args:
         path: The file.
-        parts: One part for each loss.
-        own_risk: The risk of the user's loss where no measure uses that, with its normaliser.
+        parts: What `part_of` made for each loss, with the `meta` and the notes of its report.
+        left_out: Notes on measures that are not among them.
+        own_risk: The risk of the user's loss where no measure uses that, see `risk_of`; else nothing.
     """
     head = {"format": _FORMAT, "version": _VERSION, "flatness": __version__}
-    write_tensors(path, sealed({**head, "groups": [_saved(part) for part in parts], "own_risk": own_risk}))
-
-
-def _saved(part: Part) -> dict[str, Any]:
-    outline, run = part.outline, part.run
-    return {
-        "outline": {
-            "measures": [measure.name for measure in outline.measures],
-            "options": outline.options,
-            "loss": outline.loss,
-            "curvature": outline.curvature,
-            "weight_decay": outline.weight_decay,
-            "layers": {
-                name: [own.weight.detach().cpu().clone(), own.taps, sorted(own.needs), own.reason]
-                for name, own in outline.layers.items()
-            },
-            "network": outline.network,
-            "norms": outline.norms,
-            "sizes": outline.sizes,
-            "layer_sizes": outline.layer_sizes,
-            "sources": {name: [list(one) for one in found] for name, found in outline.sources.items()},
-        },
-        "statistics": run.statistics.content(),
-        "groups": None if run.groups is None else [part.content() for part in run.groups.parts],
-        "scatter": [run.scatter.count, {owner: dict(found) for owner, found in run.scatter.folds.items()}],
-        "methods": dict(run.methods),
-        "remarks": {name: list(remarks) for name, remarks in run.remarks.items()},
-        "facts": dict(part.facts),
-        "meta": json.loads(json.dumps(part.meta)),
-        "notes": list(part.notes),
-    }
-
-
-def _loaded(saved: Mapping[str, Any]) -> Part:
-    outline = dict(saved["outline"])
-    names, options = outline["measures"], outline["options"]
-    measures = [one.adapted(options[one.name]) if one.adapted else one for one in map(get_measure, names)]
-    layers = {
-        name: LayerOutline(weight, taps, frozenset(needs), reason)
-        for name, (weight, taps, needs, reason) in outline["layers"].items()
-    }
-    sources = {name: [(owner, key) for owner, key in found] for name, found in outline["sources"].items()}
-    groups = None
-    if saved["groups"] is not None:
-        groups = SampleGroups()
-        groups.parts = [Statistics.of(content) for content in saved["groups"]]
-    run = Run(
-        Statistics.of(saved["statistics"]),
-        dict(saved["methods"]),
-        groups=groups,
-        scatter=Scatter(*saved["scatter"]),
-        remarks={name: tuple(remarks) for name, remarks in saved["remarks"].items()},
-    )
-    made = Outline(**{**outline, "measures": measures, "layers": layers, "sources": sources})
-    return Part(made, run, saved["facts"], saved["meta"], saved["notes"])
+    write_tensors(path, sealed({**head, "parts": parts, "left_out": left_out, "own_risk": own_risk}))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -263,8 +223,8 @@ def _check_same(files: list[Path], contents: list[dict[str, Any]]) -> None:
     first = _facts(contents[0])
     for path, content in zip(files[1:], contents[1:], strict=True):
         facts = _facts(content)
-        # How layers are measured follows from the measures and the loss, which say more.
-        for what in sorted(first.keys() | facts.keys(), key=lambda what: (what.startswith("layers"), what)):
+        # In this order: how layers are measured follows from the measures, which say more.
+        for what in first | facts:
             if facts.get(what) != first.get(what):
                 raise DataError(
                     f"Expected parts of one measurement but {path} and {files[0]} differ in their {what}: "
@@ -274,12 +234,17 @@ def _check_same(files: list[Path], contents: list[dict[str, Any]]) -> None:
 
 def _facts(content: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same in all parts, in words."""
-    found: dict[str, Any] = {"version of flatness": content["flatness"], "losses": len(content["groups"])}
-    for group in content["groups"]:
-        suffix = "" if len(content["groups"]) == 1 else f" with {group['outline']['loss']}"
-        found |= {f"{what}{suffix}": value for what, value in group["facts"].items()}
-        found[f"measured layers{suffix}"] = list(group["outline"]["layers"])
-        found[f"data_stderr{suffix}"] = group["groups"] is not None
+    parts = content["parts"]
+    losses = [part["outline"]["loss"] for part in parts]
+    found: dict[str, Any] = {"version of flatness": content["flatness"], "losses": losses}
+    for part, loss in zip(parts, losses, strict=True):
+        facts = {
+            **part["facts"],
+            "measured layers": list(part["outline"]["layers"]),
+            "data_stderr": part["groups"] is not None,
+        }
+        suffix = "" if len(parts) == 1 else f" with {loss}"
+        found |= {f"{what}{suffix}": value for what, value in facts.items()}
     return found
 
 
@@ -292,7 +257,7 @@ def _check_once(files: list[Path], contents: list[dict[str, Any]]) -> None:
     """Refuse a part that is given twice."""
     seen: dict[Any, Path] = {}
     for path, content in zip(files, contents, strict=True):
-        meta = content["groups"][0]["meta"]
+        meta = content["parts"][0]["meta"]
         # Data that could not be told apart have the fingerprint 0; then files are.
         code = meta["data_fingerprint"]
         key = path.resolve() if code == "0" else (code, meta["samples"])
@@ -304,52 +269,65 @@ def _check_once(files: list[Path], contents: list[dict[str, Any]]) -> None:
         seen[key] = path
 
 
-def _merged(parts: Sequence[Part]) -> Report:
+def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
     """The report of all parts of one loss."""
-    first = parts[0]
-    run = Run(Statistics(), {}, groups=None if first.run.groups is None else SampleGroups())
+    outline, total = _outline(parts[0]["outline"]), Statistics()
+    sums = [Statistics.of(part["statistics"]) for part in parts]
+    for part in sums:
+        total.merge(part)
+    # Folds of means over each part become folds of means over all.
+    folds = [
+        Scatter(**part["scatter"]).divided(total.normaliser / own.normaliser)
+        for part, own in zip(parts, sums, strict=True)
+    ]
+    sampled = {name for part in parts for name, method in part["methods"].items() if method == "sampled"}
+    run = Run(
+        total,
+        {name: "sampled" if name in sampled else "exact" for name in parts[0]["methods"]},
+        groups=_groups(parts),
+        scatter=reduce(Scatter.beside, folds),
+        remarks={name: _remarks(parts, name) for name in parts[0]["methods"]},
+    )
+    rows = report_rows(outline, run, Explored())
+    notes = (*_notes(parts, run), *missed_precision(outline, rows))
+    return Report(tuple(rows), _meta(parts, total), notes)
+
+
+def _outline(saved: Mapping[str, Any]) -> Outline:
+    asked = saved["request"]
+    measures = [get_measure(name).under(asked["options"][name]) for name in asked["measures"]]
+    layers = {
+        name: LayerOutline(**{**own, "needs": frozenset(own["needs"])})
+        for name, own in saved["layers"].items()
+    }
+    request = MeasureRequest(**{**asked, "measures": measures})
+    return Outline(**{**saved, "request": request, "layers": layers})
+
+
+def _groups(parts: Sequence[Mapping[str, Any]]) -> SampleGroups | None:
+    """The groups of samples of all parts, where they were asked for."""
+    if parts[0]["groups"] is None:
+        return None
+    groups = SampleGroups()
     for part in parts:
-        run.statistics.merge(part.run.statistics)
-        for name, method in part.run.methods.items():
-            run.methods[name] = method if run.methods.get(name, "exact") == "exact" else "sampled"
-        if run.groups is not None and part.run.groups is not None:
-            for mine, theirs in zip(run.groups.parts, part.run.groups.parts, strict=True):
-                if theirs.samples:
-                    mine.merge(theirs)
-    run.scatter = _scatter(parts, run.statistics.normaliser)
-    run.remarks = {name: _common([part.run.remarks.get(name, ()) for part in parts]) for name in run.methods}
-    rows = report_rows(first.outline, run, Explored(), layer_views(first.outline, run.statistics, {}, {}))
-    return Report(tuple(rows), _meta(parts, run.statistics), _notes(parts, run))
+        for mine, theirs in zip(groups.parts, part["groups"], strict=True):
+            mine.merge(Statistics.of(theirs))
+    return groups
 
 
-def _scatter(parts: Sequence[Part], normaliser: Tensor) -> Scatter:
-    """The folds of all parts, which are those of means over each, added up to folds of means over all."""
-    count = max(part.run.scatter.count for part in parts)
-    folds: dict[str, dict[str, Tensor]] = {}
-    for part in parts:
-        share = float(part.run.statistics.normaliser / normaliser)
-        for owner, statistics in part.run.scatter.folds.items():
-            mine = folds.setdefault(owner, {})
-            for name, value in statistics.items():
-                padded = torch.cat([value, value.new_zeros(count - len(value), *value.shape[1:])])
-                mine[name] = mine.get(name, 0) + share * padded
-    return Scatter(count, folds)
+def _remarks(parts: Sequence[Mapping[str, Any]], layer: str) -> tuple[str, ...]:
+    """What all parts say of a layer: numbers of one part are not those of all the data."""
+    first, *others = (part["remarks"].get(layer, ()) for part in parts)
+    return tuple(one for one in first if all(one in other for other in others))
 
 
-def _common(remarks: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """What all parts say: numbers of one part are not those of all the data."""
-    return tuple(one for one in remarks[0] if all(one in others for others in remarks))
-
-
-def _meta(parts: Sequence[Part], statistics: Statistics) -> dict[str, Any]:
-    metas = [part.meta for part in parts]
-    # Codes of samples add up modulo 2^64, whatever the parts: the fingerprint is that of all the data.
-    code = (sum(int(meta["data_fingerprint"], 16) for meta in metas) + 2**63) % 2**64 - 2**63
+def _meta(parts: Sequence[Mapping[str, Any]], total: Statistics) -> dict[str, Any]:
+    metas = [part["meta"] for part in parts]
     return {
         **metas[0],
-        "data_fingerprint": f"{code:x}",
-        "samples": statistics.samples,
-        "risk": float(statistics.risk / statistics.normaliser),
+        "data_fingerprint": joint_fingerprint(int(meta["data_fingerprint"], 16) for meta in metas),
+        "samples": total.samples,
+        "risk": float(total.risk / total.normaliser),
         "seconds": round(sum(meta["seconds"] for meta in metas), 4),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "parts": [
@@ -358,14 +336,13 @@ def _meta(parts: Sequence[Part], statistics: Statistics) -> dict[str, Any]:
     }
 
 
-def _notes(parts: Sequence[Part], run: Run) -> tuple[str, ...]:
-    notes = [
-        f"merged from {len(parts)} parts of {listed([str(p.meta['samples']) for p in parts], 20)} samples"
-    ]
-    seeds = {part.meta["seed"] for part in parts}
-    if len(parts) > 1 and run.scatter.folds and len(seeds) < len(parts):
+def _notes(parts: Sequence[Mapping[str, Any]], run: Run) -> tuple[str, ...]:
+    metas = [part["meta"] for part in parts]
+    samples = [str(meta["samples"]) for meta in metas]
+    notes = [f"merged from {len(parts)} parts of {listed(samples, 20)} samples"]
+    if run.scatter.folds and len({meta["seed"] for meta in metas}) < len(parts):
         notes.append(
             "some parts were sampled with the same seed, so that their errors go together; the standard "
             "errors count that. Give every job a seed of its own for smaller ones"
         )
-    return tuple(dict.fromkeys([*notes, *(note for part in parts for note in part.notes)]))
+    return tuple(dict.fromkeys([*notes, *(note for part in parts for note in part["notes"])]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flatness.catalogue.measure import SPECTRA, Measure
-from flatness.catalogue.registry import resolve_options, select_measures
+from flatness.catalogue.registry import adapted_measures
 from flatness.curvature.operators.network_spectrum import SpectrumRequest
 from flatness.errors import OptionError, listed, nearest
 from flatness.measuring.choices import CURVATURES, METHODS
@@ -35,11 +35,26 @@ class MeasureRequest:
 
     measures: list[Measure]
     options: dict[str, dict[str, Any]]
-    layers: str | Iterable[str] | None
-    method: str
-    curvature: str
-    precision: float
-    max_passes: int
+    layers: str | Iterable[str] | None = None
+    method: str = "auto"
+    curvature: str = "hessian"
+    precision: float = 0.01
+    max_passes: int = 100
+
+    def __post_init__(self) -> None:
+        """Refuse words and numbers that mean nothing."""
+        _check_choice("method", self.method, METHODS)
+        _check_choice("curvature", self.curvature, CURVATURES)
+        if not isinstance(self.precision, (int, float)) or not 0 < self.precision < 1:
+            raise OptionError(
+                "Expected precision to be a relative standard error between 0 and 1 but got "
+                f"{self.precision!r}. For example precision=0.01."
+            )
+        if not hasattr(self.max_passes, "__index__") or self.max_passes < 2:
+            raise OptionError(
+                f"Expected max_passes to be an integer of at least 2 but got {self.max_passes!r}. Two probes "
+                "of each sample are the fewest that have a standard error."
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -101,32 +116,16 @@ class MeasureRequest:
 
 
 def measure_request(
-    measures: str | Iterable[str],
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    *,
-    layers: str | Iterable[str] | None = None,
-    method: str = "auto",
-    curvature: str = "hessian",
-    precision: float = 0.01,
-    max_passes: int = 100,
+    measures: str | Iterable[str], options: Mapping[str, Mapping[str, Any]] | None = None, **how: Any
 ) -> MeasureRequest:
-    """The words of the user, or an error about the first that is unknown."""
-    _check_choice("method", method, METHODS)
-    _check_choice("curvature", curvature, CURVATURES)
-    if not isinstance(precision, (int, float)) or not 0 < precision < 1:
-        raise OptionError(
-            f"Expected precision to be a relative standard error between 0 and 1 but got {precision!r}. "
-            "For example precision=0.01."
-        )
-    if not hasattr(max_passes, "__index__") or max_passes < 2:
-        raise OptionError(
-            f"Expected max_passes to be an integer of at least 2 but got {max_passes!r}. Two probes of each "
-            "sample are the fewest that have a standard error."
-        )
-    chosen = select_measures(measures)
-    resolved = resolve_options(chosen, options)
-    chosen = [item.adapted(resolved[item.name]) if item.adapted else item for item in chosen]
-    return MeasureRequest(chosen, resolved, layers, method, curvature, precision, max_passes)
+    """The words of the user, or an error about the first that is unknown.
+
+    Args:
+        measures: As `flatness.measure` takes it.
+        options: As `flatness.measure` takes it.
+        **how: More attributes of `MeasureRequest`.
+    """
+    return MeasureRequest(*adapted_measures(measures, options), **how)
 
 
 def _spectrum_request(options: Mapping[str, Any]) -> SpectrumRequest:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,25 +35,30 @@ class Scatter:
     @classmethod
     def of(cls, sums: SampledSums, parts: Iterable[str] | None = None) -> Scatter:
         """The scatter of some parts of sampled sums; of all when None."""
+        chosen = [sums.parts[part] for part in (sums.parts if parts is None else parts)]
         normaliser = sums.statistics.normaliser.cpu()
-        folds: dict[str, dict[str, Tensor]] = {}
-        count = 0
-        for part in sums.parts if parts is None else parts:
-            count = max(count, sums.parts[part].count)
-            for owner, statistics in sums.parts[part].folds.items():
-                mine = folds.setdefault(owner, {})
-                for name, value in statistics.items():
-                    value = value.cpu() / normaliser
-                    mine[name] = mine[name] + value if name in mine else value
-        return cls(count, folds)
+        found = [Scatter(part.count, part.folds).divided(normaliser) for part in chosen]
+        return reduce(Scatter.beside, found, Scatter())
+
+    def divided(self, normaliser: Tensor) -> Scatter:
+        """The scatter of statistics that are divided by this number, on the host."""
+        return Scatter(
+            self.count,
+            {
+                owner: {name: value.cpu() / normaliser for name, value in statistics.items()}
+                for owner, statistics in self.folds.items()
+            },
+        )
 
     def beside(self, other: Scatter) -> Scatter:
-        """Both together, where they scatter independently and have no statistic in common."""
+        """Both together, where they scatter independently; statistics that both have are added up."""
         count = max(self.count, other.count)
-        folds = {
-            owner: {name: _padded(value, count) for name, value in statistics.items()}
-            for owner, statistics in (*self.folds.items(), *other.folds.items())
-        }
+        folds: dict[str, dict[str, Tensor]] = {}
+        for owner, statistics in (*self.folds.items(), *other.folds.items()):
+            mine = folds.setdefault(owner, {})
+            for name, value in statistics.items():
+                value = torch.cat([value, value.new_zeros(count - len(value), *value.shape[1:])])
+                mine[name] = mine[name] + value if name in mine else value
         return Scatter(count, folds)
 
     def of_layer(
@@ -69,24 +76,13 @@ class Scatter:
             at: f(S).
             clips: What f clips at 0.
         """
-        folds = self.folds.get(view.name)
-        if not folds:
-            return None
-        centre = {name: _centre(value, folds.get(name), clips) for name, value in view.statistics.items()}
-        away = _Replicates(folds)
-        moved = []
-        for k in range(away.count):
-            # A copy shares what the view has computed once, such as W in float64; `copy` is slow here.
-            other = object.__new__(type(view))
-            other.__dict__.update(view.__dict__, statistics=_Moved(centre, away, k))
-            moved.append(values(other))
-        return torch.stack(moved) - at
+        return _deviations(view, {"statistics": self.folds.get(view.name, {})}, values, at, clips)
 
     def of_network(
         self,
         view: NetworkView,
         sources: Mapping[str, Sequence[tuple[str, str]]],
-        value: Callable[[NetworkView], float],
+        value: Callable[[NetworkView], Tensor],
         at: float,
         clips: Clips | None = None,
     ) -> Tensor | None:
@@ -99,30 +95,71 @@ class Scatter:
             at: f(S).
             clips: What f clips at 0.
         """
-        found = {name: self._trace_folds(sources.get(name, ())) for name in view.traces}
-        own = {name: self._layer_folds(name) for name in view.layer_traces}
-        traces, layers = (
-            {name: part for name, part in folds.items() if part is not None} for folds in (found, own)
-        )
-        if not traces:
-            return None
-        away, layers_away = _Replicates(traces), _Replicates(layers)
-        centre = {name: _centre(trace, found[name], clips) for name, trace in view.traces.items()}
-        owners = {name: _centre(trace, own[name], clips) for name, trace in view.layer_traces.items()}
-        moved = [
-            value(replace(view, traces=_Moved(centre, away, k), layer_traces=_Moved(owners, layers_away, k)))
-            - at
-            for k in range(away.count)
-        ]
-        return torch.tensor(moved, dtype=torch.float64, device="cpu")
+        traces = self._traces({name: sources.get(name, ()) for name in view.traces})
+        layers = self._traces({name: [(name, "row_traces")] for name in view.layer_traces})
+        return _deviations(view, {"traces": traces, "layer_traces": layers}, value, at, clips)
 
-    def _layer_folds(self, layer: str) -> Tensor | None:
-        folds = self.folds.get(layer, {})
-        return folds["row_traces"].flatten(1).sum(1) if "row_traces" in folds else None
+    def _traces(self, sources: Mapping[str, Sequence[tuple[str, str]]]) -> dict[str, Tensor]:
+        """Folds (J,) of traces, sums of all entries of statistics; without those that have none."""
+        found = {}
+        for name, parts in sources.items():
+            folds = [self.folds[owner][key] for owner, key in parts if key in self.folds.get(owner, {})]
+            if folds:
+                found[name] = torch.stack([value.flatten(1).sum(1) for value in folds]).sum(0)
+        return found
 
-    def _trace_folds(self, sources: Sequence[tuple[str, str]]) -> Tensor | None:
-        found = [self.folds[owner][key] for owner, key in sources if key in self.folds.get(owner, {})]
-        return torch.stack([value.flatten(1).sum(1) for value in found]).sum(0) if found else None
+
+def _deviations(
+    view: LayerView | NetworkView,
+    folds: Mapping[str, Mapping[str, Tensor]],
+    f: Callable[[Any], Tensor],
+    at: Tensor | float,
+    clips: Clips | None,
+) -> Tensor | None:
+    """f(S + R_k) − f(S): (K, …); None when nothing is random.
+
+    Args:
+        view: What f is called with.
+        folds: Those of the mappings S that it holds, by the name of its attribute.
+        f: The values.
+        at: f(S).
+        clips: What f clips at 0.
+    """
+    some = next((value for own in folds.values() for value in own.values()), None)
+    if some is None:
+        return None
+    moved = {what: _Moved(getattr(view, what), own, clips) for what, own in folds.items()}
+    seen, found = replace(view, **moved), []
+    for k in range(len(replicates(some.new_zeros(len(some), 1)))):
+        for statistics in moved.values():
+            statistics.k = k
+        found.append(f(seen))
+    return torch.stack(found) - at
+
+
+class _Moved(Mapping[str, Tensor]):
+    """Statistics as one replicate moves them, added up when they are asked for: a measure needs few of them.
+
+    Attributes:
+        k: Which replicate moves them.
+    """
+
+    def __init__(
+        self, statistics: Mapping[str, Tensor], folds: Mapping[str, Tensor], clips: Clips | None
+    ) -> None:
+        self.k = 0
+        self._centres = {name: _centre(value, folds.get(name), clips) for name, value in statistics.items()}
+        self._replicates = cache(lambda name: replicates(folds[name]) if name in folds else None)
+
+    def __getitem__(self, name: str) -> Tensor:
+        centre, away = self._centres[name], self._replicates(name)
+        return centre if away is None else centre + away[self.k]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._centres)
+
+    def __len__(self) -> int:
+        return len(self._centres)
 
 
 def _centre(value: Tensor, folds: Tensor | None, clips: Clips | None) -> Tensor:
@@ -136,63 +173,17 @@ def _centre(value: Tensor, folds: Tensor | None, clips: Clips | None) -> Tensor:
     return value if bool(kept) else torch.zeros_like(value)
 
 
-class _Replicates:
-    """Replicates of one owner's statistics, made when they are asked for: a measure needs few of them."""
-
-    def __init__(self, folds: Mapping[str, Tensor]) -> None:
-        self._folds = folds
-        self._made: dict[str, Tensor] = {}
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        one = next(iter(self._folds.values()))
-        return len(replicates(one.reshape(len(one), -1)[:, :1]))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._folds
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._made:
-            self._made[name] = replicates(self._folds[name])
-        return self._made[name]
-
-
-@dataclass(frozen=True)
-class _Moved(Mapping[str, Tensor]):
-    """Statistics as one replicate moves them, added up when they are asked for."""
-
-    statistics: Mapping[str, Tensor]
-    away: _Replicates
-    k: int
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = self.statistics[name]
-        return value + self.away[name][self.k] if name in self.away else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.statistics)
-
-    def __len__(self) -> int:
-        return len(self.statistics)
-
-
-def _padded(folds: Tensor, count: int) -> Tensor:
-    """Folds (J, …) with zeros behind them, `count` in all."""
-    return torch.cat([folds, folds.new_zeros(count - len(folds), *folds.shape[1:])])
-
-
 def standard_error(deviations: Tensor | None) -> Tensor | None:
     """Root mean square of the deviations (K, …) of replicates."""
     return None if deviations is None else deviations.square().mean(0).sqrt()
 
 
-def bias_note(deviations: Tensor) -> str | None:
+def bias_note(deviations: Tensor) -> tuple[str, ...]:
     """What to say of a value whose replicates (K,) are not evenly around it: a nonlinear step biases it."""
     bias, error = float(deviations.mean()), float(deviations.square().mean().sqrt())
     if not error or abs(bias) < 0.5 * error:
-        return None
+        return ()
     return (
         f"not linear in what was sampled: for that reason alone it is off by about {abs(bias):.2g}, which "
-        "the standard error covers"
+        "the standard error covers",
     )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from flatness.curvature.operators.network_spectrum import NetworkSpectrum
+from flatness.curvature.operators.network_spectrum import NetworkSpectrum, SpectrumRequest
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
 from flatness.measuring.run.exploration import explore
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
+from flatness.problem.setting import setting_of
 
 
 def network_spectrum(
@@ -69,26 +71,9 @@ def network_spectrum(
         >>> spectrum.converged, spectrum.vector.shape
         (True, torch.Size([67]))
     """
-    name = "riemannian_spectral_norm"
-    options = {
-        "metric": metric,
-        "parameters": parameters,
-        "solver": solver,
-        "tolerance": tolerance,
-        "max_products": max_products,
-    }
-    problem = Problem(
-        model,
-        data,
-        loss,
-        forward=forward,
-        weight_decay=weight_decay,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        progress=progress,
-    )
+    name, given = "riemannian_spectral_norm", locals()
+    options = {field.name: given[field.name] for field in fields(SpectrumRequest)}
+    problem = Problem(model, data, loss, **setting_of(given))
     with problem.guarded():
         plan = make_plan(problem, measure_request(name, {name: options}, curvature=curvature))
         return explore(problem, plan, []).spectra[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +13,11 @@ from flatness.catalogue.registry import reduce_values
 from flatness.curvature.operators.spectrum import Spectrum
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import STATISTICS
+from flatness.curvature.sums.routes import LayerRoute
 from flatness.curvature.sums.statistics import Statistics
 from flatness.errors import MeasureError
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.request import SPECTRUM_PARTS
+from flatness.measuring.request import SPECTRUM_PARTS, MeasureRequest
 from flatness.network.layers import Layer
 from flatness.problem.problem import Problem
 
@@ -40,32 +40,34 @@ class LayerOutline:
     reason: str
     layer: Layer | None = None
 
+    @classmethod
+    def of(cls, route: LayerRoute, reason: str) -> LayerOutline:
+        """The outline of a layer whose statistics go this way, for this reason."""
+        return cls(route.layer.matrix(), route.layer.taps, route.needs, reason, route.layer)
+
 
 @dataclass(frozen=True)
 class Outline:
     """What was measured: all that turns sums into rows, and neither the network nor its data.
 
     Attributes:
-        measures: The measures, each as its options make it.
-        options: Their options, by measure.
+        request: What was asked for.
         loss: Name of the loss.
         curvature: "hessian" or "gauss_newton".
         weight_decay: Its coefficient.
         layers: The measured layers by name, in network order.
-        network: Whether all parameters of the network were traced.
         norms: ‖·‖² of every parameter; empty when no measure asks for the network.
         sizes: Entries of every parameter.
         layer_sizes: Entries of the weight of every layer, measured or part of the trace.
-        sources: The statistics, by owner and name, whose sum is the trace of each parameter.
+        sources: The statistics, by owner and name, whose sum is the trace of each parameter; empty when the
+            network was not traced.
     """
 
-    measures: list[Measure]
-    options: dict[str, dict[str, Any]]
+    request: MeasureRequest
     loss: str
     curvature: str
     weight_decay: float
     layers: dict[str, LayerOutline]
-    network: bool
     norms: dict[str, Tensor]
     sizes: dict[str, int]
     layer_sizes: dict[str, int]
@@ -78,26 +80,15 @@ class Outline:
         of_network = any(measure.network is not None for measure in plan.measures)
         parameters = dict(problem.model.named_parameters()) if of_network else {}
         return cls(
-            plan.measures,
-            plan.request.options,
+            plan.request,
             plan.loss,
             plan.curvature,
             problem.weight_decay,
-            {
-                name: LayerOutline(
-                    routes[name].layer.matrix(),
-                    routes[name].layer.taps,
-                    routes[name].needs,
-                    plan.treatments[name].reason,
-                    routes[name].layer,
-                )
-                for name in plan.layers
-            },
-            plan.network,
+            {name: LayerOutline.of(routes[name], plan.treatments[name].reason) for name in plan.layers},
             {name: squared_norm(value) for name, value in parameters.items()},
             {name: value.numel() for name, value in parameters.items()},
             {name: route.layer.matrix().numel() for name, route in routes.items()},
-            trace_sources(plan),
+            trace_sources(plan) if plan.network else {},
         )
 
 
@@ -137,42 +128,42 @@ def _with_decay(
 
 def network_view(outline: Outline, statistics: Statistics) -> NetworkView:
     """The view of all parameters; empty when no measure asks for it."""
-    if not outline.network:
+    if not outline.sources:
         return NetworkView({}, outline.norms)
-    traces = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in outline.sizes}
-    for name, sources in outline.sources.items():
+
+    def trace(sources: Iterable[tuple[str, str]], size: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         for owner, key in sources:
-            if name in traces and key in statistics.sums.get(owner, {}):
-                traces[name] = traces[name] + statistics.mean(owner, key).sum()
-    for name, size in outline.sizes.items():
-        traces[name] = traces[name] + outline.weight_decay * size
-    layer_traces = {
-        name: statistics.mean(name, "row_traces").sum() + outline.weight_decay * size
-        for name, size in outline.layer_sizes.items()
-        if "row_traces" in statistics.sums.get(name, {})
-    }
-    return NetworkView(traces, outline.norms, layer_traces)
+            if key in statistics.sums.get(owner, {}):
+                total = total + statistics.mean(owner, key).sum()
+        return total + outline.weight_decay * size
+
+    return NetworkView(
+        {name: trace(outline.sources.get(name, ()), size) for name, size in outline.sizes.items()},
+        outline.norms,
+        {
+            name: trace([(name, "row_traces")], size)
+            for name, size in outline.layer_sizes.items()
+            if "row_traces" in statistics.sums.get(name, {})
+        },
+    )
 
 
 def trace_sources(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     """The statistics, by owner and name, whose sum is the trace of each parameter."""
     sources: dict[str, list[tuple[str, str]]] = {}
-    for route in plan.layer_routes.values():
-        # Several layers can be parts of one parameter: the packed projections of attention.
-        weight, bias = (
-            plan.aliases.get(name, name) for name in (route.layer.weight_name, route.layer.bias_name)
-        )
-        sources.setdefault(weight, []).append((route.name, "row_traces"))
-        if bias is not None:
-            sources.setdefault(bias, []).append((f"{route.name}.bias", "diagonal"))
-    for name in plan.rest:
-        sources[name] = [(name, "trace")]
-    for module in [t.module for t in plan.treatments.values() if t.module is not None]:
-        for key in ("weight", "bias"):
+    for name, treatment in plan.treatments.items():
+        if treatment.route is not None:
+            layer = treatment.route.layer
+            found = {layer.weight_name: (name, "row_traces"), layer.bias_name: (f"{name}.bias", "diagonal")}
+        else:
             # A model that is one module has the empty name, and its bias is kept as ".bias".
-            owner = f"{module.name}.{key}"
-            sources.setdefault(owner.lstrip("."), []).append((owner, "diagonal"))
-    return sources
+            owners = [f"{name}.{key}" for key in ("weight", "bias")]
+            found = {owner.lstrip("."): (owner, "diagonal") for owner in owners}
+        for parameter, source in found.items():
+            # Several layers can be parts of one parameter: the packed projections of attention.
+            sources.setdefault(plan.aliases.get(parameter, parameter), []).append(source)
+    return sources | {name: [(name, "trace")] for name in plan.rest}
 
 
 def layer_values(measure: Measure, view: LayerView) -> Tensor:

@@ -7,8 +7,6 @@ No copy is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +47,6 @@ class Recording:
         self._copy_inputs = copy_inputs
         self._handles: list[Any] = []
         self._entered: dict[str, Tensor] = {}
-        self._paused = False
 
     def __enter__(self) -> Recording:
         """Install the hooks."""
@@ -69,15 +66,6 @@ class Recording:
         """Forget what was recorded."""
         self.calls.clear()
         self._entered.clear()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which modules run as they are and nothing is recorded."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     def one(self, name: str) -> Record:
         """The only call of a module."""
@@ -104,8 +92,6 @@ class Recording:
         return [name for name, calls in self.calls.items() if any(c.x._version != c.x_version for c in calls)]
 
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._paused:
-            return None
         x, rebuild = _input_of(name, args, kwargs)
         if self._copy_inputs:
             x = x.clone()
@@ -116,8 +102,6 @@ class Recording:
         return rebuild(x)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        if self._paused:
-            return None
         x = self._entered.pop(name)
         replaced = self._edges and output._is_view()
         if replaced:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeGuard
 
 from torch import Tensor, nn
 
 from flatness.errors import listed
 from flatness.losses import Items
 from flatness.measuring.examine.reuse import reparametrised
+from flatness.measuring.examine.unfamiliar import View
 from flatness.network.affine import AffineModule
 from flatness.network.graph import NetworkGraph
 from flatness.network.layers import Layer, own_parameters
@@ -25,7 +27,6 @@ class LayerRecord:
     Attributes:
         name: Its name in the model.
         view: The layer as W and Φ, or the norm layer.
-        call: What was recorded of its last call; None where it did not run.
         operators: Those between it and the output that are not piecewise linear.
         uses: How often its weight is used.
         shared: Where that is more than once, the weight with all its uses that are seen.
@@ -38,8 +39,7 @@ class LayerRecord:
     """
 
     name: str
-    view: Layer | AffineModule
-    call: Record | None = None
+    view: View
     operators: tuple[str, ...] = ()
     uses: int = 1
     shared: SharedLayer | None = None
@@ -81,36 +81,41 @@ class Examined:
     Attributes:
         items: The outputs, with their graph.
         graph: What the autograd graph says.
-        records: What was seen of every module looked at, by name.
-        called: Names of the layers that ran, in the order of their first call.
-        affine: The norm layers and PReLUs that ran, by name, in that order.
+        recorded: What was recorded of every module that ran, call by call, in the order of their first call.
         overwrites: Whether the network overwrites what layers were given.
-        writers: Names of `autograd.Function`s that write into what they are given.
+        writers: Names of `autograd.Function`s that write into what they are given, where that is noted.
+        records: What that says of every module looked at, by name.
         notes: What the user should know.
     """
 
     items: Items
     graph: NetworkGraph
-    records: dict[str, LayerRecord]
-    called: list[str]
-    affine: dict[str, AffineModule]
-    overwrites: bool = False
-    writers: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    recorded: dict[str, list[Record]]
+    overwrites: bool
+    writers: tuple[str, ...]
+    records: dict[str, LayerRecord] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
-        """The supported layers; embeddings are looked at only because their table is another's weight."""
-        return {
-            name: record.view
-            for name, record in self.records.items()
-            if isinstance(record.view, Layer) and not isinstance(record.view, EmbeddingLayer)
-        }
+        """The supported layers."""
+        return {name: record.view for name, record in self.records.items() if is_layer(record.view)}
+
+    @cached_property
+    def called(self) -> list[str]:
+        """Names of the layers that ran, in the order of their first call."""
+        return [name for name in self.recorded if name in self.layers]
+
+    @cached_property
+    def affine(self) -> dict[str, AffineModule]:
+        """The norm layers and PReLUs that ran, by name, in that order."""
+        views = [self.records[name].view for name in self.recorded]
+        return {view.name: view for view in views if isinstance(view, AffineModule)}
 
     @cached_property
     def calls(self) -> dict[str, Record]:
         """The last call of every module that ran."""
-        return {name: record.call for name, record in self.records.items() if record.call is not None}
+        return {name: calls[-1] for name, calls in self.recorded.items()}
 
     @property
     def unused(self) -> list[str]:
@@ -123,29 +128,38 @@ class Examined:
         return next((name for name in reversed(self.called) if not self.records[name].idle), None)
 
 
+def is_layer(view: View) -> TypeGuard[Layer]:
+    """Whether it is measured: embeddings are looked at only because their table is another layer's weight."""
+    return isinstance(view, Layer) and not isinstance(view, EmbeddingLayer)
+
+
 def notes_on(model: nn.Module, examined: Examined, misread: list[str]) -> list[str]:
     """What was left out, and what is measured otherwise than one may think."""
-    layers, records = examined.layers, examined.records
-    not_called = [name for name in layers if records[name].call is None]
-    made = reparametrised({name: layers[name] for name in examined.called})
-    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
-    teach = "flatness.register_layer can teach it"
-    said = [
-        ("never called in the forward pass and left out: {}", [n for n in not_called if records[n].unused]),
-        (
-            "their weights are used without calling them, and they are left out: {}",
-            [name for name in not_called if not records[name].unused],
-        ),
-        (f"compute something else than their class says and are left out: {{}}; {teach}", misread),
-        ("the output does not depend on: {}", [name for name in examined.called if records[name].idle]),
-        *(
-            (f"{{}}: W is the effective weight, made from other parameters ({kind})", names)
-            for kind, names in made.items()
-        ),
-        ("frozen (requires_grad=False) and measured like all others: {}", [listed(frozen, 4)] * bool(frozen)),
-        (f"not a supported layer and left out: {{}}; {teach}", _unknown(model, examined, misread)),
-    ]
+    said = [*_left_out(model, examined, misread), *_otherwise(model, examined)]
     return [text.format(listed(names)) for text, names in said if names]
+
+
+def _left_out(model: nn.Module, examined: Examined, misread: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """What to say of layers that are not measured, and which these are."""
+    not_called = [name for name in examined.layers if name not in examined.recorded]
+    unused = [name for name in not_called if examined.records[name].unused]
+    teach = "flatness.register_layer can teach it"
+    yield "never called in the forward pass and left out: {}", unused
+    yield (
+        "their weights are used without calling them, and they are left out: {}",
+        [name for name in not_called if name not in unused],
+    )
+    yield f"compute something else than their class says and are left out: {{}}; {teach}", misread
+    yield f"not a supported layer and left out: {{}}; {teach}", _unknown(model, examined, misread)
+
+
+def _otherwise(model: nn.Module, examined: Examined) -> Iterator[tuple[str, list[str]]]:
+    """What to say of layers that are measured and have something about them, and which these are."""
+    yield "the output does not depend on: {}", [n for n in examined.called if examined.records[n].idle]
+    for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items():
+        yield f"{{}}: W is the effective weight, made from other parameters ({kind})", names
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
+    yield "frozen (requires_grad=False) and measured like all others: {}", [listed(frozen, 4)] * bool(frozen)
 
 
 def _unknown(model: nn.Module, examined: Examined, misread: Collection[str]) -> list[str]:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from flatness.errors import FlatnessError, ModelError, NondeterministicError, listed
 from flatness.losses import Items
-from flatness.measuring.examine.unfamiliar import follows_weights, is_familiar
-from flatness.network.affine import AffineModule
+from flatness.measuring.examine.unfamiliar import View, follows_weights, held_against_views, is_familiar
 from flatness.network.layers import Layer
 from flatness.network.memory import ran_out
 from flatness.problem import batches
@@ -98,7 +97,7 @@ class Alone:
 
 
 def run_alone(
-    problem: Problem, example: Any, views: Mapping[str, Layer | AffineModule], *, copy_inputs: bool = False
+    problem: Problem, example: Any, views: Mapping[str, View], *, copy_inputs: bool = False
 ) -> Alone:
     """Run the first sample of the example, and hold every module's output against its view.
 
@@ -110,52 +109,30 @@ def run_alone(
         views: The modules to look at.
         copy_inputs: Whether to copy what they see.
     """
-    inputs: dict[str, list[Tensor]] = {}
-    versions: list[tuple[Tensor, int]] = []
-    misread: list[str] = []
-
-    def hook(name: str, view: Layer | AffineModule) -> Any:
-        familiar = is_familiar(view)
-        # The size of a transposed convolution's output is an argument of the call.
-        known = isinstance(view, Layer) and familiar and not isinstance(view.module, _ConvTransposeNd)
-        own = dict(view.module._parameters)
-        nested = False
-
-        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            nonlocal nested
-            if nested:
-                return
-            x = args[0] if args else kwargs.get("input")
-            if isinstance(x, Tensor) and _is_transformed(x):
-                misread.append(name)
-            elif isinstance(x, Tensor) and isinstance(output, Tensor):
-                if any(module._parameters.get(key) is not value for key, value in own.items()):
-                    misread.append(name)  # torch.func.functional_call: it runs with other weights
-                copied = copy_inputs or x.is_inference()
-                inputs.setdefault(name, []).append(x.detach().clone() if copied else x.detach())
-                if not copied:
-                    versions.append((inputs[name][-1], x._version))
-                if known or name in misread:
-                    return
-                nested = True
-                fine = view.explains(x, output, 1)
-                if not fine or not (familiar or follows_weights(view, args, kwargs, output)):
-                    misread.append(name)
-                nested = False
-
-        return check
-
     # First, as a run may replace weights that are computed anew by every forward pass.
     last = _sample_alone(problem, example, batches.size_of(example) - 1)
-    made = {name: hook(name, view) for name, view in views.items()}
-    handles = [
-        view.module.register_forward_hook(made[name], with_kwargs=True) for name, view in views.items()
-    ]
-    try:
+    own = {name: dict(view.module._parameters) for name, view in views.items()}
+    familiar = {name for name, view in views.items() if is_familiar(view)}
+    inputs: dict[str, list[Tensor]] = {}
+    versions: list[tuple[Tensor, int]] = []
+
+    def agrees(view: View, args: Any, kwargs: Any, x: Tensor, z: Tensor) -> bool:
+        # torch.func.functional_call runs a module with other weights.
+        held = view.module._parameters
+        if _is_transformed(x) or any(held.get(key) is not value for key, value in own[view.name].items()):
+            return False
+        copied = copy_inputs or x.is_inference()
+        inputs.setdefault(view.name, []).append(x.detach().clone() if copied else x.detach())
+        if not copied:
+            versions.append((inputs[view.name][-1], x._version))
+        if view.name not in familiar:
+            return view.explains(x, z, 1) and follows_weights(view, args, kwargs, z)
+        # The size of a transposed convolution's output is an argument of the call.
+        known = isinstance(view, Layer) and not isinstance(view.module, _ConvTransposeNd)
+        return known or view.explains(x, z, 1)
+
+    with held_against_views(views, agrees) as misread:
         logits = _sample_alone(problem, example, 0)
-    finally:
-        for handle in handles:
-            handle.remove()
     if any(x._version != version for x, version in versions):
         return run_alone(problem, example, views, copy_inputs=True)
     return Alone(logits, last, inputs, misread)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flatness.network.affine import AffineModule
+from flatness.measuring.examine.unfamiliar import View
 from flatness.network.graph import reads
 from flatness.network.layers import Layer
 from flatness.network.layers.shared import EmbeddingLayer, SharedLayer, Use
@@ -62,7 +62,7 @@ def reparametrised(layers: Mapping[str, Layer]) -> dict[str, list[str]]:
 
 
 def find_reuse(
-    views: Mapping[str, Layer | AffineModule], calls: Mapping[str, int], uses: Mapping[int, int]
+    views: Mapping[str, View], calls: Mapping[str, int], uses: Mapping[int, int]
 ) -> dict[str, Reuse]:
     """Hold the reads of every parameter in the graph against those that recorded calls explain.
 
@@ -71,10 +71,7 @@ def find_reuse(
         calls: How often each ran.
         uses: How many operators read a parameter on the way to the output, by the parameter's `id`.
     """
-    per_call = {name: _read_by(views[name]) for name in calls}
-    explained: Counter[int] = Counter()
-    for name, found in per_call.items():
-        explained.update({parameter: count * calls[name] for parameter, count in found.items()})
+    unseen = _unseen_uses(views, calls, uses)
     families: dict[int, list[str]] = {}
     for name in calls:
         families.setdefault(_weight_key(views[name]), []).append(name)
@@ -83,14 +80,22 @@ def find_reuse(
         total = sum(calls[name] for name in members)
         shared = _shared([views[name] for name in members]) if total > 1 else None
         for name in members:
-            unseen = max((uses.get(key, 0) - explained[key] for key in per_call[name]), default=0)
-            if total > 1 or unseen > 0:
-                all_seen = shared is not None and unseen <= 0
-                reuse[name] = Reuse(total + max(unseen, 0), shared, all_seen)
+            if total > 1 or unseen[name]:
+                reuse[name] = Reuse(total + unseen[name], shared, shared is not None and not unseen[name])
     return reuse
 
 
-def _shared(members: list[Layer | AffineModule]) -> SharedLayer | None:
+def _unseen_uses(
+    views: Mapping[str, View], calls: Mapping[str, int], uses: Mapping[int, int]
+) -> dict[str, int]:
+    """For every module, how often one of its parameters is read without a recorded call that explains it."""
+    left, read_by = Counter(uses), {name: _read_by(views[name]) for name in calls}
+    for name, found in read_by.items():
+        left.subtract({parameter: count * calls[name] for parameter, count in found.items()})
+    return {name: max([0, *(left[parameter] for parameter in found)]) for name, found in read_by.items()}
+
+
+def _shared(members: list[View]) -> SharedLayer | None:
     layers = [view for view in members if isinstance(view, Layer)]
     main = next((view for view in layers if not isinstance(view, EmbeddingLayer)), None)
     if main is None or len(layers) < len(members):
@@ -98,13 +103,13 @@ def _shared(members: list[Layer | AffineModule]) -> SharedLayer | None:
     return SharedLayer(main, [Use(view.name, view, isinstance(view, EmbeddingLayer)) for view in layers])
 
 
-def _weight_key(view: Layer | AffineModule) -> int:
+def _weight_key(view: View) -> int:
     """What tells weights apart: the parameter, or the module where the weight is made from parameters."""
     weight = view.module.weight
     return id(weight) if isinstance(weight, nn.Parameter) else id(view.module)
 
 
-def _read_by(view: Layer | AffineModule) -> Counter[int]:
+def _read_by(view: View) -> Counter[int]:
     """How many operators read each parameter when the module runs once, by the parameter's `id`."""
     found: Counter[int] = Counter()
     for key in ("weight", "bias"):

@@ -8,7 +8,8 @@ or with other derivatives (a detached weight). So it is tried with other weights
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,39 @@ def _is_known(method: Any) -> bool:
     return file.startswith(_TORCH) or file == attention.__file__ or file.endswith(_CONV1D)
 
 
+@contextmanager
+def held_against_views(
+    views: Mapping[str, View], agrees: Callable[[View, Any, Any, Tensor, Tensor], bool]
+) -> Iterator[list[str]]:
+    """A context in which every call of some modules is looked at, and the names of those that disagree.
+
+    Args:
+        views: The modules, as they are seen.
+        agrees: Called with the view, what its module was called with, without and by name, its input and its
+            output; what it calls itself is not looked at.
+    """
+    misread: list[str] = []
+
+    def hook(name: str, view: View) -> Any:
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if name in misread:
+                return
+            misread.append(name)
+            x: Any = args[0] if args else kwargs.get("input")
+            both = isinstance(x, Tensor) and isinstance(output, Tensor)
+            if both and agrees(view, args, kwargs, x, output):
+                misread.remove(name)
+
+        return view.module.register_forward_hook(check, with_kwargs=True)
+
+    handles = [hook(name, view) for name, view in views.items()]
+    try:
+        yield misread
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def follows_weights(view: View, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor) -> bool:
     """Whether a module computes what its view says with other weights too, and with those derivatives.
 
@@ -69,15 +103,8 @@ def follows_weights(view: View, args: tuple[Any, ...], kwargs: dict[str, Any], z
     if "weight" not in own:
         return True
     moved = {key: _elsewhere(value) for key, value in own.items()}
-    explained: list[bool] = []
-
-    def check(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        x = given[0] if given else named.get("input")
-        explained.append(isinstance(x, Tensor) and view.explains(x.detach(), output.detach(), 1))
-
-    handle = view.module.register_forward_hook(check, with_kwargs=True)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), held_against_views({view.name: view}, _explained_alone) as misread:
             given, named = batches.map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
             there = functional_call(view.module, moved, given, named)
             signal = _elsewhere(torch.zeros_like(z)).detach()
@@ -86,15 +113,17 @@ def follows_weights(view: View, args: tuple[Any, ...], kwargs: dict[str, Any], z
         if ran_out(error):
             raise
         return False
-    finally:
-        handle.remove()
     steps = [moved[key].detach() - value.detach() for key, value in own.items()]
     pairs = zip(slopes, steps, strict=True)
     along = sum(float((slope * step).sum(dtype=torch.float64)) for slope, step in pairs)
     there = there.detach()
     change = float((signal * (there - z)).sum(dtype=torch.float64))
     size = float((signal.abs() * (there.abs() + z.abs())).sum(dtype=torch.float64))
-    return all(explained) and abs(along - change) <= torch.finfo(z.dtype).eps ** 0.5 * size
+    return not misread and abs(along - change) <= torch.finfo(z.dtype).eps ** 0.5 * size
+
+
+def _explained_alone(view: View, args: Any, kwargs: Any, x: Tensor, z: Tensor) -> bool:
+    return view.explains(x.detach(), z.detach(), 1)
 
 
 def _elsewhere(value: Tensor) -> Tensor:
@@ -115,20 +144,7 @@ def misread_samples(problem: Problem, views: Mapping[str, View]) -> list[str]:
     unfamiliar = {name: view for name, view in views.items() if not is_familiar(view)}
     if not unfamiliar:
         return []
-    misread: set[str] = set()
     samples = 0
-
-    def hook(name: str, view: View) -> Any:
-        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x: Any = args[0] if args else kwargs.get("input")
-            if name in misread:
-                return
-            if not (
-                isinstance(x, Tensor) and isinstance(output, Tensor) and view.explains(x, output, samples)
-            ):
-                misread.add(name)
-
-        return check
 
     def step(batch: Any) -> None:
         nonlocal samples
@@ -136,13 +152,9 @@ def misread_samples(problem: Problem, views: Mapping[str, View]) -> list[str]:
         with torch.no_grad():
             problem.outputs(batch)
 
-    handles = [
-        view.module.register_forward_hook(hook(name, view), with_kwargs=True)
-        for name, view in unfamiliar.items()
-    ]
-    try:
+    def explained(view: View, args: Any, kwargs: Any, x: Tensor, z: Tensor) -> bool:
+        return view.explains(x, z, samples)
+
+    with held_against_views(unfamiliar, explained) as misread:
         problem.stream(step, "layers")
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [name for name in views if name in misread]
+    return misread

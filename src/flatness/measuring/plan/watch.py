@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,11 +16,35 @@ from flatness.curvature.sums.routes import LayerRoute
 from flatness.errors import LayerError, NotExactError, listed
 from flatness.measuring.examine.examined import Examined
 from flatness.network.graph import read_graph
-from flatness.network.layers import Layer
+from flatness.network.layers import Layer, own_parameters
 from flatness.problem.problem import Problem
 
 _PATH = "Expected every batch to take the same path through the network but "
 _NEEDED = "Exact curvature needs a path that does not depend on the data."
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of a module put out.
+
+    Attributes:
+        name: Its name.
+        edge: Where its derivatives are taken; None where there are none.
+        shape: The shape of its output.
+        z: The output itself, of a layer that is the network's last.
+        version: How often that had been written to.
+    """
+
+    name: str
+    edge: GradientEdge | None
+    shape: torch.Size
+    z: Tensor | None
+    version: int
+
+    def may_mix(self, n: int) -> bool:
+        """Whether it has several rows for each of n samples, flattened, and derivatives that say whose."""
+        rows = self.shape[0] if self.shape and self.edge is not None else n
+        return n > 1 and rows != n and rows % n == 0
 
 
 class Watch:
@@ -41,29 +67,28 @@ class Watch:
         routes: Iterable[LayerRoute],
         unused: Iterable[str],
     ) -> None:
-        self._known = examined.graph.operators
+        self._graph, self._linear = examined.graph, set(linear)
         self._shift_invariant = problem.loss.shift_invariant
-        records = examined.records
+        self._calls: list[_Call] = []
+        records, modules = examined.records, dict(problem.model.named_modules())
         self._routes = {route.name: route for route in routes if records[route.name].meets_samples_once}
-        self._last = {
-            name: route.layer for name, route in self._routes.items() if route.kind == "softmax head"
-        }
-        self._uses = {
-            id(parameter): (name, examined.graph.uses.get(id(parameter), 0))
-            for name in sorted({*linear, *self._last})
-            for parameter in problem.model.get_submodule(name).parameters(recurse=False)
-        }
-        self._edges: dict[str, GradientEdge] = {}
-        self._outputs: dict[str, tuple[Tensor, int]] = {}
-        self._rows: dict[str, int] = {}
-        self._calls: list[tuple[str, GradientEdge, int]] = []
-        shared = [record.shared for record in records.values() if record.shared is not None]
-        self._measured = {*self._routes, *(use.name for layer in shared for use in layer.uses)}
-        problem.model.register_forward_pre_hook(self._forget)
-        for name in {*linear, *self._measured}:
-            problem.model.get_submodule(name).register_forward_hook(self._note(name, name in linear))
+        shared = [record.shared.modules for record in records.values() if record.shared is not None]
+        self._measured = {*self._routes, *chain(*shared)}
+        self._last = {name for name, route in self._routes.items() if route.kind == "softmax head"}
+        self._owners: dict[int, str] = {}
+        for name in sorted(self._linear | self._last):
+            self._owners |= dict.fromkeys(map(id, own_parameters(modules[name])), name)
+        problem.model.register_forward_pre_hook(lambda *_: self._calls.clear())
+        for name in self._linear | self._measured:
+            modules[name].register_forward_hook(partial(self._note, name))
         for name in unused:
-            problem.model.get_submodule(name).register_forward_pre_hook(partial(_refuse_call, name))
+            modules[name].register_forward_pre_hook(partial(_refuse_call, name))
+
+    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            z, version = (output.detach(), output._version) if name in self._last else (None, 0)
+            self._calls.append(_Call(name, edge, output.shape, z, version))
 
     def __call__(self, logits: Tensor) -> None:
         """Look at the outputs of a batch, laid out as predictions.
@@ -71,38 +96,47 @@ class Watch:
         Raises:
             NotExactError: If the plan does not hold for them.
         """
-        for name, rows in self._rows.items():
-            self._check_rows(name, rows, len(logits))
+        latest = {call.name: call for call in self._calls}
+        for name in self._routes.keys() & latest.keys():
+            self._check_rows(self._routes[name], latest[name].shape, len(logits))
         if logits.requires_grad:
             self._check_blocks(logits)
-            graph = read_graph(logits, self._edges, final_log_softmax=self._shift_invariant)
-            found = set(graph.operators - self._known).union(*graph.curved.values())
-            if found:
-                met = listed(sorted(found))
-                raise NotExactError(
-                    f"{_PATH}a later one meets {met}, which the first samples did not. {_NEEDED}"
-                )
-            for key, (name, uses) in self._uses.items():
-                if graph.uses.get(key, 0) > uses:
-                    raise NotExactError(
-                        f"{_PATH}a later one uses a parameter of {name!r} {graph.uses[key]} times, the first "
-                        f"samples {uses}. {_NEEDED}"
-                    )
-        for name, (z, version) in self._outputs.items():
-            if z._version != version or not _same_up_to_shifts(self._last[name], z, logits.detach()):
+            self._check_path(logits, latest)
+        for name in self._last & latest.keys():
+            layer, call = self._routes[name].layer, latest[name]
+            z = call.z
+            if z is None or z._version != call.version or not _same_up_to_shifts(layer, z, logits.detach()):
                 raise NotExactError(
                     f"{_PATH}on a later one something follows {name!r}, which was last for the first "
                     f"samples. {_NEEDED}"
                 )
-        self._forget()
+        self._calls.clear()
 
-    def _check_rows(self, name: str, rows: int, n: int) -> None:
+    def _check_path(self, logits: Tensor, latest: Mapping[str, _Call]) -> None:
+        """Refuse operators, and uses of parameters, that the first samples did not have."""
+        edges = {name: call.edge for name, call in latest.items() if name in self._linear and call.edge}
+        graph = read_graph(logits, edges, final_log_softmax=self._shift_invariant)
+        found = set(graph.operators - self._graph.operators).union(*graph.curved.values())
+        if found:
+            met = listed(sorted(found))
+            raise NotExactError(f"{_PATH}a later one meets {met}, which the first samples did not. {_NEEDED}")
+        for key, name in self._owners.items():
+            uses, known = graph.uses.get(key, 0), self._graph.uses.get(key, 0)
+            if uses > known:
+                raise NotExactError(
+                    f"{_PATH}a later one uses a parameter of {name!r} {uses} times, the first samples "
+                    f"{known}. {_NEEDED}"
+                )
+
+    def _check_rows(self, route: LayerRoute, shape: torch.Size, n: int) -> None:
+        per_row = shape[-1:] if route.layer.plain else shape[1:]
+        name, rows = route.name, shape.numel() // max(1, per_row.numel())
         if rows % n:
             raise LayerError(
                 f"Expected {name!r} to be given as many rows for each sample but it was given {rows} for {n} "
                 "samples. Look for a mask that leaves some out, and pass batch_size=1, or layers= without it."
             )
-        if self._routes[name].positions == 1 and self._routes[name].layer.plain and rows != n:
+        if route.positions == 1 and route.layer.plain and rows != n:
             raise LayerError(
                 f"Expected {name!r} to be given one row for each sample, as for the first samples, but it "
                 f"was given {rows} for {n} samples. Put the longest samples first."
@@ -115,44 +149,22 @@ class Watch:
         depends on them.
         """
         n = len(logits)
-        calls = [(name, edge) for name, edge, rows in self._calls if rows != n and rows % n == 0]
-        if n == 1 or not calls:
+        calls = [call for call in self._calls if call.name in self._measured and call.may_mix(n)]
+        if not calls:
             return
-        edges = [edge for _, edge in calls]
+        edges = [call.edge for call in calls]
         for first in (0, 1):
             sent = torch.zeros_like(logits)
             sent[first::2] = 1 + torch.arange(logits[0].numel()).view(logits[0].shape).to(sent) % 7
-            arrived = torch.autograd.grad(logits, edges, sent, retain_graph=True, allow_unused=True)
-            for (name, _), signal in zip(calls, arrived, strict=True):
+            arrived = torch.autograd.grad(logits, edges, sent, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+            for call, signal in zip(calls, arrived, strict=True):
                 if signal is not None and bool(signal.unflatten(0, (n, -1))[1 - first :: 2].any()):
                     raise LayerError(
-                        f"Expected {name!r} to be given as many rows for each sample, one sample after the "
-                        f"other, but in a batch of {n} samples some of its {len(signal)} rows lie elsewhere. "
-                        "Look for a mask that leaves some out, and pass batch_size=1, or layers= without it."
+                        f"Expected {call.name!r} to be given as many rows for each sample, one sample after "
+                        f"the other, but in a batch of {n} samples some of its {len(signal)} rows lie "
+                        "elsewhere. Look for a mask that leaves some out, and pass batch_size=1, or layers= "
+                        "without it."
                     )
-
-    def _forget(self, *_: Any) -> None:
-        self._edges.clear()
-        self._outputs.clear()
-        self._rows.clear()
-        self._calls.clear()
-
-    def _note(self, name: str, linear: bool) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not isinstance(output, Tensor):
-                return
-            if linear and output.requires_grad:
-                self._edges[name] = get_gradient_edge(output)
-            if name in self._measured and output.requires_grad and output.dim():
-                self._calls.append((name, get_gradient_edge(output), len(output)))
-            route = self._routes.get(name)
-            if route is not None:
-                per_row = output.shape[-1:] if route.layer.plain else output.shape[1:]
-                self._rows[name] = output.numel() // max(1, per_row.numel())
-            if name in self._last:
-                self._outputs[name] = (output.detach(), output._version)
-
-        return hook
 
 
 def _refuse_call(name: str, *_: object) -> None:

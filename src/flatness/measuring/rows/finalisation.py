@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,233 +25,199 @@ _ROUNDING = 1e-12
 _GOAL = 0.01
 
 
-def report_rows(outline: Outline, run: Run, explored: Explored, views: list[LayerView]) -> list[Result]:
+def report_rows(outline: Outline, run: Run, explored: Explored) -> list[Result]:
     """All rows of a report, with the standard errors that the data alone cause where those are asked for.
 
     Args:
         outline: What was measured.
         run: What the engines found.
         explored: What measures found that explore the space of all parameters.
-        views: The layers, on all samples.
     """
-    network = network_view(outline, run.statistics)
-    results = finalise(outline, views, network, explored, run.methods, run.scatter, run.remarks)
+    results = finalise(outline, run, explored)
     if run.groups is None:
         return results
     left_out = [
-        finalise(
-            outline,
-            layer_views(outline, part, run.spectra, run.spreads),
-            network_view(outline, part),
-            explored,
-            run.methods,
-        )
+        finalise(outline, replace(run, statistics=part, scatter=Scatter()), explored)
         for part in run.groups.without_each(run.statistics)
     ]
-    return _with_data_errors(results, left_out, outline.measures, run.statistics.samples)
+    return _with_data_errors(results, left_out, outline.request.measures, run.statistics.samples)
 
 
-def finalise(
-    outline: Outline,
-    views: list[LayerView],
-    network: NetworkView,
-    explored: Explored,
-    methods: Mapping[str, str],
-    scatter: Scatter | None = None,
-    remarks: Mapping[str, tuple[str, ...]] | None = None,
-) -> list[Result]:
-    """All rows of a report, measure by measure, layers in network order.
-
-    Args:
-        outline: What was measured.
-        views: The layers.
-        network: All parameters.
-        explored: What measures found that explore the space of all parameters.
-        methods: "exact" or "sampled", by layer.
-        scatter: How far sampled statistics scatter.
-        remarks: More to say about the curvature of single layers.
-    """
+def finalise(outline: Outline, run: Run, explored: Explored) -> list[Result]:
+    """All rows of a report, measure by measure, layers in network order; see `report_rows`."""
+    views = layer_views(outline, run.statistics, run.spectra, run.spreads)
+    network = network_view(outline, run.statistics)
     results: list[Result] = []
-    scatter, remarks = scatter or Scatter(), remarks or {}
-    for measure in outline.measures:
-        loss, curvature = outline.loss, outline.curvature
-        template = Result(measure.name, "layer", 0.0, method="exact", loss=loss, curvature=curvature)
-        rows = _Rows(measure.clips is not None)
-        curved = bool(measure.needs - SPECTRA)
+    for measure in outline.request.measures:
+        rows = _Rows(measure, outline, run)
         for view in views:
-            view = replace(view, options=outline.options[measure.name])
-            notes = (outline.layers[view.name].reason, *(remarks.get(view.name, ()) if curved else ()))
-            method = methods[view.name] if curved else "exact"
-            row = replace(template, layer=view.name, notes=notes, method=method)
-            _layer_rows(measure, view, row, scatter, rows)
-        for layer, value in explored.values.get(measure.name, {}).items():
-            if layer is not None:
-                rows.add(_with(replace(template, layer=layer), value))
-        template = replace(template, level="network")
-        results += rows.results
-        results += _network_rows(measure, outline, network, explored, template, scatter, rows)
+            rows.add_layer(view)
+        values = explored.values.get(measure.name, {})
+        for layer in [layer for layer in values if layer is not None]:
+            rows.add(rows.row("layer", layer=layer), values[layer])
+        rows.add_network(network, explored)
+        if None in values:
+            rows.add(rows.row("network"), values[None])
+        for reduction in measure.reductions if "network" in measure.levels else ():
+            rows.add_aggregate(reduction)
+        results += [row for row, _ in rows.found]
     return results
 
 
-@dataclass
 class _Rows:
-    """Rows, and for those that are sampled what each replicate would change about them.
+    """The rows of one measure.
+
+    Args:
+        measure: The measure.
+        outline: What was measured.
+        run: What the engines found.
 
     Attributes:
-        clips: Whether the measure clips what is sampled.
-        results: The rows.
-        deviations: What replicates change, (K,) each; None for a row that is not sampled.
+        found: Each row with what replicates change about it, (K,); None for a row that is not sampled.
     """
 
-    clips: bool = False
-    results: list[Result] = field(default_factory=list)
-    deviations: list[Tensor | None] = field(default_factory=list)
+    def __init__(self, measure: Measure, outline: Outline, run: Run) -> None:
+        self.found: list[tuple[Result, Tensor | None]] = []
+        self._measure, self._outline, self._run = measure, outline, run
+        self._options = outline.request.options[measure.name]
 
-    def add(self, row: Result, deviation: Tensor | None = None) -> None:
-        """Take one more; its standard error comes from the deviations (K,)."""
-        error = standard_error(deviation)
-        if deviation is not None and error is not None:
-            bent = row.level != "unit" and (self.clips or row.reduction == "max")
-            note = bias_note(deviation) if bent else None
-            notes = row.notes if note is None else (*row.notes, note)
-            row = replace(row, stderr=float(error), method="sampled", notes=notes)
-        self.results.append(row)
-        self.deviations.append(deviation)
+    def row(self, level: str, **known: Any) -> Result:
+        """A row that has no value yet."""
+        loss, curvature = self._outline.loss, self._outline.curvature
+        return Result(self._measure.name, level, 0.0, loss=loss, curvature=curvature, **known)
 
+    def add(self, row: Result, value: Valued | Tensor | float, changes: Tensor | None = None) -> None:
+        """Take one more, with its value; its standard error comes from what replicates change (K,)."""
+        valued = value if isinstance(value, Valued) else Valued(float(value))
+        error = standard_error(changes)
+        if changes is not None and error is not None:
+            bent = row.level != "unit" and (self._measure.clips is not None or row.reduction == "max")
+            notes = (*valued.notes, *(bias_note(changes) if bent else ()))
+            valued = replace(valued, stderr=float(error), method="sampled", notes=notes)
+        row = replace(
+            row,
+            value=valued.value,
+            stderr=valued.stderr,
+            method=valued.method,
+            converged=row.converged and valued.converged,
+            residual=row.residual if valued.residual is None else valued.residual,
+            notes=(*row.notes, *valued.notes),
+            terms=None if valued.terms is None else dict(valued.terms),
+        )
+        self.found.append((row, changes))
 
-def _with(row: Result, value: Valued | Tensor | float) -> Result:
-    """The row with a value and what there is to say about it."""
-    if not isinstance(value, Valued):
-        return replace(row, value=float(value))
-    return replace(
-        row,
-        value=value.value,
-        stderr=value.stderr,
-        method=value.method,
-        converged=row.converged and value.converged,
-        residual=row.residual if value.residual is None else value.residual,
-        notes=(*row.notes, *value.notes),
-        terms=None if value.terms is None else dict(value.terms),
-    )
+    def add_layer(self, view: LayerView) -> None:
+        """The rows of one layer: of its units and their reductions, or its one value."""
+        measure, view, row = self._measure, replace(view, options=self._options), self._layer_row(view)
+        if measure.units is not None:
+            values = layer_values(measure, view)
+            changes = self._changes(view, values)
+            units = len(values) - len(measure.reductions)
+            for unit in range(units) if "unit" in measure.levels else ():
+                self.add(replace(row, level="unit", unit=unit), values[unit], changes[unit])
+            for k, name in enumerate(measure.reductions, units):
+                self.add(replace(row, reduction=name), values[k], changes[k])
+        elif measure.layer is not None:
+            value = measure.layer(view)
+            at = torch.tensor([number_of(measure, value)], dtype=torch.float64, device="cpu")
+            self.add(row, value, self._changes(view, at)[0])
 
+    def _layer_row(self, view: LayerView) -> Result:
+        """A row of one layer, with what there is to say about its curvature."""
+        spectra = [view.spectra[need] for need in sorted(self._measure.needs & SPECTRA)]
+        remarks = self._run.remarks.get(view.name, ()) if self._measure.needs - SPECTRA else ()
+        told = [note for spectrum in spectra for note in _spectrum_notes(spectrum)]
+        return self.row(
+            "layer",
+            layer=view.name,
+            converged=all(spectrum.converged for spectrum in spectra),
+            residual=max((float(spectrum.residuals.max()) for spectrum in spectra), default=None),
+            notes=(self._outline.layers[view.name].reason, *remarks, *told),
+        )
 
-def _layer_rows(measure: Measure, view: LayerView, row: Result, scatter: Scatter, rows: _Rows) -> None:
-    """The rows of one layer: of its units and their reductions, or its one value."""
-    spectra = [view.spectra[need] for need in sorted(measure.needs & SPECTRA)]
-    row = replace(
-        row,
-        converged=all(spectrum.converged for spectrum in spectra),
-        residual=max((float(spectrum.residuals.max()) for spectrum in spectra), default=None),
-        notes=(*row.notes, *(note for spectrum in spectra for note in _spectrum_notes(spectrum))),
-    )
-    if measure.units is not None:
-        values = layer_values(measure, view)
-        row, columns = _scattered(measure, view, values, row, scatter)
-        units = len(values) - len(measure.reductions)
-        for unit in range(units) if "unit" in measure.levels else ():
-            rows.add(replace(row, level="unit", unit=unit, value=float(values[unit])), columns[unit])
-        for name, value, column in zip(measure.reductions, values[units:], columns[units:], strict=True):
-            rows.add(replace(row, reduction=name, value=float(value)), column)
-    elif measure.layer is not None:
-        value = measure.layer(view)
-        at = torch.tensor([number_of(measure, value)], dtype=torch.float64, device="cpu")
-        row, (column,) = _scattered(measure, view, at, row, scatter)
-        rows.add(_with(row, value), column)
+    def _changes(self, view: LayerView, values: Tensor) -> list[Tensor | None]:
+        """What replicates change about each value of a layer; nothing where all directions were taken."""
+        moved = None
+        if self._measure.needs - SPECTRA and self._run.methods[view.name] == "sampled":
+            number = partial(layer_values, self._measure)
+            moved = self._run.scatter.of_layer(view, number, values, self._measure.clips)
+        return [None] * len(values) if moved is None else list(moved.T)
 
-
-def _scattered(
-    measure: Measure, view: LayerView, values: Tensor, row: Result, scatter: Scatter
-) -> tuple[Result, list[Tensor | None]]:
-    """What replicates change about each of the values; the row is exact where that is nothing."""
-    moved = None
-    if row.method == "sampled":
-        moved = scatter.of_layer(view, partial(layer_values, measure), values, measure.clips)
-    if moved is None:
-        # Also of a sampled layer without a residual, all of whose output directions were taken.
-        return replace(row, method="exact"), [None] * len(values)
-    return row, list(moved.T)
-
-
-def _network_rows(
-    measure: Measure,
-    outline: Outline,
-    network: NetworkView,
-    explored: Explored,
-    template: Result,
-    scatter: Scatter,
-    rows: _Rows,
-) -> list[Result]:
-    """The rows of the network: over all parameters, and sums and maxima over the rows of layers."""
-    found = _Rows(measure.clips is not None)
-    if measure.network is not None and _available(measure, outline, explored):
-        spectrum, options = explored.spectra.get(measure.name), outline.options[measure.name]
-        view = replace(network, spectrum=spectrum, options=options)
+    def add_network(self, network: NetworkView, explored: Explored) -> None:
+        """The row over all parameters, where the measure has one and what it needs was found."""
+        measure, sources = self._measure, self._outline.sources
+        spectrum, traced = explored.spectra.get(measure.name), "traces" in measure.network_needs
+        missing = (traced and not sources) or ("spectrum" in measure.network_needs and spectrum is None)
+        if measure.network is None or missing:
+            return
+        view = replace(network, spectrum=spectrum, options=self._options)
         value = measure.network(view)
-        own = value.over if isinstance(value, Valued) else None
-        row = _with(replace(template, notes=(f"over {own or ', '.join(network.squared_norms)}",)), value)
+        over = value.over if isinstance(value, Valued) else None
         changes = None
-        if "traces" in measure.network_needs:
-            number = partial(_network_value, measure)
-            changes = scatter.of_network(view, outline.sources, number, row.value, measure.clips)
-        found.add(row, changes)
-    values = explored.values.get(measure.name, {})
-    if None in values:
-        found.add(_with(template, values[None]))
-    for reduction in measure.reductions if "network" in measure.levels else ():
+        if traced:
+            number, at = partial(_network_value, measure), number_of(measure, value)
+            changes = self._run.scatter.of_network(view, sources, number, at, measure.clips)
+        notes = (f"over {over or ', '.join(network.squared_norms)}",)
+        self.add(self.row("network", notes=notes), value, changes)
+
+    def add_aggregate(self, reduction: str) -> None:
+        """The row of a sum or maximum over the measured layers."""
         # Units are reduced the same way first: ρ^max is a maximum of maxima, ρ^Σ a sum of sums.
-        wanted = reduction if measure.units is not None else None
-        _add_aggregate(reduction, wanted, rows, template, found)
-    return found.results
+        wanted = reduction if self._measure.units is not None else None
+        parts = [one for one in self.found if one[0].level == "layer" and one[0].reduction == wanted]
+        if not parts:
+            return
+        layers = [row for row, _ in parts]
+        changes = _reduced(reduction, layers, [moved for _, moved in parts])
+        self.add(self.row("network", reduction=reduction), _aggregate(reduction, layers), changes)
 
 
-def _network_value(measure: Measure, view: NetworkView) -> float:
+def _network_value(measure: Measure, view: NetworkView) -> Tensor:
     assert measure.network is not None
-    return number_of(measure, measure.network(view))
+    return torch.tensor(number_of(measure, measure.network(view)), dtype=torch.float64, device="cpu")
 
 
-def _add_aggregate(reduction: str, wanted: str | None, rows: _Rows, template: Result, found: _Rows) -> None:
-    """The row of a sum or maximum over the measured layers, of their rows with the wanted reduction."""
-    pairs = zip(rows.results, rows.deviations, strict=True)
-    parts = [pair for pair in pairs if pair[0].level == "layer" and pair[0].reduction == wanted]
-    if not parts:
-        return
-    layers = [row for row, _ in parts]
-    values = torch.tensor([row.value for row in layers], dtype=torch.float64, device="cpu")
-    value = reduce_values(reduction, values)
-    aggregate = replace(
-        template,
-        value=float(value),
-        reduction=reduction,
-        stderr=_reduced_error(reduction, layers),
-        method=next((row.method for row in layers if row.method != "exact"), "exact"),
+def _aggregate(reduction: str, layers: list[Result]) -> Valued:
+    """A sum or maximum over layers, whose errors are taken for independent."""
+    largest = max(layers, key=lambda row: row.value)
+    return Valued(
+        float(reduce_values(reduction, _values(layers))),
+        (f"over the measured layers {', '.join(str(row.layer) for row in layers)}",),
         converged=all(row.converged for row in layers),
-        notes=(f"over the measured layers {', '.join(str(row.layer) for row in layers)}",),
+        stderr=largest.stderr if reduction == "max" else math.hypot(*(row.stderr for row in layers)),
+        method=next((row.method for row in layers if row.method != "exact"), "exact"),
     )
-    found.add(aggregate, _reduced(reduction, values, value, [deviation for _, deviation in parts]))
 
 
-def _reduced(reduction: str, values: Tensor, value: Tensor, deviations: list[Tensor | None]) -> Tensor | None:
+def _reduced(reduction: str, layers: list[Result], changes: list[Tensor | None]) -> Tensor | None:
     """What each replicate would change about an aggregate over layers: (K,)."""
-    count = next((len(part) for part in deviations if part is not None), 0)
+    count = max(0 if change is None else len(change) for change in changes)
     if not count:
         return None
-    still = torch.zeros(count, dtype=torch.float64, device="cpu")
-    moved = values + torch.stack([still if part is None else part for part in deviations], dim=1)
-    return torch.stack([reduce_values(reduction, row) for row in moved]) - value
+    values = _values(layers)
+    still = values.new_zeros(count)
+    moved = values + torch.stack([still if change is None else change for change in changes], dim=1)
+    return torch.stack([reduce_values(reduction, row) for row in moved]) - reduce_values(reduction, values)
 
 
-def _reduced_error(reduction: str, parts: list[Result]) -> float:
-    """Standard error of an aggregate over layers whose errors are independent."""
-    if reduction == "max":
-        return max(parts, key=lambda row: row.value).stderr
-    return math.hypot(*(row.stderr for row in parts))
+def _values(rows: list[Result]) -> Tensor:
+    return torch.tensor([row.value for row in rows], dtype=torch.float64, device="cpu")
 
 
-def _available(measure: Measure, outline: Outline, explored: Explored) -> bool:
-    """Whether what the network's value needs was found."""
-    if "spectrum" in measure.network_needs:
-        return measure.name in explored.spectra
-    return outline.network or "traces" not in measure.network_needs
+def missed_precision(outline: Outline, results: list[Result]) -> list[str]:
+    """What to say when sampled values of layers did not reach the precision asked for."""
+    precision, most = outline.request.precision, outline.request.max_passes
+    layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
+    missed = [row for row in layers if row.stderr > 1.25 * precision * abs(row.value)]
+    if not missed:
+        return []
+    worst = max(missed, key=lambda row: row.stderr / max(abs(row.value), 1e-300))
+    share = f"{worst.stderr / abs(worst.value):.2g}" if worst.value else "a value of 0"
+    return [
+        f"aimed at a standard error of {precision:.2g} of each layer's value but {len(missed)} of "
+        f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
+        f"{share}: raise max_passes, now {most}"
+    ]
 
 
 def _spectrum_notes(spectrum: Spectrum) -> list[str]:
@@ -268,7 +234,7 @@ def _spectrum_notes(spectrum: Spectrum) -> list[str]:
 
 
 def _with_data_errors(
-    results: list[Result], left_out: list[list[Result]], measures: Sequence[Measure], samples: int
+    results: list[Result], left_out: list[list[Result]], measures: list[Measure], samples: int
 ) -> list[Result]:
     """Results with `data_stderr`, from the same results without one group of samples after the other.
 
@@ -285,9 +251,7 @@ def _with_data_errors(
     B = len(left_out)
     if B < 2:
         return results
-    values = torch.tensor(
-        [[row.value for row in rows] for rows in left_out], dtype=torch.float64, device="cpu"
-    )
+    values = torch.stack([_values(rows) for rows in left_out])
     errors = ((B - 1) / B * (values - values.mean(0)).square().sum(0)).sqrt()
     # What does not depend on the data, such as norms of weights, moves by rounding alone.
     errors = errors.where(errors > _ROUNDING * values.mean(0).abs(), 0.0).tolist()

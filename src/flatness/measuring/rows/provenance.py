@@ -6,7 +6,8 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.problem.problem import Problem
 from flatness.problem.snapshot import dense_parts
+from flatness.report.report import Report
 from flatness.version import __version__
 
 # Numbers of a tensor up to which it is brought to the host as a whole.
@@ -45,7 +47,7 @@ def provenance(problem: Problem, plan: Plan, statistics: Statistics, seconds: fl
         "seconds": round(seconds, 4),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "flatness": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 
@@ -64,11 +66,19 @@ def risk_of(problem: Problem) -> dict[str, Any]:
     return {"loss": loss, "risk": float(found.risk), "normaliser": float(found.normaliser)}
 
 
+def with_risk(report: Report, parts: Sequence[Mapping[str, Any]]) -> Report:
+    """The report with the risk that `risk_of` found of all parts of the data; as it is without any."""
+    if not parts:
+        return report
+    risk = sum(part["risk"] for part in parts) / sum(part["normaliser"] for part in parts)
+    return replace(report, meta={**report.meta, **parts[0]["loss"], "risk": risk})
+
+
 def facts(problem: Problem, plan: Plan) -> dict[str, Any]:
     """What must be the same in all processes that measure together."""
     return {
-        "weights": model_fingerprint(problem.model),
         "dtype": str(problem.dtype),
+        "weights": model_fingerprint(problem.model),
         "measures": [measure.name for measure in plan.measures],
         "options": repr(plan.request.options),
         "layers": [(route.name, route.kind, sorted(route.needs)) for route in plan.layer_routes.values()],
@@ -89,9 +99,12 @@ def shares(problem: Problem) -> dict[str, Any]:
     if len({code for _, code in parts}) == 1:
         note += ", all of them the same: pass each process its own part of the data"
     problem.notes.append(note)
-    # Codes of samples add up modulo 2^64, whatever the parts: the fingerprint is that of all the data.
-    code = (sum(code for _, code in parts) + 2**63) % 2**64 - 2**63
-    return {"processes": len(parts), "data_fingerprint": f"{code:x}"}
+    return {"processes": len(parts), "data_fingerprint": joint_fingerprint(code for _, code in parts)}
+
+
+def joint_fingerprint(codes: Iterable[int]) -> str:
+    """The fingerprint of all the data, whatever the parts: codes of samples add up modulo 2^64."""
+    return f"{(sum(codes) + 2**63) % 2**64 - 2**63:x}"
 
 
 def model_fingerprint(model: nn.Module) -> str:

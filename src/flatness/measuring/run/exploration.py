@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,12 +16,7 @@ from flatness.curvature.operators.network_spectrum import (
 )
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
-from flatness.curvature.sums.squared_gradients import (
-    DRAWS,
-    MOST_POSITIONS,
-    SquaredGradients,
-    squared_gradients,
-)
+from flatness.curvature.sums.squared_gradients import DRAWS, MOST_POSITIONS, squared_gradients
 from flatness.errors import DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError, listed
 from flatness.measuring.plan.plan import Plan
 from flatness.problem.problem import Problem
@@ -53,77 +48,94 @@ def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything:
         views: The measured layers.
         everything: Whether "all" was asked for, so that what does not exist here is left out with a note.
     """
-    exploring = [measure for measure in plan.measures if measure.explore is not None]
-    if not exploring and not plan.request.network_spectra:
+    if not plan.request.explores:
         return Explored()
-    space = ParameterSpace(problem)
-    hessian = HessianOperator(space, curvature=plan.request.curvature, graph_bytes=plan.graph_bytes)
-    squares = cache(lambda: squared_gradients(space, plan.gradient_routes))
-    gradient = cache(space.gradient)
-    solver = _Spectra(hessian, squares)
-    notes: list[str] = []
-    spectra = _planned_spectra(problem, plan, solver, notes, everything)
-    values: dict[str, Mapping[str | None, Valued]] = {}
-    weights = {name: layer.matrix() for name, layer in plan.called.items()}
-    for measure in exploring:
-        options = plan.request.options[measure.name]
-        seen = [replace(view, options=options) for view in views]
-        assert measure.explore is not None
-        with _left_out(notes, [measure.name], everything):
-            _refuse_several(problem)
-            values[measure.name] = measure.explore(
-                Surroundings(
-                    space, seen, weights, gradient, squares, solver.one, hessian, options, problem.seed
-                )
-            )
-    if squares.cache_info().currsize and squares().sampled:
-        notes.append(
-            f"squared gradients: more than {MOST_POSITIONS} predictions per sample, hence estimated from "
-            f"{DRAWS} draws of random signs"
+    run = _Exploration(problem, plan, everything)
+    return Explored(run.planned_spectra(), run.values(views), (*run.notes, *run.remarks()))
+
+
+class _Exploration:
+    """What measures share that explore the space of all parameters: each is computed once, when it is needed.
+
+    Attributes:
+        notes: What was left out, and why.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, everything: bool) -> None:
+        self.notes: list[str] = []
+        self._problem, self._plan, self._everything = problem, plan, everything
+        self._space = ParameterSpace(problem)
+        self._hessian = HessianOperator(
+            self._space, curvature=plan.request.curvature, graph_bytes=plan.graph_bytes
         )
-    if hessian.error.relative is not None:
-        notes.append(f"eigenvalues of the network: {hessian.error}")
-    return Explored(spectra, values, tuple(notes))
+        self._squares = cache(lambda: squared_gradients(self._space, plan.gradient_routes))
+        self._gradient = cache(self._space.gradient)
+        self._solved: dict[SpectrumRequest, NetworkSpectrum] = {}
 
-
-@dataclass
-class _Spectra:
-    """Spectra of the network's Hessian, each solved once."""
-
-    hessian: HessianOperator
-    squares: Callable[[], SquaredGradients]
-    solved: dict[SpectrumRequest, NetworkSpectrum] = field(default_factory=dict)
-
-    def one(self, request: SpectrumRequest) -> NetworkSpectrum:
-        """The spectrum that answers a request."""
-        if request not in self.solved:
-            self.advance_together([request])
-        return self.solved[request]
-
-    def advance_together(self, requests: Iterable[SpectrumRequest]) -> None:
-        """Solve several in step; equal requests are one."""
-        distinct = list(dict.fromkeys(requests))
-        found = network_spectra(self.hessian, distinct, self.squares)
-        self.solved.update(zip(distinct, found, strict=True))
-
-
-def _planned_spectra(
-    problem: Problem, plan: Plan, solver: _Spectra, notes: list[str], everything: bool
-) -> dict[str, NetworkSpectrum]:
-    """The spectra that measures need, by measure; without those that do not exist here, where allowed."""
-    allowed = everything or all(measure.of_layers for measure in plan.measures if measure.network_needs)
-    asked, requests = plan.request.network_spectra, {}
-    if not asked:
+    def planned_spectra(self) -> dict[str, NetworkSpectrum]:
+        """The spectra that measures need, by measure; without those that do not exist here, where allowed."""
+        asked, requests = self._plan.request.network_spectra, {}
+        of_network = [measure for measure in self._plan.measures if measure.network_needs]
+        allowed = self._everything or all(measure.of_layers for measure in of_network)
+        with self._left_out(list(asked), allowed):
+            for name, request in asked.items():
+                with self._left_out([name], allowed):
+                    check_metric(self._space, request)
+                    requests[name] = request
+            return dict(zip(requests, self._spectra(requests.values()), strict=True))
         return {}
-    with _left_out(notes, list(asked), allowed):
-        _refuse_several(problem)
-        for name, request in asked.items():
-            with _left_out(notes, [name], allowed):
-                check_metric(solver.hessian.space, request)
-                requests[name] = request
-        solver.advance_together(requests.values())
-        return {name: solver.solved[request] for name, request in requests.items()}
-    return {}
+
+    def values(self, views: list[LayerView]) -> dict[str, Mapping[str | None, Valued]]:
+        """What measures find that walk around in parameter space, by measure."""
+        weights = {name: layer.matrix() for name, layer in self._plan.called.items()}
+        values: dict[str, Mapping[str | None, Valued]] = {}
+        for measure in self._plan.measures:
+            if measure.explore is None:
+                continue
+            options = self._plan.request.options[measure.name]
+            around = Surroundings(
+                self._space,
+                [replace(view, options=options) for view in views],
+                weights,
+                self._gradient,
+                self._squares,
+                lambda request: self._spectra([request])[0],
+                self._hessian,
+                options,
+                self._problem.seed,
+            )
+            with self._left_out([measure.name], self._everything):
+                _refuse_several(self._problem)
+                values[measure.name] = measure.explore(around)
+        return values
+
+    def remarks(self) -> Iterator[str]:
+        """How what was shared was computed."""
+        if self._squares.cache_info().currsize and self._squares().sampled:
+            yield (
+                f"squared gradients: more than {MOST_POSITIONS} predictions per sample, hence estimated from "
+                f"{DRAWS} draws of random signs"
+            )
+        if self._hessian.error.relative is not None:
+            yield f"eigenvalues of the network: {self._hessian.error}"
+
+    def _spectra(self, requests: Collection[SpectrumRequest]) -> list[NetworkSpectrum]:
+        """Solve several in step, each once; equal requests are one."""
+        new = [request for request in dict.fromkeys(requests) if request not in self._solved]
+        if new:
+            _refuse_several(self._problem)
+            self._solved |= zip(new, network_spectra(self._hessian, new, self._squares), strict=True)
+        return [self._solved[request] for request in requests]
+
+    @contextmanager
+    def _left_out(self, names: list[str], allowed: bool) -> Iterator[None]:
+        """Turn what a measure cannot have here into a note, where that is allowed."""
+        try:
+            yield
+        except (DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError) as error:
+            if not allowed:
+                raise
+            self.notes.append(f"left out for the network: {listed(names)}. {error}")
 
 
 def _refuse_several(problem: Problem) -> None:
@@ -133,14 +145,3 @@ def _refuse_several(problem: Problem) -> None:
             f"{problem.ranks.count}. Measure it in one process, on all the data, inside "
             "flatness.separately()."
         )
-
-
-@contextmanager
-def _left_out(notes: list[str], names: list[str], allowed: bool) -> Iterator[None]:
-    """Turn what a measure cannot have here into a note, where that is allowed."""
-    try:
-        yield
-    except (DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError) as error:
-        if not allowed:
-            raise
-        notes.append(f"left out for the network: {listed(names)}. {error}")
