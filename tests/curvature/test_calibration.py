@@ -12,11 +12,11 @@ from torch import nn
 
 import flatness
 import oracle
-from flatness.curvature.sums.folds import replicates
+from flatness.curvature.sums.folds import FOLDS, replicates
 from flatness.curvature.sums.sampled import Budget
 from flatness.measuring.run import run as running
 
-SEEDS = 24
+SEEDS = 48
 # Seed, factor of the weights, and the traces of the first two layers, to two digits.
 NETWORKS = {
     "ordinary": (0, 1.0, (0.30, 0.26)),
@@ -46,7 +46,7 @@ def sampled_measures():
     ]
 
 
-def scores(name, measures, monkeypatch):
+def scores(name, measures, monkeypatch, budget):
     """z of all rows of layers and network, by measure, one per seed."""
     model, x, y = built(name)
     asked = {"measures": measures, "options": OPTIONS, "progress": False}
@@ -57,7 +57,7 @@ def scores(name, measures, monkeypatch):
         assert truth.value("hessian_trace", layer=layer) == pytest.approx(dense, rel=1e-9)
         assert dense == pytest.approx(trace, abs=0.02)
     # No pilot: as many probes as make errors of all sizes.
-    monkeypatch.setattr(running, "choose_budget", lambda *_: Budget(2, 4, True, 16))
+    monkeypatch.setattr(running, "choose_budget", lambda *_: budget)
     found = {}
     for seed in range(SEEDS):
         report = flatness.measure(model, (x, y), method="sampled", seed=seed, **asked)
@@ -78,17 +78,22 @@ def rms(values):
     return math.sqrt(sum(value**2 for value in values) / len(values))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_sampled_measure_has_an_honest_standard_error(name, monkeypatch):
+EVENLY, BY_SLOPE = Budget(2, 4, folds=FOLDS), Budget(2, 4, per_slope=16.0, folds=FOLDS)
+
+
+@pytest.mark.parametrize("name, budget", [*((name, EVENLY) for name in NETWORKS), ("ordinary", BY_SLOPE)])
+def test_every_sampled_measure_has_an_honest_standard_error(name, budget, monkeypatch):
     """Root mean square of scores over seeds and rows; smaller ones only where the truth is clipped to 0."""
     measures = sampled_measures()
     assert {"matrix_normalized_sharpness", "normalized_sharpness", "neuron_flatness"} <= set(measures)
-    for measure, rows in scores(name, measures, monkeypatch).items():
+    for measure, rows in scores(name, measures, monkeypatch, budget).items():
         pooled = [z for row in rows.values() for z in row]
         certain = name == "negative" and measure == "minimum_sharpness"
-        assert (0.0 if certain else 0.7) < rms(pooled) < 1.5, (measure, rms(pooled))
+        # Roots of traces that are clipped are covered too well.
+        least = 0.0 if certain else 0.6 if name == "negative" else 0.7
+        assert least < rms(pooled) < 1.5, (measure, rms(pooled))
         assert max(map(abs, pooled)) < 6, measure
-        # 24 scores of unit variance have a root mean square of 1 ± 0.15; maxima and roots are biased besides.
+        # 48 scores of unit variance have a root mean square of 1 ± 0.1; maxima and roots are biased besides.
         assert all(rms(row) < 1.6 for row in rows.values()), (measure, rows)
 
 
@@ -104,7 +109,7 @@ def test_replicates_of_a_sum_have_the_error_of_the_sum():
 def test_a_clipped_value_says_how_large_it_may_be(monkeypatch):
     """A trace below 0 by less than its error: the root is 0, and not for certain."""
     model, x, y = built("near zero")
-    monkeypatch.setattr(running, "choose_budget", lambda *_: Budget(2, 4, True, 16))
+    monkeypatch.setattr(running, "choose_budget", lambda *_: Budget(2, 4, folds=16))
     names = ["hessian_trace", "matrix_normalized_sharpness"]
     for seed in range(SEEDS):
         report = flatness.measure(model, (x, y), measures=names, method="sampled", seed=seed, progress=False)

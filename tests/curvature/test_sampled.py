@@ -165,7 +165,7 @@ def test_standard_errors_are_calibrated_over_200_seeds():
     model, x, y = wide(n=100, scale=0.5)
     measures = ["hessian_trace", "relative_flatness", "matrix_normalized_sharpness"]
     truth = flatness.measure(model, (x, y), measures=measures, method="exact", progress=False)
-    rows = rows_over_seeds(model, x, y, measures, Budget(2, 4, True, FOLDS), 200)
+    rows = rows_over_seeds(model, x, y, measures, Budget(2, 4, folds=FOLDS), 200)
     checked = 0
     for index, first in enumerate(rows[0]):
         if first.level == "unit" or first.reduction == "max":
@@ -179,7 +179,8 @@ def test_standard_errors_are_calibrated_over_200_seeds():
         assert abs(z.mean()) < 0.25, where
         # Few samples say most about an error, so that the variance of scores is about 1.1, give or take 0.12.
         assert 0.8 < z.var() < 1.4, where
-        assert 0.92 <= (z.abs() < 1.96).double().mean() <= 0.98, where
+        # 0.94 for errors of few samples; a share of 200 has a standard error of 0.017.
+        assert 0.9 <= (z.abs() < 1.96).double().mean() <= 0.98, where
         # And the errors are those that the values show.
         assert float(errors.square().mean().sqrt() / values.std()) == pytest.approx(1, abs=0.15), where
         checked += 1
@@ -318,9 +319,8 @@ def test_the_number_of_probes_is_settled_before_they_are_drawn(monkeypatch):
     monkeypatch.setattr(running, "sampled_statistics", counted)
     report = flatness.measure(model, (x, y), measures="hessian_trace", method="sampled", progress=False)
     (budget,) = drawn
-    how = "all layers together" if budget.joint else "layer by layer"
     first = "all directions" if budget.gauss_newton is None else f"{budget.gauss_newton} probes per sample"
-    expected = f"{first}, and {budget.residual} of the residual, {how}"
+    expected = f"{first}, and {budget.residual} of the residual"
     assert report.result("hessian_trace", layer="0").notes[1] == expected
 
 

@@ -43,12 +43,18 @@ class Signs:
         other._draw, other._drawn = (*self._draw, *draw), 0
         return other
 
+    def of_probes(self, numbers: Tensor) -> Signs:
+        """The same samples, each in the draws of a probe of its own, given by its number (n,)."""
+        other = self.at()
+        other._bases = _mixed(self._bases + (numbers + 1) * _signed(_GOLDEN))
+        return other
+
     def next(self) -> Signs:
         """The same samples in a draw of its own, which counts as one of these."""
         self._drawn += 1
         return self.at(-self._drawn)
 
-    def of(self, part: slice) -> Signs:
+    def of(self, part: slice | Tensor) -> Signs:
         """Some of the samples, at the beginning of the same draw."""
         other = self.at()
         other._bases = self._bases[part]

@@ -1,9 +1,9 @@
 """Sums over samples and probes, and how far they scatter: the raw material of standard errors.
 
-Every sample is probed an even number of times. Neighbouring probes of a sample get opposite signs, and signed
-values are added up in J folds of samples. With R probes the estimate is S = Σ_ir q_ir / R, and a fold holds
-F_j = Σ_{i∈j} Σ_r ±q_ir / R, from which the value itself has dropped out. For a quantity f that is linear in
-the sums
+Every sample is probed an even number of times. Neighbouring probes of a sample get opposite signs, and their
+values are added up in J folds. With R_i probes of sample i the estimate is S = Σ_ir q_ir / R_i, and a fold
+holds F_j = Σ_{i∈j} Σ_r ±q_ir / R_i, from which the value itself has dropped out. For a quantity f that is
+linear in the sums
 
     se² = Σ_j f(F_j)²,
 
@@ -68,17 +68,9 @@ class FoldedSums:
                 part.update(whole.sums)
         return self
 
-    def divided(self, probes: int) -> FoldedSums:
-        """The mean over probes, in place."""
-        for part in (self.sums, self.folds):
-            for statistics in part.values():
-                for value in statistics.values():
-                    value /= probes
-        return self
-
 
 class Collector:
-    """Takes values per sample of one micro-batch and one probe, and adds them to sums and folds.
+    """Takes values per sample of one micro-batch, one probe of each, and adds them to sums and folds.
 
     Probes come in pairs of opposite signs. A sample's number and that of the pair say which fold they go to,
     so that micro-batches make no difference.
@@ -86,33 +78,40 @@ class Collector:
     Args:
         into: Where they go.
         samples: Numbers of the samples in the data, (n,).
-        probe: Number of the probe.
+        probes: Number of the probe of each, (n,).
+        weights: One over how many probes each gets, (n,).
     """
 
-    def __init__(self, into: FoldedSums, samples: Tensor, probe: int) -> None:
-        self.into, self.sign = into, 1.0 if probe % 2 == 0 else -1.0
+    def __init__(self, into: FoldedSums, samples: Tensor, probes: Tensor, weights: Tensor) -> None:
+        self.into, self.weights, self.signed = into, weights, weights * (1 - 2 * (probes % 2))
         # A step that has no divisor in common with the number of folds: pairs spread out.
-        self.fold = (samples + _STEP * (probe // 2)) % into.count if into.count else None
+        self.fold = (samples + _STEP * (probes // 2)) % into.count if into.count else None
 
     def put(self, owner: str, values: Mapping[str, Tensor | Outer], start: int = 0) -> None:
         """Add values (samples, …) by statistic, of the samples from `start` on."""
         for statistic, value in values.items():
             if isinstance(value, Outer):
-                self.into.add(owner, statistic, (value.a.T @ value.b)[None], self._folded_outer(value))
+                part = slice(start, start + len(value.a))
+                total = ((value.a * self.weights.to(value.a)[part, None]).T @ value.b)[None]
+                self.into.add(owner, statistic, total, self._folded_outer(value, part))
             else:
-                self.into.add(owner, statistic, value.sum(0), self._folded(value, start))
+                part = slice(start, start + len(value))
+                total = torch.tensordot(self.weights.to(value)[part], value, 1)
+                self.into.add(owner, statistic, total, self._folded(value, part))
 
-    def _folded_outer(self, value: Outer) -> Tensor | None:
+    def _folded_outer(self, value: Outer, part: slice) -> Tensor | None:
         if self.fold is None:
             return None
-        parts = [(self.fold == j).nonzero()[:, 0] for j in range(self.into.count)]
-        return torch.stack([value.a[i].T @ value.b[i] for i in parts])[:, None] * self.sign
+        a, fold = value.a * self.signed.to(value.a)[part, None], self.fold[part]
+        rows = [(fold == j).nonzero()[:, 0] for j in range(self.into.count)]
+        return torch.stack([a[i].T @ value.b[i] for i in rows])[:, None]
 
-    def _folded(self, value: Tensor, start: int) -> Tensor | None:
+    def _folded(self, value: Tensor, part: slice) -> Tensor | None:
         if self.fold is None:
             return None
         folds = torch.zeros(self.into.count, *value.shape[1:], dtype=value.dtype, device=value.device)
-        return folds.index_add_(0, self.fold[start : start + len(value)], value, alpha=self.sign)
+        signed = self.signed.to(value)[part].view(-1, *[1] * (value.dim() - 1))
+        return folds.index_add_(0, self.fold[part], value * signed)
 
 
 def replicates(folds: Tensor) -> Tensor:

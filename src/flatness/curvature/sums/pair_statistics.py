@@ -21,7 +21,7 @@ from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import statistics_of
 from flatness.curvature.sums.layer_sums import working_numbers
 from flatness.curvature.sums.routes import LayerRoute
-from flatness.curvature.sums.statistic import SignalPair
+from flatness.curvature.sums.statistic import BlockStatistic, SignalPair
 from flatness.losses.signs import Signs
 from flatness.network.affine import AffineModule
 from flatness.network.layers import Layer
@@ -96,7 +96,9 @@ class LayerPairs:
 
 
 class WeightSigns:
-    """Signs V in the place of every weight of every sample: drawn twice alike, never held for all samples.
+    """Signs V in the place of every weight of every sample; never held for all samples.
+
+    Traces of blocks follow from η = VΦ and h alone, as V(hΦᵀ)ᵀ = ηhᵀ; for the rest V is drawn again, alike.
 
     Args:
         pairs: The layer.
@@ -106,11 +108,14 @@ class WeightSigns:
     def __init__(self, pairs: LayerPairs, signs: Signs) -> None:
         self._pairs, self._signs = pairs, signs
         self._shift: Tensor | None = None
+        self._of_blocks = [one for one in pairs.statistics if isinstance(one, BlockStatistic)]
+        self._others = [one for one in pairs.statistics if not isinstance(one, BlockStatistic)]
+        scales = {False} | {one.scaled for one in self._of_blocks}
+        self._eta = {scaled: torch.cat(list(self._along(scaled=scaled))) for scaled in sorted(scales)}
 
     def signal(self, shape: torch.Size) -> Tensor:
-        """η = VΦ, plus signs of its own for the bias at all positions, shaped like the layer's output."""
-        pairs = self._pairs
-        eta = torch.cat([V @ Phi for _, Phi, V in self._drawn()])
+        """η, plus signs of its own for the bias at all positions, shaped like the layer's output."""
+        pairs, eta = self._pairs, self._eta[False]
         if pairs.bias is not None:
             self._shift = self._signs.at(1).like(eta[..., :1])
             eta = eta + self._shift
@@ -122,8 +127,18 @@ class WeightSigns:
         h = pairs.layer.signals(h, pairs.n)
         if pairs.bias is not None and self._shift is not None:
             collector.put(pairs.bias, {"diagonal": (self._shift[..., 0] * h.sum(3)).flatten(1)})
-        for part, Phi, V in self._drawn():
-            pairs.add_gradients(collector, V, h[part] @ Phi.mT, part.start)
+        blocks = {one.name: one.of_product(pairs.frame, self._eta[one.scaled], h) for one in self._of_blocks}
+        collector.put(pairs.name, blocks)
+        if self._others:
+            for part, Phi, V in self._drawn():
+                q = h[part] @ Phi.mT
+                values = {one.name: one.of_pair(pairs.frame, V, q) for one in self._others}
+                collector.put(pairs.name, values, part.start)
+
+    def _along(self, *, scaled: bool) -> Iterator[Tensor]:
+        """The signal VΦ, or V diag(V_t⁻²) Φ for features of unit spread."""
+        for _, Phi, V in self._drawn():
+            yield V @ (Phi * self._pairs.frame.inverse_V2[:, :, None] if scaled else Phi)
 
     def _drawn(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         pairs = self._pairs

@@ -36,7 +36,7 @@ from flatness.problem.problem import Problem
 
 ALL, SIGNS = "all directions", "signs"
 # Units of a pass, where there are as many samples: each has random directions of its own.
-UNITS = 64
+UNITS = 16
 # Samples of a unit where nobody knows how many there are.
 _UNKNOWN_UNIT = 64
 
@@ -133,13 +133,19 @@ class ParameterEngine:
         for block in self._blocks:
             for probe, V in block.directions(self.probes, signs.next()):
                 part = parts[ALL if block.complete else SIGNS]
-                block.add(Collector(part, number, probe), V, self._along(product, block, V))
+                weights = torch.full_like(
+                    number, 1.0 if block.complete else 1 / self.probes, dtype=torch.float64
+                )
+                block.add(
+                    Collector(part, number, torch.full_like(number, probe), weights),
+                    V,
+                    self._along(product, block, V),
+                )
         self.units = max(self.units, unit + 1)
         found, loss = Statistics(), self.problem.loss
         with torch.no_grad():
             values = loss.values(items).sum(dtype=torch.float64)
             found.count(items.logits.shape[0], loss.normaliser(items), values)
-        parts[SIGNS].divided(self.probes)
         for name, part in parts.items():
             self.parts[name].merge(part)
             for owner, sums in part.sums.items():
@@ -187,15 +193,12 @@ class ParameterEngine:
 
 
 def unit_length(problem: Problem, first: int | None = None) -> int:
-    """Samples per unit, so that there are `UNITS` of them.
-
-    A pilot on the first samples has a quarter as many, unless its units would be the longer ones.
-    """
+    """Samples per unit, so that there are `UNITS` of them; half as many in a pilot on the first samples."""
     samples = problem.source.expected_samples()
     if not samples:
         return _UNKNOWN_UNIT
     length = max(1, -(-samples // UNITS))
-    return length if first is None else min(length, -(-4 * min(samples, first) // UNITS))
+    return length if first is None else min(length, -(-2 * min(samples, first) // UNITS))
 
 
 @dataclass

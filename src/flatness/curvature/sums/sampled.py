@@ -10,21 +10,22 @@ probed apart, which has a fraction of the noise of probing their sum:
 * Gauss-Newton: s = Σ_k ±s_k over the factors of ∇²_f ℓ, independent signs for every sample and token; one
   backward pass gives the pair (δ, δ) of all layers. With few outputs all factors in turn cost no more, and
   nothing is random.
-* Residual: random signs η, and h = ∂/∂z ⟨η, Jᵀg⟩ with g = ∂ℓ/∂f held fixed, which is the residual times η:
-  one second backward pass. All layers at once ("joint"), at the price of noise from cross terms between
-  layers, or layer by layer; a deep network's in `MOST_GROUPS` groups of neighbours, as a pass for each of L
-  layers would cost L².
+* Residual: random signs η, and h = ∂/∂z ⟨η, Jᵀg⟩ with g = ∂ℓ/∂f held fixed, which is the residual times η.
+  One second backward pass serves all layers: with M the residual in the preactivations of all layers and
+  signs c_l η_l at layer l, what arrives there is Σ_l' c_l' M_ll' η_l', and divided by c_l it has M_ll η_l as
+  its mean. The other layers' terms are noise, of size c_l'/c_l: without scales c, layers of large curvature
+  drown those of small. c_l = (Gauss-Newton trace of l)^−½ gives all about the same relative noise.
 
-Every sample has probes of its own, so that n of them average out in one pass. The same code, given complete
-sets of directions instead of random ones, is exact: see `Budget`.
+Every sample has probes of its own, so that n of them average out in one pass. The residual is linear in g: in
+a trained network a few samples with large g carry nearly all of its noise, and probes go where the noise is,
+see `Budget.counts`. The same code, given complete sets of directions instead of random ones, is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,8 +53,10 @@ from flatness.problem import batches
 from flatness.problem.problem import Problem
 
 PARTS: tuple[str, ...] = ("gauss_newton", "residual")
-# Second backward passes that one probe of the residual, layer by layer, takes at most.
-MOST_GROUPS = 32
+# The most that probes of the residual double for a sample.
+MOST_DOUBLINGS = 12
+# Traces count as no smaller than this share of the largest.
+_SMALLEST_TRACE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,28 @@ class Budget:
 
     Attributes:
         gauss_newton: Number of probes of the Gauss-Newton part, even; None takes all directions.
-        residual: Number of probes of the residual, even; None takes all directions.
-        joint: Whether one probe of the residual serves all layers, or only one of `MOST_GROUPS` groups.
+        residual: The fewest probes of the residual that a sample gets, even; None takes all directions.
+        per_slope: Probes of the residual that a sample gets for each unit of ‖∂ℓ/∂f‖.
+        scales: c of every layer and norm layer, by name; 1 where there is none.
         folds: Degrees of freedom of standard errors.
     """
 
     gauss_newton: int | None
     residual: int | None
-    joint: bool = True
+    per_slope: float = 0.0
+    scales: Mapping[str, float] = field(default_factory=dict)
     folds: int = 64
+
+    def counts(self, slopes: Tensor) -> Tensor:
+        """Probes of the residual of samples with slopes ‖∂ℓ/∂f‖ (n,): `residual` times a power of 2.
+
+        Fixed by the sample alone, before it is probed. Numbers in proportion to the noise of each sample,
+        which for probes of one size goes with the slope, have the least variance for the sum of all.
+        """
+        assert self.residual is not None
+        wanted = (self.per_slope * slopes.double() / max(self.residual, 1)).clamp(1, 2.0**MOST_DOUBLINGS)
+        # Rounding of the logarithm must not double a number that is a power of 2 already.
+        return self.residual * 2 ** (wanted.log2() - 1e-9).ceil().clamp(min=0).long()
 
 
 @dataclass
@@ -84,6 +100,14 @@ class SampledSums:
 
     statistics: Statistics
     parts: dict[str, FoldedSums]
+
+    @property
+    def gauss_newton(self) -> Statistics:
+        """The Gauss-Newton part alone, over the same samples."""
+        part = Statistics()
+        part.count(self.statistics.samples, self.statistics.normaliser, self.statistics.risk)
+        part.sums = self.parts["gauss_newton"].sums
+        return part
 
     def folds(self, owner: str, statistic: str) -> Tensor | None:
         """The folds of both parts together; None where nothing is random."""
@@ -133,15 +157,23 @@ class Probes:
         into: The sums and folds.
         samples: The samples' numbers in the data.
         signs: Their signs, of this part.
+        weights: One over the number of probes of each.
     """
 
     into: FoldedSums
     samples: Tensor
     signs: Signs
+    weights: Tensor
 
-    def collector(self, probe: int) -> Collector:
-        """What takes the values of one probe."""
-        return Collector(self.into, self.samples, probe)
+    def of(self, rows: Tensor) -> Probes:
+        """Those of some of the samples, which may come several times."""
+        return replace(
+            self, samples=self.samples[rows], signs=self.signs.of(rows), weights=self.weights[rows]
+        )
+
+    def drawn(self, numbers: Tensor) -> tuple[Signs, Collector]:
+        """The signs of one probe of each sample, given its number, and what takes its values."""
+        return self.signs.of_probes(numbers), Collector(self.into, self.samples, numbers, self.weights)
 
 
 class SampledEngine:
@@ -153,7 +185,6 @@ class SampledEngine:
         self._copies = WeightCopies(routes.shared)
         self.total = Statistics()
         random = {"gauss_newton": budget.gauss_newton, "residual": budget.residual}
-        self._probes = {name: count or 1 for name, count in random.items()}
         self.parts = {name: FoldedSums(budget.folds if random[name] else 0) for name in PARTS}
 
     @contextmanager
@@ -164,32 +195,40 @@ class SampledEngine:
 
     def probed(self, batch: Any, samples: Tensor) -> Statistics:
         """Sums of one micro-batch, given its samples' numbers. Folds are added to the parts at once."""
-        recording = self._recording
-        recording.clear()
-        self._copies.prepare(batches.size_of(batch))
-        with torch.enable_grad():
-            items = self.problem.items(batch)
+        items, targets = self._run(batch)
         n = items.logits.shape[0]
         parts = {name: FoldedSums(part.count) for name, part in self.parts.items()}
-        targets = self._targets(n)
         # Samples of different processes need probes of their own.
         signs = Signs(self.problem.seed, samples, [self.problem.ranks.rank])
-        self._gauss_newton(items, targets, Probes(parts["gauss_newton"], samples, signs.at(0)))
-        curved = [target for target in targets if target.name in self.routes.curved]
-        if curved:
-            self._residual(items, curved, Probes(parts["residual"], samples, signs.at(1)))
+        even = torch.full_like(samples, 1 / (self.budget.gauss_newton or 1), dtype=torch.float64)
+        self._gauss_newton(items, targets, Probes(parts["gauss_newton"], samples, signs.at(0), even))
         with torch.no_grad():
             loss = self.problem.loss
             counted = n, loss.normaliser(items), loss.values(items).sum(dtype=torch.float64)
-        recording.clear()
+        if self.routes.curved and self.budget.residual != 0:
+            counts = self._residual_counts(items)
+            probes = Probes(parts["residual"], samples, signs.at(1), 1 / counts.double())
+            for number, (rows, numbers) in enumerate(_rounds(counts)):
+                if number:  # the first takes all samples, which have just run
+                    items, targets = self._run(batches.picked(batch, rows))
+                self._residual(items, targets, probes.of(rows), numbers)
+        self._recording.clear()
         found = Statistics()
         found.count(*counted)
         for name, part in parts.items():
-            self.parts[name].merge(part.divided(self._probes[name]))
+            self.parts[name].merge(part)
             for owner, sums in part.sums.items():
                 for statistic, value in sums.items():
                     found.add(owner, statistic, value)
         return found
+
+    def _run(self, batch: Any) -> tuple[Items, list[Target]]:
+        """A forward pass with its graph, and where it is probed."""
+        self._recording.clear()
+        self._copies.prepare(batches.size_of(batch))
+        with torch.enable_grad():
+            items = self.problem.items(batch)
+        return items, self._targets(items.logits.shape[0])
 
     def finished(self) -> SampledSums:
         """What was summed."""
@@ -212,32 +251,41 @@ class SampledEngine:
 
     def _gauss_newton(self, items: Items, targets: list[Target], probes: Probes) -> None:
         n, edges = items.logits.shape[0], [target.edge for target in targets]
-        for probe, s, weight in self._output_directions(items, probes.signs):
+        for collector, s, weight in self._output_directions(items, probes):
             with explained():
                 arrived = torch.autograd.grad(items.logits, edges, s, retain_graph=True, allow_unused=True)
-            collector = probes.collector(probe)
             with torch.no_grad():
                 for target, delta in zip(targets, arrived, strict=True):
                     if delta is not None:
                         target.add(collector, delta, _weighted(delta, weight, n))
 
-    def _output_directions(self, items: Items, signs: Signs) -> Iterator[tuple[int, Tensor, Tensor | float]]:
-        """Directions (n, T, K) at the output with the probe they belong to and their weight."""
-        loss = self.problem.loss
-        if self.budget.gauss_newton is not None:
-            for probe in range(self.budget.gauss_newton):
-                for s, sign in loss.probes(items, signs.at(probe)):
-                    yield probe, s, sign
-            return
-        T = items.logits.shape[1]
-        for s, c in loss.factors(items):
-            for t in range(T):
-                alone = torch.zeros_like(s)
-                alone[:, t] = s[:, t]
-                yield 0, s if T == 1 else alone, 1.0 if c is None else c[:, t].to(s.dtype)
+    def _output_directions(
+        self, items: Items, probes: Probes
+    ) -> Iterator[tuple[Collector, Tensor, Tensor | float]]:
+        """Directions (n, T, K) at the output, each with what takes its values, and its weight."""
+        loss, first = self.problem.loss, torch.zeros_like(probes.samples)
+        for probe in range(self.budget.gauss_newton or 0):
+            signs, collector = probes.drawn(first + probe)
+            for s, sign in loss.probes(items, signs):
+                yield collector, s, sign
+        if self.budget.gauss_newton is None:
+            T, collector = items.logits.shape[1], probes.drawn(first)[1]
+            for s, c in loss.factors(items):
+                for t in range(T):
+                    alone = torch.zeros_like(s)
+                    alone[:, t] = s[:, t]
+                    yield collector, s if T == 1 else alone, 1.0 if c is None else c[:, t].to(s.dtype)
 
-    def _residual(self, items: Items, targets: list[Target], probes: Probes) -> None:
+    def _residual_counts(self, items: Items) -> Tensor:
+        """Probes of the residual that each sample gets, (n,)."""
+        if self.budget.residual is None:
+            return torch.ones(len(items.logits), dtype=torch.int64, device=items.logits.device)
+        return self.budget.counts(slope_norms(self.problem, items))
+
+    def _residual(self, items: Items, targets: list[Target], probes: Probes, numbers: Tensor) -> None:
+        """Probes of the residual of some samples, by their numbers (probes, samples)."""
         slope = output_slope(self.problem, items)
+        targets = [target for target in targets if target.name in self.routes.curved]
         edges = [target.edge for target in targets]
         with explained(second=True):
             pulled = torch.autograd.grad(items.logits, edges, slope, create_graph=True, allow_unused=True)
@@ -246,37 +294,70 @@ class SampledEngine:
             for target, value in zip(targets, pulled, strict=True)
             if value is not None and value.requires_grad
         ]
-        for probe, group in self._residual_directions(live, probes.signs):
-            collector = probes.collector(probe)
-            with explained(second=True):
-                products = torch.autograd.grad(
-                    [value for _, value, _ in group],
-                    [target.edge for target, _, _ in group],
-                    [direction.signal for _, _, direction in group],
-                    retain_graph=True,
-                    allow_unused=True,
-                )
-            with torch.no_grad():
-                for (_, _, direction), h in zip(group, products, strict=True):
-                    if h is not None:
-                        direction.take(collector, h)
+        for number in numbers:
+            signs, collector = probes.drawn(number)
+            for asked in self._residual_directions(live, signs):
+                scales = [self.budget.scales.get(target.name, 1.0) for target, _, _ in asked]
+                with explained(second=True):
+                    products = torch.autograd.grad(
+                        [value for _, value, _ in asked],
+                        [target.edge for target, _, _ in asked],
+                        [c * direction.signal for c, (_, _, direction) in zip(scales, asked, strict=True)],
+                        retain_graph=True,
+                        allow_unused=True,
+                    )
+                with torch.no_grad():
+                    for c, (_, _, direction), h in zip(scales, asked, products, strict=True):
+                        if h is not None:
+                            direction.take(collector, h / c)
 
     def _residual_directions(
         self, live: list[tuple[Target, Tensor]], signs: Signs
-    ) -> Iterator[tuple[int, list[tuple[Target, Tensor, Direction]]]]:
-        """Groups of targets that share a product, each with its direction."""
-        if self.budget.residual is None:
-            for target, value in live:
-                for direction in target.every_direction():
-                    yield 0, [(target, value, direction)]
+    ) -> Iterator[list[tuple[Target, Tensor, Direction]]]:
+        """Targets that share a product, each with its direction: all of them, or one in every direction."""
+        if self.budget.residual is not None:
+            yield [(target, value, target.random_direction(signs.next())) for target, value in live]
             return
-        for probe in range(self.budget.residual):
-            own = signs.at(probe)
-            drawn = ((target, value, target.random_direction(own.next())) for target, value in live)
-            groups = min(len(live), 1 if self.budget.joint else MOST_GROUPS)
-            for g in range(groups):
-                size = len(live) * (g + 1) // groups - len(live) * g // groups
-                yield probe, list(islice(drawn, size))
+        for target, value in live:
+            for direction in target.every_direction():
+                yield [(target, value, direction)]
+
+
+def balance(statistics: Statistics, names: Iterable[str]) -> dict[str, float]:
+    """Scales c of layers and norm layers, from the traces of their Gauss-Newton parts.
+
+    The scale of one without a trace is that of the largest: it is not to disturb the others.
+    """
+    traces = {name: _own_trace(statistics, name) for name in names}
+    largest = max(traces.values(), default=0.0)
+    if not largest > 0:
+        return {}
+    floor = largest * _SMALLEST_TRACE
+    return {name: max(trace, floor) ** -0.5 if trace > 0 else largest**-0.5 for name, trace in traces.items()}
+
+
+def _own_trace(statistics: Statistics, name: str) -> float:
+    """The trace of a layer's weight, or of a norm layer's scale and shift."""
+    held = [statistics.sums.get(name, {}).get("row_traces")]
+    held += [statistics.sums.get(f"{name}.{key}", {}).get("diagonal") for key in ("weight", "bias")]
+    return sum(float(value.sum()) for value in held[:1] if value is not None) or sum(
+        float(value.sum()) for value in held[1:] if value is not None
+    )
+
+
+def _rounds(counts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Which samples get which probes, given how many each gets (n,): all the first ones, ever fewer the rest.
+
+    Yields places (k,) of samples and numbers (probes, k). Where few samples are left they come several times,
+    with different numbers: one probe of many takes no longer than one of few.
+    """
+    done, n = 0, len(counts)
+    while len(rows := (counts > done).nonzero()[:, 0]):
+        stop = int(counts[rows].min())
+        copies = max(k for k in range(1, stop - done + 1) if (stop - done) % k == 0 and k * len(rows) <= n)
+        numbers = torch.arange(done, stop, device=counts.device).view(-1, copies)
+        yield rows.repeat_interleave(copies), numbers.repeat(1, len(rows))
+        done = stop
 
 
 def output_slope(problem: Problem, items: Items) -> Tensor:
@@ -285,6 +366,11 @@ def output_slope(problem: Problem, items: Items) -> Tensor:
     with torch.enable_grad():
         value = problem.loss.values(replace(items, logits=loose)).sum()
         return torch.autograd.grad(value, loose)[0]
+
+
+def slope_norms(problem: Problem, items: Items) -> Tensor:
+    """‖∂ℓ/∂f‖ of every sample, (n,)."""
+    return output_slope(problem, items).flatten(1).norm(dim=1)
 
 
 def _weighted(delta: Tensor, weight: Tensor | float, n: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,52 +15,29 @@ from flatness.curvature.sums.folds import FOLDS, FOLDS_OF_LARGE, LARGE
 from flatness.curvature.sums.groups import stepwise
 from flatness.curvature.sums.parameter_probes import ParameterEngine, unit_length
 from flatness.curvature.sums.routes import LayerRoute
-from flatness.curvature.sums.sampled import MOST_GROUPS, PARTS, Budget, SampledEngine
+from flatness.curvature.sums.sampled import PARTS, Budget, SampledEngine, SampledSums, balance, slope_norms
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.scatter import Scatter, standard_error
 from flatness.measuring.views import Outline, layer_values, layer_views
 from flatness.problem.problem import Problem
 
-# Samples of a pilot, and probes of each of them, or of each unit of samples.
-_PILOT_SAMPLES, _PILOT_PROBES = 512, 2
+# A pilot looks at an eighth of the samples, within these numbers, and at a few for the balance of layers.
+_FEWEST_SAMPLES, _MOST_SAMPLES, _BALANCE_SAMPLES = 32, 512, 16
+# Probes of each of them, or of each unit of samples.
+_PILOT_PROBES = 2
 # A variance from a few hundred samples, or from a few units, may be too small by as much.
 _CAUTION = 1.5
 # Few samples want more probes each: a standard error that rests on fewer differences is itself too noisy.
-_FEWEST_DIFFERENCES = 128
-_FEWEST_DIRECTIONS = 4
+_FEWEST_DIFFERENCES = 16
+# What a probe of a part takes, in backward passes: that of the residual goes back through the graph of the
+# first derivatives and through the network. Counted, not timed: the same call takes the same decision.
+_PASSES = (1.0, 2.0)
 # What a product costs however few samples it has, in numbers of a graph that are worked on meanwhile; and how
-# many samples are usually worked on at a time. Counted, not timed: the same call takes the same decision.
+# many samples are usually worked on at a time.
 _PRODUCT, _USUAL_BATCH = 1 << 19, 256
-
-
-@dataclass(frozen=True)
-class _Cost:
-    """What the pilot says about one way to probe.
-
-    Attributes:
-        variances: Relative variance of every value per probe of all samples, by part: (2, values).
-        passes: Backward passes that one probe of a sample takes, by part. Counted, not timed: the same call
-            takes the same decision on any machine, however busy it is.
-    """
-
-    variances: Tensor
-    passes: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Numbers of probes of the two parts, None for all directions, with what they lead to.
-
-    Attributes:
-        probes: The numbers.
-        passes: Backward passes per sample.
-        excess: How many times the goal the largest variance is, at least 1.
-    """
-
-    probes: tuple[int | None, int]
-    passes: float
-    excess: float
+# How finely ways to share out probes are tried.
+_QUANTILES, _HALF_DOUBLINGS, _STEPS = 1024, 24, 24
 
 
 @dataclass(frozen=True)
@@ -79,81 +57,141 @@ class Directions:
 
 def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Tensor]) -> Budget:
     """The cheapest numbers of probes that promise the precision, within `max_passes`."""
-    folds = _folds(plan.sampling.layers)
-    samples = problem.source.expected_samples()
-    few = -(-_FEWEST_DIFFERENCES * 2 // max(1, samples or 512))
-    least = max(2, min(few + few % 2, plan.request.max_passes - plan.request.max_passes % 2))
-    found: list[tuple[float, Budget]] = []
-    for joint in (True, False) if len(plan.sampling.curved) > 1 else (True,):
-        cost, seen = _pilot(problem, plan, spreads, Budget(_PILOT_PROBES, _PILOT_PROBES, joint, folds))
-        choice = _cheapest(plan, cost, seen / samples if samples else 1.0, least)
-        found.append((choice.passes * choice.excess, Budget(*choice.probes, joint, folds)))
-    return min(found, key=lambda one: one[0])[1]
+    samples, curved = problem.source.expected_samples(), bool(plan.sampling.curved)
+    size = _pilot_size(samples)
+    pilot = Budget(_PILOT_PROBES, _PILOT_PROBES if curved else 0, folds=_folds(plan.sampling.layers))
+    slopes = _slopes(problem) if curved else torch.ones(samples or size, dtype=torch.float64, device="cpu")
+    if curved:
+        first = _probed(problem, plan, spreads, replace(pilot, residual=0), min(size, _BALANCE_SAMPLES))
+        pilot = replace(pilot, scales=balance(first.statistics, sorted(plan.sampling.curved)))
+    sums = _probed(problem, plan, spreads, pilot, size)
+    seen = sums.statistics.samples
+    share = min(1.0, seen / len(slopes))
+    first, second = _variances(problem, plan, spreads, sums)
+    # The noise of a sample's residual goes with its slope: what the pilot has seen of both says how.
+    second = second * share**2 / max(float(slopes[:seen].square().sum()), 1e-300)
+    return _cheapest(plan, pilot, first * share, second, slopes)
+
+
+def _slopes(problem: Problem) -> Tensor:
+    """‖∂ℓ/∂f‖ of every sample, (n,) on the host: one forward pass."""
+    found: list[Tensor] = []
+
+    def step(batch: Any) -> None:
+        with torch.no_grad():
+            items = problem.items(batch)
+        found.append(slope_norms(problem, items).double().cpu())
+
+    problem.stream(step, "slopes")
+    return torch.cat(found)
+
+
+def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: Tensor) -> Budget:
+    """The numbers of probes that bring every variance below precision², at the least cost.
+
+    All directions of the Gauss-Newton part have no variance and cost as many backward passes as it has.
+
+    Args:
+        plan: What to measure, how well, and at most how many probes.
+        pilot: What else the budget holds.
+        first: Relative variance of every value from one probe of the Gauss-Newton part of all samples.
+        second: The same from the residual, for samples of slopes w that have probes R: times Σ w²/R.
+        slopes: w of all samples.
+    """
+    most, goal = plan.request.max_passes, plan.request.precision**2
+    few = -(-_FEWEST_DIFFERENCES * 2 // len(slopes))
+    least = max(2, min(few + few % 2, most - most % 2))
+    counts: list[int | None] = [r for r in range(least, most + 1, 2) if r < plan.rank]
+    if plan.rank <= most:
+        counts.append(None)
+    options = (
+        _residual_options(pilot, slopes, least, most)
+        if plan.sampling.curved
+        else [_Option(pilot, 0.0, 0.0, 0.0)]
+    )
+    best: tuple[float, float, Budget] | None = None
+    for r1 in counts or [least]:
+        reached = first / r1 if r1 else torch.zeros_like(first)
+        for option in options:
+            if option.probes + (r1 or plan.rank) > most and option is not options[0]:
+                continue
+            excess = max(1.0, float((reached + second * option.spread).max()) / goal)
+            # First how close it comes to the goal, then what it costs.
+            rank = (excess if excess > 1.05 else 1.0, (r1 or plan.rank) * _PASSES[0] + option.passes)
+            if best is None or rank < best[:2]:
+                best = (*rank, replace(option.budget, gauss_newton=r1))
+    assert best is not None
+    return best[2]
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One way to share out probes of the residual.
+
+    Attributes:
+        budget: The way.
+        spread: Σ w²/R over the samples, w their slopes and R their numbers of probes.
+        probes: R on average.
+        passes: Backward passes per sample that they take.
+    """
+
+    budget: Budget
+    spread: float
+    probes: float
+    passes: float
+
+
+def _residual_options(pilot: Budget, slopes: Tensor, least: int, most: int) -> list[_Option]:
+    """Ways to share out probes of the residual, the cheapest first."""
+    # Quantiles stand for many samples.
+    ordered = slopes.sort().values
+    seen = ordered[torch.linspace(0, len(ordered) - 1, min(len(ordered), _QUANTILES)).long()]
+    mean = max(float(ordered.mean()), 1e-300)
+    shares = [0.0, *(least * 2 ** (k / 2) / mean for k in range(_HALF_DOUBLINGS))]
+    options = []
+    for fewest in sorted({least, *(r + r % 2 for r in (round(least * 1.25**k) for k in range(_STEPS)))}):
+        for per_slope in shares:
+            budget = replace(pilot, residual=fewest, per_slope=per_slope)
+            R = budget.counts(seen).double()
+            probes = float(R.mean())
+            if probes <= most:
+                # Samples that get more probes than others are run again for each doubling.
+                runs = float((R / fewest).log2().mean()) + 1
+                spread = float((seen.square() / R).mean()) * len(slopes)
+                options.append(_Option(budget, spread, probes, _PASSES[1] * (probes + runs)))
+    return sorted(options, key=lambda option: option.passes)
+
+
+def _pilot_size(samples: int | None) -> int:
+    """Samples of a pilot: a small part of the data, but enough to tell a variance."""
+    return _MOST_SAMPLES if samples is None else min(_MOST_SAMPLES, max(_FEWEST_SAMPLES, samples // 8))
 
 
 def _folds(routes: Iterable[LayerRoute]) -> int:
     return FOLDS_OF_LARGE if any(route.needs & LARGE for route in routes) else FOLDS
 
 
-def _cheapest(plan: Plan, cost: _Cost, scale: float, least: int) -> _Choice:
-    """Probes of the two parts: v₁/r₁ + v₂/r₂ ≤ precision² for every value, at the least cost.
-
-    All directions of the Gauss-Newton part have no variance and cost as many backward passes as it has.
-    """
-    most, variances = plan.request.max_passes, cost.variances * scale
-    counts: list[int | None] = [r for r in range(least, most + 1, 2) if r < plan.rank]
-    if plan.rank <= most:
-        counts.append(None)
-    choices = [_choice(plan, cost.passes, variances, r1, least) for r1 in counts or [least]]
-    # First how close it comes to the goal, then what it costs.
-    closest = min(choice.excess for choice in choices)
-    near = (choice for choice in choices if choice.excess <= 1.05 * closest)
-    return replace(min(near, key=lambda choice: choice.passes), excess=closest)
-
-
-def _choice(
-    plan: Plan, passes: tuple[float, float], variances: Tensor, r1: int | None, least: int
-) -> _Choice:
-    """What r₁ probes of the Gauss-Newton part, and as many of the residual as are wanted then, lead to."""
-    first, second = variances
-    goal, most, r2 = plan.request.precision**2, plan.request.max_passes, 0
-    reached = first / r1 if r1 else torch.zeros_like(first)
-    if plan.sampling.curved:
-        left = goal - reached
-        wanted = float(torch.where(left > 0, second / left.clamp(min=1e-300), float("inf")).max())
-        room = most - (r1 or plan.rank)
-        even = most if wanted >= most else 2 * -int(-wanted // 2)
-        r2 = min(max(least, even), max(least, room - room % 2))
-        reached = reached + second / r2
-    excess = float((reached / goal).max().clamp(min=1))
-    return _Choice((r1, r2), (r1 or plan.rank) * passes[0] + r2 * passes[1], excess)
-
-
-def _pilot(problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Budget) -> tuple[_Cost, int]:
+def _probed(
+    problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Budget, size: int
+) -> SampledSums:
     """Probe the first samples; nothing of it enters the results."""
     engine = SampledEngine(problem, plan.sampling, spreads, budget)
     with engine.attached():
-        problem.stream(stepwise(problem, None, engine.probed, engine.total.merge), "pilot", _PILOT_SAMPLES)
-    sums = engine.finished()
+        problem.stream(stepwise(problem, None, engine.probed, engine.total.merge), "pilot", size)
+    return engine.finished()
+
+
+def _variances(problem: Problem, plan: Plan, spreads: dict[str, Tensor], sums: SampledSums) -> Tensor:
+    """Relative variance of every value per probe of all samples of a pilot, by part: (2, values)."""
     names = [route.name for route in plan.sampling.layers if not plan.treatments[route.name].complete]
     variances = []
     for part in PARTS:
         scatter = Scatter.of(sums, (part,))
-        found = _relative_variances(problem, plan, spreads, sums.statistics, scatter, names)
+        found = _relative_variances(
+            problem, plan, spreads, sums.statistics, scatter, names, sums.gauss_newton
+        )
         variances.append(_PILOT_PROBES * _CAUTION * torch.cat([torch.zeros(1, dtype=torch.float64), *found]))
-    passes = (1.0, _residual_passes(plan, budget.joint))
-    return _Cost(torch.stack(variances), passes), sums.statistics.samples
-
-
-def _residual_passes(plan: Plan, joint: bool) -> float:
-    """What a probe of the residual costs, in backward passes of the network.
-
-    One second backward pass for all layers goes through the graph of the first and through the network: 2.
-    Layer by layer, or group by group, each goes through the part behind, which for m of them adds up to
-    (m + 1)/2 passes through the network. Timed on fully connected, convolutional and attention networks, the
-    two differ by factors of 0.9, 1.7 and 3.8 for 2, 8 and 16 layers; this counts 1.3, 2.8 and 4.8.
-    """
-    return 2.0 if joint else 1.0 + (min(len(plan.sampling.curved), MOST_GROUPS) + 1) / 2
+    return torch.stack(variances)
 
 
 def choose_directions(
@@ -169,12 +207,12 @@ def choose_directions(
     """
     folds = _folds(plan.by_parameters.layers)
     if not plan.by_parameters.random:
-        return Directions(_FEWEST_DIRECTIONS, (), folds)
+        return Directions(_PILOT_PROBES, (), folds)
     most = plan.request.max_passes - plan.request.max_passes % 2
     routes = plan.by_parameters.only(complete=False)
     samples, length = problem.source.expected_samples(), unit_length(problem)
     engine = ParameterEngine(problem, routes, spreads, min(_PILOT_PROBES, most), folds)
-    sums = engine.run(first=_PILOT_SAMPLES)
+    sums = engine.run(first=_pilot_size(samples))
     # Every unit has directions of its own: the more of them, the smaller the error of their sum.
     scale = engine.units / max(-(-samples // length) if samples else engine.units, 1)
     scatter, names = Scatter.of(sums), [route.name for route in routes.layers]
@@ -182,7 +220,7 @@ def choose_directions(
     found.append(_rest_variance(plan, known, sums.statistics, scatter))
     worst = max((float(value.max()) for value in found if value.numel()), default=0.0)
     wanted = engine.probes * _CAUTION * worst * scale / plan.request.precision**2
-    probes = most if wanted >= most else max(min(_FEWEST_DIRECTIONS, most), 2 * -int(-wanted // 2))
+    probes = most if wanted >= most else max(_PILOT_PROBES, 2 * -int(-wanted // 2))
     if plan.request.method == "sampled" or not samples:
         return Directions(probes, (), folds)
     each = max(1, plan.graph_bytes // problem.dtype.itemsize)
@@ -226,8 +264,12 @@ def _relative_variances(
     statistics: Statistics,
     scatter: Scatter,
     names: Collection[str],
+    gauss_newton: Statistics | None = None,
 ) -> list[Tensor]:
-    """Squared relative standard errors of all values of layers that a pilot gives, measure by measure.
+    """Squared standard errors of all values of layers that a pilot gives, measure by measure.
+
+    They are relative to the value, or to that of the Gauss-Newton part where it is larger and known: where
+    the two parts nearly cancel, no number of probes reaches a precision relative to what is left.
 
     Nothing when none of the pilot's samples counts: they all have targets that are ignored.
     """
@@ -235,15 +277,20 @@ def _relative_variances(
         return []
     sums = [m for m in plan.measures if m.needs and not m.needs & SPECTRA and (m.units or m.layer)]
     variances: list[Tensor] = []
-    for view in layer_views(Outline.of(problem, plan), statistics, {}, spreads):
+    outline = Outline.of(problem, plan)
+    views = layer_views(outline, statistics, {}, spreads)
+    parts = layer_views(outline, statistics if gauss_newton is None else gauss_newton, {}, spreads)
+    for view, part in zip(views, parts, strict=True):
         for measure in sums if view.name in names else ():
-            seen_by = replace(view, options=plan.request.options[measure.name])
+            options = plan.request.options[measure.name]
+            seen_by = replace(view, options=options)
             at = layer_values(measure, seen_by)
+            size = torch.maximum(at.abs(), layer_values(measure, replace(part, options=options)).abs())
             levels = len(measure.reductions) if measure.units is not None else 1
             moved = scatter.of_layer(seen_by, partial(layer_values, measure), at, measure.clips)
             error = standard_error(moved)
             error = torch.zeros_like(at) if error is None else error
-            relative = (error / at.abs().clamp(min=1e-300))[-levels:].square()
+            relative = (error / size.clamp(min=1e-300))[-levels:].square()
             # Values that are not finite are refused after the pass over all samples, with their layers.
             variances.append(relative.nan_to_num(nan=torch.inf))
     return variances

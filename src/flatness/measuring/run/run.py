@@ -19,7 +19,7 @@ from flatness.curvature.sums.frame import feature_spreads
 from flatness.curvature.sums.groups import SampleGroups
 from flatness.curvature.sums.parameter_probes import ALL, ParameterEngine, unit_length
 from flatness.curvature.sums.routes import Routes
-from flatness.curvature.sums.sampled import MOST_GROUPS, Budget, SampledSums, sampled_statistics
+from flatness.curvature.sums.sampled import Budget, SampledSums, sampled_statistics
 from flatness.curvature.sums.statistics import Statistics
 from flatness.errors import NotFiniteError, listed
 from flatness.losses import counted
@@ -112,10 +112,7 @@ def _described(plan: Plan, budget: Budget) -> str:
     first = "all directions" if budget.gauss_newton is None else f"{budget.gauss_newton} probes per sample"
     if not plan.sampling.curved:
         return first
-    many = len(plan.sampling.curved) > MOST_GROUPS
-    alone = f"in {MOST_GROUPS} groups of layers" if many else "layer by layer"
-    how = "all layers together" if budget.joint else alone
-    return f"{first}, and {budget.residual} of the residual, {how}"
+    return f"{first}, and {budget.residual} of the residual"
 
 
 def _residual_share(sums: SampledSums, name: str) -> str:

@@ -20,6 +20,10 @@ class Relative(BlockStatistic):
         """The matrix that traces are multiplied with."""
         return frame.WW
 
+    def weight(self, frame: Frame) -> Tensor:
+        """The matrix whose products with itself that is."""
+        return frame.W
+
     def of_identity(self, frame: Frame) -> Tensor:
         """Tr H_ss = m in every row, 0 between rows."""
         return frame.W.shape[2] * frame.W.square().sum()
@@ -29,8 +33,13 @@ class Relative(BlockStatistic):
         return (T * self.gram(frame)).sum(dtype=torch.float64)
 
     def of_product(self, frame: Frame, a: Tensor, b: Tensor) -> Tensor:
-        """⟨W Wᵀ a, b⟩."""
-        return (across(self.gram(frame), a) * b).sum((1, 2, 3))
+        """⟨W Wᵀ a, b⟩, or ⟨Wᵀa, Wᵀb⟩ where W is so tall that both products cost less."""
+        _, d, m = frame.W.shape
+        if d <= (m if a is b else 2 * m):
+            return (across(self.gram(frame), a) * b).sum((1, 2, 3))
+        W = self.weight(frame).mT
+        first = across(W, a)
+        return (first * (first if a is b else across(W, b))).sum((1, 2, 3))
 
     def of_squares(self, squares: SquaredSignals) -> Tensor:
         """Σ ‖φ‖² ‖Wᵀδ‖²."""

@@ -20,6 +20,11 @@ class RelativeNormalized(Relative):
         """The matrix that traces are multiplied with."""
         return frame.WW_V
 
+    def weight(self, frame: Frame) -> Tensor:
+        """The matrix whose products with itself that is."""
+        assert frame.V is not None
+        return frame.W * frame.V[:, None]
+
     def of_identity(self, frame: Frame) -> Tensor:
         """Tr H_ss = Σ_t V_t⁻² in every row, 0 between rows."""
         return (frame.inverse_V2.sum(1) * (frame.W.square() * frame.V2[:, None]).sum((1, 2))).sum()
