@@ -16,6 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "flatness"
 # Members of families: each is one of many of its kind, and the module that lists the kind imports it.
 FAMILIES = (
     "catalogue",
+    "catalogue.engines",
     "cli",
     "curvature.sums.kinds",
     "study.experiments",

@@ -21,7 +21,7 @@ LINEAR = [
 ]
 # Where probes leave no noise (a diagonal residual) only rounding is left.
 ROUNDING = 1e-9
-# Errors rest on 128 differences or more, some much larger than others: tails are heavier than normal ones.
+# Errors rest on 64 differences or more, some much larger than others: tails are heavier than normal ones.
 FARTHEST = 6
 # A row beyond that is measured with so many other seeds: one sample may carry most of the noise, and when all
 # of its probes happen to agree, a single error says too little, though its square is right on average.

@@ -75,9 +75,10 @@ def measure(
         method: "exact", "sampled", or "auto", which is exact wherever that is possible and affordable.
         curvature: "hessian", "gauss_newton" for that part of it, or "finite_differences" for the Hessian
             of networks with operators that torch cannot differentiate twice.
-        precision: Relative standard error that each sampled value of a layer aims at; exact values have none.
-        max_passes: The most random probes per sample; when they do not reach the precision, a note says what
-            they reached.
+        precision: Standard error that each sampled value of a layer aims at, relative to the value or to its
+            Gauss-Newton part, whichever is larger; exact values have none.
+        max_passes: The most random probes per sample, on average; when they do not reach the precision, a
+            note says what they reached.
         data_stderr: Whether every result also gets the standard error of its value as an estimate for the
             distribution that the samples were drawn from. It does not shrink with more probes, only with
             more data.
@@ -165,7 +166,7 @@ def _measured(
     if ranks.count > 1:
         meta |= shares(problem)
     notes = (*problem.notes, *plan.notes, *run.notes, *explored.notes)
-    report = Report(tuple(results), meta, (*notes, *missed_precision(outline, results)))
+    report = Report(tuple(results), meta, (*notes, *missed_precision(outline, run, results)))
     return report, {**part, "meta": meta, "notes": notes}
 
 

@@ -167,6 +167,7 @@ def part_of(outline: Outline, run: Run, facts: Mapping[str, Any]) -> dict[str, A
     return {
         "outline": {**vars(outline), "request": request, "layers": layers},
         "statistics": run.statistics.content(),
+        "gauss_newton": None if run.gauss_newton is None else run.gauss_newton.content(),
         "groups": None if run.groups is None else [part.content() for part in run.groups.parts],
         "scatter": vars(run.scatter),
         "methods": run.methods,
@@ -271,10 +272,9 @@ def _check_once(files: list[Path], contents: list[dict[str, Any]]) -> None:
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
     """The report of all parts of one loss."""
-    outline, total = _outline(parts[0]["outline"]), Statistics()
+    outline = _outline(parts[0]["outline"])
     sums = [Statistics.of(part["statistics"]) for part in parts]
-    for part in sums:
-        total.merge(part)
+    total = _total(sums)
     # Folds of means over each part become folds of means over all.
     folds = [
         Scatter(**part["scatter"]).divided(total.normaliser / own.normaliser)
@@ -288,9 +288,19 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
         scatter=reduce(Scatter.beside, folds),
         remarks={name: _remarks(parts, name) for name in parts[0]["methods"]},
     )
+    gauss_newton = [part["gauss_newton"] for part in parts]
+    if None not in gauss_newton:
+        run.gauss_newton = _total([Statistics.of(content) for content in gauss_newton])
     rows = report_rows(outline, run, Explored())
-    notes = (*_notes(parts, run), *missed_precision(outline, rows))
+    notes = (*_notes(parts, run), *missed_precision(outline, run, rows))
     return Report(tuple(rows), _meta(parts, total), notes)
+
+
+def _total(parts: Sequence[Statistics]) -> Statistics:
+    total = Statistics()
+    for part in parts:
+        total.merge(part)
+    return total
 
 
 def _outline(saved: Mapping[str, Any]) -> Outline:

@@ -67,6 +67,7 @@ class Budget:
         gauss_newton: Number of probes of the Gauss-Newton part, even; None takes all directions.
         residual: The fewest probes of the residual that a sample gets, even; None takes all directions.
         per_slope: Probes of the residual that a sample gets for each unit of ‖∂ℓ/∂f‖.
+        average: How many of them a sample is expected to get, for messages.
         scales: c of every layer and norm layer, by name; 1 where there is none.
         folds: Degrees of freedom of standard errors.
     """
@@ -74,6 +75,7 @@ class Budget:
     gauss_newton: int | None
     residual: int | None
     per_slope: float = 0.0
+    average: float = 0.0
     scales: Mapping[str, float] = field(default_factory=dict)
     folds: int = 64
 
@@ -297,19 +299,23 @@ class SampledEngine:
         for number in numbers:
             signs, collector = probes.drawn(number)
             for asked in self._residual_directions(live, signs):
-                scales = [self.budget.scales.get(target.name, 1.0) for target, _, _ in asked]
-                with explained(second=True):
-                    products = torch.autograd.grad(
-                        [value for _, value, _ in asked],
-                        [target.edge for target, _, _ in asked],
-                        [c * direction.signal for c, (_, _, direction) in zip(scales, asked, strict=True)],
-                        retain_graph=True,
-                        allow_unused=True,
-                    )
-                with torch.no_grad():
-                    for c, (_, _, direction), h in zip(scales, asked, products, strict=True):
-                        if h is not None:
-                            direction.take(collector, h / c)
+                self._take_products(asked, collector)
+
+    def _take_products(self, asked: list[tuple[Target, Tensor, Direction]], collector: Collector) -> None:
+        """One second backward pass for all of these targets."""
+        scales = [self.budget.scales.get(target.name, 1.0) for target, _, _ in asked]
+        with explained(second=True):
+            products = torch.autograd.grad(
+                [value for _, value, _ in asked],
+                [target.edge for target, _, _ in asked],
+                [c * direction.signal for c, (_, _, direction) in zip(scales, asked, strict=True)],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        with torch.no_grad():
+            for c, (_, _, direction), h in zip(scales, asked, products, strict=True):
+                if h is not None:
+                    direction.take(collector, h / c)
 
     def _residual_directions(
         self, live: list[tuple[Target, Tensor]], signs: Signs

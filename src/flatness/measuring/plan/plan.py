@@ -176,7 +176,7 @@ class Plan:
         if (self.samples and not self.complete) or self.by_parameters.random:
             yield (
                 f"probes: aiming at a standard error of {self.request.precision:.2g} of each layer's value, "
-                f"at most {self.request.max_passes} per sample; how many says a pilot"
+                f"at most {self.request.max_passes} per sample; a pilot run decides how many"
             )
         if self.rest:
             yield f"trace of {listed(self.rest, 6)}: products with their Hessian"

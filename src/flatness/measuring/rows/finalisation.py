@@ -204,20 +204,34 @@ def _values(rows: list[Result]) -> Tensor:
     return torch.tensor([row.value for row in rows], dtype=torch.float64, device="cpu")
 
 
-def missed_precision(outline: Outline, results: list[Result]) -> list[str]:
+def missed_precision(outline: Outline, run: Run, results: list[Result]) -> list[str]:
     """What to say when sampled values of layers did not reach the precision asked for."""
     precision, most = outline.request.precision, outline.request.max_passes
     layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
-    missed = [row for row in layers if row.stderr > 1.25 * precision * abs(row.value)]
+    if all(row.stderr <= 1.25 * precision * abs(row.value) for row in layers):
+        return []
+    sizes, part = {_address(row): abs(row.value) for row in layers}, ""
+    if run.gauss_newton is not None:
+        part = ", or of its Gauss-Newton part where that is larger,"
+        for row in finalise(
+            outline, replace(run, statistics=run.gauss_newton, scatter=Scatter()), Explored()
+        ):
+            if _address(row) in sizes:
+                sizes[_address(row)] = max(sizes[_address(row)], abs(row.value))
+    missed = [row for row in layers if row.stderr > 1.25 * precision * sizes[_address(row)]]
     if not missed:
         return []
-    worst = max(missed, key=lambda row: row.stderr / max(abs(row.value), 1e-300))
-    share = f"{worst.stderr / abs(worst.value):.2g}" if worst.value else "a value of 0"
+    worst = max(missed, key=lambda row: row.stderr / max(sizes[_address(row)], 1e-300))
+    size = sizes[_address(worst)]
     return [
-        f"aimed at a standard error of {precision:.2g} of each layer's value but {len(missed)} of "
+        f"aimed at a standard error of {precision:.2g} of each layer's value{part} but {len(missed)} of "
         f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
-        f"{share}: raise max_passes, now {most}"
+        f"{f'{worst.stderr / size:.2g}' if size else 'a value of 0'}: raise max_passes, now {most}"
     ]
+
+
+def _address(row: Result) -> tuple[str, str, str | None, str | None]:
+    return row.measure, row.level, row.layer, row.reduction
 
 
 def _spectrum_notes(spectrum: Spectrum) -> list[str]:

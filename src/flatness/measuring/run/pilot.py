@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.catalogue.measure import SPECTRA
+from flatness.catalogue.measure import SPECTRA, LayerView, Measure
 from flatness.curvature.sums.folds import FOLDS, FOLDS_OF_LARGE, LARGE
 from flatness.curvature.sums.groups import stepwise
 from flatness.curvature.sums.parameter_probes import ParameterEngine, unit_length
@@ -29,13 +29,15 @@ _PILOT_PROBES = 2
 # A variance from a few hundred samples, or from a few units, may be too small by as much.
 _CAUTION = 1.5
 # Few samples want more probes each: a standard error that rests on fewer differences is itself too noisy.
-_FEWEST_DIFFERENCES = 16
+_FEWEST_DIFFERENCES = 64
 # What a probe of a part takes, in backward passes: that of the residual goes back through the graph of the
 # first derivatives and through the network. Counted, not timed: the same call takes the same decision.
 _PASSES = (1.0, 2.0)
 # What a product costs however few samples it has, in numbers of a graph that are worked on meanwhile; and how
 # many samples are usually worked on at a time.
 _PRODUCT, _USUAL_BATCH = 1 << 19, 256
+# Variances up to so many times the goal reach it.
+_NEAR = 1.05
 # How finely ways to share out probes are tried.
 _QUANTILES, _HALF_DOUBLINGS, _STEPS = 1024, 24, 24
 
@@ -104,24 +106,20 @@ def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: 
     counts: list[int | None] = [r for r in range(least, most + 1, 2) if r < plan.rank]
     if plan.rank <= most:
         counts.append(None)
-    options = (
-        _residual_options(pilot, slopes, least, most)
-        if plan.sampling.curved
-        else [_Option(pilot, 0.0, 0.0, 0.0)]
-    )
-    best: tuple[float, float, Budget] | None = None
+    options = _residual_options(pilot, slopes, least, most) if plan.sampling.curved else [_Option(pilot)]
+    reached: dict[tuple[float, float], Budget] = {}
     for r1 in counts or [least]:
-        reached = first / r1 if r1 else torch.zeros_like(first)
-        for option in options:
-            if option.probes + (r1 or plan.rank) > most and option is not options[0]:
-                continue
-            excess = max(1.0, float((reached + second * option.spread).max()) / goal)
+        passes = r1 or plan.rank
+        variance = first / r1 if r1 else torch.zeros_like(first)
+        affordable = [option for option in options if option.probes + passes <= most] or options[:1]
+        for option in affordable:
+            excess = float((variance + second * option.spread).max()) / goal
+            budget = replace(option.budget, gauss_newton=r1, average=option.probes)
             # First how close it comes to the goal, then what it costs.
-            rank = (excess if excess > 1.05 else 1.0, (r1 or plan.rank) * _PASSES[0] + option.passes)
-            if best is None or rank < best[:2]:
-                best = (*rank, replace(option.budget, gauss_newton=r1))
-    assert best is not None
-    return best[2]
+            reached.setdefault(
+                (excess if excess > _NEAR else 1.0, passes * _PASSES[0] + option.passes), budget
+            )
+    return reached[min(reached)]
 
 
 @dataclass(frozen=True)
@@ -136,9 +134,9 @@ class _Option:
     """
 
     budget: Budget
-    spread: float
-    probes: float
-    passes: float
+    spread: float = 0.0
+    probes: float = 0.0
+    passes: float = 0.0
 
 
 def _residual_options(pilot: Budget, slopes: Tensor, least: int, most: int) -> list[_Option]:
@@ -283,14 +281,17 @@ def _relative_variances(
     for view, part in zip(views, parts, strict=True):
         for measure in sums if view.name in names else ():
             options = plan.request.options[measure.name]
-            seen_by = replace(view, options=options)
-            at = layer_values(measure, seen_by)
-            size = torch.maximum(at.abs(), layer_values(measure, replace(part, options=options)).abs())
-            levels = len(measure.reductions) if measure.units is not None else 1
-            moved = scatter.of_layer(seen_by, partial(layer_values, measure), at, measure.clips)
-            error = standard_error(moved)
-            error = torch.zeros_like(at) if error is None else error
-            relative = (error / size.clamp(min=1e-300))[-levels:].square()
+            pair = replace(view, options=options), replace(part, options=options)
             # Values that are not finite are refused after the pass over all samples, with their layers.
-            variances.append(relative.nan_to_num(nan=torch.inf))
+            variances.append(_relative_variance(measure, *pair, scatter).nan_to_num(nan=torch.inf))
     return variances
+
+
+def _relative_variance(measure: Measure, view: LayerView, part: LayerView, scatter: Scatter) -> Tensor:
+    """Those of one measure of one layer, seen whole and in its Gauss-Newton part."""
+    at = layer_values(measure, view)
+    size = torch.maximum(at.abs(), layer_values(measure, part).abs())
+    levels = len(measure.reductions) if measure.units is not None else 1
+    error = standard_error(scatter.of_layer(view, partial(layer_values, measure), at, measure.clips))
+    error = torch.zeros_like(at) if error is None else error
+    return (error / size.clamp(min=1e-300))[-levels:].square()

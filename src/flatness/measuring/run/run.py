@@ -43,6 +43,7 @@ class Run:
         remarks: More to say about the curvature of single layers.
         notes: What to say about all of it.
         spectra: Largest eigenvalues, by layer and part.
+        gauss_newton: The Gauss-Newton part of the sums where a residual was sampled beside it.
     """
 
     statistics: Statistics
@@ -53,6 +54,7 @@ class Run:
     remarks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     spectra: dict[tuple[str, str], Spectrum] = field(default_factory=dict)
+    gauss_newton: Statistics | None = None
 
     def take(self, sums: SampledSums, groups: SampleGroups | None) -> None:
         """Add what another engine found of other layers over the same samples."""
@@ -99,7 +101,9 @@ def _add_sampled(problem: Problem, plan: Plan, run: Run) -> None:
     sums = sampled_statistics(problem, plan.sampling, run.spreads, budget, groups)
     counted(sums.statistics.normaliser, sums.statistics.samples)
     run.take(sums, groups)
-    run.scatter = Scatter() if plan.complete else Scatter.of(sums)
+    if not plan.complete:
+        run.scatter = Scatter.of(sums)
+        run.gauss_newton = sums.gauss_newton if plan.sampling.curved else None
     for route in plan.sampling.layers:
         remarks = [] if plan.complete else [_described(plan, budget)]
         if route.name in plan.sampling.curved:
@@ -112,7 +116,8 @@ def _described(plan: Plan, budget: Budget) -> str:
     first = "all directions" if budget.gauss_newton is None else f"{budget.gauss_newton} probes per sample"
     if not plan.sampling.curved:
         return first
-    return f"{first}, and {budget.residual} of the residual"
+    more = f"{budget.average:.3g} on average" if budget.per_slope else f"{budget.residual}"
+    return f"{first}, and {more} of the residual"
 
 
 def _residual_share(sums: SampledSums, name: str) -> str:
