@@ -253,6 +253,29 @@ def test_passes_are_bounded_and_what_was_reached_is_said():
     assert float(reached) == pytest.approx(worst.stderr / size(worst), rel=0.1)
 
 
+def test_a_sample_whose_loss_is_nan_is_named():
+    # Its slope says how often it is probed: that must not fail first.
+    model, x, y = wide(n=100)
+    x[70, 0] = math.nan
+    message = (
+        "Expected a finite loss for every sample but sample 70 of batch 0 (number 70 of the data) has loss "
+        "nan. Look for NaN or infinite inputs, or outputs that overflow in torch.float64."
+    )
+    assert refusal(flatness.errors.NotFiniteError, model, (x, y), method="sampled") == message
+
+
+def test_ignored_samples_get_no_more_probes_than_they_must():
+    # Ten samples count, and share what a hundred may use.
+    model, x, y = wide(n=100)
+    few = y.clone()
+    few[10:] = -100
+    asked = {"measures": "hessian_trace", "method": "sampled", "max_passes": 60, "progress": False}
+    alone = flatness.measure(model, (x[:10], y[:10]), **asked).result("hessian_trace", layer="0")
+    among = flatness.measure(model, (x, few), **asked).result("hessian_trace", layer="0")
+    assert among.stderr < 0.6 * alone.stderr
+    assert abs(among.value - alone.value) < 4 * math.hypot(among.stderr, alone.stderr)
+
+
 def test_many_classes_are_sampled_and_agree_with_the_exact_engine():
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 300)).double()

@@ -86,7 +86,9 @@ class Budget:
         which for probes of one size goes with the slope, have the least variance for the sum of all.
         """
         assert self.residual is not None
-        wanted = (self.per_slope * slopes.double() / max(self.residual, 1)).clamp(1, 2.0**MOST_DOUBLINGS)
+        # A sample whose loss is NaN is named after the pass.
+        wanted = (self.per_slope * slopes.double() / max(self.residual, 1)).nan_to_num(nan=1.0)
+        wanted = wanted.clamp(1, 2.0**MOST_DOUBLINGS)
         # Rounding of the logarithm must not double a number that is a power of 2 already.
         return self.residual * 2 ** (wanted.log2() - 1e-9).ceil().clamp(min=0).long()
 
