@@ -113,15 +113,6 @@ class SampledSums:
         part.sums = self.parts["gauss_newton"].sums
         return part
 
-    def folds(self, owner: str, statistic: str) -> Tensor | None:
-        """The folds of both parts together; None where nothing is random."""
-        found = [
-            part.folds[owner][statistic]
-            for part in self.parts.values()
-            if statistic in part.folds.get(owner, {})
-        ]
-        return sum(found[1:], found[0]) if found else None
-
 
 def sampled_statistics(
     problem: Problem,
@@ -282,9 +273,10 @@ class SampledEngine:
 
     def _residual_counts(self, items: Items) -> Tensor:
         """Probes of the residual that each sample gets, (n,)."""
-        if self.budget.residual is None:
-            return torch.ones(len(items.logits), dtype=torch.int64, device=items.logits.device)
-        return self.budget.counts(slope_norms(self.problem, items))
+        if self.budget.per_slope:
+            return self.budget.counts(slope_norms(self.problem, items))
+        n, device = len(items.logits), items.logits.device
+        return torch.full((n,), self.budget.residual or 1, dtype=torch.int64, device=device)
 
     def _residual(self, items: Items, targets: list[Target], probes: Probes, numbers: Tensor) -> None:
         """Probes of the residual of some samples, by their numbers (probes, samples)."""
@@ -346,11 +338,11 @@ def balance(statistics: Statistics, names: Iterable[str]) -> dict[str, float]:
 
 def _own_trace(statistics: Statistics, name: str) -> float:
     """The trace of a layer's weight, or of a norm layer's scale and shift."""
-    held = [statistics.sums.get(name, {}).get("row_traces")]
-    held += [statistics.sums.get(f"{name}.{key}", {}).get("diagonal") for key in ("weight", "bias")]
-    return sum(float(value.sum()) for value in held[:1] if value is not None) or sum(
-        float(value.sum()) for value in held[1:] if value is not None
-    )
+    owners = {name: "row_traces"}
+    if name not in statistics.sums:
+        owners = {f"{name}.weight": "diagonal", f"{name}.bias": "diagonal"}
+    found = [statistics.sums[owner][key] for owner, key in owners.items() if owner in statistics.sums]
+    return sum(float(value.sum()) for value in found)
 
 
 def _rounds(counts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

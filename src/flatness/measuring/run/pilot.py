@@ -39,7 +39,7 @@ _PRODUCT, _USUAL_BATCH = 1 << 19, 256
 # Variances up to so many times the goal reach it.
 _NEAR = 1.05
 # How finely ways to share out probes are tried.
-_QUANTILES, _HALF_DOUBLINGS, _STEPS = 1024, 24, 24
+_PER_OCTAVE, _HALF_DOUBLINGS, _STEPS = 8, 24, 24
 
 
 @dataclass(frozen=True)
@@ -141,21 +141,23 @@ class _Option:
 
 def _residual_options(pilot: Budget, slopes: Tensor, least: int, most: int) -> list[_Option]:
     """Ways to share out probes of the residual, the cheapest first."""
-    # Quantiles stand for many samples.
-    ordered = slopes.sort().values
-    seen = ordered[torch.linspace(0, len(ordered) - 1, min(len(ordered), _QUANTILES)).long()]
-    mean = max(float(ordered.mean()), 1e-300)
+    # Samples of about the same slope stand together; a slope of NaN is named after the pass.
+    slopes = slopes.nan_to_num(nan=0.0)
+    _, group, many = (slopes.log2() * _PER_OCTAVE).round().unique(return_inverse=True, return_counts=True)
+    squares = torch.zeros(len(many), dtype=slopes.dtype).index_add(0, group, slopes.square())
+    typical = (squares / many).sqrt()
+    mean = max(float(slopes.mean()), 1e-300)
     shares = [0.0, *(least * 2 ** (k / 2) / mean for k in range(_HALF_DOUBLINGS))]
     options = []
     for fewest in sorted({least, *(r + r % 2 for r in (round(least * 1.25**k) for k in range(_STEPS)))}):
         for per_slope in shares:
             budget = replace(pilot, residual=fewest, per_slope=per_slope)
-            R = budget.counts(seen).double()
-            probes = float(R.mean())
+            R = budget.counts(typical).double()
+            probes = float(R @ many.double()) / len(slopes)
             if probes <= most:
                 # Samples that get more probes than others are run again for each doubling.
-                runs = float((R / fewest).log2().mean()) + 1
-                spread = float((seen.square() / R).mean()) * len(slopes)
+                runs = float((R / fewest).log2() @ many.double()) / len(slopes) + 1
+                spread = float((squares / R).sum())
                 options.append(_Option(budget, spread, probes, _PASSES[1] * (probes + runs)))
     return sorted(options, key=lambda option: option.passes)
 
