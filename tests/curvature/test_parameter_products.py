@@ -206,7 +206,7 @@ def test_the_number_of_directions_follows_the_precision():
         row = report.result("hessian_trace", layer="encoder")
         errors[precision] = row.stderr / row.value
         assert row.notes[1].endswith(" random directions per 4 samples")
-    # A pilot on 16 micro-batches knows its error to about a third.
+    # A pilot of 8 units knows its error to about a third.
     assert errors[0.2] < 1.5 * 0.2
     assert errors[0.05] < 1.5 * 0.05
     row = report.result("hessian_trace", layer=None, reduction=None)

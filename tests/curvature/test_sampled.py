@@ -1,6 +1,7 @@
 """Sampled curvature: unbiased, with standard errors that mean what they say, and exact in all directions."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.folds import FOLDS
 from flatness.curvature.sums.frame import feature_spreads
 from flatness.curvature.sums.kinds import STATISTICS
-from flatness.curvature.sums.sampled import Budget, sampled_statistics
+from flatness.curvature.sums.sampled import Budget, _rounds, sampled_statistics
 from flatness.measuring.plan import plan as plan_module
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
@@ -243,14 +244,45 @@ def test_passes_are_bounded_and_what_was_reached_is_said():
 
     worst = max(rows, key=lambda row: row.stderr / size(row))
     (note,) = [note for note in report.notes if note.startswith("aimed at")]
-    reached = note.split(" with ")[1].split(":")[0]
+    reached = note.split(", at ")[1].split(". ")[0]
     assert note == (
-        "aimed at a standard error of 0.0001 of each layer's value, or of its Gauss-Newton part where that "
-        f"is larger, but 3 of 3 are above it, hessian_trace of {worst.layer} with {reached}: raise "
-        "max_passes, now 6"
+        "aimed at a standard error of 0.0001 of each layer's value (or of its Gauss-Newton part, if that is "
+        f"larger), but 3 of 3 values exceed it; the worst is hessian_trace of {worst.layer}, at {reached}. "
+        "Raise max_passes, now 6"
     )
     # The part is known from the same probes, to some percent.
     assert float(reached) == pytest.approx(worst.stderr / size(worst), rel=0.1)
+
+
+@pytest.mark.parametrize("n, most", [(1, 100), (2, 100), (21, 10), (60, 4)])
+def test_no_more_probes_are_drawn_than_are_allowed(n, most):
+    model, x, y = wide(n=n)
+    report = flatness.measure(
+        model, (x, y), measures="hessian_trace", method="sampled", max_passes=most, progress=False
+    )
+    said = report.result("hessian_trace", layer="0").notes[1].replace("all directions", "11 probes")
+    first, second = (float(number) for number in re.findall(r"(\d[\d.]*) (?:probes|of the residual)", said))
+    assert first + second <= most
+
+
+def test_a_default_device_elsewhere_changes_nothing():
+    model, x, y = wide()
+    asked = {"measures": ["hessian_trace", "relative_flatness"], "method": "sampled", "progress": False}
+    expected = flatness.measure(model, (x, y), **asked)
+    with torch.device("meta"):
+        report = flatness.measure(model, (x, y), **asked)
+    assert [row.value for row in report.results] == [row.value for row in expected.results]
+
+
+def test_every_sample_gets_every_probe_once():
+    counts = torch.tensor([2, 8, 2, 32, 4, 2, 2, 2])
+    drawn = [[] for _ in counts]
+    for rows, numbers in _rounds(counts):
+        assert numbers.shape[1] == len(rows) <= len(counts)
+        for row in numbers.tolist():
+            for sample, number in zip(rows.tolist(), row, strict=True):
+                drawn[sample].append(number)
+    assert [sorted(found) for found in drawn] == [list(range(count)) for count in counts.tolist()]
 
 
 def test_a_sample_whose_loss_is_nan_is_named():
@@ -354,7 +386,8 @@ def test_the_number_of_probes_is_settled_before_they_are_drawn(monkeypatch):
     report = flatness.measure(model, (x, y), measures="hessian_trace", method="sampled", progress=False)
     (budget,) = drawn
     first = "all directions" if budget.gauss_newton is None else f"{budget.gauss_newton} probes per sample"
-    more = f"{budget.average:.3g} on average" if budget.per_slope else f"{budget.residual}"
+    first += " of the Gauss-Newton part"
+    more = f"on average {budget.average:.3g}" if budget.per_slope else f"{budget.residual}"
     expected = f"{first}, and {more} of the residual"
     assert report.result("hessian_trace", layer="0").notes[1] == expected
 

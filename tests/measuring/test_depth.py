@@ -134,7 +134,7 @@ def test_balance_lowers_the_error_of_the_worst_layer():
 
 
 def test_probes_go_where_the_slopes_are():
-    # Samples of slope 1 and 64: numbers of probes in proportion have a fraction of the variance.
+    # The smallest power of 2 times the fewest probes that is at least as many as the slope asks for.
     budget = Budget(None, 2, per_slope=1.0)
     slopes = torch.tensor([0.0, 1.0, 2.0, 2.1, 64.0, 1e9])
     assert budget.counts(slopes).tolist() == [2, 2, 2, 4, 64, 2 * 2**MOST_DOUBLINGS]

@@ -376,7 +376,7 @@ def test_a_folder_without_a_study(tmp_path):
 
 
 def test_time_that_is_over_leaves_a_study_to_go_on_with(tmp_path):
-    content = study(stop={"epochs": 40_000})
+    content = study(stop={"epochs": 40_000})  # more than fit into a second on any machine
     part = run(content, tmp_path, minutes=1 / 60)
     assert part.counts() == {"pending": 6}
     said = (

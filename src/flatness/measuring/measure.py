@@ -68,17 +68,17 @@ def measure(
         model: The trained network, any `torch.nn.Module`.
         data: A DataLoader, a pair of tensors, or any re-iterable of batches; normally the training data.
         loss: "cross_entropy", "mse" (torch's mean), "squared_error" (a sum), "bce",
-        "normalized_cross_entropy", "nll", a torch loss
-            module, or a callable ``(output, target) -> one loss per sample``.
+            "normalized_cross_entropy", "nll", a torch loss module, or a callable
+            ``(output, target) -> one loss per sample``.
         measures: A name, a list of names, "default" (all that one shared pass gives) or "all".
         layers: None for every supported layer, "last", a name, or a list of names.
         method: "exact", "sampled", or "auto", which is exact wherever that is possible and affordable.
         curvature: "hessian", "gauss_newton" for that part of it, or "finite_differences" for the Hessian
             of networks with operators that torch cannot differentiate twice.
-        precision: Standard error that each sampled value of a layer aims at, relative to the value or to its
-            Gauss-Newton part, whichever is larger; exact values have none.
-        max_passes: The most random probes per sample, on average; when they do not reach the precision, a
-            note says what they reached.
+        precision: Target for the standard error of each sampled layer value, relative to the value or to its
+            Gauss-Newton part, whichever is larger; exact values have no error.
+        max_passes: The most random probes per sample, on average; if that is too few, a note says what
+            precision was reached.
         data_stderr: Whether every result also gets the standard error of its value as an estimate for the
             distribution that the samples were drawn from. It does not shrink with more probes, only with
             more data.

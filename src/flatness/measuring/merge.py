@@ -171,6 +171,7 @@ def part_of(outline: Outline, run: Run, facts: Mapping[str, Any]) -> dict[str, A
         "groups": None if run.groups is None else [part.content() for part in run.groups.parts],
         "scatter": vars(run.scatter),
         "methods": run.methods,
+        "probes": run.probes,
         "remarks": run.remarks,
         # Every job may have a seed of its own.
         "facts": {name: value for name, value in facts.items() if name != "seed"},
@@ -288,6 +289,7 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
         scatter=reduce(Scatter.beside, folds),
         remarks={name: _remarks(parts, name) for name in parts[0]["methods"]},
     )
+    run.probes = max(part["probes"] for part in parts)
     gauss_newton = [part["gauss_newton"] for part in parts]
     if None not in gauss_newton:
         run.gauss_newton = _total([Statistics.of(content) for content in gauss_newton])

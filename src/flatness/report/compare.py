@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatness.errors import ReportError, listed
-from flatness.report.comparison import VERDICTS, Address, Comparison, Group, Pair, address, declared
-from flatness.report.report import Report, Result
+from flatness.report.comparison import VERDICTS, Comparison, Group, Pair, declared
+from flatness.report.report import Address, Report, Result, address
 
 __all__ = ["Comparison", "compare"]
 

@@ -16,7 +16,7 @@ from flatness.catalogue.measure import Measure
 from flatness.catalogue.registry import get_measure
 from flatness.errors import MeasureError
 from flatness.files import json_text, write_text
-from flatness.report.report import Result
+from flatness.report.report import Result, address
 from flatness.report.sheets import csv_text
 from flatness.report.tables import (
     Column,
@@ -220,7 +220,9 @@ class Comparison:
 
     def _record(self, pair: Pair) -> dict[str, Any]:
         a, b = pair.a, pair.b
-        row: dict[str, Any] = dict(zip(_ADDRESS, address(a.results[0]), strict=True))
+        row: dict[str, Any] = dict(
+            zip(("measure", "level", "layer", "reduction"), address(a.results[0]), strict=True)
+        )
         row |= {"a": a.value, "b": b.value}
         grouped = max(self.sizes) > 1
         if grouped:
@@ -292,17 +294,6 @@ class Comparison:
         return "\n".join([self.table(width), "", *self.remarks()])
 
     __repr__ = __str__
-
-
-Address = tuple[str, str, str | None, str | None]
-"""Measure, level, layer and reduction: what a row is about."""
-
-_ADDRESS = ("measure", "level", "layer", "reduction")
-
-
-def address(row: Result) -> Address:
-    """What a row is about."""
-    return row.measure, row.level, row.layer, row.reduction
 
 
 def _mean(values: Sequence[float]) -> float:

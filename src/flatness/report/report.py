@@ -124,6 +124,15 @@ class Result:
         return result_html(self)
 
 
+Address = tuple[str, str, str | None, str | None]
+"""Measure, level, layer and reduction: what a row is about."""
+
+
+def address(row: Result) -> Address:
+    """What a row is about."""
+    return row.measure, row.level, row.layer, row.reduction
+
+
 @dataclass(frozen=True)
 class Report:
     """All results of one model.

@@ -79,7 +79,7 @@ class Collector:
         into: Where they go.
         samples: Numbers of the samples in the data, (n,).
         probes: Number of the probe of each, (n,).
-        weights: One over how many probes each gets, (n,).
+        weights: 1 / number of probes of each, (n,).
     """
 
     def __init__(self, into: FoldedSums, samples: Tensor, probes: Tensor, weights: Tensor) -> None:

@@ -35,7 +35,7 @@ from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
 
 ALL, SIGNS = "all directions", "signs"
-# Units of a pass, where there are as many samples: each has random directions of its own.
+# Units of a pass, at most: each has random directions of its own.
 UNITS = 16
 # Samples of a unit where nobody knows how many there are.
 _UNKNOWN_UNIT = 64
@@ -107,7 +107,6 @@ class ParameterEngine:
         self._error = error or DifferenceError()
         self.total = Statistics()
         self.parts = {ALL: FoldedSums(0), SIGNS: FoldedSums(folds)}
-        self._spreads = spreads
         self._blocks = list(self._made(spreads))
         self.entries = {block.name: block.entries.numel() for block in self._blocks}
         self._length = 0
@@ -193,7 +192,7 @@ class ParameterEngine:
 
 
 def unit_length(problem: Problem, first: int | None = None) -> int:
-    """Samples per unit, so that there are `UNITS` of them; half as many in a pilot on the first samples."""
+    """Samples per unit: up to `UNITS` units, and half as many units in a pilot on the first samples."""
     samples = problem.source.expected_samples()
     if not samples:
         return _UNKNOWN_UNIT

@@ -13,8 +13,9 @@ probed apart, which has a fraction of the noise of probing their sum:
 * Residual: random signs η, and h = ∂/∂z ⟨η, Jᵀg⟩ with g = ∂ℓ/∂f held fixed, which is the residual times η.
   One second backward pass serves all layers: with M the residual in the preactivations of all layers and
   signs c_l η_l at layer l, what arrives there is Σ_l' c_l' M_ll' η_l', and divided by c_l it has M_ll η_l as
-  its mean. The other layers' terms are noise, of size c_l'/c_l: without scales c, layers of large curvature
-  drown those of small. c_l = (Gauss-Newton trace of l)^−½ gives all about the same relative noise.
+  its mean given η_l. The other layers' terms are noise, of size c_l'/c_l: without scales c, noise from layers
+  of large curvature drowns layers of small curvature. c_l = (Gauss-Newton trace of l)^−½ gives all about the
+  same relative noise.
 
 Every sample has probes of its own, so that n of them average out in one pass. The residual is linear in g: in
 a trained network a few samples with large g carry nearly all of its noise, and probes go where the noise is,
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.parameters.parameter_space import explained
-from flatness.curvature.sums.folds import Collector, FoldedSums
+from flatness.curvature.sums.folds import FOLDS, Collector, FoldedSums
 from flatness.curvature.sums.groups import SampleGroups, stepwise
 from flatness.curvature.sums.pair_statistics import (
     AffineTarget,
@@ -53,7 +54,7 @@ from flatness.problem import batches
 from flatness.problem.problem import Problem
 
 PARTS: tuple[str, ...] = ("gauss_newton", "residual")
-# The most that probes of the residual double for a sample.
+# How often a sample's number of residual probes may double.
 MOST_DOUBLINGS = 12
 # Traces count as no smaller than this share of the largest.
 _SMALLEST_TRACE = 1e-6
@@ -77,7 +78,7 @@ class Budget:
     per_slope: float = 0.0
     average: float = 0.0
     scales: Mapping[str, float] = field(default_factory=dict)
-    folds: int = 64
+    folds: int = FOLDS
 
     def counts(self, slopes: Tensor) -> Tensor:
         """Probes of the residual of samples with slopes ‖∂ℓ/∂f‖ (n,): `residual` times a power of 2.
@@ -86,11 +87,11 @@ class Budget:
         which for probes of one size goes with the slope, have the least variance for the sum of all.
         """
         assert self.residual is not None
-        # A sample whose loss is NaN is named after the pass.
-        wanted = (self.per_slope * slopes.double() / max(self.residual, 1)).nan_to_num(nan=1.0)
+        # A sample whose loss is NaN is reported once the pass is over.
+        wanted = (self.per_slope * slopes.double() / self.residual).nan_to_num(nan=1.0)
         wanted = wanted.clamp(1, 2.0**MOST_DOUBLINGS)
         # Rounding of the logarithm must not double a number that is a power of 2 already.
-        return self.residual * 2 ** (wanted.log2() - 1e-9).ceil().clamp(min=0).long()
+        return self.residual * 2 ** (wanted.log2() - 1e-9).ceil().long()
 
 
 @dataclass
@@ -326,7 +327,7 @@ class SampledEngine:
 def balance(statistics: Statistics, names: Iterable[str]) -> dict[str, float]:
     """Scales c of layers and norm layers, from the traces of their Gauss-Newton parts.
 
-    The scale of one without a trace is that of the largest: it is not to disturb the others.
+    A layer whose trace is 0 gets the scale of the largest one, so that it does not disturb the others.
     """
     traces = {name: _own_trace(statistics, name) for name in names}
     largest = max(traces.values(), default=0.0)
@@ -346,7 +347,7 @@ def _own_trace(statistics: Statistics, name: str) -> float:
 
 
 def _rounds(counts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Which samples get which probes, given how many each gets (n,): all the first ones, ever fewer the rest.
+    """Which samples get which probes, given how many each gets (n,): all of them the first, fewer the later.
 
     Yields places (k,) of samples and numbers (probes, k). Where few samples are left they come several times,
     with different numbers: one probe of many takes no longer than one of few.

@@ -175,8 +175,9 @@ class Plan:
         yield f"shared pass: {passes} per micro-batch of {self.micro_batch}{spread}"
         if (self.samples and not self.complete) or self.by_parameters.random:
             yield (
-                f"probes: aiming at a standard error of {self.request.precision:.2g} of each layer's value, "
-                f"at most {self.request.max_passes} per sample; a pilot run decides how many"
+                f"probes: aiming at a standard error of {self.request.precision:.2g} of each layer's value "
+                "(or of its Gauss-Newton part, if that is larger), on average at most "
+                f"{self.request.max_passes} per sample; a pilot run decides how many"
             )
         if self.rest:
             yield f"trace of {listed(self.rest, 6)}: products with their Hessian"

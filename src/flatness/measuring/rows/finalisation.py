@@ -17,10 +17,12 @@ from flatness.measuring.run.exploration import Explored
 from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter, bias_note, standard_error
 from flatness.measuring.views import Outline, layer_values, layer_views, network_view, number_of
-from flatness.report.report import Result
+from flatness.report.report import Result, address
 
 # Changes of a value, relative to its size, that are rounding alone.
 _ROUNDING = 1e-12
+# More probes than this share of the limit have used it up: a step to the next number may be too large.
+_USED_UP = 0.8
 # The relative error for which a note says how many samples it would take.
 _GOAL = 0.01
 
@@ -210,28 +212,27 @@ def missed_precision(outline: Outline, run: Run, results: list[Result]) -> list[
     layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
     if all(row.stderr <= 1.25 * precision * abs(row.value) for row in layers):
         return []
-    sizes, part = {_address(row): abs(row.value) for row in layers}, ""
+    sizes, part = {address(row): abs(row.value) for row in layers}, ""
     if run.gauss_newton is not None:
-        part = ", or of its Gauss-Newton part where that is larger,"
-        for row in finalise(
-            outline, replace(run, statistics=run.gauss_newton, scatter=Scatter()), Explored()
-        ):
-            if _address(row) in sizes:
-                sizes[_address(row)] = max(sizes[_address(row)], abs(row.value))
-    missed = [row for row in layers if row.stderr > 1.25 * precision * sizes[_address(row)]]
+        part = " (or of its Gauss-Newton part, if that is larger)"
+        alone = replace(run, statistics=run.gauss_newton, scatter=Scatter())
+        for row in finalise(outline, alone, Explored()):
+            if address(row) in sizes:
+                sizes[address(row)] = max(sizes[address(row)], abs(row.value))
+    missed = [row for row in layers if row.stderr > 1.25 * precision * sizes[address(row)]]
     if not missed:
         return []
-    worst = max(missed, key=lambda row: row.stderr / max(sizes[_address(row)], 1e-300))
-    size = sizes[_address(worst)]
+    worst = max(missed, key=lambda row: row.stderr / max(sizes[address(row)], 1e-300))
+    size = sizes[address(worst)]
+    reached = f"{worst.stderr / size:.2g}" if size else "a value of 0"
+    advice = f"Raise max_passes, now {most}"
+    if run.probes <= _USED_UP * most:
+        advice = "The pilot underestimated the noise: ask for a smaller precision"
     return [
-        f"aimed at a standard error of {precision:.2g} of each layer's value{part} but {len(missed)} of "
-        f"{len(layers)} are above it, {worst.measure} of {worst.subject()} with "
-        f"{f'{worst.stderr / size:.2g}' if size else 'a value of 0'}: raise max_passes, now {most}"
+        f"aimed at a standard error of {precision:.2g} of each layer's value{part}, but {len(missed)} of "
+        f"{len(layers)} values exceed it; the worst is {worst.measure} of {worst.subject()}, at {reached}. "
+        f"{advice}"
     ]
-
-
-def _address(row: Result) -> tuple[str, str, str | None, str | None]:
-    return row.measure, row.level, row.layer, row.reduction
 
 
 def _spectrum_notes(spectrum: Spectrum) -> list[str]:

@@ -97,12 +97,12 @@ class _Exploration:
                 self._space,
                 [replace(view, options=options) for view in views],
                 weights,
-                self._gradient,
-                self._squares,
-                lambda request: self._spectra([request])[0],
-                self._hessian,
-                options,
-                self._problem.seed,
+                gradient=self._gradient,
+                squared_gradients=self._squares,
+                spectrum=lambda request: self._spectra([request])[0],
+                hessian=self._hessian,
+                options=options,
+                seed=self._problem.seed,
             )
             with self._left_out([measure.name], self._everything):
                 _refuse_several(self._problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,19 +25,19 @@ from flatness.problem.problem import Problem
 
 # A pilot looks at an eighth of the samples, within these numbers, and at a few for the balance of layers.
 _FEWEST_SAMPLES, _MOST_SAMPLES, _BALANCE_SAMPLES = 32, 512, 16
-# Probes of each of them, or of each unit of samples.
+# Pilot probes of each sample, or of each unit of samples.
 _PILOT_PROBES = 2
 # A variance from a few hundred samples, or from a few units, may be too small by as much.
 _CAUTION = 1.5
 # Few samples want more probes each: a standard error that rests on fewer differences is itself too noisy.
 _FEWEST_DIFFERENCES = 64
-# What a probe of a part takes, in backward passes: that of the residual goes back through the graph of the
-# first derivatives and through the network. Counted, not timed: the same call takes the same decision.
-_PASSES = (1.0, 2.0)
+# Backward passes that a probe of the residual takes: through the graph of the first derivatives and through
+# the network. One of the Gauss-Newton part takes 1. Counted, not timed: the same call decides alike.
+_RESIDUAL_PASSES = 2.0
 # What a product costs however few samples it has, in numbers of a graph that are worked on meanwhile; and how
 # many samples are usually worked on at a time.
 _PRODUCT, _USUAL_BATCH = 1 << 19, 256
-# Variances up to so many times the goal reach it.
+# A variance up to this factor above the goal counts as reaching it.
 _NEAR = 1.05
 # How finely ways to share out probes are tried.
 _PER_OCTAVE, _HALF_DOUBLINGS, _STEPS = 8, 24, 24
@@ -64,8 +65,8 @@ def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Tensor]) -> B
     pilot = Budget(_PILOT_PROBES, _PILOT_PROBES if curved else 0, folds=_folds(plan.sampling.layers))
     slopes = _slopes(problem) if curved else torch.ones(samples or size, dtype=torch.float64, device="cpu")
     if curved:
-        first = _probed(problem, plan, spreads, replace(pilot, residual=0), min(size, _BALANCE_SAMPLES))
-        pilot = replace(pilot, scales=balance(first.statistics, sorted(plan.sampling.curved)))
+        balancing = _probed(problem, plan, spreads, replace(pilot, residual=0), _BALANCE_SAMPLES)
+        pilot = replace(pilot, scales=balance(balancing.statistics, sorted(plan.sampling.curved)))
     sums = _probed(problem, plan, spreads, pilot, size)
     seen = sums.statistics.samples
     share = min(1.0, seen / len(slopes))
@@ -97,14 +98,15 @@ def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: 
         plan: What to measure, how well, and at most how many probes.
         pilot: What else the budget holds.
         first: Relative variance of every value from one probe of the Gauss-Newton part of all samples.
-        second: The same from the residual, for samples of slopes w that have probes R: times Σ w²/R.
+        second: The residual's, as a factor of Σ w²/R for samples with slopes w and R probes each.
         slopes: w of all samples.
     """
     most, goal = plan.request.max_passes, plan.request.precision**2
-    few = -(-_FEWEST_DIFFERENCES * 2 // len(slopes))
-    least = max(2, min(few + few % 2, most - most % 2))
-    counts: list[int | None] = [r for r in range(least, most + 1, 2) if r < plan.rank]
-    if plan.rank <= most:
+    parts = 2 if plan.sampling.curved else 1
+    least = max(2, min(_even(_FEWEST_DIFFERENCES * 2 / len(slopes)), _even(most // parts - 1)))
+    room = most - least * (parts - 1)
+    counts: list[int | None] = [r for r in range(least, room + 1, 2) if r < plan.rank]
+    if plan.rank <= room:
         counts.append(None)
     options = _residual_options(pilot, slopes, least, most) if plan.sampling.curved else [_Option(pilot)]
     reached: dict[tuple[float, float], Budget] = {}
@@ -116,9 +118,7 @@ def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: 
             excess = float((variance + second * option.spread).max()) / goal
             budget = replace(option.budget, gauss_newton=r1, average=option.probes)
             # First how close it comes to the goal, then what it costs.
-            reached.setdefault(
-                (excess if excess > _NEAR else 1.0, passes * _PASSES[0] + option.passes), budget
-            )
+            reached.setdefault((excess if excess > _NEAR else 1.0, passes + option.passes), budget)
     return reached[min(reached)]
 
 
@@ -141,15 +141,15 @@ class _Option:
 
 def _residual_options(pilot: Budget, slopes: Tensor, least: int, most: int) -> list[_Option]:
     """Ways to share out probes of the residual, the cheapest first."""
-    # Samples of about the same slope stand together; a slope of NaN is named after the pass.
+    # Samples of about the same slope stand together; a slope of NaN is reported once the pass is over.
     slopes = slopes.nan_to_num(nan=0.0)
     _, group, many = (slopes.log2() * _PER_OCTAVE).round().unique(return_inverse=True, return_counts=True)
-    squares = torch.zeros(len(many), dtype=slopes.dtype).index_add(0, group, slopes.square())
+    squares = torch.zeros_like(many, dtype=slopes.dtype).index_add(0, group, slopes.square())
     typical = (squares / many).sqrt()
     mean = max(float(slopes.mean()), 1e-300)
     shares = [0.0, *(least * 2 ** (k / 2) / mean for k in range(_HALF_DOUBLINGS))]
     options = []
-    for fewest in sorted({least, *(r + r % 2 for r in (round(least * 1.25**k) for k in range(_STEPS)))}):
+    for fewest in sorted({_even(least * 1.25**k) for k in range(_STEPS) if least * 1.25**k <= most}):
         for per_slope in shares:
             budget = replace(pilot, residual=fewest, per_slope=per_slope)
             R = budget.counts(typical).double()
@@ -158,8 +158,13 @@ def _residual_options(pilot: Budget, slopes: Tensor, least: int, most: int) -> l
                 # Samples that get more probes than others are run again for each doubling.
                 runs = float((R / fewest).log2() @ many.double()) / len(slopes) + 1
                 spread = float((squares / R).sum())
-                options.append(_Option(budget, spread, probes, _PASSES[1] * (probes + runs)))
+                options.append(_Option(budget, spread, probes, _RESIDUAL_PASSES * (probes + runs)))
     return sorted(options, key=lambda option: option.passes)
+
+
+def _even(number: float) -> int:
+    """The smallest even number that is as large."""
+    return 2 * math.ceil(number / 2)
 
 
 def _pilot_size(samples: int | None) -> int:
@@ -184,13 +189,13 @@ def _probed(
 def _variances(problem: Problem, plan: Plan, spreads: dict[str, Tensor], sums: SampledSums) -> Tensor:
     """Relative variance of every value per probe of all samples of a pilot, by part: (2, values)."""
     names = [route.name for route in plan.sampling.layers if not plan.treatments[route.name].complete]
-    variances = []
+    variances, nothing = [], torch.zeros(1, dtype=torch.float64, device="cpu")
     for part in PARTS:
         scatter = Scatter.of(sums, (part,))
         found = _relative_variances(
             problem, plan, spreads, sums.statistics, scatter, names, sums.gauss_newton
         )
-        variances.append(_PILOT_PROBES * _CAUTION * torch.cat([torch.zeros(1, dtype=torch.float64), *found]))
+        variances.append(_PILOT_PROBES * _CAUTION * torch.cat([nothing, *found]))
     return torch.stack(variances)
 
 

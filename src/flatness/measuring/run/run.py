@@ -44,6 +44,7 @@ class Run:
         notes: What to say about all of it.
         spectra: Largest eigenvalues, by layer and part.
         gauss_newton: The Gauss-Newton part of the sums where a residual was sampled beside it.
+        probes: Random directions that a sample, or a unit of samples, was given on average.
     """
 
     statistics: Statistics
@@ -55,6 +56,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     spectra: dict[tuple[str, str], Spectrum] = field(default_factory=dict)
     gauss_newton: Statistics | None = None
+    probes: float = 0.0
 
     def take(self, sums: SampledSums, groups: SampleGroups | None) -> None:
         """Add what another engine found of other layers over the same samples."""
@@ -103,6 +105,7 @@ def _add_sampled(problem: Problem, plan: Plan, run: Run) -> None:
     run.take(sums, groups)
     if not plan.complete:
         run.scatter = Scatter.of(sums)
+        run.probes = (budget.gauss_newton or plan.rank) + budget.average
         run.gauss_newton = sums.gauss_newton if plan.sampling.curved else None
     for route in plan.sampling.layers:
         remarks = [] if plan.complete else [_described(plan, budget)]
@@ -116,8 +119,8 @@ def _described(plan: Plan, budget: Budget) -> str:
     first = "all directions" if budget.gauss_newton is None else f"{budget.gauss_newton} probes per sample"
     if not plan.sampling.curved:
         return first
-    more = f"{budget.average:.3g} on average" if budget.per_slope else f"{budget.residual}"
-    return f"{first}, and {more} of the residual"
+    more = f"on average {budget.average:.3g}" if budget.per_slope else f"{budget.residual}"
+    return f"{first} of the Gauss-Newton part, and {more} of the residual"
 
 
 def _residual_share(sums: SampledSums, name: str) -> str:
@@ -151,6 +154,8 @@ def _add_products(problem: Problem, plan: Plan, run: Run) -> None:
             summed.all_reduce(problem.ranks)
         run.take(sums, groups)
         run.scatter = run.scatter.beside(Scatter.of(sums))
+    if routes.random:
+        run.probes = max(run.probes, chosen.probes)
     length = unit_length(problem)
     random = f"{chosen.probes} random directions per {'sample' if length == 1 else f'{length} samples'}"
     for route in routes.layers:
