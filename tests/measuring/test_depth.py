@@ -55,8 +55,10 @@ def test_backward_passes_do_not_grow_with_depth(passes):
         assert len(report.layers()) == depth
         counts.append(len(passes))
         passes.clear()
-    # Reading the graph, two pilots and a run: one second backward pass serves all layers.
-    assert counts[1] <= counts[0] <= 48
+    # Reading the graph, pilots and a run: one second backward pass serves all layers; of few layers, each is
+    # also tried alone.
+    assert counts[1] <= 32
+    assert counts[0] <= 64
 
 
 def residual_traces(model, x, y, budget):

@@ -15,7 +15,8 @@ probed apart, which has a fraction of the noise of probing their sum:
   signs c_l η_l at layer l, what arrives there is Σ_l' c_l' M_ll' η_l', and divided by c_l it has M_ll η_l as
   its mean given η_l. The other layers' terms are noise, of size c_l'/c_l: without scales c, noise from layers
   of large curvature drowns layers of small curvature. c_l = (Gauss-Newton trace of l)^−½ gives all about the
-  same relative noise.
+  same relative noise. Where a layer's own residual has little noise, as after the last hidden layer, where it
+  is diagonal, layers may get a pass each instead.
 
 Every sample has probes of its own, so that n of them average out in one pass. The residual is linear in g: in
 a trained network a few samples with large g carry nearly all of its noise, and probes go where the noise is,
@@ -69,6 +70,7 @@ class Budget:
         residual: The fewest probes of the residual that a sample gets, even; None takes all directions.
         per_slope: Probes of the residual that a sample gets for each unit of ‖∂ℓ/∂f‖.
         average: How many of them a sample is expected to get, for messages.
+        alone: Whether every layer gets a second backward pass of its own instead of one for all.
         scales: c of every layer and norm layer, by name; 1 where there is none.
         folds: Degrees of freedom of standard errors.
     """
@@ -77,6 +79,7 @@ class Budget:
     residual: int | None
     per_slope: float = 0.0
     average: float = 0.0
+    alone: bool = False
     scales: Mapping[str, float] = field(default_factory=dict)
     folds: int = FOLDS
 
@@ -315,13 +318,14 @@ class SampledEngine:
     def _residual_directions(
         self, live: list[tuple[Target, Tensor]], signs: Signs
     ) -> Iterator[list[tuple[Target, Tensor, Direction]]]:
-        """Targets that share a product, each with its direction: all of them, or one in every direction."""
-        if self.budget.residual is not None:
-            yield [(target, value, target.random_direction(signs.next())) for target, value in live]
+        """Targets that share a product, each with its direction: all of them, or one after another."""
+        if self.budget.residual is None:
+            for target, value in live:
+                for direction in target.every_direction():
+                    yield [(target, value, direction)]
             return
-        for target, value in live:
-            for direction in target.every_direction():
-                yield [(target, value, direction)]
+        drawn = ((target, value, target.random_direction(signs.next())) for target, value in live)
+        yield from ([one] for one in drawn) if self.budget.alone else [list(drawn)]
 
 
 def balance(statistics: Statistics, names: Iterable[str]) -> dict[str, float]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flatness.catalogue.measure import SPECTRA, LayerView, Measure
 from flatness.curvature.sums.folds import FOLDS, FOLDS_OF_LARGE, LARGE
-from flatness.curvature.sums.groups import stepwise
 from flatness.curvature.sums.parameter_probes import ParameterEngine, unit_length
 from flatness.curvature.sums.routes import LayerRoute
 from flatness.curvature.sums.sampled import PARTS, Budget, SampledEngine, SampledSums, balance, slope_norms
@@ -21,6 +20,7 @@ from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.scatter import Scatter, standard_error
 from flatness.measuring.views import Outline, layer_values, layer_views
+from flatness.problem import batches
 from flatness.problem.problem import Problem
 
 # A pilot looks at an eighth of the samples, within these numbers, and at a few for the balance of layers.
@@ -29,11 +29,16 @@ _FEWEST_SAMPLES, _MOST_SAMPLES, _BALANCE_SAMPLES = 32, 512, 16
 _PILOT_PROBES = 2
 # A variance from a few hundred samples, or from a few units, may be too small by as much.
 _CAUTION = 1.5
-# Few samples want more probes each: a standard error that rests on fewer differences is itself too noisy.
+# A standard error that rests on fewer differences of probes is itself too noisy.
 _FEWEST_DIFFERENCES = 64
-# Backward passes that a probe of the residual takes: through the graph of the first derivatives and through
-# the network. One of the Gauss-Newton part takes 1. Counted, not timed: the same call decides alike.
-_RESIDUAL_PASSES = 2.0
+# The fewest directions of a unit of samples.
+_FEWEST_DIRECTIONS = 4
+# Backward passes that a probe of the residual takes for all layers: through the graph of the first
+# derivatives and through the network. One for each of L layers goes through the part behind it: (L + 1)/2 of
+# the network. A probe of the Gauss-Newton part takes 1. Counted, not timed: the same call decides alike.
+_JOINT_PASSES = 2.0
+# Layers up to which it is tried whether a pass for each is cheaper than one for all.
+_MOST_ALONE = 16
 # What a product costs however few samples it has, in numbers of a graph that are worked on meanwhile; and how
 # many samples are usually worked on at a time.
 _PRODUCT, _USUAL_BATCH = 1 << 19, 256
@@ -60,20 +65,28 @@ class Directions:
 
 def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Tensor]) -> Budget:
     """The cheapest numbers of probes that promise the precision, within `max_passes`."""
-    samples, curved = problem.source.expected_samples(), bool(plan.sampling.curved)
-    size = _pilot_size(samples)
+    slopes, curved = _slopes(problem), sorted(plan.sampling.curved)
+    # Samples that are ignored have no slope, and nothing to say.
+    counting = slopes.nonzero()[:, 0] if bool(slopes.any()) else torch.arange(len(slopes), device="cpu")
+    size = min(_MOST_SAMPLES, max(_FEWEST_SAMPLES, len(counting) // 8))
     pilot = Budget(_PILOT_PROBES, _PILOT_PROBES if curved else 0, folds=_folds(plan.sampling.layers))
-    slopes = _slopes(problem) if curved else torch.ones(samples or size, dtype=torch.float64, device="cpu")
+
+    def tried(budget: Budget, samples: Tensor) -> _Choice:
+        sums = _probed(problem, plan, spreads, budget, samples)
+        share = len(samples) / len(counting)
+        first, second = _variances(problem, plan, spreads, sums)
+        # The noise of a sample's residual goes with its slope: what the pilot has seen of both says how.
+        second = second * share**2 / max(float(slopes[samples].square().sum()), 1e-300)
+        return _cheapest(plan, budget, first * share, second, slopes[counting])
+
     if curved:
-        balancing = _probed(problem, plan, spreads, replace(pilot, residual=0), _BALANCE_SAMPLES)
-        pilot = replace(pilot, scales=balance(balancing.statistics, sorted(plan.sampling.curved)))
-    sums = _probed(problem, plan, spreads, pilot, size)
-    seen = sums.statistics.samples
-    share = min(1.0, seen / len(slopes))
-    first, second = _variances(problem, plan, spreads, sums)
-    # The noise of a sample's residual goes with its slope: what the pilot has seen of both says how.
-    second = second * share**2 / max(float(slopes[:seen].square().sum()), 1e-300)
-    return _cheapest(plan, pilot, first * share, second, slopes)
+        balancing = replace(pilot, residual=0)
+        sums = _probed(problem, plan, spreads, balancing, counting[:_BALANCE_SAMPLES])
+        pilot = replace(pilot, scales=balance(sums.statistics, curved))
+    choice = tried(pilot, counting[:size])
+    if 1 < len(curved) <= _MOST_ALONE:
+        choice = min(choice, tried(replace(pilot, alone=True), counting[:_BALANCE_SAMPLES]), key=_Choice.rank)
+    return choice.budget
 
 
 def _slopes(problem: Problem) -> Tensor:
@@ -89,7 +102,26 @@ def _slopes(problem: Problem) -> Tensor:
     return torch.cat(found)
 
 
-def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: Tensor) -> Budget:
+@dataclass(frozen=True)
+class _Choice:
+    """A budget and what it leads to.
+
+    Attributes:
+        budget: The budget.
+        excess: How many times the goal the largest variance is; 1 where it is reached.
+        passes: Backward passes per sample.
+    """
+
+    budget: Budget
+    excess: float
+    passes: float
+
+    def rank(self) -> tuple[float, float]:
+        """First how close it comes to the goal, then what it costs."""
+        return self.excess, self.passes
+
+
+def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: Tensor) -> _Choice:
     """The numbers of probes that bring every variance below precision², at the least cost.
 
     All directions of the Gauss-Newton part have no variance and cost as many backward passes as it has.
@@ -99,27 +131,30 @@ def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: 
         pilot: What else the budget holds.
         first: Relative variance of every value from one probe of the Gauss-Newton part of all samples.
         second: The residual's, as a factor of Σ w²/R for samples with slopes w and R probes each.
-        slopes: w of all samples.
+        slopes: w of all samples that count.
     """
-    most, goal = plan.request.max_passes, plan.request.precision**2
-    parts = 2 if plan.sampling.curved else 1
-    least = max(2, min(_even(_FEWEST_DIFFERENCES * 2 / len(slopes)), _even(most // parts - 1)))
-    room = most - least * (parts - 1)
-    counts: list[int | None] = [r for r in range(least, room + 1, 2) if r < plan.rank]
+    most, goal, n = plan.request.max_passes, plan.request.precision**2, len(slopes)
+    options = [_Option(pilot)]
+    if plan.sampling.curved:
+        each = 1 + (len(plan.sampling.curved) + 1) / 2 if pilot.alone else _JOINT_PASSES
+        options = _residual_options(pilot, slopes, most, each)
+    room = most - min(option.probes for option in options)
+    least = max(
+        2, min(_even(_FEWEST_DIFFERENCES * 2 / n), _even(most // (2 if options[0].probes else 1) - 1))
+    )
+    least = max(2, min(least, 2 * math.floor(room / 2)))
+    counts: list[int | None] = [r for r in range(least, math.floor(room) + 1, 2) if r < plan.rank]
     if plan.rank <= room:
         counts.append(None)
-    options = _residual_options(pilot, slopes, least, most) if plan.sampling.curved else [_Option(pilot)]
-    reached: dict[tuple[float, float], Budget] = {}
+    found = []
     for r1 in counts or [least]:
         passes = r1 or plan.rank
         variance = first / r1 if r1 else torch.zeros_like(first)
-        affordable = [option for option in options if option.probes + passes <= most] or options[:1]
-        for option in affordable:
+        for option in [one for one in options if one.probes + passes <= most] or options[:1]:
             excess = float((variance + second * option.spread).max()) / goal
             budget = replace(option.budget, gauss_newton=r1, average=option.probes)
-            # First how close it comes to the goal, then what it costs.
-            reached.setdefault((excess if excess > _NEAR else 1.0, passes + option.passes), budget)
-    return reached[min(reached)]
+            found.append(_Choice(budget, excess if excess > _NEAR else 1.0, passes + option.passes))
+    return min(found, key=_Choice.rank)
 
 
 @dataclass(frozen=True)
@@ -131,35 +166,49 @@ class _Option:
         spread: Σ w²/R over the samples, w their slopes and R their numbers of probes.
         probes: R on average.
         passes: Backward passes per sample that they take.
+        differences: How many differences of two probes the error rests on: (Σ v)² / Σ 2v²/R, v = w²/R.
     """
 
     budget: Budget
     spread: float = 0.0
     probes: float = 0.0
     passes: float = 0.0
+    differences: float = 0.0
 
 
-def _residual_options(pilot: Budget, slopes: Tensor, least: int, most: int) -> list[_Option]:
-    """Ways to share out probes of the residual, the cheapest first."""
+def _residual_options(pilot: Budget, slopes: Tensor, most: int, each: float) -> list[_Option]:
+    """Ways to share out probes of the residual, the cheapest first.
+
+    Those whose error would rest on too few differences are left out, unless there are no others.
+
+    Args:
+        pilot: What else the budgets hold.
+        slopes: Of all samples.
+        most: The most probes of a sample on average, two of which are for the Gauss-Newton part.
+        each: Backward passes that a probe takes.
+    """
     # Samples of about the same slope stand together; a slope of NaN is reported once the pass is over.
     slopes = slopes.nan_to_num(nan=0.0)
     _, group, many = (slopes.log2() * _PER_OCTAVE).round().unique(return_inverse=True, return_counts=True)
     squares = torch.zeros_like(many, dtype=slopes.dtype).index_add(0, group, slopes.square())
-    typical = (squares / many).sqrt()
+    typical, shares = (squares / many).sqrt(), many.double() / len(slopes)
     mean = max(float(slopes.mean()), 1e-300)
-    shares = [0.0, *(least * 2 ** (k / 2) / mean for k in range(_HALF_DOUBLINGS))]
+    steps = [0.0, *(2 ** (1 + k / 2) / mean for k in range(_HALF_DOUBLINGS))]
     options = []
-    for fewest in sorted({_even(least * 1.25**k) for k in range(_STEPS) if least * 1.25**k <= most}):
-        for per_slope in shares:
+    for fewest in sorted({_even(2 * 1.25**k) for k in range(_STEPS)}):
+        for per_slope in steps:
             budget = replace(pilot, residual=fewest, per_slope=per_slope)
             R = budget.counts(typical).double()
-            probes = float(R @ many.double()) / len(slopes)
-            if probes <= most:
+            probes = float(R @ shares)
+            if probes <= max(2, most - 2):
                 # Samples that get more probes than others are run again for each doubling.
-                runs = float((R / fewest).log2() @ many.double()) / len(slopes) + 1
-                spread = float((squares / R).sum())
-                options.append(_Option(budget, spread, probes, _RESIDUAL_PASSES * (probes + runs)))
-    return sorted(options, key=lambda option: option.passes)
+                runs = float((R / fewest).log2() @ shares) + 1
+                noise = squares / R
+                pairs = float(noise.sum() ** 2 / (2 * noise.square() / (R * many)).sum().clamp(min=1e-300))
+                passes = each * probes + _JOINT_PASSES * runs
+                options.append(_Option(budget, float(noise.sum()), probes, passes, pairs))
+    options.sort(key=lambda option: option.passes)
+    return [option for option in options if option.differences >= _FEWEST_DIFFERENCES] or options
 
 
 def _even(number: float) -> int:
@@ -167,22 +216,25 @@ def _even(number: float) -> int:
     return 2 * math.ceil(number / 2)
 
 
-def _pilot_size(samples: int | None) -> int:
-    """Samples of a pilot: a small part of the data, but enough to tell a variance."""
-    return _MOST_SAMPLES if samples is None else min(_MOST_SAMPLES, max(_FEWEST_SAMPLES, samples // 8))
-
-
 def _folds(routes: Iterable[LayerRoute]) -> int:
     return FOLDS_OF_LARGE if any(route.needs & LARGE for route in routes) else FOLDS
 
 
 def _probed(
-    problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Budget, size: int
+    problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Budget, samples: Tensor
 ) -> SampledSums:
-    """Probe the first samples; nothing of it enters the results."""
+    """Probe some samples, by their numbers; nothing of it enters the results."""
     engine = SampledEngine(problem, plan.sampling, spreads, budget)
+
+    def step(batch: Any) -> None:
+        numbers = problem.sample_numbers(batches.size_of(batch))
+        rows = torch.isin(numbers.cpu(), samples).nonzero()[:, 0]
+        if len(rows):
+            some = batch if len(rows) == len(numbers) else batches.picked(batch, rows)
+            engine.total.merge(engine.probed(some, numbers[rows.to(numbers.device)]))
+
     with engine.attached():
-        problem.stream(stepwise(problem, None, engine.probed, engine.total.merge), "pilot", size)
+        problem.stream(step, "pilot", int(samples[-1]) + 1)
     return engine.finished()
 
 
@@ -217,7 +269,8 @@ def choose_directions(
     routes = plan.by_parameters.only(complete=False)
     samples, length = problem.source.expected_samples(), unit_length(problem)
     engine = ParameterEngine(problem, routes, spreads, min(_PILOT_PROBES, most), folds)
-    sums = engine.run(first=_pilot_size(samples))
+    size = _MOST_SAMPLES if samples is None else min(_MOST_SAMPLES, max(_FEWEST_SAMPLES, samples // 8))
+    sums = engine.run(first=size)
     # Every unit has directions of its own: the more of them, the smaller the error of their sum.
     scale = engine.units / max(-(-samples // length) if samples else engine.units, 1)
     scatter, names = Scatter.of(sums), [route.name for route in routes.layers]
@@ -225,7 +278,7 @@ def choose_directions(
     found.append(_rest_variance(plan, known, sums.statistics, scatter))
     worst = max((float(value.max()) for value in found if value.numel()), default=0.0)
     wanted = engine.probes * _CAUTION * worst * scale / plan.request.precision**2
-    probes = most if wanted >= most else max(_PILOT_PROBES, 2 * -int(-wanted // 2))
+    probes = most if wanted >= most else max(min(_FEWEST_DIRECTIONS, most), 2 * -int(-wanted // 2))
     if plan.request.method == "sampled" or not samples:
         return Directions(probes, (), folds)
     each = max(1, plan.graph_bytes // problem.dtype.itemsize)

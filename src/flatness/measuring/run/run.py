@@ -120,7 +120,8 @@ def _described(plan: Plan, budget: Budget) -> str:
     if not plan.sampling.curved:
         return first
     more = f"on average {budget.average:.3g}" if budget.per_slope else f"{budget.residual}"
-    return f"{first} of the Gauss-Newton part, and {more} of the residual"
+    how = ", layer by layer" if budget.alone else ""
+    return f"{first} of the Gauss-Newton part, and {more} of the residual{how}"
 
 
 def _residual_share(sums: SampledSums, name: str) -> str:
