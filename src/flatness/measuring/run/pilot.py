@@ -85,7 +85,9 @@ def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Tensor]) -> B
         pilot = replace(pilot, scales=balance(sums.statistics, curved))
     choice = tried(pilot, counting[:size])
     if 1 < len(curved) <= _MOST_ALONE:
-        choice = min(choice, tried(replace(pilot, alone=True), counting[:_BALANCE_SAMPLES]), key=_Choice.rank)
+        # As many samples as cost the same.
+        some = counting[: max(_BALANCE_SAMPLES, 4 * size // (len(curved) + 3))]
+        choice = min(choice, tried(replace(pilot, alone=True), some), key=_Choice.rank)
     return choice.budget
 
 
