@@ -1,1 +1,1 @@
-"""What measures work with that takes a solver or passes of its own; imported by the measure that runs it."""
+"""Solvers and extra passes behind some measures, each imported by the function that runs it."""

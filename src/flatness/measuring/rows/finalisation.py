@@ -17,7 +17,7 @@ from flatness.measuring.run.exploration import Explored
 from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter, bias_note, standard_error
 from flatness.measuring.views import Outline, layer_values, layer_views, network_view, number_of
-from flatness.report.report import Result, address
+from flatness.report.report import Address, Result, address
 
 # Changes of a value, relative to its size, that are rounding alone.
 _ROUNDING = 1e-12
@@ -212,27 +212,32 @@ def missed_precision(outline: Outline, run: Run, results: list[Result]) -> list[
     layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
     if all(row.stderr <= 1.25 * precision * abs(row.value) for row in layers):
         return []
-    sizes, part = {address(row): abs(row.value) for row in layers}, ""
-    if run.gauss_newton is not None:
-        part = " (or of its Gauss-Newton part, if that is larger)"
-        alone = replace(run, statistics=run.gauss_newton, scatter=Scatter())
-        for row in finalise(outline, alone, Explored()):
-            if address(row) in sizes:
-                sizes[address(row)] = max(sizes[address(row)], abs(row.value))
+    sizes = _sizes(outline, run, layers)
     missed = [row for row in layers if row.stderr > 1.25 * precision * sizes[address(row)]]
     if not missed:
         return []
     worst = max(missed, key=lambda row: row.stderr / max(sizes[address(row)], 1e-300))
     size = sizes[address(worst)]
     reached = f"{worst.stderr / size:.2g}" if size else "a value of 0"
-    advice = f"Raise max_passes, now {most}"
-    if run.probes <= _USED_UP * most:
-        advice = "The pilot underestimated the noise: ask for a smaller precision"
+    part = "" if run.gauss_newton is None else " (or of its Gauss-Newton part, if that is larger)"
+    used_up = run.probes > _USED_UP * most
+    advice = "The pilot underestimated the noise: ask for a smaller precision"
     return [
         f"aimed at a standard error of {precision:.2g} of each layer's value{part}, but {len(missed)} of "
         f"{len(layers)} values exceed it; the worst is {worst.measure} of {worst.subject()}, at {reached}. "
-        f"{advice}"
+        f"{f'Raise max_passes, now {most}' if used_up else advice}"
     ]
+
+
+def _sizes(outline: Outline, run: Run, layers: list[Result]) -> dict[Address, float]:
+    """What errors are relative to: the value, or that of the Gauss-Newton part where it is larger."""
+    sizes = {address(row): abs(row.value) for row in layers}
+    if run.gauss_newton is not None:
+        alone = replace(run, statistics=run.gauss_newton, scatter=Scatter())
+        for row in finalise(outline, alone, Explored()):
+            if address(row) in sizes:
+                sizes[address(row)] = max(sizes[address(row)], abs(row.value))
+    return sizes
 
 
 def _spectrum_notes(spectrum: Spectrum) -> list[str]:

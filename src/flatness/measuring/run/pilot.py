@@ -135,21 +135,12 @@ def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: 
         second: The residual's, as a factor of Σ w²/R for samples with slopes w and R probes each.
         slopes: w of all samples that count.
     """
-    most, goal, n = plan.request.max_passes, plan.request.precision**2, len(slopes)
-    options = [_Option(pilot)]
+    most, goal, options = plan.request.max_passes, plan.request.precision**2, [_Option(pilot)]
     if plan.sampling.curved:
         each = 1 + (len(plan.sampling.curved) + 1) / 2 if pilot.alone else _JOINT_PASSES
         options = _residual_options(pilot, slopes, most, each)
-    room = most - min(option.probes for option in options)
-    least = max(
-        2, min(_even(_FEWEST_DIFFERENCES * 2 / n), _even(most // (2 if options[0].probes else 1) - 1))
-    )
-    least = max(2, min(least, 2 * math.floor(room / 2)))
-    counts: list[int | None] = [r for r in range(least, math.floor(room) + 1, 2) if r < plan.rank]
-    if plan.rank <= room:
-        counts.append(None)
     found = []
-    for r1 in counts or [least]:
+    for r1 in _numbers(plan, len(slopes), most - min(option.probes for option in options)):
         passes = r1 or plan.rank
         variance = first / r1 if r1 else torch.zeros_like(first)
         for option in [one for one in options if one.probes + passes <= most] or options[:1]:
@@ -157,6 +148,22 @@ def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: 
             budget = replace(option.budget, gauss_newton=r1, average=option.probes)
             found.append(_Choice(budget, excess if excess > _NEAR else 1.0, passes + option.passes))
     return min(found, key=_Choice.rank)
+
+
+def _numbers(plan: Plan, samples: int, room: float) -> list[int | None]:
+    """Numbers of probes of the Gauss-Newton part that may be tried; None for all directions.
+
+    Args:
+        plan: How many directions there are, and whether there is a residual to share the probes with.
+        samples: How many samples count.
+        room: The most.
+    """
+    share = plan.request.max_passes // (2 if plan.sampling.curved else 1)
+    least = min(_even(_FEWEST_DIFFERENCES * 2 / samples), _even(share - 1), 2 * math.floor(room / 2))
+    counts: list[int | None] = [r for r in range(max(2, least), math.floor(room) + 1, 2) if r < plan.rank]
+    if plan.rank <= room:
+        counts.append(None)
+    return counts or [2]
 
 
 @dataclass(frozen=True)
