@@ -28,7 +28,7 @@ def process(rank, port, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     answers = {}
-    for task in (measured, sampled, walking, failing, different, alone):
+    for task in (measured, sampled, stepping, walking, failing, different, alone):
         try:
             answers[task.__name__] = task(rank)
         except FlatnessError as error:
@@ -60,7 +60,12 @@ def part(case, rank):
     return case.x[share], case.y[share]
 
 
-WALKING = {one.name for one in flatness.measures() if one.explore or one.network_needs - {"traces"}}
+# Without an optimizer there is no preconditioned sharpness, in one process or several.
+WALKING = {
+    one.name
+    for one in flatness.measures()
+    if (one.explore and not one.together) or one.network_needs - {"traces"}
+} - {"preconditioned_sharpness"}
 NAMES = ("mlp", "residual_batch_norm", "dense_prediction")
 
 
@@ -135,6 +140,40 @@ def test_sampled_curvature_is_that_of_all_the_data(answers):
                 continue  # biased by noise: maxima up, roots down
             # Some 150 numbers: 5 standard errors; those that have none are exact.
             assert abs(value - row.value) <= 5 * stderr + 1e-9 * abs(row.value), (name, _key(row))
+
+
+def stepping(rank):
+    """Sharpness along a step of Adam that all processes take alike, as training in parallel does."""
+    case = CASES["mlp_tanh"]
+    model, optimizer = stepped(case)
+    share = {"optimizer": optimizer}
+    asked = {"critical_sharpness": {**share, "width": 1e-6}, "directional_sharpness": share}
+    return rows(
+        flatness.measure(model, part(case, rank), measures=list(asked), options=asked, progress=False)
+    )
+
+
+def stepped(case):
+    model = case.build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(case.x), case.y).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_sharpness_along_a_step_is_that_of_all_the_data(answers):
+    case = CASES["mlp_tanh"]
+    model, optimizer = stepped(case)
+    for index, measure in enumerate(("critical_sharpness", "directional_sharpness")):
+        width = {"width": 1e-6} if index == 0 else {}
+        options = {measure: {"optimizer": optimizer, **width}}
+        whole = flatness.measure(
+            model, (case.x, case.y), measures=measure, options=options, progress=False
+        ).value(measure)
+        for found in answers["stepping"]:
+            assert found[measure, None, None, None] == pytest.approx(whole, rel=2e-6 if index == 0 else 1e-9)
 
 
 def walking(rank):

@@ -80,7 +80,8 @@ class Valued:
         notes: How it was computed and what to beware of.
         converged: Whether an iteration behind it met its tolerance.
         stderr: Standard error of the estimator; 0 when there is none.
-        method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for.
+        method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for, "bisection"
+            where a crossing is.
         residual: ‖Hv − λv‖ of the eigenvalue behind it, if any.
         terms: What the value is made of, by name: numbers, texts, lists and dictionaries of them.
         over: What a value of the network is about, in words, where that is not all parameters.
@@ -170,6 +171,8 @@ class Measure:
             max_products say which and how).
         explore: Values that take passes of their own through parameter space, by layer, None for the
             network.
+        together: Whether `explore` may run in several processes at once: whatever decides how it goes on is a
+            sum over all of them, or what the first of them has.
         cost: What it takes, in words; see `price`.
         when: When to use it, in plain words, for the reference.
         misleads: When it misleads.
@@ -200,6 +203,7 @@ class Measure:
     network: Callable[[NetworkView], Tensor | float | Valued] | None = None
     network_needs: frozenset[str] = frozenset()
     explore: Callable[[Surroundings], Mapping[str | None, Valued]] | None = None
+    together: bool = False
     cost: str = ""
     when: str = ""
     misleads: str = ""

@@ -45,14 +45,14 @@ class SpectrumRequest:
     """Which spectrum, and how it is found.
 
     Attributes:
-        metric: "euclidean", "layerwise", "nodewise" or "fisher".
+        metric: "euclidean", "layerwise", "nodewise" or "fisher"; or a function that gives D^½ of a space.
         parameters: "all", or "weights" for those with two axes or more.
         solver: "lanczos", or the "power" method of the paper, which finds the largest in size.
         tolerance: Relative residual (power method: change of the vector) to stop at; None for the default.
         max_products: Limit of passes over the data.
     """
 
-    metric: Metric = "euclidean"
+    metric: Metric | Callable[[ParameterSpace], Tensor] = "euclidean"
     parameters: Parameters = "all"
     solver: Solver = "lanczos"
     tolerance: float | None = None
@@ -133,6 +133,8 @@ def inverse_metric_root(
             assert squared_gradients is not None
             squares = squared_gradients().means
             root = torch.where(squares > 0, squares.clamp(min=1e-300).rsqrt(), 0.0)
+        case own:
+            root = own(space)
     if request.parameters == "weights":
         root = root * space.per_parameter(lambda _, value: value.new_tensor(value.dim() >= 2))
     return root

@@ -72,8 +72,12 @@ class ParameterSpace:
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Tensors by name from a vector, in the precision of the model."""
+        return self.split_exactly(vector.to(self.problem.dtype))
+
+    def split_exactly(self, vector: Tensor) -> dict[str, Tensor]:
+        """Tensors by name from a vector, in its own precision."""
         sizes = [value.numel() for value in self.parameters.values()]
-        pieces = vector.to(self.problem.dtype).split(sizes)
+        pieces = vector.split(sizes)
         return {
             name: piece.view_as(value)
             for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
@@ -164,7 +168,7 @@ class ParameterSpace:
         differentiate: bool = False,
         label: str = "risk",
     ) -> list[Tensor]:
-        """Sums over micro-batches of what their predictions at θ + vector say, in float64; one pass.
+        """Sums over micro-batches, and processes, of what their predictions at θ + vector say; one pass.
 
         Args:
             answers: What to sum, from the predictions of a micro-batch.
@@ -182,8 +186,10 @@ class ParameterSpace:
             before = totals or [torch.zeros_like(part, dtype=torch.float64) for part in found]
             totals[:] = [total + part for total, part in zip(before, found, strict=True)]
 
-        with differentiable(self.problem.model), nullcontext() if vector is None else self.moved(vector):
+        moved = nullcontext() if vector is None else self.moved(vector)
+        with self.problem.ranks.stage(), differentiable(self.problem.model), moved:
             self.problem.stream(step, label)
+        totals[:] = self.problem.ranks.summed(totals)
         self._normaliser = counted(totals.pop(), self.problem.samples)
         return totals
 

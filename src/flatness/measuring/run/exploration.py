@@ -105,7 +105,8 @@ class _Exploration:
                 seed=self._problem.seed,
             )
             with self._left_out([measure.name], self._everything):
-                _refuse_several(self._problem)
+                if not measure.together:
+                    _refuse_several(self._problem)
                 values[measure.name] = measure.explore(around)
         return values
 
