@@ -291,7 +291,7 @@ critical_sharpness = Measure(
 
 directional_sharpness = Measure(
     name="directional_sharpness",
-    symbol="Δᵀ H Δ / ‖Δ‖²",
+    symbol="S_Δ",
     formula="Δᵀ H Δ / ‖Δ‖², Δ the optimizer's step without its rate",
     source="Pan & Li 2023",
     summary="The curvature of the risk along the step that an optimizer takes next.",
@@ -306,7 +306,7 @@ directional_sharpness = Measure(
 
 preconditioned_sharpness = Measure(
     name="preconditioned_sharpness",
-    symbol="λ_max(P^-½ H P^-½)",
+    symbol="S_P",
     formula="λ_max(P^-½ H P^-½), P = (1 − β₁^t)(√(ν/(1 − β₂^t)) + ε) from Adam's state; 1 for SGD",
     source="Cohen et al. 2022",
     summary=(
