@@ -30,7 +30,7 @@ OF_OPTIMIZER = ("critical_sharpness", "directional_sharpness", "preconditioned_s
 """What is measured of the optimizer."""
 
 # Seconds of measuring, beside the first measurement, that no training is too short for.
-_FREE, _ROUNDING = 1.0, 1e-9
+_FREE, _PART, _ROUNDING = 1.0, 0.25, 1e-9
 # What one measure may not have at this step, while others have it.
 _OF_ONE_MEASURE = (UndefinedMeasureError, DifferentiabilityError, LossError, OptionError)
 
@@ -54,7 +54,8 @@ class Monitor:
             which the callbacks for Lightning and transformers know.
         share: At most this share of the time since the first step goes into measuring; the first measurement
             and one second more are always there. A measurement that would take longer is made on a half, a
-            quarter or an eighth of the samples; where that takes too long as well, it is skipped.
+            quarter or an eighth of the samples; where that takes too long as well, it is skipped. How long
+            one takes is known from those before it.
         never_skip: Whether every measurement that is due is taken, on all samples, however long it takes.
         **options: Passed on to `flatness.measure`.
 
@@ -176,17 +177,13 @@ class Monitor:
         """What a measurement of so many seconds would leave of the time for measuring."""
         assert self._started is not None
         of_share = self._share * (now + seconds - self._started) - self.seconds - seconds
-        return max(of_share + _ROUNDING, _FREE - (self.seconds - self._first) - seconds)
+        # A part of what is free at a time, so that it lasts until the share has grown.
+        return max(of_share + _ROUNDING, (_FREE - self.seconds + self._first) * _PART - seconds)
 
     def _expected(self, divisor: int) -> float:
-        """How long a measurement takes at most, by those that were made.
-
-        Half of the time is taken to shrink with the samples; with more of them it grows at most as they do.
-        """
-        return min(
-            taken * ((1 + known / divisor) / 2 if known <= divisor else known / divisor)
-            for known, taken in self._longest.items()
-        )
+        """How long a measurement takes, by the one on the most similar number of samples, in proportion."""
+        nearest = min(self._longest, key=lambda known: max(known, divisor) / min(known, divisor))
+        return self._longest[nearest] * nearest / divisor
 
     def _count(self, divisor: int, taken: float) -> None:
         """Keep how long a measurement took; the first, which also loads and prepares, only until the next."""
