@@ -91,7 +91,7 @@ def test_what_is_skipped_is_said_with_the_reason(monkeypatch):
     assert monitor.skipped == 8
     assert monitor.notes[0][1] == reason.format("0.25")
     assert [str(one.message) for one in caught] == [
-        f"flatness.Monitor, step 40: {reason.format('0.25')}. Training goes on; further notes of this kind are "
+        f"flatness.Monitor, step 40: {monitor.notes[0][1]}. Training goes on; further notes of this kind are "
         "in monitor.notes only."
     ]
     assert caught[0].filename == __file__
@@ -204,6 +204,18 @@ def test_the_optimizers_sharpness_is_logged_with_its_threshold():
     assert list(frame.columns[:4]) == ["step", "samples", "measure", "level"]
     row = frame[frame["measure"] == "preconditioned_sharpness"].iloc[0]
     assert (row["step"], row["samples"], row["value"]) == (3, 23, report.value("preconditioned_sharpness"))
+
+
+def test_measures_of_the_optimizer_may_be_named():
+    model = network().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    named = ["weight_norm", "critical_sharpness"]
+    for step in (0, 1):  # before the first step they are measured one by one
+        monitor = Monitor(data(), every=1, measures=named, optimizer=optimizer)
+        report = monitor.step(model, step)
+        assert {row.measure for row in report.results} == set(named)
+    alone = Monitor(data(), every=1, measures="preconditioned_sharpness", optimizer=optimizer)
+    assert {row.measure for row in alone.step(model).results} == {"preconditioned_sharpness"}
 
 
 def test_what_does_not_exist_at_a_step_leaves_the_rest():

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -50,8 +50,8 @@ class Monitor:
             SummaryWriter; None keeps the values in `history` only.
         measures: As `flatness.measure` takes them.
         optimizer: The optimizer that trains the network; its critical, directional and preconditioned
-            sharpness are then measured too, and logged with their thresholds. True for that of the trainer,
-            which the callbacks for Lightning and transformers know.
+            sharpness are then measured too, or those of them that `measures` names, and logged with their
+            thresholds. True for that of the trainer, which the callbacks for Lightning and transformers know.
         share: At most this share of the time since the first step goes into measuring; the first measurement
             and one second more are always there. A measurement that would take longer is made on a half, a
             quarter or an eighth of the samples; where that takes too long as well, it is skipped. How long
@@ -221,7 +221,7 @@ class Monitor:
         """Everything that was asked for; without those measures of the optimizer that do not exist here."""
         if self._optimizer is None:
             return measure(model, data, self._loss, **self._asked)
-        usual = _names(self._asked["measures"])
+        usual, own = _names(self._asked["measures"])
         optimizer = optimizer if self._optimizer is True else self._optimizer
 
         def found(names: str | list[str], of_optimizer: Iterable[str]) -> Report:
@@ -231,11 +231,10 @@ class Monitor:
         try:
             if step == 0:  # not all optimizers have a next step before they have taken one
                 raise UndefinedMeasureError
-            together = "all" if usual == "all" else [*dict.fromkeys([*usual, *OF_OPTIMIZER])]
-            return found(together, OF_OPTIMIZER)
+            return found("all" if usual == "all" else [*usual, *own], own)
         except _OF_ONE_MEASURE:
-            reports = [_without(found(usual, ()), OF_OPTIMIZER)] if usual else []
-        for name in OF_OPTIMIZER:
+            reports = [_without(found(usual, ()), own)] if usual else []
+        for name in own:
             try:
                 reports.append(found([name], [name]))
             except _OF_ONE_MEASURE as error:
@@ -262,12 +261,13 @@ class Monitor:
                 )
 
 
-def _names(measures: str | Iterable[str]) -> str | list[str]:
-    """Names of the measures of a monitor, without those of the optimizer; "all" stands for itself."""
+def _names(measures: str | Iterable[str]) -> tuple[str | list[str], Sequence[str]]:
+    """The measures of a monitor, and those of its optimizer: all, or those that are named."""
     if measures == "all":
-        return "all"
-    chosen, _ = adapted_measures(measures, None)
-    return [one.name for one in chosen if one.name not in OF_OPTIMIZER]
+        return "all", OF_OPTIMIZER
+    chosen = [one.name for one in adapted_measures(measures, None)[0]]
+    named = [name for name in chosen if name in OF_OPTIMIZER] if measures != "default" else []
+    return [name for name in chosen if name not in OF_OPTIMIZER], named or OF_OPTIMIZER
 
 
 def _with_optimizer(options: Any, names: Iterable[str], optimizer: Any) -> dict[str, Any]:

@@ -117,8 +117,8 @@ def preconditioned_sharpness(around: Surroundings) -> dict[str | None, Valued]:
     if optimizer is None:
         raise UndefinedMeasureError(
             "Expected an optimizer, whose state holds the metric of preconditioned_sharpness, but got none. "
-            "Pass options={'preconditioned_sharpness': {'optimizer': optimizer}}, or measure "
-            "hessian_top_eigenvalue, which has no such metric."
+            "From Python, pass options={'preconditioned_sharpness': {'optimizer': optimizer}}; the command "
+            "line cannot. hessian_top_eigenvalue does without."
         )
     state = OptimizerState(around.space, optimizer)
     request = SpectrumRequest(
