@@ -313,8 +313,8 @@ def test_options_that_mean_nothing_are_refused():
 def test_preconditioned_sharpness_needs_an_optimizer():
     message = (
         "Expected an optimizer, whose state holds the metric of preconditioned_sharpness, but got none. From "
-        "Python, pass options={'preconditioned_sharpness': {'optimizer': optimizer}}; the command line cannot. "
-        "hessian_top_eigenvalue does without."
+        "Python, pass options={'preconditioned_sharpness': {'optimizer': optimizer}}; the command line "
+        "cannot. hessian_top_eigenvalue does without."
     )
     with pytest.raises(UndefinedMeasureError) as caught:
         measured(smooth(), data(), PRECONDITIONED)

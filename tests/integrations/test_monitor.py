@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import flatness
-from flatness.errors import MeasureError, OptionError
+from flatness.errors import MeasureError, OptionError, ProcessError
 from flatness.integrations import monitor as module
 from flatness.integrations.held_data import HeldData
 from flatness.integrations.monitor import Monitor, values_of
@@ -169,6 +169,37 @@ def test_a_logger_that_fails_ends_no_training():
     with pytest.warns(UserWarning, match="OSError: disk full"):
         train(network().train(), 2, monitor)
     assert [step for step, _ in monitor.history] == [2]
+    assert monitor.notes == [(2, "not logged: OSError: disk full")]
+
+
+def test_in_several_processes_what_is_refused_leaves_the_rest(monkeypatch):
+    def refusing(*arguments, measures, **options):
+        if "preconditioned_sharpness" in measures:
+            raise ProcessError("Expected one process.")
+        return flatness.measure(*arguments, measures=measures, **options)
+
+    monkeypatch.setattr(module, "measure", refusing)
+    model = network().train()
+    monitor = Monitor(data(), every=1, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(UserWarning, match="preconditioned_sharpness not measured: Expected one process"):
+        report = monitor.step(model)
+    assert {"critical_sharpness", "relative_flatness"} <= {row.measure for row in report.results}
+
+
+def test_in_several_processes_an_error_in_one_is_one_in_all(monkeypatch):
+    """None measures again where another gave up."""
+    calls = []
+
+    def failing(*_, **__):
+        calls.append(1)
+        raise ProcessError("process 1 raised RuntimeError", "RuntimeError")
+
+    monkeypatch.setattr(module, "measure", failing)
+    model = network().train()
+    monitor = Monitor(data(), every=1, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(UserWarning, match="not measured: ProcessError"):
+        assert monitor.step(model) is None
+    assert len(calls) == 1
 
 
 def stepped(optimizer, model, monitor, steps):

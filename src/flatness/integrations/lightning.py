@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from flatness.integrations.monitor import Monitor, library, values_of
+from flatness.integrations.monitor import Monitor, library
 
 
 def flatness_callback(monitor: Monitor, network: str | None = None, *, start: bool = False) -> Any:
@@ -38,15 +39,13 @@ def flatness_callback(monitor: Monitor, network: str | None = None, *, start: bo
         def _measure(self, trainer: Any, pl_module: Any) -> None:
             model = pl_module if network is None else getattr(pl_module, network)
             optimizer = next(iter(getattr(trainer, "optimizers", ())), None)
-            report = monitor.step(model, trainer.global_step, optimizer)
-            if report is not None:
-                for logger in _loggers(trainer):
-                    logger.log_metrics(values_of(report), step=trainer.global_step)
+            monitor.step(model, trainer.global_step, optimizer, log=partial(_log, trainer))
 
     return FlatnessCallback()
 
 
-def _loggers(trainer: Any) -> list[Any]:
-    """All loggers of a trainer; early versions of Lightning had one."""
+def _log(trainer: Any, values: dict[str, float], step: int) -> None:
+    """Log through all loggers of a trainer; early versions of Lightning had one."""
     one = [trainer.logger] if getattr(trainer, "logger", None) is not None else []
-    return list(getattr(trainer, "loggers", one))
+    for logger in getattr(trainer, "loggers", one):
+        logger.log_metrics(values, step=step)

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from flatness.catalogue.registry import adapted_measures
-from flatness.errors import DifferentiabilityError, LossError, OptionError, UndefinedMeasureError
+from flatness.errors import (
+    DifferentiabilityError,
+    FlatnessError,
+    LossError,
+    OptionError,
+    ProcessError,
+    UndefinedMeasureError,
+)
 from flatness.integrations.held_data import PARTS, HeldData
+from flatness.integrations.time_share import TimeShare
 from flatness.measuring.measure import measure
 from flatness.problem.ranks import Ranks
 from flatness.report.report import Report, joined
@@ -29,8 +37,6 @@ Log = Callable[[dict[str, float], int], object]
 OF_OPTIMIZER = ("critical_sharpness", "directional_sharpness", "preconditioned_sharpness")
 """What is measured of the optimizer."""
 
-# Seconds of measuring, beside the first measurement, that no training is too short for.
-_FREE, _PART, _ROUNDING = 1.0, 0.25, 1e-9
 # What one measure may not have at this step, while others have it.
 _OF_ONE_MEASURE = (UndefinedMeasureError, DifferentiabilityError, LossError, OptionError)
 
@@ -107,16 +113,16 @@ class Monitor:
         inspect.signature(measure).bind(None, data, loss, **self._asked)
         adapted_measures(measures, options.get("options"))
         self._seen: int | None = None
-        self._started: float | None = None
-        self._longest: dict[int, float] = {}
-        self._first = 0.0
+        self._time: TimeShare | None = None
         self._warned: set[str] = set()
         self._untold: list[str] = []
         self.history: list[tuple[int, Report]] = []
         self.notes: list[tuple[int, str]] = []
         self.seconds, self.skipped = 0.0, 0
 
-    def step(self, model: nn.Module, step: int | None = None, optimizer: Any = None) -> Report | None:
+    def step(
+        self, model: nn.Module, step: int | None = None, optimizer: Any = None, *, log: Log | None = None
+    ) -> Report | None:
         """Call after every training step; returns the report where one was due and could be made.
 
         Called with 0 before the first step, it measures the network that training begins with. Called several
@@ -126,19 +132,24 @@ class Monitor:
             model: The network.
             step: Its number; counted here where it is not given.
             optimizer: The optimizer, for a monitor with ``optimizer=True``.
+            log: Gets the values too, as the monitor's own ``log`` does.
         """
         now = time.perf_counter()
-        self._started = now if self._started is None else self._started
+        if self._time is None:
+            self._time = TimeShare(self._share, now)
         number = (self._seen or 0) + 1 if step is None else step
         if not self._due(number):
             return None
         # All processes that train together do as the first one decides.
-        divisor = Ranks.current().first(self._affordable(now))
+        divisor = Ranks.current().first(self._affordable(self._time, now))
         if divisor is None:
-            report = self._skip(number, now)
+            report = self._skip(self._time, number, now)
         else:
             report = self._attempt(model, number, divisor, optimizer)
-            self._count(divisor, time.perf_counter() - now)
+            if report is not None:
+                self._send(values_of(report), number, log)
+            self._time.count(divisor, time.perf_counter() - now)
+            self.seconds = self._time.seconds
         self._tell(number)
         return report
 
@@ -164,58 +175,42 @@ class Monitor:
         passed = before is not None and step // self._every > before // self._every
         return passed or step % self._every == 0
 
-    def _affordable(self, now: float) -> int | None:
+    def _affordable(self, time_share: TimeShare, now: float) -> int | None:
         """What to divide the samples by to stay within the share of time; None where nothing is enough."""
-        if self._never_skip or not self._longest:
-            return 1
-        fitting = [divisor for divisor in PARTS if self._left(now, self._expected(divisor)) > 0]
-        if fitting and fitting[0] > 1 and not self._held.divisible():
-            return None
-        return fitting[0] if fitting else None
+        divisor = 1 if self._never_skip else time_share.affordable(PARTS, now)
+        return divisor if divisor in (1, None) or self._held.divisible() else None
 
-    def _left(self, now: float, seconds: float = 0.0) -> float:
-        """What a measurement of so many seconds would leave of the time for measuring."""
-        assert self._started is not None
-        of_share = self._share * (now + seconds - self._started) - self.seconds - seconds
-        # A part of what is free at a time, so that it lasts until the share has grown.
-        return max(of_share + _ROUNDING, (_FREE - self.seconds + self._first) * _PART - seconds)
-
-    def _expected(self, divisor: int) -> float:
-        """How long a measurement takes, by the one on the most similar number of samples, in proportion."""
-        nearest = min(self._longest, key=lambda known: max(known, divisor) / min(known, divisor))
-        return self._longest[nearest] * nearest / divisor
-
-    def _count(self, divisor: int, taken: float) -> None:
-        """Keep how long a measurement took; the first, which also loads and prepares, only until the next."""
-        if not self._longest:
-            self._first = taken
-        second = self.seconds == self._first
-        self._longest[divisor] = taken if second else max(self._longest.get(divisor, 0.0), taken)
-        self.seconds += taken
-
-    def _skip(self, step: int, now: float) -> None:
+    def _skip(self, time_share: TimeShare, step: int, now: float) -> None:
         self.skipped += 1
-        least = min(map(self._expected, PARTS if self._held.divisible() else PARTS[:1]))
+        least = min(map(time_share.expected, PARTS if self._held.divisible() else PARTS[:1]))
         self._note(
             step,
             f"skipped: a measurement takes {least:.2g} s and share={self._share:g} leaves "
-            f"{max(self._left(now), 0):.2g} s. Raise share or every, or pass never_skip=True",
+            f"{max(time_share.left(now), 0):.2g} s. Raise share or every, or pass never_skip=True",
             "skipped",
         )
 
     def _attempt(self, model: nn.Module, step: int, divisor: int, optimizer: Any) -> Report | None:
-        """Measure and log; None where that fails, with a note."""
+        """Measure; None where that fails, with a note."""
         try:
             report = self._measured(model, step, self._held.part(divisor), optimizer)
             if divisor > 1:
                 samples = report.meta.get("samples")
                 self._note(step, f"measured on {samples} samples, to stay within share={self._share:g}")
             self.history.append((step, report))
-            self._log(values_of(report), step)
         except Exception as error:  # whatever it is, training goes on
             self._note(step, f"not measured: {type(error).__name__}: {error}", type(error).__name__)
             return None
         return report
+
+    def _send(self, values: dict[str, float], step: int, log: Log | None) -> None:
+        """Log the values wherever they are wanted, with a note where that fails."""
+        for one in (self._log, log):
+            try:
+                if one is not None:
+                    one(values, step)
+            except Exception as error:
+                self._note(step, f"not logged: {type(error).__name__}: {error}", "log")
 
     def _measured(self, model: nn.Module, step: int, data: Any, optimizer: Any) -> Report:
         """Everything that was asked for; without those measures of the optimizer that do not exist here."""
@@ -232,16 +227,24 @@ class Monitor:
             if step == 0:  # not all optimizers have a next step before they have taken one
                 raise UndefinedMeasureError
             return found("all" if usual == "all" else [*usual, *own], own)
-        except _OF_ONE_MEASURE:
-            reports = [_without(found(usual, ()), own)] if usual else []
-        for name in own:
-            try:
-                reports.append(found([name], [name]))
-            except _OF_ONE_MEASURE as error:
-                self._note(step, f"{name} not measured: {error}", name if step else "")
+        except FlatnessError as error:
+            if not _is_of_one_measure(error):
+                raise
+        reports = [_without(found(usual, ()), own)] if usual else []
+        reports += filter(None, (self._alone(name, step, found) for name in own))
         if not reports:
             raise UndefinedMeasureError("Expected a measure that exists at this step but there is none.")
         return joined(reports)
+
+    def _alone(self, name: str, step: int, found: Callable[[list[str], list[str]], Report]) -> Report | None:
+        """One measure of the optimizer; None, with a note, where it does not exist here."""
+        try:
+            return found([name], [name])
+        except FlatnessError as error:
+            if not _is_of_one_measure(error):
+                raise
+            self._note(step, f"{name} not measured: {error}", name if step else "")
+            return None
 
     def _note(self, step: int, text: str, warning: str = "") -> None:
         """Keep a note; the first of a kind of warning becomes one."""
@@ -259,6 +262,13 @@ class Monitor:
                     "of this kind are in monitor.notes only.",
                     stacklevel=3,
                 )
+
+
+def _is_of_one_measure(error: FlatnessError) -> bool:
+    """Whether other measures may do without what is missing; all processes say the same."""
+    if isinstance(error, ProcessError):
+        return error.kind is None or error.kind in [kind.__name__ for kind in _OF_ONE_MEASURE]
+    return isinstance(error, _OF_ONE_MEASURE)
 
 
 def _names(measures: str | Iterable[str]) -> tuple[str | list[str], Sequence[str]]:

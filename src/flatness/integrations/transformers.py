@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatness.integrations.monitor import Monitor, library, values_of
+from flatness.integrations.monitor import Monitor, library
 
 
 def flatness_callback(monitor: Monitor, trainer: Any = None, *, start: bool = False) -> Any:
@@ -39,10 +39,12 @@ def flatness_callback(monitor: Monitor, trainer: Any = None, *, start: bool = Fa
             self._measure(state, model, optimizer)
 
         def _measure(self, state: Any, model: Any, optimizer: Any) -> None:
-            report = monitor.step(model, state.global_step, optimizer)
-            if report is not None and trainer is not None:
-                trainer.log(values_of(report))
-            elif report is not None:
-                state.log_history.append({**values_of(report), "step": state.global_step})
+            def log(values: dict[str, float], step: int) -> None:
+                if trainer is None:
+                    state.log_history.append({**values, "step": step})
+                else:
+                    trainer.log(values)
+
+            monitor.step(model, state.global_step, optimizer, log=log)
 
     return FlatnessCallback()

@@ -207,26 +207,32 @@ def _direction(space: ParameterSpace, direction: Any, gradient: Tensor) -> Tenso
     if isinstance(direction, Tensor) and direction.shape == space.theta.shape:
         return _finite(direction.detach().to(space.theta))
     if isinstance(direction, Mapping):
-        own = space.parameters
-        missing = [name for name in own if name not in direction]
-        odd = [name for name in direction if name not in own]
-        shapes = [n for n in own if n in direction and getattr(direction[n], "shape", None) != own[n].shape]
-        if not (missing or odd or shapes):
-            return _finite(space.join({n: value.to(space.theta) for n, value in direction.items()}))
-        wrong = ", ".join(
-            f"{word} {listed(names)}"
-            for word, names in (("missing:", missing), ("unknown:", odd), ("of other shapes:", shapes))
-            if names
-        )
-        raise OptionError(
-            f"Expected direction to hold a tensor for every parameter, by name, but got {wrong}. "
-            "For example {name: p.grad for name, p in model.named_parameters()}."
-        )
+        return _finite(_from_names(space, direction))
     raise OptionError(
         f"Expected direction to be one tensor of {len(space.theta)} numbers, tensors by the names of "
         f"parameters, or a function that makes them of gradients by name, but got {describe(direction)}. "
         "For example {name: p.grad for name, p in model.named_parameters()}."
     )
+
+
+def _from_names(space: ParameterSpace, direction: Mapping[str, Any]) -> Tensor:
+    own = space.parameters
+    faults = {
+        "missing:": [name for name in own if name not in direction],
+        "unknown:": [name for name in direction if name not in own],
+        "of other shapes:": [
+            name
+            for name, value in own.items()
+            if name in direction and getattr(direction[name], "shape", None) != value.shape
+        ],
+    }
+    if any(faults.values()):
+        wrong = ", ".join(f"{word} {listed(names)}" for word, names in faults.items() if names)
+        raise OptionError(
+            f"Expected direction to hold a tensor for every parameter, by name, but got {wrong}. "
+            "For example {name: p.grad for name, p in model.named_parameters()}."
+        )
+    return space.join({name: value.to(space.theta) for name, value in direction.items()})
 
 
 def _finite(step: Tensor) -> Tensor:
