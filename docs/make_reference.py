@@ -144,15 +144,14 @@ def _example(measure: Any) -> str:
         address = ', layer="fc3"'
     elif measure.reductions:
         address = f', reduction="{measure.reductions[-1]}"'
-    optimizer = ""
+    call = f'report = flatness.measure(model, loader, measures="{measure.name}")\n'
     if "optimizer" in measure.options:
-        optimizer = f', options={{"{measure.name}": {{"optimizer": optimizer}}}}'
-    return (
-        "```py\n"
-        f'report = flatness.measure(model, loader, measures="{measure.name}"{optimizer})\n'
-        f'report.value("{measure.name}"{address})\n'
-        "```"
-    )
+        call = (
+            "report = flatness.measure(\n    model,\n    loader,\n"
+            f'    measures="{measure.name}",\n'
+            f'    options={{"{measure.name}": {{"optimizer": optimizer}}}},\n)\n'
+        )
+    return f'```py\n{call}report.value("{measure.name}"{address})\n```'
 
 
 def _sentence(text: str) -> str:
