@@ -16,7 +16,6 @@ from flatness.catalogue.registry import LossGroup, by_loss
 from flatness.curvature.sums.groups import SampleGroups
 from flatness.errors import DataError, LossError, ProcessError, listed
 from flatness.losses import resolve_loss
-from flatness.losses.elementwise import Elementwise
 from flatness.measuring.merge import additive, check_destination, part_of, save_parts
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
@@ -26,10 +25,10 @@ from flatness.measuring.rows.provenance import facts, provenance, risk_of, share
 from flatness.measuring.run.exploration import explore
 from flatness.measuring.run.run import run_plan
 from flatness.measuring.views import Outline, layer_views
+from flatness.problem import setting_of
 from flatness.problem.forward import DefaultForward, Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
-from flatness.problem.setting import setting_of
 from flatness.report.report import Report, joined
 
 # Arguments of `measure` that say how.
@@ -189,7 +188,11 @@ def _problem(given: Mapping[str, Any], loss: Any) -> Problem:
 
 def _check_classes(loss: Any, group: LossGroup) -> None:
     """Refuse to put a classification loss in the place of one that is none: its targets are no classes."""
-    if group.loss is not None and isinstance(resolve_loss(loss), Elementwise):
+    if group.loss is None:
+        return
+    from flatness.losses.elementwise import Elementwise
+
+    if isinstance(resolve_loss(loss), Elementwise):
         raise LossError(
             f"Expected a classification loss, as {listed(group.options)} rests on {group.loss}, but got "
             f"{resolve_loss(loss).name!r}. Use loss='cross_entropy' with class targets, or leave it out."

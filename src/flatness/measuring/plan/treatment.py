@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flatness.curvature.parameters.parameter_products import own_parameter
 from flatness.curvature.sums.routes import LayerRoute
 from flatness.errors import LossError, NotExactError, listed
-from flatness.losses.custom import LARGEST_OUTPUT
+from flatness.losses.base import LARGEST_OUTPUT
 from flatness.measuring.examine.examined import Examined
 from flatness.measuring.examine.second_derivatives import check_twice
 from flatness.measuring.request import LARGEST_BRUTE_FORCE, MeasureRequest

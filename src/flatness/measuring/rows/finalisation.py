@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatness.catalogue.measure import SPECTRA, LayerView, Measure, NetworkView, Valued
 from flatness.catalogue.registry import reduce_values
-from flatness.curvature.operators.spectrum import Spectrum
+from flatness.curvature.spectra import Spectrum
 from flatness.measuring.run.exploration import Explored
 from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter, bias_note, standard_error

@@ -9,13 +9,13 @@ from functools import cache
 
 from flatness.catalogue.measure import LayerView, Surroundings, Valued
 from flatness.curvature.operators.network_spectrum import (
-    NetworkSpectrum,
-    SpectrumRequest,
     check_metric,
+    inverse_metric_root,
     network_spectra,
 )
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.curvature.spectra import NetworkSpectrum, SpectrumRequest
 from flatness.curvature.sums.squared_gradients import DRAWS, MOST_POSITIONS, squared_gradients
 from flatness.errors import DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError, listed
 from flatness.measuring.plan.plan import Plan
@@ -99,6 +99,7 @@ class _Exploration:
                 weights,
                 gradient=self._gradient,
                 squared_gradients=self._squares,
+                metric_root=lambda request: inverse_metric_root(self._space, request, self._squares),
                 spectrum=lambda request: self._spectra([request])[0],
                 hessian=self._hessian,
                 options=options,
