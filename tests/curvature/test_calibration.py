@@ -15,7 +15,7 @@ import oracle
 from flatness.catalogue.registry import get_measure
 from flatness.curvature.sums.folds import replicates
 from flatness.curvature.sums.sampled import Budget
-from flatness.measuring.run import run as running
+from flatness.measuring.run import sampling as running
 
 SEEDS = 48
 # Seed, factor of the weights, and the traces of the first two layers, to two digits.

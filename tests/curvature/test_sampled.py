@@ -21,8 +21,8 @@ from flatness.measuring.plan import plan as plan_module
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
 from flatness.measuring.rows.finalisation import finalise
-from flatness.measuring.run import run as running
-from flatness.measuring.run.exploration import Explored
+from flatness.measuring.run import sampling as running
+from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter
 from flatness.measuring.views import Outline
 from flatness.problem.problem import Problem
@@ -158,8 +158,8 @@ def rows_over_seeds(model, x, y, measures, budget, seeds):
         for seed in range(seeds):
             problem.seed = seed
             sums = sampled_statistics(problem, chosen.sampling, {}, budget)
-            run = running.Run(sums.statistics, chosen.methods, scatter=Scatter.of(sums))
-            rows.append(finalise(outline, run, Explored()))
+            run = Run(sums.statistics, chosen.methods, scatter=Scatter.of(sums))
+            rows.append(finalise(outline, run))
     return rows
 
 

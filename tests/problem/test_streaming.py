@@ -6,7 +6,7 @@ import torch
 import flatness
 from flatness.curvature.parameters.batch_sums import BatchSums
 from flatness.errors import OutOfMemoryError
-from flatness.measuring.run import run as running
+from flatness.measuring.run import eigenvalues as running
 from flatness.network import memory
 from networks import CASES
 

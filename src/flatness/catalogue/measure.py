@@ -229,8 +229,12 @@ class Measure:
     @property
     def one_pass(self) -> bool:
         """Whether the shared streaming pass is all it needs."""
-        eigenvalues = self.needs & SPECTRA or "spectrum" in self.network_needs
-        return not eigenvalues and self.loss is None and self.explore is None
+        return self.of_sums and self.loss is None
+
+    @property
+    def of_sums(self) -> bool:
+        """Whether its values are functions of sums over the samples, and no eigenvalues or explorations."""
+        return not (self.needs & SPECTRA or "spectrum" in self.network_needs or self.explore)
 
     @property
     def price(self) -> str:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.curvature.sums.groups import SampleGroups, stepwise
 from flatness.curvature.sums.layer_sums import AffineSums, LayerSums, PlainSums, PositionSums, SoftmaxHead
 from flatness.curvature.sums.routes import LayerRoute, Routes
 from flatness.curvature.sums.signals import input_of, rows_of_features, signals
-from flatness.curvature.sums.statistics import Statistics
+from flatness.curvature.sums.statistics import SampleGroups, Statistics, streamed
 from flatness.losses import Items
 from flatness.network.affine import AffineModule
 from flatness.network.recording import Recording
@@ -35,7 +34,6 @@ def exact_statistics(
         spreads: V per input unit of the layers that need `relative_normalized`.
         groups: Filled with the statistics of groups of samples, where that is asked for.
     """
-    total = Statistics()
     traced = frozenset({"bias"}) if routes.network else frozenset()
     heads = {
         route.name: SoftmaxHead(route.layer, route.needs | traced, spreads.get(route.name))
@@ -52,9 +50,7 @@ def exact_statistics(
             return part
 
         with problem.ranks.stage():
-            problem.stream(stepwise(problem, groups, found, total.merge), "curvature")
-            if not bool(total.to_host().risk.isfinite()):
-                problem.locate_bad_loss()
+            total = streamed(problem, found, "curvature", groups)
     return total.all_reduce(problem.ranks)
 
 
