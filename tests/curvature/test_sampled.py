@@ -11,6 +11,7 @@ from torch import nn
 
 import flatness
 import oracle
+from flatness.curvature.sums import sampled
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.folds import FOLDS
 from flatness.curvature.sums.frame import feature_spreads
@@ -20,8 +21,7 @@ from flatness.losses.signs import Signs
 from flatness.measuring.plan import plan as plan_module
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
-from flatness.measuring.rows.finalisation import finalise
-from flatness.measuring.run import sampling as running
+from flatness.measuring.rows import finalise
 from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter
 from flatness.measuring.views import Outline
@@ -442,13 +442,13 @@ def test_the_number_of_probes_is_settled_before_they_are_drawn(monkeypatch):
     # probes are counted.
     model, x, y = wide()
     drawn = []
-    original = running.sampled_statistics
+    original = sampled.sampled_statistics
 
     def counted(problem, routes, spreads, budget, groups=None):
         drawn.append(budget)
         return original(problem, routes, spreads, budget, groups)
 
-    monkeypatch.setattr(running, "sampled_statistics", counted)
+    monkeypatch.setattr(sampled, "sampled_statistics", counted)
     report = flatness.measure(model, (x, y), measures="hessian_trace", method="sampled", progress=False)
     (budget,) = drawn
     first = "all directions" if budget.gauss_newton is None else f"{budget.gauss_newton} probes per sample"

@@ -9,7 +9,7 @@ from torch import nn
 
 import flatness
 from flatness.errors import DataError, MeasureError, OptionError
-from flatness.measuring import saving
+from flatness.measuring import merge
 
 
 def network(activation=nn.ReLU, seed=0):
@@ -259,7 +259,7 @@ def test_another_version_of_flatness_is_refused(tmp_path, monkeypatch):
     model, data = network(), samples()
     paths = measured(tmp_path, model, data, measures="hessian_trace")
     (tmp_path / "old").mkdir()
-    monkeypatch.setattr(saving, "__version__", "0.0.1")
+    monkeypatch.setattr(merge, "__version__", "0.0.1")
     older = measured(tmp_path / "old", model, data, sizes=(20, 40), measures="hessian_trace")
     with pytest.raises(DataError, match=r"version of flatness: 0\.0\.1 and"):
         flatness.merge([paths[0], older[0]])

@@ -6,7 +6,7 @@ import torch
 import flatness
 from flatness.curvature.parameters.batch_sums import BatchSums
 from flatness.errors import OutOfMemoryError
-from flatness.measuring.run import eigenvalues as running
+from flatness.measuring.run import run as running
 from flatness.network import memory
 from networks import CASES
 
@@ -79,7 +79,7 @@ def test_few_directions_at_a_time_give_the_same(monkeypatch):
     one = flatness.measure(
         case.build(), (case.x, case.y), "normalized_cross_entropy", measures="all", progress=False
     )
-    monkeypatch.setattr("flatness.curvature.sums.signals.BLOCK", 2)
+    monkeypatch.setattr("flatness.curvature.sums.exact.BLOCK", 2)
     two = flatness.measure(
         case.build(), (case.x, case.y), "normalized_cross_entropy", measures="all", progress=False
     )

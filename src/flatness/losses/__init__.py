@@ -77,7 +77,7 @@ def resolve_loss(loss: Any) -> Loss:
         return loss
     if isinstance(loss, str):
         if loss in _NAMED:
-            return _named(loss)()
+            return _loaded(_NAMED[loss])()
         raise LossError(
             f"Expected a loss named {', '.join(LOSS_NAMES)} but got {loss!r}.{nearest(loss, LOSS_NAMES)} "
             "For any other loss pass a function of (output, target) that returns one loss per sample."
@@ -95,15 +95,10 @@ def resolve_loss(loss: Any) -> Loss:
     )
 
 
-def _named(name: str) -> type[Loss]:
-    module, _, kind = _NAMED[name].partition(".")
+def _loaded(place: str) -> Callable[..., Loss]:
+    """The class of a loss, by its file in this folder and its name."""
+    module, _, kind = place.partition(".")
     return getattr(importlib.import_module(f"{__name__}.{module}"), kind)
-
-
-def _custom(*definition: Any) -> Loss:
-    from flatness.losses.custom import CustomLoss
-
-    return CustomLoss(*definition)
 
 
 def _from_function(function: Any) -> Loss:
@@ -113,16 +108,16 @@ def _from_function(function: Any) -> Loss:
         )
     for _, known, loss, _ in _TORCH:  # by identity: a callable need not be hashable
         if function is known:
-            return _named(loss)()
+            return _loaded(_NAMED[loss])()
     inner = function.func if isinstance(function, functools.partial) else function
     name = getattr(inner, "__name__", type(inner).__name__).strip("<>")
     if getattr(F, name, None) is not function:
-        return _custom(function, name)
+        return _loaded("custom.CustomLoss")(function, name)
     per_sample = functools.partial(function, reduction="none")
     if not _takes_two(per_sample):
         raise _unreadable(f"torch.nn.functional.{name}")
     elementwise = any(function is known for known in _ELEMENTWISE.values())
-    return _custom(_reduced(per_sample, "mean"), name, elementwise)
+    return _loaded("custom.CustomLoss")(_reduced(per_sample, "mean"), name, elementwise)
 
 
 def _from_module(module: nn.Module) -> Loss:
@@ -139,7 +134,7 @@ def _from_module(module: nn.Module) -> Loss:
     for known, _, loss, options in _TORCH:
         # a subclass with a forward of its own is some other loss
         if isinstance(module, known) and type(module).forward is known.forward:
-            return _named(loss)(*(getattr(module, option) for option in options))
+            return _loaded(_NAMED[loss])(*(getattr(module, option) for option in options))
     trainable = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
     if trainable:
         raise LossError(
@@ -150,7 +145,9 @@ def _from_module(module: nn.Module) -> Loss:
         raise _unreadable(name)
     per_sample = copy.copy(module)
     per_sample.reduction = "none"  # type: ignore[assignment]
-    return _custom(_reduced(per_sample, reduction), name, isinstance(module, tuple(_ELEMENTWISE)))
+    return _loaded("custom.CustomLoss")(
+        _reduced(per_sample, reduction), name, isinstance(module, tuple(_ELEMENTWISE))
+    )
 
 
 def _reduced(per_element: Callable[[Tensor, Any], Tensor], reduction: str) -> Callable[[Tensor, Any], Tensor]:

@@ -18,10 +18,10 @@ from flatness.errors import DataError, LossError, ProcessError, listed
 from flatness.losses import resolve_loss
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.provenance import facts, provenance, risk_of, shares, with_risk
 from flatness.measuring.request import MeasureRequest
-from flatness.measuring.rows.finalisation import missed_precision, report_rows
-from flatness.measuring.rows.provenance import facts, provenance, risk_of, shares, with_risk
-from flatness.measuring.run import run_plan
+from flatness.measuring.rows import missed_precision, report_rows
+from flatness.measuring.run.run import run_plan
 from flatness.measuring.views import Outline, layer_views
 from flatness.problem import setting_of
 from flatness.problem.forward import DefaultForward, Forward
@@ -108,7 +108,7 @@ def measure(
     given |= {"progress": progress and ranks.rank == 0, "ranks": ranks}
     everything, left_out = measures == "all", []
     if statistics_to is not None:
-        from flatness.measuring.saving import additive, check_destination
+        from flatness.measuring.merge import additive, check_destination
 
         check_destination(statistics_to)
         measures, left_out = additive(measures, options)
@@ -124,7 +124,7 @@ def measure(
     # The risk of a report is that of the user's loss, whether a measure rests on it or not.
     own_risk = [] if groups[0].loss is None else [risk_of(_problem(given, loss))]
     if statistics_to is not None and ranks.rank == 0:
-        from flatness.measuring.saving import save_parts
+        from flatness.measuring.merge import save_parts
 
         save_parts(statistics_to, [part for _, part in measured], left_out, own_risk)
     report = with_risk(joined([report for report, _ in measured]), own_risk)
@@ -158,7 +158,7 @@ def _measured(
             run.explored = explore(problem, plan, views, everything=everything)
         results, part = report_rows(outline, run), {}
         if kept:
-            from flatness.measuring.saving import part_of
+            from flatness.measuring.merge import part_of
 
             part = part_of(outline, run, alike)
     meta = provenance(problem, plan, run.statistics, time.perf_counter() - started)

@@ -1,5 +1,7 @@
 """Parts of the data, measured by separate jobs: saved as sums, and merged into one report.
 
+What `flatness.measure(..., statistics_to=path)` saves is all that rows are made from: the sums of one part of
+the data, the folds that standard errors come from, the weights that finalisers read, and what was measured.
 Sums add up, so that the merged report has the values of one measurement over all the data, to rounding where
 they are exact; where they are sampled, every part has its own random directions, and its folds add up with
 those of the others.
@@ -15,23 +17,30 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from flatness.catalogue.registry import get_measure
+from flatness.catalogue.measure import Measure
+from flatness.catalogue.registry import adapted_measures, get_measure
+from flatness.curvature.sums.kinds import statistics_of
 from flatness.curvature.sums.statistics import SampleGroups, Statistics
-from flatness.errors import DataError, OptionError, listed
+from flatness.errors import DataError, MeasureError, OptionError, listed
 from flatness.files import (
     CHECKSUM,
     DamagedFileError,
+    check_folder,
     intact,
     read_tensors,
+    sealed,
+    write_tensors,
 )
+from flatness.measuring.provenance import joint_fingerprint, with_risk
 from flatness.measuring.request import MeasureRequest
-from flatness.measuring.rows.finalisation import missed_precision, report_rows
-from flatness.measuring.rows.provenance import joint_fingerprint, with_risk
+from flatness.measuring.rows import missed_precision, report_rows
 from flatness.measuring.run.run import Run
-from flatness.measuring.saving import FORMAT, VERSION
 from flatness.measuring.scatter import Scatter
 from flatness.measuring.views import LayerOutline, Outline
 from flatness.report.report import Report, joined
+from flatness.version import __version__
+
+_FORMAT, _VERSION = "flatness statistics", 2
 
 
 def merge(paths: Iterable[str | os.PathLike[str]]) -> Report:
@@ -87,20 +96,117 @@ def _files(paths: Any) -> list[Path]:
     return [Path(path) for path in given]
 
 
+def check_destination(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that cannot be written, before any data is looked at."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(
+            f"Expected statistics_to to be a path but got {type(path).__name__}. For example "
+            "statistics_to='part-3.pt'."
+        )
+    if not str(path) or Path(path).is_dir():
+        raise OptionError(
+            f"Expected statistics_to to name a file but got {str(path)!r}. For example "
+            "statistics_to='part-3.pt'."
+        )
+    check_folder(path)
+
+
+def additive(measures: Any, options: Mapping[str, Mapping[str, Any]] | None) -> tuple[list[str], list[str]]:
+    """The measures that are functions of sums over samples, and notes on those that are left out.
+
+    A word that stands for many leaves out what is no sum; names of such measures are refused.
+
+    Raises:
+        MeasureError: With the names and the reasons.
+    """
+    chosen, _ = adapted_measures(measures, options)
+    why = {one.name: reason for one in chosen if (reason := _why_no_sum(one)) is not None}
+    refused = listed([f"{name} ({reason})" for name, reason in why.items()], 40)
+    if why and measures not in ("default", "all"):
+        raise MeasureError(
+            f"Expected measures that are functions of sums over samples, as statistics_to= saves those, but "
+            f"got {refused}. Leave them out, or measure them on all the data in one call."
+        )
+    notes = [f"left out, as statistics_to= saves sums over samples: {refused}"] if why else []
+    return [one.name for one in chosen if one.name not in why], notes
+
+
+def _why_no_sum(measure: Measure) -> str | None:
+    if measure.explore is not None:
+        return f"computed apart, with {measure.cost or 'passes of its own'}"
+    if not measure.of_sums:
+        return "eigenvalues"
+    if any(statistic.scaled for statistic in statistics_of(measure.needs)):
+        return "needs the spread of features over all the data"
+    return None
+
+
+def part_of(outline: Outline, run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What to keep of one part of the data, measured with one loss, in dictionaries, tensors and texts.
+
+    Args:
+        outline: What was measured.
+        run: What the engines found.
+        facts: What must be the same in all parts.
+    """
+    layers = {
+        name: {
+            **vars(own),
+            "weight": own.weight.detach().cpu().clone(),
+            "needs": sorted(own.needs),
+            "layer": None,
+        }
+        for name, own in outline.layers.items()
+    }
+    names = [measure.name for measure in outline.request.measures]
+    # Layers are named by the outline, whatever the words for them were.
+    request = {**vars(outline.request), "measures": names, "layers": None}
+    return {
+        "outline": {**vars(outline), "request": request, "layers": layers},
+        "statistics": run.statistics.content(),
+        "gauss_newton": None if run.gauss_newton is None else run.gauss_newton.content(),
+        "groups": None if run.groups is None else [part.content() for part in run.groups.parts],
+        "scatter": vars(run.scatter or Scatter()),
+        "methods": run.methods,
+        "probes": run.probes,
+        "remarks": run.remarks,
+        # Every job may have a seed of its own.
+        "facts": {name: value for name, value in facts.items() if name != "seed"},
+    }
+
+
+def save_parts(
+    path: str | os.PathLike[str],
+    parts: Sequence[Mapping[str, Any]],
+    left_out: Sequence[str],
+    own_risk: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write what one job measured, whole or not at all.
+
+    Args:
+        path: The file.
+        parts: What `part_of` made for each loss, with the `meta` and the notes of its report.
+        left_out: Notes on measures that are not among them.
+        own_risk: The risk of the user's loss where no measure uses that, see `risk_of`; else nothing.
+    """
+    head = {"format": _FORMAT, "version": _VERSION, "flatness": __version__}
+    write_tensors(path, sealed({**head, "parts": parts, "left_out": left_out, "own_risk": own_risk}))
+
+
 def _read(path: Path) -> dict[str, Any]:
     again = "Measure this part again with statistics_to=."
     try:
         content = read_tensors(path)
     except DamagedFileError:
         content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise DataError(
             f"Expected statistics that flatness.measure(..., statistics_to=path) wrote but {path} holds "
             f"something else, or is damaged. {again}"
         )
-    if content.get("version") != VERSION:
+    if content.get("version") != _VERSION:
         raise DataError(
-            f"Expected statistics of version {VERSION} but {path} has version {content.get('version')}. "
+            f"Expected statistics of version {_VERSION} but {path} has version {content.get('version')}. "
             f"{again}"
         )
     if CHECKSUM not in content or not intact(content):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from flatness.curvature.sums.exact import BLOCK
 from flatness.curvature.sums.routes import (
     LayerRoute,
     Routes,
@@ -15,7 +16,6 @@ from flatness.curvature.sums.routes import (
     positions_of,
     route_kind,
 )
-from flatness.curvature.sums.signals import BLOCK
 from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
 from flatness.measuring.examine.examination import examine
 from flatness.measuring.examine.examined import Examined, LayerRecord

@@ -1,19 +1,17 @@
-"""What goes through parameters: a pilot says how many random directions, and what takes all of them."""
+"""How many random directions of parameters: a pilot on a few samples says, and what takes all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flatness.curvature.parameters.parameter_products import DifferenceError
-from flatness.curvature.sums.parameter_probes import ALL, ParameterEngine, unit_length
-from flatness.curvature.sums.statistics import SampleGroups, Statistics
+from flatness.curvature.sums.parameter_probes import ParameterEngine, unit_length
+from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.run.pilot import CAUTION, PROBES, fold_count, pilot_size, relative_variances
-from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter
 from flatness.problem.problem import Problem
 
@@ -37,34 +35,6 @@ class Directions:
     probes: int
     complete: tuple[str | None, ...]
     folds: int
-
-
-def add_products(problem: Problem, plan: Plan, run: Run) -> None:
-    """Add what goes through parameters; a pilot says how many directions, and what takes all of them."""
-    with problem.ranks.stage():
-        chosen = choose_directions(problem, plan, run.spreads, run.statistics)
-    chosen = problem.ranks.first(chosen)
-    routes = replace(plan.by_parameters, complete=plan.by_parameters.complete | {*chosen.complete})
-    error = DifferenceError()
-    for part in (routes.only(complete=True), routes.only(complete=False)):
-        if not part:
-            continue
-        groups = SampleGroups() if run.groups is not None else None
-        engine = ParameterEngine(problem, part, run.spreads, chosen.probes, chosen.folds, error)
-        with problem.ranks.stage():
-            sums = engine.run(groups)
-        sums.all_reduce(problem.ranks)
-        run.take(sums.statistics, groups, Scatter.of(sums))
-    if routes.random:
-        run.probes = max(run.probes, chosen.probes)
-    length = unit_length(problem)
-    random = f"{chosen.probes} random directions per {'sample' if length == 1 else f'{length} samples'}"
-    for route in routes.layers:
-        complete = route.name in routes.complete
-        run.methods[route.name] = "exact" if complete else "sampled"
-        run.remarks[route.name] = (ALL if complete else random, *[str(error)] * plan.request.differences)
-    if plan.rest and plan.request.differences:
-        run.notes.append(f"trace over the whole network: {error}")
 
 
 def choose_directions(
