@@ -28,7 +28,7 @@ from flatness.losses.base import Items, Loss, counted
 __all__ = ["LOSS_NAMES", "Items", "Loss", "counted", "resolve_loss"]
 
 # Where each loss is: a file of this folder and a class. It is loaded when it is asked for.
-_NAMED = {
+_NAMED: dict[str, str] = {
     "cross_entropy": "softmax.CrossEntropy",
     "nll": "softmax.NegativeLogLikelihood",
     "mse": "elementwise.MeanSquaredError",
