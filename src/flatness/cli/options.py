@@ -16,7 +16,7 @@ from flatness.cli import words
 from flatness.cli.answers import UsageError, choice
 from flatness.cli.values import split_list
 from flatness.cli.words import complete_from, documented
-from flatness.measuring.choices import CURVATURES, METHODS
+from flatness.measuring import CURVATURES, METHODS
 
 DATA, HOW, DRAW, OUTPUT = "Data", "How to measure", "What to draw", "Output"
 """Groups of options on help pages."""

@@ -13,23 +13,20 @@ import torch
 from torch import nn
 
 from flatness.catalogue.registry import LossGroup, by_loss
-from flatness.curvature.sums.groups import SampleGroups
+from flatness.curvature.sums.statistics import SampleGroups
 from flatness.errors import DataError, LossError, ProcessError, listed
 from flatness.losses import resolve_loss
-from flatness.losses.elementwise import Elementwise
-from flatness.measuring.merge import additive, check_destination, part_of, save_parts
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.provenance import facts, provenance, risk_of, shares, with_risk
 from flatness.measuring.request import MeasureRequest
-from flatness.measuring.rows.finalisation import missed_precision, report_rows
-from flatness.measuring.rows.provenance import facts, provenance, risk_of, shares, with_risk
-from flatness.measuring.run.exploration import explore
+from flatness.measuring.rows import missed_precision, report_rows
 from flatness.measuring.run.run import run_plan
 from flatness.measuring.views import Outline, layer_views
+from flatness.problem import setting_of
 from flatness.problem.forward import DefaultForward, Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
-from flatness.problem.setting import setting_of
 from flatness.report.report import Report, joined
 
 # Arguments of `measure` that say how.
@@ -109,9 +106,13 @@ def measure(
     given = _settled(locals())
     started, ranks = time.perf_counter(), Ranks.current()
     given |= {"progress": progress and ranks.rank == 0, "ranks": ranks}
-    check_destination(statistics_to)
-    everything = measures == "all"
-    groups, left_out = _groups(measures, options, statistics_to is not None)
+    everything, left_out = measures == "all", []
+    if statistics_to is not None:
+        from flatness.measuring.merge import additive, check_destination
+
+        check_destination(statistics_to)
+        measures, left_out = additive(measures, options)
+    groups = by_loss(measures, options)
     measured: list[tuple[Report, dict[str, Any]]] = []
     for group in groups:
         try:
@@ -123,6 +124,8 @@ def measure(
     # The risk of a report is that of the user's loss, whether a measure rests on it or not.
     own_risk = [] if groups[0].loss is None else [risk_of(_problem(given, loss))]
     if statistics_to is not None and ranks.rank == 0:
+        from flatness.measuring.merge import save_parts
+
         save_parts(statistics_to, [part for _, part in measured], left_out, own_risk)
     report = with_risk(joined([report for report, _ in measured]), own_risk)
     return replace(report, notes=(*report.notes, *left_out))
@@ -132,16 +135,6 @@ def _may_be_left_out(group: LossGroup, error: Exception, everything: bool) -> bo
     """Whether "all", which means all that exist here, does without a group: its loss may not fit the data."""
     of_data = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
     return everything and group.loss is not None and of_data
-
-
-def _groups(
-    measures: str | Iterable[str], options: Mapping[str, Mapping[str, Any]] | None, kept: bool
-) -> tuple[list[LossGroup], list[str]]:
-    """Measures that share a loss, the user's own first, and notes on those that are left out."""
-    left_out: list[str] = []
-    if kept:
-        measures, left_out = additive(measures, options)
-    return by_loss(measures, options), left_out
 
 
 def _measured(
@@ -158,14 +151,20 @@ def _measured(
         ranks.check_same(alike)
         run = run_plan(problem, plan, SampleGroups() if given["data_stderr"] else None)
         outline = Outline.of(problem, plan)
-        views = layer_views(outline, run.statistics, run.spectra, run.spreads)
-        explored = explore(problem, plan, views, everything=everything)
-        results = report_rows(outline, run, explored)
-        part = part_of(outline, run, alike) if kept else {}
+        if request.explores:
+            from flatness.measuring.run.exploration import explore
+
+            views = layer_views(outline, run.statistics, run.spectra, run.spreads)
+            run.explored = explore(problem, plan, views, everything=everything)
+        results, part = report_rows(outline, run), {}
+        if kept:
+            from flatness.measuring.merge import part_of
+
+            part = part_of(outline, run, alike)
     meta = provenance(problem, plan, run.statistics, time.perf_counter() - started)
     if ranks.count > 1:
         meta |= shares(problem)
-    notes = (*problem.notes, *plan.notes, *run.notes, *explored.notes)
+    notes = (*problem.notes, *plan.notes, *run.notes, *run.explored.notes)
     report = Report(tuple(results), meta, (*notes, *missed_precision(outline, run, results)))
     return report, {**part, "meta": meta, "notes": notes}
 
@@ -189,7 +188,11 @@ def _problem(given: Mapping[str, Any], loss: Any) -> Problem:
 
 def _check_classes(loss: Any, group: LossGroup) -> None:
     """Refuse to put a classification loss in the place of one that is none: its targets are no classes."""
-    if group.loss is not None and isinstance(resolve_loss(loss), Elementwise):
+    if group.loss is None:
+        return
+    from flatness.losses.elementwise import Elementwise
+
+    if isinstance(resolve_loss(loss), Elementwise):
         raise LossError(
             f"Expected a classification loss, as {listed(group.options)} rests on {group.loss}, but got "
             f"{resolve_loss(loss).name!r}. Use loss='cross_entropy' with class targets, or leave it out."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from flatness.problem.batches import describe
 from flatness.problem.forward import DefaultForward, Forward, line_for
 from flatness.problem.guard import Guard, Suppressed
 from flatness.problem.model import check_model, converted, unwrap, usable_device
-from flatness.problem.own_loss import Alignment
 from flatness.problem.process_state import PROCESS
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import Ranks
 from flatness.problem.sources import Source, different_lengths
+
+if TYPE_CHECKING:
+    from flatness.problem.own_loss import Alignment
 
 _DEFAULT_BATCH = 256
 

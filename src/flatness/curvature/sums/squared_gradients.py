@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from flatness.curvature.parameters.parameter_space import ParameterSpace, explained
-from flatness.curvature.sums.exact import sums_of
+from flatness.curvature.sums.exact import laid_out, sums_of
 from flatness.curvature.sums.layer_sums import add_to
 from flatness.curvature.sums.routes import LayerRoute, Routes
-from flatness.curvature.sums.signals import laid_out
 from flatness.losses.signs import Signs
 from flatness.network.affine import AffineModule
 from flatness.network.recording import Recording

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 
 from flatness.catalogue.measure import LayerView, Surroundings, Valued
 from flatness.curvature.operators.network_spectrum import (
-    NetworkSpectrum,
-    SpectrumRequest,
     check_metric,
+    inverse_metric_root,
     network_spectra,
 )
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.curvature.spectra import NetworkSpectrum, SpectrumRequest
 from flatness.curvature.sums.squared_gradients import DRAWS, MOST_POSITIONS, squared_gradients
 from flatness.errors import DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError, listed
 from flatness.measuring.plan.plan import Plan
+from flatness.measuring.run.run import Explored
 from flatness.problem.problem import Problem
-
-
-@dataclass(frozen=True)
-class Explored:
-    """What was found, by measure.
-
-    Attributes:
-        spectra: Extreme eigenvalues of the network's Hessian.
-        values: Values by layer, None for the network.
-        notes: What the user should know.
-    """
-
-    spectra: Mapping[str, NetworkSpectrum] = field(default_factory=dict)
-    values: Mapping[str, Mapping[str | None, Valued]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bool = False) -> Explored:
@@ -48,8 +34,6 @@ def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything:
         views: The measured layers.
         everything: Whether "all" was asked for, so that what does not exist here is left out with a note.
     """
-    if not plan.request.explores:
-        return Explored()
     run = _Exploration(problem, plan, everything)
     return Explored(run.planned_spectra(), run.values(views), (*run.notes, *run.remarks()))
 
@@ -99,6 +83,7 @@ class _Exploration:
                 weights,
                 gradient=self._gradient,
                 squared_gradients=self._squares,
+                metric_root=lambda request: inverse_metric_root(self._space, request, self._squares),
                 spectrum=lambda request: self._spectra([request])[0],
                 hessian=self._hessian,
                 options=options,

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from flatness.catalogue.measure import SPECTRA, LayerView, Measure, NetworkView, Valued
 from flatness.catalogue.registry import reduce_values
-from flatness.curvature.operators.spectrum import Spectrum
-from flatness.measuring.run.exploration import Explored
-from flatness.measuring.run.run import Run
-from flatness.measuring.scatter import Scatter, bias_note, standard_error
+from flatness.curvature.spectra import Spectrum
+from flatness.measuring.run.run import Explored, Run
 from flatness.measuring.views import Outline, layer_values, layer_views, network_view, number_of
 from flatness.report.report import Address, Result, address
 
@@ -27,25 +25,24 @@ _USED_UP = 0.8
 _GOAL = 0.01
 
 
-def report_rows(outline: Outline, run: Run, explored: Explored) -> list[Result]:
+def report_rows(outline: Outline, run: Run) -> list[Result]:
     """All rows of a report, with the standard errors that the data alone cause where those are asked for.
 
     Args:
         outline: What was measured.
         run: What the engines found.
-        explored: What measures found that explore the space of all parameters.
     """
-    results = finalise(outline, run, explored)
+    results = finalise(outline, run)
     if run.groups is None:
         return results
     left_out = [
-        finalise(outline, replace(run, statistics=part, scatter=Scatter()), explored)
+        finalise(outline, replace(run, statistics=part, scatter=None))
         for part in run.groups.without_each(run.statistics)
     ]
     return _with_data_errors(results, left_out, outline.request.measures, run.statistics.samples)
 
 
-def finalise(outline: Outline, run: Run, explored: Explored) -> list[Result]:
+def finalise(outline: Outline, run: Run) -> list[Result]:
     """All rows of a report, measure by measure, layers in network order; see `report_rows`."""
     views = layer_views(outline, run.statistics, run.spectra, run.spreads)
     network = network_view(outline, run.statistics)
@@ -54,10 +51,10 @@ def finalise(outline: Outline, run: Run, explored: Explored) -> list[Result]:
         rows = _Rows(measure, outline, run)
         for view in views:
             rows.add_layer(view)
-        values = explored.values.get(measure.name, {})
+        values = run.explored.values.get(measure.name, {})
         for layer in [layer for layer in values if layer is not None]:
             rows.add(rows.row("layer", layer=layer), values[layer])
-        rows.add_network(network, explored)
+        rows.add_network(network)
         if None in values:
             rows.add(rows.row("network"), values[None])
         for reduction in measure.reductions if "network" in measure.levels else ():
@@ -91,11 +88,12 @@ class _Rows:
     def add(self, row: Result, value: Valued | Tensor | float, changes: Tensor | None = None) -> None:
         """Take one more, with its value; its standard error comes from what replicates change (K,)."""
         valued = value if isinstance(value, Valued) else Valued(float(value))
-        error = standard_error(changes)
-        if changes is not None and error is not None:
+        if changes is not None:
+            from flatness.measuring.scatter import bias_note, standard_error
+
             bent = row.level != "unit" and (self._measure.clips is not None or row.reduction == "max")
             notes = (*valued.notes, *(bias_note(changes) if bent else ()))
-            valued = replace(valued, stderr=float(error), method="sampled", notes=notes)
+            valued = replace(valued, stderr=float(standard_error(changes)), method="sampled", notes=notes)
         row = replace(
             row,
             value=valued.value,
@@ -139,26 +137,26 @@ class _Rows:
 
     def _changes(self, view: LayerView, values: Tensor) -> list[Tensor | None]:
         """What replicates change about each value of a layer; nothing where all directions were taken."""
-        moved = None
-        if self._measure.needs - SPECTRA and self._run.methods[view.name] == "sampled":
+        moved, scatter = None, self._run.scatter
+        if scatter and self._measure.needs - SPECTRA and self._run.methods[view.name] == "sampled":
             number = partial(layer_values, self._measure)
-            moved = self._run.scatter.of_layer(view, number, values, self._measure.clips)
+            moved = scatter.of_layer(view, number, values, self._measure.clips)
         return [None] * len(values) if moved is None else list(moved.T)
 
-    def add_network(self, network: NetworkView, explored: Explored) -> None:
+    def add_network(self, network: NetworkView) -> None:
         """The row over all parameters, where the measure has one and what it needs was found."""
         measure, sources = self._measure, self._outline.sources
-        spectrum, traced = explored.spectra.get(measure.name), "traces" in measure.network_needs
+        spectrum, traced = self._run.explored.spectra.get(measure.name), "traces" in measure.network_needs
         missing = (traced and not sources) or ("spectrum" in measure.network_needs and spectrum is None)
         if measure.network is None or missing:
             return
         view = replace(network, spectrum=spectrum, options=self._options)
         value = measure.network(view)
         over = value.over if isinstance(value, Valued) else None
-        changes = None
-        if traced:
+        changes, scatter = None, self._run.scatter
+        if traced and scatter:
             number, at = partial(_network_value, measure), number_of(measure, value)
-            changes = self._run.scatter.of_network(view, sources, number, at, measure.clips)
+            changes = scatter.of_network(view, sources, number, at, measure.clips)
         notes = (f"over {over or ', '.join(network.squared_norms)}",)
         self.add(self.row("network", notes=notes), value, changes)
 
@@ -233,8 +231,8 @@ def _sizes(outline: Outline, run: Run, layers: list[Result]) -> dict[Address, fl
     """What errors are relative to: the value, or that of the Gauss-Newton part where it is larger."""
     sizes = {address(row): abs(row.value) for row in layers}
     if run.gauss_newton is not None:
-        alone = replace(run, statistics=run.gauss_newton, scatter=Scatter())
-        for row in finalise(outline, alone, Explored()):
+        alone = replace(run, statistics=run.gauss_newton, scatter=None, explored=Explored())
+        for row in finalise(outline, alone):
             if address(row) in sizes:
                 sizes[address(row)] = max(sizes[address(row)], abs(row.value))
     return sizes
@@ -267,7 +265,7 @@ def _with_data_errors(
         measures: The measures.
         samples: Number of samples.
     """
-    sums = {m.name for m in measures if not (m.needs & SPECTRA or "spectrum" in m.network_needs or m.explore)}
+    sums = {measure.name for measure in measures if measure.of_sums}
     B = len(left_out)
     if B < 2:
         return results
