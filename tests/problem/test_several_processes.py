@@ -28,7 +28,7 @@ def process(rank, port, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     answers = {}
-    for task in (measured, sampled, walking, failing, different, alone):
+    for task in (measured, sampled, drawn, walking, failing, different, alone):
         try:
             answers[task.__name__] = task(rank)
         except FlatnessError as error:
@@ -135,6 +135,24 @@ def test_sampled_curvature_is_that_of_all_the_data(answers):
                 continue  # biased by noise: maxima up, roots down
             # Some 150 numbers: 5 standard errors; those that have none are exact.
             assert abs(value - row.value) <= 5 * stderr + 1e-9 * abs(row.value), (name, _key(row))
+
+
+def drawn(rank):
+    case = CASES["mlp"]
+    how = {"measures": "relative_flatness", "samples": 20, "progress": False}
+    report = flatness.measure(case.build(), part(case, rank), **how)
+    return {_key(row): (row.value, row.stderr) for row in report.results}, report.meta
+
+
+def test_a_random_part_of_the_data_is_drawn_from_all_processes(answers):
+    (first, meta), (second, _) = answers["drawn"]
+    case = CASES["mlp"]
+    assert first == second
+    assert (meta["samples"], meta["population"]) == (20, len(case.x))
+    whole = flatness.measure(case.build(), (case.x, case.y), measures="relative_flatness", progress=False)
+    for row in whole.results:
+        value, stderr = first[_key(row)]
+        assert 0 < abs(value - row.value) <= 5 * stderr, _key(row)
 
 
 def walking(rank):

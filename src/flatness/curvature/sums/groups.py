@@ -23,11 +23,16 @@ GROUPS = 20
 class SampleGroups:
     """Statistics of B groups of samples.
 
+    Args:
+        population: How many samples there are where those measured are a random part of them.
+        distribution: Whether values are to be estimates for the distribution of the data, too.
+
     Attributes:
         parts: One `Statistics` per group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, population: int | None = None, *, distribution: bool = True) -> None:
+        self.population, self.distribution = population, distribution
         self.parts = [Statistics() for _ in range(GROUPS)]
 
     def split(self, batch: Any, samples: Tensor) -> Iterator[tuple[int, Any, Tensor]]:

@@ -106,7 +106,8 @@ def _add_sampled(problem: Problem, plan: Plan, run: Run) -> None:
     if not plan.complete:
         run.scatter = Scatter.of(sums)
         run.probes = (budget.gauss_newton or plan.rank) + budget.average
-        run.gauss_newton = sums.gauss_newton if plan.sampling.curved else None
+    if plan.sampling.curved:
+        run.gauss_newton = sums.gauss_newton
     for route in plan.sampling.layers:
         remarks = [] if plan.complete else [_described(plan, budget)]
         if route.name in plan.sampling.curved:
