@@ -39,7 +39,7 @@ def report_rows(outline: Outline, run: Run) -> list[Result]:
         finalise(outline, replace(run, statistics=part, scatter=None))
         for part in run.groups.without_each(run.statistics)
     ]
-    return _with_data_errors(results, left_out, outline.request.measures, run.statistics.samples)
+    return _with_data_errors(results, left_out, outline.request.measures, run)
 
 
 def finalise(outline: Outline, run: Run) -> list[Result]:
@@ -204,10 +204,21 @@ def _values(rows: list[Result]) -> Tensor:
     return torch.tensor([row.value for row in rows], dtype=torch.float64, device="cpu")
 
 
+def relative_error(outline: Outline, run: Run, results: list[Result]) -> float:
+    """The largest standard error of a layer's value, relative to it or to its Gauss-Newton part."""
+    layers = _sampled_layers(results)
+    sizes = _sizes(outline, run, layers)
+    return max((row.stderr / max(sizes[address(row)], 1e-300) for row in layers), default=0.0)
+
+
+def _sampled_layers(results: list[Result]) -> list[Result]:
+    return [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
+
+
 def missed_precision(outline: Outline, run: Run, results: list[Result]) -> list[str]:
     """What to say when sampled values of layers did not reach the precision asked for."""
     precision, most = outline.request.precision, outline.request.max_passes
-    layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
+    layers = _sampled_layers(results)
     if all(row.stderr <= 1.25 * precision * abs(row.value) for row in layers):
         return []
     sizes = _sizes(outline, run, layers)
@@ -220,6 +231,8 @@ def missed_precision(outline: Outline, run: Run, results: list[Result]) -> list[
     part = "" if run.gauss_newton is None else " (or of its Gauss-Newton part, if that is larger)"
     used_up = run.probes > _USED_UP * most
     advice = "The pilot underestimated the noise: ask for a smaller precision"
+    if run.groups is not None and run.groups.population is not None:
+        used_up, advice = False, f"Raise samples, now {run.statistics.samples}, or pass samples='enough'"
     return [
         f"aimed at a standard error of {precision:.2g} of each layer's value{part}, but {len(missed)} of "
         f"{len(layers)} values exceed it; the worst is {worst.measure} of {worst.subject()}, at {reached}. "
@@ -252,9 +265,9 @@ def _spectrum_notes(spectrum: Spectrum) -> list[str]:
 
 
 def _with_data_errors(
-    results: list[Result], left_out: list[list[Result]], measures: list[Measure], samples: int
+    results: list[Result], left_out: list[list[Result]], measures: list[Measure], run: Run
 ) -> list[Result]:
-    """Results with `data_stderr`, from the same results without one group of samples after the other.
+    """Results with the errors that their samples cause, from results without one group after the other.
 
     The jackknife: se² = (B − 1)/B Σ_b (f_b − mean f)². Values that are no function of sums over samples
     (eigenvalues, exploration of parameter space) have none.
@@ -263,8 +276,9 @@ def _with_data_errors(
         results: What was measured on all samples.
         left_out: For every group, the same rows without its samples.
         measures: The measures.
-        samples: Number of samples.
+        run: What the engines found.
     """
+    assert run.groups is not None
     sums = {measure.name for measure in measures if measure.of_sums}
     B = len(left_out)
     if B < 2:
@@ -273,10 +287,33 @@ def _with_data_errors(
     errors = ((B - 1) / B * (values - values.mean(0)).square().sum(0)).sqrt()
     # What does not depend on the data, such as norms of weights, moves by rounding alone.
     errors = errors.where(errors > _ROUNDING * values.mean(0).abs(), 0.0).tolist()
-    return [
-        _with_data_error(row, error, samples) if row.measure in sums else row
-        for row, error in zip(results, errors, strict=True)
-    ]
+    samples, population = run.statistics.samples, run.groups.population
+    found = []
+    for row, error in zip(results, errors, strict=True):
+        known = row.measure in sums
+        of_all = row if population is None else _of_population(row, error, 1 - samples / population, known)
+        distributed = known and run.groups.distribution
+        found.append(_with_data_error(of_all, error, samples) if distributed else of_all)
+    return found
+
+
+def _of_population(row: Result, error: float, left: float, known: bool) -> Result:
+    """A row whose value is an estimate for all the samples that those measured were drawn from.
+
+    Groups of samples scatter by their probes, too, so that the jackknife's error holds both. What the choice
+    of samples adds shrinks with the share of samples that are left out, and is 0 where there are none.
+
+    Args:
+        row: What was measured on some samples.
+        error: The jackknife's standard error.
+        left: The share of the samples that are left out.
+        known: Whether the row is a function of sums over samples.
+    """
+    if not known:
+        return replace(row, notes=(*row.notes, "of these samples, without an error for the choice of them"))
+    chosen = left * max(0.0, error**2 - row.stderr**2)
+    method = "sampled" if chosen else row.method
+    return replace(row, stderr=math.sqrt(row.stderr**2 + chosen), method=method)
 
 
 def _with_data_error(row: Result, error: float, samples: int) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-SETTING = ("forward", "weight_decay", "batch_size", "device", "dtype", "seed", "progress")
+SETTING = ("forward", "weight_decay", "batch_size", "device", "dtype", "tf32", "seed", "progress")
 
 
 def setting_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

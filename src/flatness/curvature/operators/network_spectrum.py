@@ -55,7 +55,7 @@ def network_spectra(
         answers = operator([roots[i] * query[0] for i, query in queries.items()])
         return {i: (roots[i] * answer)[None] for i, answer in zip(queries, answers, strict=True)}
 
-    in_step(solvers, products)
+    in_step(solvers, products, space.problem.ranks.first)
     return [_solved(space, solver, roots[i], risk, gradient) for i, solver in solvers.items()]
 
 

@@ -127,11 +127,16 @@ class SampleGroups:
     neighbours together too unevenly. With B groups, leaving out one after the other gives the jackknife's
     standard error of a value as an estimate for the distribution that the samples were drawn from.
 
+    Args:
+        population: How many samples there are where those measured are a random part of them.
+        distribution: Whether values are to be estimates for the distribution of the data, too.
+
     Attributes:
         parts: One `Statistics` per group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, population: int | None = None, *, distribution: bool = True) -> None:
+        self.population, self.distribution = population, distribution
         self.parts = [Statistics() for _ in range(GROUPS)]
 
     def split(self, batch: Any, samples: Tensor) -> Iterator[tuple[int, Any, Tensor]]:

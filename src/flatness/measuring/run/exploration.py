@@ -22,6 +22,9 @@ from flatness.measuring.plan.plan import Plan
 from flatness.measuring.run.run import Explored
 from flatness.problem.problem import Problem
 
+# What says that a measure does not exist for a network, its data or its loss.
+_WITHOUT = (DifferentiabilityError, LossError, UndefinedMeasureError)
+
 
 def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bool = False) -> Explored:
     """Run what cannot be a sum over one pass. The problem must be guarded.
@@ -90,7 +93,6 @@ class _Exploration:
                 seed=self._problem.seed,
             )
             with self._left_out([measure.name], self._everything):
-                _refuse_several(self._problem)
                 values[measure.name] = measure.explore(around)
         return values
 
@@ -108,7 +110,6 @@ class _Exploration:
         """Solve several in step, each once; equal requests are one."""
         new = [request for request in dict.fromkeys(requests) if request not in self._solved]
         if new:
-            _refuse_several(self._problem)
             self._solved |= zip(new, network_spectra(self._hessian, new, self._squares), strict=True)
         return [self._solved[request] for request in requests]
 
@@ -117,16 +118,8 @@ class _Exploration:
         """Turn what a measure cannot have here into a note, where that is allowed."""
         try:
             yield
-        except (DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError) as error:
-            if not allowed:
+        except (*_WITHOUT, ProcessError) as error:
+            kind = error.kind if isinstance(error, ProcessError) else type(error).__name__
+            if not allowed or kind not in [one.__name__ for one in _WITHOUT]:
                 raise
             self.notes.append(f"left out for the network: {listed(names)}. {error}")
-
-
-def _refuse_several(problem: Problem) -> None:
-    if problem.ranks.count > 1:
-        raise ProcessError(
-            "Expected one process, as this walks in the space of all parameters, but got a group of "
-            f"{problem.ranks.count}. Measure it in one process, on all the data, inside "
-            "flatness.separately()."
-        )

@@ -128,7 +128,8 @@ def _add_sampled(problem: Problem, plan: Plan, run: Run) -> None:
     run.take(sums.statistics, groups, Scatter.of(sums))
     if not plan.complete:
         run.probes = (budget.gauss_newton or plan.rank) + budget.average
-        run.gauss_newton = sums.part("gauss_newton") if plan.sampling.curved else None
+    if plan.sampling.curved:
+        run.gauss_newton = sums.part("gauss_newton")
     for route in plan.sampling.layers:
         remarks = [] if plan.complete else [_described(plan, budget)]
         if route.name in plan.sampling.curved:
