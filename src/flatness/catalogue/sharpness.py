@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatness.catalogue.measure import Measure, NetworkView, Surroundings, Valued, averaged
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, Option, choice, count, declared, positive, share
-from flatness.curvature.operators.network_spectrum import METRICS, SpectrumRequest, inverse_metric_root
+from flatness.curvature.spectra import METRICS, SpectrumRequest
 from flatness.errors import UndefinedMeasureError
 
 # Radii in units of the parameters. A ball in ℓ2 shares one length among all parameters; the others give each
@@ -29,7 +29,7 @@ _NODEWISE = SpectrumRequest(metric="nodewise")
 def _epsilon_sharpness(around: Surroundings) -> dict[str | None, Valued]:
     options = around.options
     request = SpectrumRequest(metric=options["metric"])
-    root = inverse_metric_root(around.space, request, around.squared_gradients)
+    root = around.metric_root(request)
     if not bool(root.any()):
         raise UndefinedMeasureError(
             f"Expected parameters that have a {options['metric']} metric but all of them are zero. "
@@ -83,7 +83,7 @@ def _adaptive(around: Surroundings) -> dict[str | None, Valued]:
     options = around.options
     case, norm = options["case"], options["norm"]
     rho = float(_DEFAULT_RHO[case, norm] if options["rho"] is None else options["rho"])
-    root = inverse_metric_root(around.space, _NODEWISE)
+    root = around.metric_root(_NODEWISE)
     if not bool(root.any()):
         raise UndefinedMeasureError(
             "Expected parameters to move in proportion to their size but all of them are zero: "
@@ -284,7 +284,6 @@ critical_sharpness = Measure(
     ),
     levels=("network",),
     explore=_critical,
-    together=True,
     cost="one gradient and about ten forward passes",
     **declared({**_STEP, "width": share(0.01)}),
 )
@@ -299,7 +298,6 @@ directional_sharpness = Measure(
     misleads="It knows one direction only, and rescaling changes it.",
     levels=("network",),
     explore=_directional,
-    together=True,
     cost="one gradient and one Hessian product",
     **declared(_STEP),
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flatness.catalogue.measure import Surroundings, Valued
 from flatness.curvature.operators.ascent import ascend
-from flatness.curvature.operators.network_spectrum import SpectrumRequest
+from flatness.curvature.spectra import SpectrumRequest
 
 # An alignment of displacement and gradient above which an ascent counts as having arrived.
 _ARRIVED = 0.99

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flatness.catalogue.baselines import largest_of_network
 from flatness.catalogue.measure import NetworkView, Surroundings, Valued
-from flatness.curvature.operators.network_spectrum import SpectrumRequest
 from flatness.curvature.parameters.optimizer_state import OptimizerState, Stability
 from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.curvature.spectra import SpectrumRequest
 from flatness.errors import NotFiniteError, OptionError, ProcessError, UndefinedMeasureError, listed
 from flatness.problem.batches import describe
 
