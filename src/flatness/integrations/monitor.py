@@ -140,16 +140,22 @@ class Monitor:
         number = (self._seen or 0) + 1 if step is None else step
         if not self._due(number):
             return None
-        # All processes that train together do as the first one decides.
-        divisor = Ranks.current().first(self._affordable(self._time, now))
-        if divisor is None:
-            report = self._skip(self._time, number, now)
-        else:
-            report = self._attempt(model, number, divisor, optimizer)
-            if report is not None:
-                self._send(values_of(report), number, log)
-            self._time.count(divisor, time.perf_counter() - now)
-            self.seconds = self._time.seconds
+        report = None
+        try:
+            # All processes that train together do as the first one decides.
+            divisor = Ranks.current().first(self._affordable(self._time, now))
+            if divisor is None:
+                self._skip(self._time, number, now)
+            else:
+                report = self._measured(model, number, divisor, optimizer)
+                self.history.append((number, report))
+                self._time.count(divisor, time.perf_counter() - now)
+        except Exception as error:  # whatever it is, training goes on
+            self._note(number, f"not measured: {type(error).__name__}: {error}", type(error).__name__)
+            self._time.count(1, time.perf_counter() - now)
+        self.seconds = self._time.seconds
+        if report is not None:
+            self._send(values_of(report), number, log)
         self._tell(number)
         return report
 
@@ -190,19 +196,6 @@ class Monitor:
             "skipped",
         )
 
-    def _attempt(self, model: nn.Module, step: int, divisor: int, optimizer: Any) -> Report | None:
-        """Measure; None where that fails, with a note."""
-        try:
-            report = self._measured(model, step, self._held.part(divisor), optimizer)
-            if divisor > 1:
-                samples = report.meta.get("samples")
-                self._note(step, f"measured on {samples} samples, to stay within share={self._share:g}")
-            self.history.append((step, report))
-        except Exception as error:  # whatever it is, training goes on
-            self._note(step, f"not measured: {type(error).__name__}: {error}", type(error).__name__)
-            return None
-        return report
-
     def _send(self, values: dict[str, float], step: int, log: Log | None) -> None:
         """Log the values wherever they are wanted, with a note where that fails."""
         for one in (self._log, log):
@@ -212,7 +205,15 @@ class Monitor:
             except Exception as error:
                 self._note(step, f"not logged: {type(error).__name__}: {error}", "log")
 
-    def _measured(self, model: nn.Module, step: int, data: Any, optimizer: Any) -> Report:
+    def _measured(self, model: nn.Module, step: int, divisor: int, optimizer: Any) -> Report:
+        """Everything that was asked for, on all samples or a part of them, with a note on what is missing."""
+        report = self._report(model, step, self._held.part(divisor), optimizer)
+        if divisor > 1:
+            samples = report.meta.get("samples")
+            self._note(step, f"measured on {samples} samples, to stay within share={self._share:g}")
+        return report
+
+    def _report(self, model: nn.Module, step: int, data: Any, optimizer: Any) -> Report:
         """Everything that was asked for; without those measures of the optimizer that do not exist here."""
         if self._optimizer is None:
             return measure(model, data, self._loss, **self._asked)
