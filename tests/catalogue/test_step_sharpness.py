@@ -350,3 +350,20 @@ def test_a_saved_report_tells_the_optimizers_settings(tmp_path):
     )
     assert [text.split()[0] for text in options["update_data"]] == ["float64[9,", "int64[9]"]
     assert loaded.result(CRITICAL).terms == report.result(CRITICAL).terms
+
+
+def test_a_risk_that_overflows_has_risen():
+    """Steep enough that the first rate tried overflows float32; the crossing is that of float64."""
+
+    def steep(output, target):
+        return (30 * output.square().sum(1)).exp() - 1
+
+    model, found = nn.Linear(4, 1), {}
+    with torch.no_grad():
+        model.weight.fill_(0.3)
+        model.bias.fill_(-0.4)
+    given = data()[0].float().clamp(-1, 1), torch.zeros(23)
+    for dtype in (torch.float32, torch.float64):
+        row = measured(model, given, loss=steep, direction=torch.ones(5), settings={"dtype": dtype})
+        found[dtype] = row.value
+    assert found[torch.float32] == pytest.approx(found[torch.float64], rel=0.01)

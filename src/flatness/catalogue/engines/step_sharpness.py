@@ -106,7 +106,7 @@ def directional_sharpness(around: Surroundings) -> dict[str | None, Valued]:
     curvature = float(update.step @ around.hessian([update.step])[0])
     length = float(update.step.norm())
     notes = [f"along {update.words}, of length {length:.3g}; one Hessian product"]
-    if update.slope > 0:
+    if update.slope > 0 and curvature > 0:
         notes.append(f"critical sharpness would be {curvature / update.slope:.4g} on a quadratic")
     return {None: Valued(curvature / length**2, tuple(notes), terms=update.terms)}
 
