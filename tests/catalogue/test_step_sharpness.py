@@ -217,6 +217,22 @@ def test_the_metric_of_sgd_is_the_identity_and_groups_share_the_rate():
     assert row.terms["threshold"] == pytest.approx(10.0)
 
 
+def test_the_penalty_of_an_optimizer_is_asked_for():
+    note = (
+        "without the optimizer's weight decay: pass weight_decay=0.3 for the curvature of the loss and its "
+        "penalty together"
+    )
+    for kind, penalty, told in (
+        (torch.optim.Adam, 0.0, True),
+        (torch.optim.Adam, 0.3, False),
+        (torch.optim.AdamW, 0.0, False),
+    ):
+        model, optimizer = trained(kind, weight_decay=0.3)
+        settings = {"weight_decay": penalty}
+        row = measured(model, data(), PRECONDITIONED, optimizer=optimizer, settings=settings)
+        assert (note in row.notes) is told
+
+
 def test_a_copy_in_another_precision_has_the_step_of_the_original():
     model, optimizer = trained(steps=4)
     single = copy.deepcopy((model, optimizer))

@@ -127,6 +127,11 @@ def preconditioned_sharpness(around: Surroundings) -> dict[str | None, Valued]:
     spectrum = around.spectrum(request)
     found = largest_of_network(NetworkView({}, {}, spectrum=spectrum, options=options))
     terms, said = _against(spectrum.largest, state)
+    if state.penalty and not around.space.problem.weight_decay:
+        said.append(
+            f"without the optimizer's weight decay: pass weight_decay={state.penalty:g} for the curvature of "
+            "the loss and its penalty together"
+        )
     return {
         None: Valued(
             found.value, (*said, *found.notes), found.converged, residual=found.residual, terms=terms

@@ -140,6 +140,13 @@ class OptimizerState:
 
         return space.per_parameter(root)
 
+    @property
+    def penalty(self) -> float:
+        """The largest weight decay that enters as the gradient of a penalty; AdamW's does not."""
+        kept = (own.group for own in self._own.values() if not own.group.get("decoupled_weight_decay"))
+        apart = isinstance(self._optimizer, AdamW)
+        return max((float(group["weight_decay"]) for group in kept if not apart), default=0.0)
+
     def stability(self) -> Stability | None:
         """The threshold; None where the rate is 0, or groups have different momenta and so no common one."""
         found = {self._threshold(own.group) for own in self._own.values()}
