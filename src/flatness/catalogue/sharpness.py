@@ -63,11 +63,11 @@ def _largest_rise(
         norm: "l2" or "linf".
         ball: The ball in words, for the notes.
     """
-    from flatness.curvature.operators.ascent import ascend
+    from flatness.curvature.operators.ascent import Diagonal, ascend
 
     risk, _ = around.gradient()
     starts = _starts(around, request, root, around.options["restarts"])
-    best = ascend(around.space, root, radius, starts, norm=norm, steps=around.options["steps"])
+    best = ascend(around.space, Diagonal(root), radius, starts, norm=norm, steps=around.options["steps"])
     arrived = best.alignment >= _ARRIVED
     notes = [
         f"a lower bound: the best of {len(starts)} ascents in {best.passes} gradients, from {best.start}; "
@@ -167,6 +167,30 @@ def _drawn(size: int, norm: str, generator: torch.Generator) -> Tensor:
     return 2 * torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") - 1
 
 
+def _geodesic(around: Surroundings) -> dict[str | None, Valued]:
+    from flatness.catalogue.engines.geodesic import geodesic_rises
+
+    options = around.options
+    rho, metric = float(options["rho"]), options["metric"]
+    found = geodesic_rises(
+        around.space, metric=metric, rho=rho, steps=options["steps"], parts=options["batches"]
+    )
+    passes = sum(ascent.passes for ascent in found.ascents)
+    aligned = min(ascent.alignment for ascent in found.ascents)
+    over = "all the data at once" if len(found.rises) == 1 else f"the mean over {len(found.rises)} batches"
+    notes = [
+        f"a lower bound: {over}, {passes} gradients; ρ = {rho:g}, {metric} metric for {found.heads} pairs of "
+        "matrices in heads of attention, adaptive for the rest",
+        *found.notes,
+    ]
+    if aligned < _ARRIVED:
+        notes.append(
+            f"still climbing: displacement and gradient are aligned to {aligned:.3f} only; raise steps"
+        )
+    value = sum(found.rises) / len(found.rises)
+    return {None: Valued(value, tuple(notes), aligned >= _ARRIVED, method="ascent")}
+
+
 def _loss_of(options: Mapping[str, Any]) -> str | None:
     """Logits divided by their standard deviation over the classes: the loss of tsuzuku2020."""
     return "normalized_cross_entropy" if options["logit_normalization"] else None
@@ -262,6 +286,40 @@ adaptive_sharpness = Measure(
         }
     ),
     loss_of=_loss_of,
+)
+
+geodesic_sharpness = Measure(
+    name="geodesic_sharpness",
+    symbol="S^ρ_geo",
+    formula=(
+        "mean over batches of max E(θ + ξ − ½Γ(ξ,ξ)) − E over ‖ξ‖ ≤ ρ, ξ horizontal in each head of "
+        "attention, ‖ξ‖² its squared length in the heads' metric plus Σ (ξ_i/θ_i)² over the rest"
+    ),
+    source="da Silva et al. 2025",
+    summary=(
+        "The rise of the risk along the curves that no matrix mixing the channels of a head changes; "
+        "without attention it is adaptive_sharpness."
+    ),
+    when=(
+        "To compare transformers by a worst case at a stated distance: mixing the channels of a head changes "
+        "adaptive_sharpness, and not this."
+    ),
+    misleads=(
+        "Values depend on ρ and the metric, and are lower bounds: compare only numbers with the same "
+        "options. In networks with attention, rescaling the norm layers before it changes the value."
+    ),
+    levels=("network",),
+    invariances=frozenset({"layerwise without attention", "neuronwise without attention", "attention"}),
+    explore=_geodesic,
+    cost="gradients of all the data: steps at most",
+    **declared(
+        {
+            "metric": choice("mixed", "own"),
+            "rho": positive(0.5),
+            "steps": count(20),
+            "batches": count(1),
+        }
+    ),
 )
 
 minimum_sharpness = Measure(

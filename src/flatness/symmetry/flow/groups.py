@@ -100,7 +100,7 @@ class Symmetries:
     output: int
     inverse: tuple[int, ...]
     companies: tuple[tuple[Tensor, Tensor], ...]
-    attention: Heads = Heads()
+    attention: Heads
 
     @property
     def held(self) -> dict[str, str]:

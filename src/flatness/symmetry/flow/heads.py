@@ -17,26 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatness.network.operators import OPERATORS, Operator
 from flatness.symmetry.flow.flow import Flow, is_constant
 from flatness.symmetry.flow.labels import compact
 from flatness.symmetry.flow.uses import ParameterView, Use
-from flatness.symmetry.trace.calls import Call, UnknownFormError, Value
-from flatness.symmetry.trace.forward_pass import Trace
+from flatness.symmetry.trace.attention import WEIGHTED, attentions, rule_of
+from flatness.symmetry.trace.calls import Call, Value
 
-LOOKED_FOR = (
-    "scaled_dot_product_attention (as in nn.MultiheadAttention), or a product of two values, a softmax and "
-    "a product with a third value"
-)
-
-# Operators that weights take part in: between the two products of attention there are none.
-_WEIGHTED = frozenset({"linear", "matmul", "conv", "conv_transpose", "embedding", "scaled_attention"})
 # Rules of operators that do with each channel what they do with the others, linearly; of rules that have
 # other operators too, these.
-_ALIKE = _WEIGHTED | {"copies", "layout", "pick", "set_item", "creation", "pad"}
+_ALIKE = WEIGHTED | {"copies", "layout", "pick", "set_item", "creation", "pad"}
 _ALIKE_BY_NAME = frozenset(
     "add sub rsub copy fill neg mean sum cumsum dropout dropout1d dropout2d dropout3d".split()  # noqa: SIM905
 )
+_PRODUCTS = ("multiply", "divide")
 # What a matrix can be multiplied with; a scale or a statistic has one number for each channel.
 _PARTS = frozenset({"rows", "bias", "entries", "columns", "columns of the table"})
 
@@ -49,7 +42,8 @@ class Part:
         parameter: Its name.
         layer: What users call its layer.
         name: The same, with the role behind it where one layer has several: ``qkv.q``.
-        role: "q", "k", "v" or "o".
+        role: "q", "k" or "v", which make channels; "o" for whatever takes them in.
+        along: Whether it is multiplied by the head's matrix, and not by the inverse of the transpose.
         entries: (d, r) places in the flattened parameter: for each channel the numbers that belong to it.
     """
 
@@ -57,6 +51,7 @@ class Part:
     layer: str
     name: str
     role: str
+    along: bool
     entries: Tensor
 
 
@@ -65,10 +60,12 @@ class Head:
     """A head's queries and keys, or its values and what takes them in; of grouped queries, a group of them.
 
     Attributes:
+        compares: Whether it is one of queries and keys.
         channels: The class of each channel; −1 for one that is not mixed.
-        parts: Where it meets parameters, what makes the queries or values first.
+        parts: Where it meets parameters, those that are multiplied by its matrix first.
     """
 
+    compares: bool
     channels: tuple[int, ...]
     parts: tuple[Part, ...]
 
@@ -96,21 +93,15 @@ class Head:
         """What users call it: the layer of the queries or values."""
         return self.parts[0].name
 
-    @property
-    def compares(self) -> bool:
-        """Whether it is one of queries and keys."""
-        return self.parts[0].role == "q"
-
     def __str__(self) -> str:
         """What may be mixed: its size, and the layers."""
-        first, arrow, second = "q↔k" if self.compares else "v→o"
         ends = [
-            ", ".join(dict.fromkeys(part.name for part in self.parts if part.role == role))
-            for role in (first, second)
+            ", ".join(dict.fromkeys(part.name for part in self.parts if part.along == along))
+            for along in (True, False)
         ]
         sizes = ((len(self.free), "channel"), (len(self.pairs), "rotary pair"))
         what = " and ".join(f"{count} {word}{'s' * (count > 1)}" for count, word in sizes if count)
-        return f"{what}: {ends[0]} {arrow} {ends[1]}"
+        return f"{what}: {ends[0]} {'↔' if self.compares else '→'} {ends[1]}"
 
 
 class Heads(NamedTuple):
@@ -134,14 +125,6 @@ class Heads(NamedTuple):
         return [*lines, *(f"not the {reason}" for reason in self.reasons)]
 
 
-class _Attention(NamedTuple):
-    """Operands of one attention."""
-
-    query: Value
-    value: Value
-    where: str
-
-
 class _UnmixedError(Exception):
     """Why a head's channels may not be mixed."""
 
@@ -153,7 +136,7 @@ def find_heads(flow: Flow, table: Tensor) -> Heads:
         flow: The scales that were followed through it.
         table: The number of every label's class; −1 for those that are fixed.
     """
-    found = list(_attentions(flow.trace))
+    found = list(attentions(flow.trace))
     if not found:
         return Heads()
     uses = _Uses(flow, table)
@@ -161,12 +144,11 @@ def find_heads(flow: Flow, table: Tensor) -> Heads:
     taken: set[int] = set()
     reasons: list[str] = []
     for one in found:
-        for roles, operand in (("qk", one.query), ("vo", one.value)):
+        for what, operand in (("queries and keys", one.query), ("values", one.value)):
             for labels in _by_head(flow.known(operand)):
                 try:
-                    heads += uses.head(roles, labels, taken)
+                    heads += uses.head(labels, taken, compares=operand is one.query)
                 except _UnmixedError as reason:
-                    what = "queries and keys" if roles == "qk" else "values"
                     reasons.append(f"{what} of {one.where}: {reason}")
     return Heads(_named(heads), tuple(dict.fromkeys(reasons)), len(found))
 
@@ -176,47 +158,11 @@ def _named(heads: Iterable[Head]) -> tuple[Head, ...]:
     roles: dict[str, set[str]] = {}
     for part in (part for head in heads for part in head.parts):
         roles.setdefault(part.layer, set()).add(part.role)
+
     def named(part: Part) -> Part:
         return replace(part, name=f"{part.layer}.{part.role}") if len(roles[part.layer]) > 1 else part
 
     return tuple(replace(head, parts=tuple(map(named, head.parts))) for head in heads)
-
-
-def _attentions(trace: Trace) -> Iterator[_Attention]:
-    """Every attention of a forward pass, as one call or as product, softmax and product."""
-    made = {value: call for call in trace.calls for value in call.outputs}
-    for call in trace.calls:
-        if call.name == "scaled_dot_product_attention":
-            try:
-                given = call.bound("query key value | attn_mask dropout_p is_causal scale enable_gqa")
-            except UnknownFormError:
-                continue
-            yield _Attention(given["query"], given["value"], str(call))
-        elif _word(call) == "matmul" and len(operands := call.operands()) == 2:
-            softmax = _behind(operands[0], made, "softmax")
-            scores = _behind(softmax.first(), made, "matmul") if softmax else None
-            if scores is not None and len(compared := scores.operands()) == 2:
-                yield _Attention(compared[0], operands[1], str(call))
-
-
-def _behind(value: Value, made: dict[Value, Call], word: str) -> Call | None:
-    """The nearest call of a kind that a value was made by, with nothing weighted in between."""
-    waiting, seen = [value], {value}
-    while waiting:
-        call = made.get(waiting.pop(0))
-        if call is None:
-            continue
-        if _word(call) == word:
-            return call
-        if _word(call) not in _WEIGHTED:
-            new = [one for one in call.operands() if one.floating and one not in seen]
-            seen.update(new)
-            waiting += new
-    return None
-
-
-def _word(call: Call) -> str:
-    return OPERATORS.get(call.name, Operator()).flow or ""
 
 
 def _by_head(labels: Tensor | None) -> list[Tensor]:
@@ -232,15 +178,20 @@ def _told_apart(flow: Flow, table: Tensor) -> tuple[dict[int, str], dict[int, st
     bent: dict[int, str] = {}
     multiplied: dict[int, str] = {}
     for call in flow.trace.calls:
-        word = _word(call)
-        product = word in ("multiply", "divide")
-        if word in _ALIKE or call.name in _ALIKE_BY_NAME or (product and sum(map(_varies, call.operands())) < 2):
+        if _treats_alike(call):
             continue
-        for value in call.operands():
-            labels = flow.known(value) if value.floating else None
+        found = multiplied if rule_of(call) in _PRODUCTS else bent
+        for labels in map(flow.known, call.operands()):
             for number in () if labels is None else _classes(table, labels):
-                (multiplied if product else bent).setdefault(number, str(call))
+                found.setdefault(number, str(call))
     return bent, multiplied
+
+
+def _treats_alike(call: Call) -> bool:
+    """Whether an operator is linear in each channel, and the same for all of them."""
+    if rule_of(call) in _PRODUCTS:
+        return sum(map(_varies, call.operands())) < 2
+    return rule_of(call) in _ALIKE or call.name in _ALIKE_BY_NAME
 
 
 def _varies(value: Value) -> bool:
@@ -271,65 +222,69 @@ class _Uses:
                 for met in () if labels is None else _classes(table, labels):
                     self._met.setdefault(met, {})[number, up] = None
 
-    def head(self, roles: str, labels: Tensor, taken: set[int]) -> list[Head]:
+    def head(self, labels: Tensor, taken: set[int], *, compares: bool) -> list[Head]:
         """The head whose queries or values have these labels; nothing where it has been found before.
 
         Args:
-            roles: "qk" or "vo".
             labels: One per channel.
             taken: Classes of the heads so far, which those of this one join.
+            compares: Whether they are queries.
 
         Raises:
             _UnmixedError: When no channel may be mixed, with the reason.
         """
         classes = self._table[labels.long()].tolist()
-        partners = [self._inverse(label) if roles == "qk" else -1 for label in labels.tolist()]
+        partners = [self._inverse(label) for label in labels.tolist()] if compares else classes
         new = {*classes, *partners} - {-1}
         if new and new <= taken:
             return []
         if new & taken:
             raise _UnmixedError("other heads have some of their channels")
-        counts = Counter(classes)
-        why = [
-            self._reason(number, other, counts[number], roles)
-            for number, other in zip(classes, partners, strict=True)
-        ]
+        why = self._reasons(classes, partners)
         if all(why):
             fixed = self._flow.classes.reasons(int(labels[0])) if float(labels[0]) >= 0 else ()
             raise _UnmixedError(next(iter((*fixed, *why))))
-        channels = tuple(-1 if reason else number for number, reason in zip(classes, why, strict=True))
-        parts = list(self._parts(channels, *roles))
-        if roles == "qk":
-            inverse = tuple(-1 if reason else number for number, reason in zip(partners, why, strict=True))
-            parts += self._parts(inverse, "k", "q")
-        parts.sort(key=lambda part: part.role != roles[0])
-        if {part.role for part in parts} != set(roles):
+        channels, inverse = _mixed_ones(classes, why), _mixed_ones(partners, why)
+        parts = list(self._parts(channels, "q" if compares else "v", along=True))
+        if compares:
+            parts += self._parts(inverse, "k", along=False)
+        if len({part.along for part in parts}) < 2:
             raise _UnmixedError("no two layers make up for each other")
         taken |= new
-        return [Head(channels, tuple(parts))]
+        parts.sort(key=lambda part: not part.along)
+        return [Head(compares, channels, tuple(parts))]
 
     def _inverse(self, label: float) -> int:
         """The class with the inverse factors of a label's; −1 without one."""
         return int(self._table[self._flow.classes.inverse(int(label))]) if label >= 0 else -1
 
-    def _reason(self, number: int, other: int, count: int, roles: str) -> str | None:
-        """Why a channel may not be mixed with others; None where it may."""
-        if number < 0 or (roles == "qk" and other < 0):
+    def _reasons(self, classes: list[int], partners: list[int]) -> list[str | None]:
+        """Why each channel may not be mixed with others; None where it may."""
+        counts = Counter(classes)
+        return [
+            self._reason({number, other}, counts[number])
+            for number, other in zip(classes, partners, strict=True)
+        ]
+
+    def _reason(self, both: set[int], count: int) -> str | None:
+        if -1 in both:
             return "they keep their scale"
-        for each in {number, other} - {-1}:
+        if count > 2:
+            return "the channels of a head share one factor"
+        for each in both:
             if each in self._bent:
                 return f"{self._bent[each]} does not treat their channels alike"
             if count == 1 and each in self._multiplied:
                 return f"{self._multiplied[each]} multiplies each channel by a number of its own"
-        return "the channels of a head share one factor" if count > 2 else None
+        return None
 
-    def _parts(self, classes: tuple[int, ...], role: str, other: str) -> Iterator[Part]:
+    def _parts(self, classes: tuple[int, ...], role: str, *, along: bool) -> Iterator[Part]:
         """Where channels of some classes meet parameters.
 
         Args:
             classes: The class of each channel; −1 for those that are left out.
-            role: The role of what is multiplied along with them.
-            other: The role of what is divided.
+            role: The role of what makes them.
+            along: Whether they are multiplied by the head's matrix.
         """
         for number, up in dict.fromkeys(met for one in classes for met in self._met.get(one, ())):
             use = self._uses[number]
@@ -341,7 +296,12 @@ class _Uses:
             assert labels is not None
             whole = ParameterView(use.name, self._flow.trace.shapes[use.name], use.index).entries().long()
             entries = _entries(use, whole, labels, classes)
-            yield Part(use.name, use.layer, use.layer, role if up else other, entries)
+            yield Part(use.name, use.layer, use.layer, role if up else "o", along == up, entries)
+
+
+def _mixed_ones(classes: list[int], why: list[str | None]) -> tuple[int, ...]:
+    """The classes of channels that no reason keeps from being mixed; −1 for the others."""
+    return tuple(-1 if reason else number for number, reason in zip(classes, why, strict=True))
 
 
 def _entries(use: Use, index: Tensor, labels: Tensor, classes: tuple[int, ...]) -> Tensor:
@@ -352,17 +312,14 @@ def _entries(use: Use, index: Tensor, labels: Tensor, classes: tuple[int, ...]) 
     """
     moved = [number for number in classes if number >= 0]
     each = Counter(moved)
-    wanted = torch.isin(labels, torch.tensor(moved))
-    axes = [axis for axis in range(-labels.dim(), 0) if _differs(labels, wanted, axis)]
-    if len(axes) > 1:
-        raise _UnmixedError(f"{use.layer} has them in groups")
-    axis = axes[0] if axes else -1
-    along = labels.movedim(axis, 0).reshape(labels.shape[axis], -1)[:, 0] if labels.dim() else labels
-    line = along.expand(index.shape[axis])
+    axis, line = _axis(use, labels, moved)
+    line = line.expand(index.shape[axis])
     places = {number: (line == number).nonzero().flatten() for number in each}
     copies = {len(places[number]) / count for number, count in each.items()}
     if len(copies) > 1 or not copies.pop().is_integer():
-        raise _UnmixedError(f"the channels of a head are no part of the {len(line)} of {use.layer} that repeats")
+        raise _UnmixedError(
+            f"{use.layer} has {len(line)} of them, which is no multiple of the {len(moved)} of a head"
+        )
     laid = index.movedim(axis, 0).reshape(len(line), -1)
     seen: Counter[int] = Counter()
     rows = []
@@ -373,7 +330,11 @@ def _entries(use: Use, index: Tensor, labels: Tensor, classes: tuple[int, ...]) 
     return torch.stack(rows)
 
 
-def _differs(labels: Tensor, wanted: Tensor, axis: int) -> bool:
-    """Whether the classes of a head, or whether there are any, differ along an axis."""
-    kept = torch.where(wanted, labels, -1)
-    return bool((kept != kept.narrow(axis, 0, 1)).any())
+def _axis(use: Use, labels: Tensor, moved: list[int]) -> tuple[int, Tensor]:
+    """The axis of a parameter along which the channels of a head stand, and the classes along it."""
+    kept = torch.where(torch.isin(labels, torch.tensor(moved)), labels, -1)
+    axes = [axis for axis in range(-labels.dim(), 0) if bool((kept != kept.narrow(axis, 0, 1)).any())]
+    if len(axes) > 1:
+        raise _UnmixedError(f"{use.layer} takes them in by groups")
+    axis = axes[0] if axes else -1
+    return axis, kept.movedim(axis, 0).reshape(kept.shape[axis], -1)[:, 0] if kept.dim() else kept

@@ -1,6 +1,7 @@
 """Attention: the channels of a head mixed by an invertible matrix, queries against keys, values against o.
 
-q → Aᵀq and k → A⁻¹k leave every product ⟨q, k⟩; v → Bv and W_o → W_o B⁻¹ leave what comes out. Biases go along.
+q → Aᵀq and k → A⁻¹k leave every product ⟨q, k⟩; v → Bv and W_o → W_o B⁻¹ leave what comes out. Biases go
+along.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from flatness.errors import LayerError, ModelError, OptionError, listed, nearest
 from flatness.symmetry.flow.groups import Symmetries
-from flatness.symmetry.flow.heads import LOOKED_FOR, Head
+from flatness.symmetry.flow.heads import Head
 from flatness.symmetry.rewriting.base import Draw, Invariance, Rescaling
+from flatness.symmetry.trace.attention import LOOKED_FOR
 
 INTO_HEADS, OUT_OF_HEADS = "attention q, k, v", "attention o"
 # How far a given matrix may be, relative to its size, from one that rotary embeddings let through.
@@ -47,8 +49,8 @@ class Attention(Rescaling):
         if not found.attention.calls:
             raise ModelError(
                 f"Expected a network with attention for kind='attention' but found none in {found.model}. "
-                f"What is looked for: {LOOKED_FOR}. Print flatness.symmetries(model, example) for what may be "
-                "rescaled."
+                f"What is looked for: {LOOKED_FOR}. Print flatness.symmetries(model, example) for what may "
+                "be rescaled."
             )
         if not found.attention.heads:
             raise ModelError(
@@ -100,8 +102,8 @@ class Attention(Rescaling):
             left = max(digits - math.log10(condition), 0)
             raise OptionError(
                 f"Expected matrices that {name} can multiply by and undo but got a condition number of "
-                f"{condition:.2g}, which leaves {left:.1f} of its {digits:.1f} digits. Convert the model with "
-                f"model.double(), or keep the condition number below {1 / math.sqrt(eps):.2g}: pass "
+                f"{condition:.2g}, which leaves {left:.1f} of its {digits:.1f} digits. Convert the model "
+                f"with model.double(), or keep the condition number below {1 / math.sqrt(eps):.2g}: pass "
                 "condition=10."
             )
 
@@ -111,7 +113,7 @@ class Attention(Rescaling):
         for head, matrix in zip(self.symmetries.attention.heads, self.matrices, strict=True):
             inverse = torch.linalg.inv(matrix).T
             for part in head.parts:
-                _multiply(parameters[part.parameter], part.entries, matrix if part.role in "qv" else inverse)
+                _multiply(parameters[part.parameter], part.entries, matrix if part.along else inverse)
 
     def changed(self) -> Tensor:
         """Whether each class of channels is mixed."""
@@ -181,7 +183,9 @@ def _given(name: str, heads: list[Head], value: Any) -> list[Tensor]:
         got = "×".join(map(str, matrices.shape)) or "one number"
         raise OptionError(f"Expected {wanted}, but got {got}.")
     if not bool(matrices.isfinite().all()) or not bool((torch.linalg.det(matrices) != 0).all()):
-        raise OptionError(f"Expected {wanted}, but got one that has no inverse. Leave {name!r} out to keep it.")
+        raise OptionError(
+            f"Expected {wanted}, but got one that has no inverse. Leave {name!r} out to keep it."
+        )
     each = [matrix.T if heads[0].compares else matrix for matrix in matrices.expand(len(heads), d, d)]
     return [_let_through(name, head, matrix) for head, matrix in zip(heads, each, strict=True)]
 
@@ -198,7 +202,7 @@ def _let_through(name: str, head: Head, matrix: Tensor) -> Tensor:
     allowed[free[:, None], free] = matrix[free[:, None], free]
     if float((matrix - allowed).abs().max()) > _ROUNDED * float(matrix.abs().max()):
         kept = len(head.channels) - len(head.moved)
-        why = f"rotary embeddings turn {len(head.pairs)} pairs of channels, and let a scaled rotation of each"
+        why = "rotary embeddings turn channels in pairs, and let a scaled rotation of each pair through"
         why = why if head.pairs else f"{kept} of {len(head.channels)} channels stay as they are"
         raise OptionError(
             f"Expected a matrix for {name!r} that leaves the function as it is but got another: {why}. Leave "
