@@ -144,7 +144,11 @@ def find_heads(flow: Flow, table: Tensor) -> Heads:
     taken: set[int] = set()
     reasons: list[str] = []
     for one in found:
-        for what, operand in (("queries and keys", one.query), ("values", one.value)):
+        operands = (("queries and keys", one.query), ("values", one.value))
+        for (what, operand), norm in zip(operands, one.norms, strict=True):
+            if norm:
+                reasons.append(f"{what} of {one.where}: {norm} divides by their size, which no matrix passes")
+                continue
             for labels in _by_head(flow.known(operand)):
                 try:
                     heads += uses.head(labels, taken, compares=operand is one.query)

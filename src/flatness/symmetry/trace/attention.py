@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 from flatness.network.operators import OPERATORS, Operator
@@ -16,6 +16,7 @@ LOOKED_FOR = (
 
 # Rules of operators that weights take part in: between the two products of attention there are none.
 WEIGHTED = frozenset({"linear", "matmul", "conv", "conv_transpose", "embedding", "scaled_attention"})
+NORMS = frozenset({"feature_norm", "group_norm", "instance_norm"})
 
 
 class Attention(NamedTuple):
@@ -25,11 +26,13 @@ class Attention(NamedTuple):
         query: Queries.
         value: Values.
         where: The call that puts them together, for messages.
+        norms: The norm that queries come from, and the one that values do, each in words; empty for none.
     """
 
     query: Value
     value: Value
     where: str
+    norms: tuple[str, str]
 
 
 def attentions(trace: Trace) -> Iterator[Attention]:
@@ -38,7 +41,8 @@ def attentions(trace: Trace) -> Iterator[Attention]:
     for call in trace.calls:
         found = _fused(call) if call.name == "scaled_dot_product_attention" else _written_out(call, made)
         if found is not None:
-            yield Attention(*found, str(call))
+            norms = [_behind(value, made, NORMS) for value in found]
+            yield Attention(*found, str(call), (str(norms[0] or ""), str(norms[1] or "")))
 
 
 def rule_of(call: Call) -> str:
@@ -59,20 +63,20 @@ def _written_out(call: Call, made: dict[Value, Call]) -> tuple[Value, Value] | N
     operands = call.operands()
     if rule_of(call) != "matmul" or len(operands) != 2:
         return None
-    softmax = _behind(operands[0], made, "softmax")
-    scores = _behind(softmax.first(), made, "matmul") if softmax else None
+    softmax = _behind(operands[0], made, {"softmax"})
+    scores = _behind(softmax.first(), made, {"matmul"}) if softmax else None
     compared = scores.operands() if scores else []
     return (compared[0], operands[1]) if len(compared) == 2 else None
 
 
-def _behind(value: Value, made: dict[Value, Call], word: str) -> Call | None:
-    """The nearest call of a kind that a value was made by, with nothing weighted in between."""
+def _behind(value: Value, made: dict[Value, Call], rules: Set[str]) -> Call | None:
+    """The nearest call of some rules that a value was made by, with nothing weighted in between."""
     waiting, seen = [value], {value}
     while waiting:
         call = made.get(waiting.pop(0))
         if call is None:
             continue
-        if rule_of(call) == word:
+        if rule_of(call) in rules:
             return call
         if rule_of(call) not in WEIGHTED:
             new = [one for one in call.operands() if one.floating and one not in seen]
