@@ -231,11 +231,11 @@ def geodesic_rises(space: ParameterSpace, *, metric: str, rho: float, steps: int
     blocks = [_block(space, head, GEOMETRIES[metric]) for head in heads]
     kept = [block.geometry for block in blocks if block.geometry is not None]
     if len(kept) < len(blocks):
-        notes.append(f"{len(blocks) - len(kept)} heads with a matrix of zeros stay where they are")
+        notes.append(f"heads with a matrix of zeros, which stay where they are: {len(blocks) - len(kept)}")
     singular = sum(not geometry.regular for geometry in kept)
     if singular:
         notes.append(
-            f"{singular} heads have fewer inputs than channels, or dependent channels: {_ADDED:g} of the "
+            f"heads with fewer inputs than channels, or dependent channels: {singular}; {_ADDED:g} of the "
             "mean eigenvalue is added to their metric, and mixing their channels may change the value"
         )
     chart = Curved(space.theta, blocks)
