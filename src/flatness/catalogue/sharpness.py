@@ -297,8 +297,8 @@ geodesic_sharpness = Measure(
     ),
     source="da Silva et al. 2025",
     summary=(
-        "The rise of the risk along the curves that no matrix mixing the channels of a head changes; "
-        "without attention it is adaptive_sharpness."
+        "Adaptive sharpness that mixing the channels of attention's heads does not change; without "
+        "attention it is the same number."
     ),
     when=(
         "To compare transformers by a worst case at a stated distance: mixing the channels of a head changes "

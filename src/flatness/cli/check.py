@@ -45,7 +45,7 @@ def check(
     Example:
         flatness check net.pt --model mynets:build --data digits
         flatness check -m lenet5 -d cifar10 --trials 10 --out invariance
-        flatness check net.pt -m mynets:transformer -d mydata:load --kinds attention --condition 10
+        flatness check net.pt -m mynets:gpt -d mydata:load --kinds attention
     """
     wanted = [choice(kind, "--kinds", KINDS) for kind in kinds or ()] or list(_USUAL)
     if not 0 < low <= high < float("inf"):

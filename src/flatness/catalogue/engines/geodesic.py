@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flatness.curvature.operators.ascent import Ascent, Chart, ascend
 from flatness.curvature.parameters.parameter_space import ParameterSpace
-from flatness.errors import FlatnessError, UndefinedMeasureError, listed
+from flatness.errors import FlatnessError, ProcessError, UndefinedMeasureError, listed
 from flatness.problem import batches
 from flatness.problem.problem import Problem
 from flatness.symmetry.flow.groups import find_groups
@@ -255,18 +255,22 @@ def geodesic_rises(space: ParameterSpace, *, metric: str, rho: float, steps: int
 
 
 def _parts(space: ParameterSpace, count: int) -> Iterator[ParameterSpace]:
-    """The same parameters over consecutive batches of the data, as large as each other up to one sample."""
+    """The same parameters over consecutive batches of the data, as large as each other up to one sample.
+
+    Of several processes each divides its own part of the data, and gives one piece to every batch.
+    """
     if count == 1:
         yield space
         return
     problem = space.problem
-    pieces = list(problem.source.batches(problem.micro_batch))
-    samples = sum(map(batches.size_of, pieces))
-    if samples < count:
-        raise UndefinedMeasureError(
-            f"Expected at least one sample for each of {count} batches but got {samples}. Pass "
-            f"options={{'geodesic_sharpness': {{'batches': {samples}}}}} or less."
-        )
+    with problem.ranks.stage():
+        pieces = list(problem.source.batches(problem.micro_batch))
+        samples = sum(map(batches.size_of, pieces))
+        if samples < count:
+            raise UndefinedMeasureError(
+                f"Expected at least one sample for each of {count} batches but got {samples}. Pass "
+                f"options={{'geodesic_sharpness': {{'batches': {samples}}}}} or less."
+            )
     for number in range(count):
         first, last = number * samples // count, (number + 1) * samples // count
         part = Problem(
@@ -278,6 +282,7 @@ def _parts(space: ParameterSpace, count: int) -> Iterator[ParameterSpace]:
             batch_size=problem.micro_batch,
             seed=problem.seed,
             progress=problem.progress,
+            ranks=problem.ranks,
         )
         yield ParameterSpace(part)
 
@@ -301,7 +306,10 @@ def _heads(problem: Problem) -> tuple[list[Head], list[str]]:
         return problem.forward(model, batch)[0]
 
     try:
-        found = find_groups(trace(problem.model, problem.example(_EXAMPLE), forward)).attention
+        with problem.ranks.stage():
+            found = find_groups(trace(problem.model, problem.example(_EXAMPLE), forward)).attention
+    except ProcessError:
+        raise
     except FlatnessError as error:
         raise UndefinedMeasureError(
             f"Expected a network in which heads of attention can be looked for but got: {error} Use "
