@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatness.symmetry.flow.flow import Flow, is_constant
 from flatness.symmetry.flow.labels import compact
-from flatness.symmetry.flow.uses import ParameterView, Use
+from flatness.symmetry.flow.uses import Use
 from flatness.symmetry.trace.attention import WEIGHTED, attentions, rule_of
 from flatness.symmetry.trace.calls import Call, Value
 
@@ -44,7 +44,10 @@ class Part:
         name: The same, with the role behind it where one layer has several: ``qkv.q``.
         role: "q", "k" or "v", which make channels; "o" for whatever takes them in.
         along: Whether it is multiplied by the head's matrix, and not by the inverse of the transpose.
-        entries: (d, r) places in the flattened parameter: for each channel the numbers that belong to it.
+        shape: Shape of the parameter, or of the view of it that is used.
+        index: Which entry of the parameter stands where in that view; None where nothing has moved.
+        axis: The axis along which channels stand.
+        places: (d, k): where each channel is on it, several times for the query heads of a group.
     """
 
     parameter: str
@@ -52,7 +55,27 @@ class Part:
     name: str
     role: str
     along: bool
-    entries: Tensor
+    shape: tuple[int, ...]
+    index: Tensor | None
+    axis: int
+    places: Tensor
+
+    @property
+    def entries(self) -> Tensor:
+        """(d, r) places in the flattened parameter: for each channel the numbers that belong to it.
+
+        Made anew each time: together they are as many as the network has parameters in attention.
+        """
+        axis, along = self.axis % len(self.shape), self.places.flatten()
+        if self.index is not None:
+            found = self.index.index_select(axis, along).long()
+        else:
+            found, stride = torch.zeros((), dtype=torch.int64), 1
+            for dim, size in reversed(list(enumerate(self.shape))):
+                numbers = along if dim == axis else torch.arange(size)
+                found = found + stride * numbers.reshape(-1, *[1] * (len(self.shape) - dim - 1))
+                stride *= size
+        return found.movedim(axis, 0).reshape(len(self.places), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,9 +321,9 @@ class _Uses:
                     f"{use.layer} has a number of its own for each channel ({part}), which no matrix passes"
                 )
             assert labels is not None
-            whole = ParameterView(use.name, self._flow.trace.shapes[use.name], use.index).entries().long()
-            entries = _entries(use, whole, labels, classes)
-            yield Part(use.name, use.layer, use.layer, role if up else "o", along == up, entries)
+            shape = self._flow.trace.shapes[use.name] if use.index is None else tuple(use.index.shape)
+            where = shape, use.index, *_places(use, shape, labels, classes)
+            yield Part(use.name, use.layer, use.layer, role if up else "o", along == up, *where)
 
 
 def _mixed_ones(classes: list[int], why: list[str | None]) -> tuple[int, ...]:
@@ -308,8 +331,8 @@ def _mixed_ones(classes: list[int], why: list[str | None]) -> tuple[int, ...]:
     return tuple(-1 if reason else number for number, reason in zip(classes, why, strict=True))
 
 
-def _entries(use: Use, index: Tensor, labels: Tensor, classes: tuple[int, ...]) -> Tensor:
-    """(d, r) places in the flattened parameter: for each mixed channel the numbers that belong to it.
+def _places(use: Use, shape: tuple[int, ...], labels: Tensor, classes: tuple[int, ...]) -> tuple[int, Tensor]:
+    """The axis along which channels stand in a parameter, and (d, k) where each of them is on it.
 
     A parameter may have several channels of one class, such as the rows of grouped queries; the first row of
     each class then belongs to the first query head, the second to the second, and so on.
@@ -317,21 +340,19 @@ def _entries(use: Use, index: Tensor, labels: Tensor, classes: tuple[int, ...]) 
     moved = [number for number in classes if number >= 0]
     each = Counter(moved)
     axis, line = _axis(use, labels, moved)
-    line = line.expand(index.shape[axis])
+    line = line.expand(shape[axis])
     places = {number: (line == number).nonzero().flatten() for number in each}
     copies = {len(places[number]) / count for number, count in each.items()}
     if len(copies) > 1 or not copies.pop().is_integer():
         raise _UnmixedError(
             f"{use.layer} has {len(line)} of them, which is no multiple of the {len(moved)} of a head"
         )
-    laid = index.movedim(axis, 0).reshape(len(line), -1)
     seen: Counter[int] = Counter()
     rows = []
     for number in moved:
-        copied = places[number].reshape(-1, each[number])[:, seen[number]]
+        rows.append(places[number].reshape(-1, each[number])[:, seen[number]])
         seen[number] += 1
-        rows.append(laid[copied].flatten())
-    return torch.stack(rows)
+    return axis, torch.stack(rows)
 
 
 def _axis(use: Use, labels: Tensor, moved: list[int]) -> tuple[int, Tensor]:
