@@ -214,7 +214,7 @@ def _let_through(name: str, head: Head, matrix: Tensor) -> Tensor:
 def _multiply(values: nn.Parameter, entries: Tensor, matrix: Tensor) -> None:
     entries, matrix = entries.to(values.device), matrix.to(values.device)
     with torch.no_grad():
-        flat = values.reshape(-1)
-        mixed = flat.clone()
-        mixed[entries] = (matrix @ flat[entries].double()).to(values.dtype)
-        values.copy_(mixed.view_as(values))
+        flat = values.reshape(-1)  # the parameter itself where its memory is in order, else a copy
+        flat[entries] = (matrix @ flat[entries].double()).to(flat.dtype)
+        if flat.data_ptr() != values.data_ptr():
+            values.copy_(flat.view_as(values))
