@@ -127,7 +127,8 @@ def reference_index(measures: Sequence[Any]) -> str:
     head = (
         "# Measures\n\nOne page a measure, written from the catalogue (`flatness.measures()`) by "
         "`make reference`. *L*: unchanged when whole layers are rescaled; *N*: single neurons; *S*: scale "
-        "and shift of the logits; in brackets: in part.\n\n"
+        "and shift of the logits; *A*: heads of attention mixed by matrices, (A) for the layers of q, k and "
+        "v, (Ao) for that of o; in brackets: in part, [L] and [N] in networks without attention.\n\n"
         "| measure | what it is | source | unchanged by |\n|---|---|---|---|\n"
     )
     lines = []

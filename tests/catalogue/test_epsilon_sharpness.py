@@ -8,7 +8,7 @@ from torch import nn
 
 import flatness
 import oracle
-from flatness.curvature.operators.ascent import ascend
+from flatness.curvature.operators.ascent import Diagonal, ascend
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.errors import OptionError, UndefinedMeasureError
 from flatness.problem.problem import Problem
@@ -160,7 +160,7 @@ def test_the_ascent_stays_in_its_ball_and_climbs():
 
             space.gradient = watched
             start = {"here": root * inner()[1]}
-            best = ascend(space, root, 0.2, start, norm=norm, steps=9)
+            best = ascend(space, Diagonal(root), 0.2, start, norm=norm, steps=9)
         assert len(tried) == best.passes <= 9
         assert max(float(torch.linalg.vector_norm(v / root, order)) for v in tried) <= 0.2 * (1 + 1e-12)
         assert best.risk == max(risks) > float(case.risk(case.build()).detach())

@@ -42,10 +42,10 @@ def test_declared_invariances_are_those_of_the_table():
         "weight_norm": [],
         "layer_flatness": ["layerwise"],
         "layer_flatness_trace": ["layerwise"],
-        "neuron_flatness": ["layerwise", "neuronwise"],
-        "neuron_flatness_incoming": ["layerwise", "neuronwise"],
-        "relative_flatness": ["layerwise", "neuronwise except own features"],
-        "relative_flatness_normalized": ["layerwise", "neuronwise"],
+        "neuron_flatness": ["attention q, k, v", "layerwise", "neuronwise"],
+        "neuron_flatness_incoming": ["attention o", "layerwise", "neuronwise"],
+        "relative_flatness": ["attention q, k, v", "layerwise", "neuronwise except own features"],
+        "relative_flatness_normalized": ["attention q, k, v", "layerwise", "neuronwise"],
         "maximal_relative_flatness": ["layerwise", "neuronwise except own features"],
     }
 

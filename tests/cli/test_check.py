@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
+import flatness
 from command import longest_line, run
 
 ARGUMENTS = ("check", "-m", "mlp", "--model-arg", "sizes=[64,16,10]", "-d", "digits", "--samples", "60")
@@ -48,3 +49,52 @@ def test_layers_and_the_range_of_factors_can_be_chosen(tmp_path):
     assert abs(float(rows["fc2"]["drift"]) - 0.75) < 1e-6
     outcome = run(*ARGUMENTS, "--low", "3", "--high", "2", cwd=tmp_path)
     assert (outcome.status, outcome.err) == (2, "error: Expected 0 < --low ≤ --high but got 3 and 2.\n")
+
+
+ATTENDING = """
+import torch
+from torch import nn
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = x.reshape(len(x), 8, 8)
+        return self.head((x + self.attend(x, x, x)[0]).mean(1))
+"""
+OF_ROWS = ("-m", "rows_of_digits:Rows", "-d", "digits")
+
+
+def test_heads_of_attention_are_listed_and_mixed(tmp_path):
+    (tmp_path / "rows_of_digits.py").write_text(ATTENDING, encoding="utf-8")
+    listed = run("symmetries", *OF_ROWS, cwd=tmp_path)
+    assert listed.status == 0
+    assert listed.out.startswith("Rows\n├─ may be rescaled: 16 channels in 2 groups\n")
+    assert "│  └─ 2 heads of 4 channels: attend.v → attend.out_proj\n" in listed.out
+    chosen = (
+        "--measures",
+        "relative_flatness,hessian_trace,fisher_rao",
+        "--layers",
+        "attend.v,attend.out_proj",
+    )
+    mixed = ("--kinds", "attention", "--condition", "4", "--trials", "1", "--samples", "20", "--csv")
+    outcome = run("check", *OF_ROWS, *chosen, *mixed, cwd=tmp_path)
+    assert outcome.status == 0
+    rows = {
+        (row["measure"], row["layer"]): row["verdict"] for row in csv.DictReader(io.StringIO(outcome.out))
+    }
+    assert rows["relative_flatness", "attend.v"] == "invariant"
+    assert rows["relative_flatness", "attend.out_proj"] == "moves"
+    assert rows["hessian_trace", "attend.v"] == "moves"
+    assert rows["fisher_rao", ""] == "invariant"
+
+
+def test_a_network_without_attention_is_told_what_was_looked_for(tmp_path):
+    outcome = run(*ARGUMENTS, "--kinds", "attention", cwd=tmp_path)
+    assert outcome.status == 1
+    assert "Expected a network with attention for kind='attention'" in outcome.err
+    shown = run("measures", "relative_flatness", cwd=tmp_path).out
+    assert "attention q, k, v" in shown
+    assert "attention q, k, v" in flatness.measures("relative_flatness").invariances

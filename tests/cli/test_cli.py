@@ -15,7 +15,18 @@ from flatness.cli import words
 from flatness.losses import LOSS_NAMES
 from flatness.zoo.models import MODELS
 
-COMMANDS = ("demo", "measure", "merge", "measures", "compare", "check", "bound", "landscape", "study")
+COMMANDS = (
+    "demo",
+    "measure",
+    "merge",
+    "measures",
+    "compare",
+    "symmetries",
+    "check",
+    "bound",
+    "landscape",
+    "study",
+)
 
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
@@ -68,8 +79,8 @@ def test_no_command_at_all_is_answered_with_the_help(tmp_path):
     [
         (
             ["mesure"],
-            "Expected a command, one of demo, measure, merge, measures, compare, check, bound, landscape, "
-            "study, but got 'mesure'. Did you mean 'measure'?",
+            "Expected a command, one of demo, measure, merge, measures, compare, symmetries, check, bound, "
+            "landscape, study, but got 'mesure'. Did you mean 'measure'?",
         ),
         (
             ["measure", "--modle", "x"],

@@ -256,8 +256,8 @@ def test_names_and_ranges_that_would_fail_every_network_are_refused_before_train
         "Expected 0 < low ≤ high in [rescale] but the study has low = 5, high = 1."
     )
     assert message(study(rescale={"kind": "layrwise"})) == (
-        "Expected kind in [rescale] to be one of layerwise, neuronwise, output, permutation but the study "
-        "has 'layrwise'. Did you mean 'layerwise'?"
+        "Expected kind in [rescale] to be one of attention, layerwise, neuronwise, output, permutation but "
+        "the study has 'layrwise'. Did you mean 'layerwise'?"
     )
     assert message(study(lines={"span": -1})) == (
         "Expected span in [lines] to be positive but the study has -1."

@@ -104,6 +104,9 @@ def test_torchs_attention_by_the_names_of_its_projections():
         "├─ may be rescaled: 8 channels in 2 groups\n"
         "│  ├─ 4 channels: attn.q (rows, bias) → attn.k (rows, bias)\n"
         "│  └─ 4 channels: attn.v (rows, bias) → attn.out_proj (columns)\n"
+        '├─ heads that may be mixed by matrices (kind="attention")\n'
+        "│  ├─ 2 heads of 2 channels: attn.q ↔ attn.k\n"
+        "│  └─ 2 heads of 2 channels: attn.v → attn.out_proj\n"
         "└─ fixed\n"
         "   ├─ 1 channel: attn.out_proj (rows ×4, bias ×4); the network's input\n"
         "   └─ 3 channels: head (rows, bias); the network's output"

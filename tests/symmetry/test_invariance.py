@@ -265,7 +265,7 @@ def test_the_model_comes_back_as_it_was():
         (
             {"kinds": 3},
             OptionError,
-            "Expected kinds out of layerwise, neuronwise, output, permutation but got 3.",
+            "Expected kinds out of attention, layerwise, neuronwise, output, permutation but got 3.",
         ),
         (
             {"layer": "fc1"},
@@ -283,13 +283,14 @@ def test_the_model_comes_back_as_it_was():
         (
             {"kinds": ("layer",)},
             OptionError,
-            "Expected kind to be one of layerwise, neuronwise, output, permutation but got 'layer'. Did you "
-            "mean 'layerwise'?",
+            "Expected kind to be one of attention, layerwise, neuronwise, output, permutation but got "
+            "'layer'. Did you mean 'layerwise'?",
         ),
         (
             {"kinds": ()},
             OptionError,
-            "Expected at least one kind out of layerwise, neuronwise, output, permutation but got none.",
+            "Expected at least one kind out of attention, layerwise, neuronwise, output, permutation but got "
+            "none.",
         ),
         ({"low": -1}, OptionError, "Expected 0 < low ≤ high but got low=-1 and high=5.0."),
     ],

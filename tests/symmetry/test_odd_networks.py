@@ -386,7 +386,7 @@ def test_what_is_equal_under_every_kind_stays_free():
     }
     for name in free:
         model = prepared(partial(built, (ROUTING | NUMBERS)[name]))
-        assert set(drifts(model, inputs(5))) == set(KINDS), name
+        assert set(drifts(model, inputs(5))) == set(KINDS) - {"attention"}, name
 
 
 REASONS = {

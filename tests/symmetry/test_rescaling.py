@@ -411,7 +411,7 @@ def networks(draw):
 def test_whatever_is_found_in_a_random_network_leaves_its_function_as_it_is(model, kind):
     x = torch.randn(2, 2, 4, 4, dtype=torch.float64)
     found = symmetries(model, x)
-    movable = {"output": True, "permutation": bool(exchangeable(found.permutations))}
+    movable = {"output": True, "attention": False, "permutation": bool(exchangeable(found.permutations))}
     if not movable.get(kind, bool(found.groups)):
         with pytest.raises(ModelError):
             make_rescaling(found, kind, Draw(seed=3))
@@ -431,8 +431,8 @@ def test_whatever_is_found_in_a_random_network_leaves_its_function_as_it_is(mode
         (
             {"kind": "neuron-wise"},
             OptionError,
-            "Expected kind to be one of layerwise, neuronwise, output, permutation but got 'neuron-wise'. "
-            "Did you mean 'neuronwise'?",
+            "Expected kind to be one of attention, layerwise, neuronwise, output, permutation but got "
+            "'neuron-wise'. Did you mean 'neuronwise'?",
         ),
         ({"low": 0.0}, OptionError, "Expected 0 < low ≤ high but got low=0.0 and high=5.0."),
         ({"low": 2, "high": 1}, OptionError, "Expected 0 < low ≤ high but got low=2 and high=1."),

@@ -86,7 +86,7 @@ fisher_rao = Measure(
         "longer has a smaller one whatever its minimum looks like."
     ),
     levels=("network",),
-    invariances=frozenset({"layerwise", "neuronwise"}),
+    invariances=frozenset({"layerwise", "neuronwise", "attention"}),
     explore=_fisher_rao,
     cost="one pass with two backward passes",
     **declared({"form": choice("definition", "published_script")}),

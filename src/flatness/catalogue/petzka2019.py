@@ -63,7 +63,7 @@ neuron_flatness = Measure(
         "directions is not seen, and it can be negative away from a minimum."
     ),
     levels=("unit", "layer", "network"),
-    invariances=frozenset({"layerwise", "neuronwise"}),
+    invariances=frozenset({"layerwise", "neuronwise", "attention q, k, v"}),
     needs=frozenset({"outgoing"}),
     units=lambda view: view.statistics["outgoing"],
     unit_name="input unit",
@@ -79,7 +79,7 @@ neuron_flatness_incoming = Measure(
     when="As `neuron_flatness`, from the side of the output units.",
     misleads="The same: one direction per unit.",
     levels=("unit", "layer", "network"),
-    invariances=frozenset({"layerwise", "neuronwise"}),
+    invariances=frozenset({"layerwise", "neuronwise", "attention o"}),
     needs=frozenset({"incoming"}),
     units=lambda view: view.statistics["incoming"],
     unit_name="output unit",

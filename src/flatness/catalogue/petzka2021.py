@@ -29,7 +29,7 @@ relative_flatness = Measure(
         "where the data are representative and labels are locally constant in feature space."
     ),
     levels=("layer", "network"),
-    invariances=frozenset({"layerwise", "neuronwise except own features"}),
+    invariances=frozenset({"layerwise", "neuronwise except own features", "attention q, k, v"}),
     needs=frozenset({"relative"}),
     layer=lambda view: view.statistics["relative"],
     reductions=("sum",),
@@ -50,7 +50,7 @@ relative_flatness_normalized = Measure(
         "by directions that data hardly use."
     ),
     levels=("layer", "network"),
-    invariances=frozenset({"layerwise", "neuronwise"}),
+    invariances=frozenset({"layerwise", "neuronwise", "attention q, k, v"}),
     needs=frozenset({"relative_normalized"}),
     layer=lambda view: view.statistics["relative_normalized"],
     reductions=("sum",),

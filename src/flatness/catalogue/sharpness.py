@@ -168,6 +168,12 @@ _STEP = {
 }
 
 
+def _geodesic(around: Surroundings) -> dict[str | None, Valued]:
+    from flatness.catalogue.engines.geodesic import geodesic_sharpness
+
+    return geodesic_sharpness(around)
+
+
 def _loss_of(options: Mapping[str, Any]) -> str | None:
     """Logits divided by their standard deviation over the classes: the loss of tsuzuku2020."""
     return "normalized_cross_entropy" if options["logit_normalization"] else None
@@ -323,6 +329,40 @@ preconditioned_sharpness = Measure(
     explore=_preconditioned,
     cost="Hessian products of the whole network: about 20 to 60, in step with other eigenvalues",
     **declared({**_OPTIMIZER, **EIGENVALUE_OPTIONS}),
+)
+
+geodesic_sharpness = Measure(
+    name="geodesic_sharpness",
+    symbol="S^ρ_geo",
+    formula=(
+        "mean over batches of max E(θ + ξ − ½Γ(ξ,ξ)) − E over ‖ξ‖ ≤ ρ, ξ horizontal in each head of "
+        "attention, ‖ξ‖² its squared length in the heads' metric plus Σ (ξ_i/θ_i)² over the rest"
+    ),
+    source="da Silva et al. 2025",
+    summary=(
+        "Adaptive sharpness that mixing the channels of attention's heads does not change; without "
+        "attention it is the same number."
+    ),
+    when=(
+        "To compare transformers by a worst case at a stated distance: mixing the channels of a head changes "
+        "adaptive_sharpness, and not this."
+    ),
+    misleads=(
+        "Values depend on ρ and the metric, and are lower bounds: compare only numbers with the same "
+        "options. In networks with attention, rescaling the norm layers before it changes the value."
+    ),
+    levels=("network",),
+    invariances=frozenset({"layerwise without attention", "neuronwise without attention", "attention"}),
+    explore=_geodesic,
+    cost="gradients of all the data: steps at most",
+    **declared(
+        {
+            "metric": choice("mixed", "own"),
+            "rho": positive(0.5),
+            "steps": count(20),
+            "batches": count(1),
+        }
+    ),
 )
 
 minimum_sharpness = Measure(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from flatness.cli import bound, catalogue, check, compare, demo, landscape, measure, merge, study
+from flatness.cli import bound, catalogue, check, compare, demo, landscape, measure, merge, study, symmetries
 from flatness.cli.answers import INTERRUPTED, answer, plain_output
 from flatness.cli.help import Command, Group
 from flatness.cli.options import grouped, option
@@ -24,6 +24,7 @@ Example:
     flatness merge part-*.pt
     flatness measures relative_flatness
     flatness compare a.json b.json
+    flatness symmetries net.pt --model mynets:build --data digits
     flatness check net.pt --model mynets:build --data digits
     flatness bound net.pt --model mynets:build --data digits
     flatness landscape surface net.pt --model mynets:build --data digits
@@ -36,6 +37,7 @@ _COMMANDS = {
     "merge": (merge.merge, "Make one report of parts of the data."),
     "measures": (catalogue.measures, "List the measures, or show one in full."),
     "compare": (compare.compare, "Say which of two networks is flatter."),
+    "symmetries": (symmetries.symmetries, "List what may be rewritten in a network."),
     "check": (check.check, "Check which measures notice a rewritten network."),
     "bound": (bound.bound, "Bound the generalisation gap by flatness."),
 }

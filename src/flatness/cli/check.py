@@ -31,6 +31,9 @@ def check(
     samples: Annotated[int, o.option("At most so many samples.", min=1)] = 1000,
     low: Annotated[float, o.option("Smallest factor.")] = 0.2,
     high: Annotated[float, o.option("Largest factor.")] = 5.0,
+    condition: Annotated[
+        float | None, o.option("Largest condition number of the matrices of kind attention.", "X", min=1)
+    ] = None,
     form: o.Form,
     out: Annotated[Path | None, o.option("Folder for CSV, plots and an HTML page.", "DIR", o.OUTPUT)] = None,
     compute: o.Compute,
@@ -42,11 +45,13 @@ def check(
     Example:
         flatness check net.pt --model mynets:build --data digits
         flatness check -m lenet5 -d cifar10 --trials 10 --out invariance
+        flatness check net.pt -m mynets:gpt -d mydata:load --kinds attention
     """
     wanted = [choice(kind, "--kinds", KINDS) for kind in kinds or ()] or list(_USUAL)
     if not 0 < low <= high < float("inf"):
         raise UsageError(f"Expected 0 < --low ≤ --high but got {low:g} and {high:g}.")
     asked = {"kinds": wanted, "trials": trials, "samples": samples, "low": low, "high": high}
+    asked["condition"] = condition
     import flatness
     from flatness.cli import sources
 

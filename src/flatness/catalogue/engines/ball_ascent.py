@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from flatness.catalogue.measure import Surroundings, Valued
-from flatness.curvature.operators.ascent import ascend
+from flatness.curvature.operators.ascent import Diagonal, ascend
 from flatness.curvature.spectra import SpectrumRequest
 
-# An alignment of displacement and gradient above which an ascent counts as having arrived.
-_ARRIVED = 0.99
+ARRIVED = 0.99
+"""An alignment of displacement and gradient above which an ascent counts as having arrived."""
 
 
 def _starts(around: Surroundings, request: SpectrumRequest, root: Tensor, count: int) -> dict[str, Tensor]:
@@ -48,8 +48,8 @@ def largest_rise(
     """
     risk, _ = around.gradient()
     starts = _starts(around, request, root, around.options["restarts"])
-    best = ascend(around.space, root, radius, starts, norm=norm, steps=around.options["steps"])
-    arrived = best.alignment >= _ARRIVED
+    best = ascend(around.space, Diagonal(root), radius, starts, norm=norm, steps=around.options["steps"])
+    arrived = best.alignment >= ARRIVED
     notes = [
         f"a lower bound: the best of {len(starts)} ascents in {best.passes} gradients, from {best.start}; "
         + ball

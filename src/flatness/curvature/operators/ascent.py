@@ -1,13 +1,14 @@
 """The largest risk in a ball around the parameters, searched for by projected gradient ascent.
 
-The ball is taken in coordinates u with θ + D^½ u, D a diagonal inverse metric: ‖u‖ ≤ r. The gradient in these
-coordinates is D^½ ∇E. A rewriting that scales θ and D^½ alike changes neither, so that every step, and the
-maximum found, is the same for the rewritten network up to rounding.
+The ball is taken in coordinates u of a chart: ‖u‖ ≤ r. Mostly the chart is θ + D^½ u, D a diagonal inverse
+metric, and the gradient in these coordinates is D^½ ∇E. A rewriting that scales θ and D^½ alike changes
+neither, so that every step, and the maximum found, is the same for the rewritten network up to rounding.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -23,6 +24,37 @@ NORMS = get_args(Norm)
 _FIRST_STEP, _LAST_STEP, _LONGEST_STEP = 2.0, 1e-3, 1e3
 # An alignment this close to 1 leaves nothing to gain.
 _ALIGNED = 1e-6
+
+
+class Chart(ABC):
+    """Coordinates u around θ, in which lengths are plain."""
+
+    @abstractmethod
+    def displacement(self, u: Tensor) -> Tensor:
+        """How far from θ the point with these coordinates is."""
+
+    @abstractmethod
+    def slope(self, u: Tensor, gradient: Tensor) -> Tensor:
+        """∇E at that point in the coordinates."""
+
+
+class Diagonal(Chart):
+    """θ + D^½ u.
+
+    Args:
+        root: D^½, one number per parameter.
+    """
+
+    def __init__(self, root: Tensor) -> None:
+        self._root = root
+
+    def displacement(self, u: Tensor) -> Tensor:
+        """D^½ u."""
+        return self._root * u
+
+    def slope(self, u: Tensor, gradient: Tensor) -> Tensor:
+        """D^½ ∇E."""
+        return self._root * gradient
 
 
 @dataclass(frozen=True)
@@ -44,13 +76,13 @@ class Ascent:
 
 
 def ascend(
-    space: ParameterSpace, root: Tensor, radius: float, starts: Mapping[str, Tensor], *, norm: str, steps: int
+    space: ParameterSpace, chart: Chart, radius: float, starts: Mapping[str, Tensor], *, norm: str, steps: int
 ) -> Ascent:
-    """Search for max E(θ + D^½ u) over ‖u‖ ≤ radius: the best of one ascent per start.
+    """Search for the maximum of E over ‖u‖ ≤ radius: the best of one ascent per start.
 
     Args:
         space: The parameters, model, data and loss.
-        root: D^½, one number per parameter.
+        chart: The coordinates u.
         radius: r > 0.
         starts: Directions in the coordinates u, by name; each ascent begins on the boundary.
         norm: "l2" or "linf".
@@ -59,7 +91,7 @@ def ascend(
     Returns:
         The best point: a lower bound of the maximum.
     """
-    found = [_climb(space, root, radius, name, start, norm, steps) for name, start in starts.items()]
+    found = [_climb(space, chart, radius, name, start, norm, steps) for name, start in starts.items()]
     best = max(found, key=lambda ascent: ascent.risk if math.isfinite(ascent.risk) else -math.inf)
     if not math.isfinite(best.risk):
         raise UndefinedMeasureError(
@@ -78,18 +110,18 @@ def steepest(direction: Tensor, norm: str) -> Tensor:
 
 
 def _climb(
-    space: ParameterSpace, root: Tensor, radius: float, name: str, start: Tensor, norm: str, steps: int
+    space: ParameterSpace, chart: Chart, radius: float, name: str, start: Tensor, norm: str, steps: int
 ) -> Ascent:
     """One ascent: a step is kept if it leads higher, and then doubled; cut to a quarter if not."""
     u = radius * steepest(start, norm)
-    risk, slope = space.gradient(root * u)
-    slope, step, passes = root * slope, _FIRST_STEP, 1
+    risk, slope = space.gradient(chart.displacement(u))
+    slope, step, passes = chart.slope(u, slope), _FIRST_STEP, 1
     while passes < steps and step >= _LAST_STEP and _alignment(slope, u, radius, norm) < 1 - _ALIGNED:
         candidate = _inside(u + step * radius * steepest(slope, norm), radius, norm)
-        higher, its_slope = space.gradient(root * candidate)
+        higher, its_slope = space.gradient(chart.displacement(candidate))
         passes += 1
         if math.isfinite(higher) and higher > risk:
-            u, risk, slope = candidate, higher, root * its_slope
+            u, risk, slope = candidate, higher, chart.slope(candidate, its_slope)
             step = min(2 * step, _LONGEST_STEP)
         else:
             step /= 4

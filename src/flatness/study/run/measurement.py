@@ -115,7 +115,7 @@ def _rescaled_passes(
     """The same passes over a rescaled copy, for the measures that [rescale] asks for."""
     # By key: networks that share a training seed must not share their factors.
     drawn = stream_seed(asked.get("seed", 0), "rescale", key) % 2**31
-    given = {name: asked[name] for name in ("kind", "low", "high") if name in asked}
+    given = {name: asked[name] for name in ("kind", "low", "high", "condition") if name in asked}
     with torch.no_grad():
         equal = rescale(passes[0].model, inputs[:_EXAMPLE], seed=drawn, **given)
     moved = [replace(each, model=equal, place="rescaled", label={}) for each in passes]

@@ -111,7 +111,12 @@ _FILE: dict[str, Key] = {
     ),
     "gap": _table(kind=Key("text", known=GAPS)),
     "rescale": _table(
-        kind=Key("text", known=RESCALINGS), low=_NUMBER, high=_NUMBER, seed=_WHOLE, measures=_ANY
+        kind=Key("text", known=RESCALINGS),
+        low=_NUMBER,
+        high=_NUMBER,
+        condition=_NUMBER,
+        seed=_WHOLE,
+        measures=_ANY,
     ),
     "analysis": _table(
         keep=Key("a list"),

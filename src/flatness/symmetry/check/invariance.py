@@ -46,6 +46,7 @@ def check_invariance(
     samples: int | None = 1000,
     low: float = 0.2,
     high: float = 5.0,
+    condition: float | None = None,
     weight_decay: float = 0.0,
     dtype: torch.dtype | None = None,
     **arguments: Any,
@@ -60,15 +61,16 @@ def check_invariance(
         data: As for `flatness.measure`.
         loss: As for `flatness.measure`.
         measures: A name, a list of names, "default" or "all".
-        kinds: Out of "layerwise", "neuronwise", "permutation" and "output"; see `flatness.rescale`. Measures
-            that are neuron-wise invariant except in their own feature layer get rows of the kind "neuronwise
-            except own features" as well.
+        kinds: Out of "layerwise", "neuronwise", "permutation", "output" and "attention"; see
+            `flatness.rescale`. Measures that are neuron-wise invariant except in their own feature layer get
+            rows of the kind "neuronwise except own features" as well.
         trials: Number of rewritten networks per kind; ten make a good plot.
         seed: Seed of the factors, and of measuring.
         samples: At most so many samples, the first of the data; None for all. An invariance holds for every
             data set or for none, so that a part shows it as well as the whole.
         low: Smallest factor.
         high: Largest factor.
+        condition: Largest condition number of the matrices of "attention"; high/low by default.
         weight_decay: Must be 0: a penalty on the weights notices every rescaling, and no measure that
             includes it is invariant.
         dtype: Precision of the check. None: float64 where the model and the memory allow, else the model's
@@ -93,7 +95,7 @@ def check_invariance(
         False
     """
     chosen = select_measures(measures)
-    wanted, draw = _checked_kinds(kinds), Draw(low=low, high=high)
+    wanted, draw = _checked_kinds(kinds), Draw(low=low, high=high, condition=condition)
     _check_numbers(trials, samples, weight_decay)
     _check_arguments(arguments)
     options = {"loss": loss, "measures": [item.name for item in chosen], "seed": seed, **arguments}

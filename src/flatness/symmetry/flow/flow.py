@@ -66,6 +66,11 @@ class Flow:
             self._entries[operand] = self._first_entry(operand)
         return self._entries[operand]
 
+    def known(self, value: Value) -> Tensor | None:
+        """Labels that a value has got so far; None for parameters and what no call has used."""
+        entry = self._entries.get(value)
+        return entry if isinstance(entry, Tensor) else None
+
     def parameter(self, operand: Any) -> ParameterView:
         """The parameter that an operand is.
 

@@ -14,6 +14,7 @@ from flatness.problem import batches
 from flatness.problem.guard import Guard
 from flatness.problem.model import check_model, unwrap
 from flatness.symmetry.flow.flow import Flow
+from flatness.symmetry.flow.heads import Heads, find_heads
 from flatness.symmetry.flow.rules import RULES
 from flatness.symmetry.flow.uses import NormCorrection, Use
 from flatness.symmetry.trace.forward_pass import Forward, Trace, default_forward, trace
@@ -86,6 +87,7 @@ class Symmetries:
         output: The class of the output, where one factor may scale all of it; else −1.
         inverse: For every class the one whose factor is its inverse (keys for queries); −1 without one.
         companies: Classes side by side in values, and numbers of the places that they share, such as heads.
+        attention: Heads of attention whose channels may be mixed by a matrix, and why others may not.
     """
 
     model: str
@@ -98,6 +100,7 @@ class Symmetries:
     output: int
     inverse: tuple[int, ...]
     companies: tuple[tuple[Tensor, Tensor], ...]
+    attention: Heads
 
     @property
     def held(self) -> dict[str, str]:
@@ -146,8 +149,14 @@ class Symmetries:
         free = f"may be rescaled: {channels} in {_counted(len(self.groups), 'group')}"
         fixed = [str(group) for group in self.fixed if group.producers]
         fixed += [f"{name}; {reason}" for name, reason in self.held.items()]
-        lines = [self.model, *_branch(free, [str(group) for group in self.groups], last=not fixed)]
-        return "\n".join([*lines, *_branch("fixed", fixed, last=True)] if fixed else lines)
+        branches = {free: [str(group) for group in self.groups]}
+        if self.attention.in_words:
+            branches['heads that may be mixed by matrices (kind="attention")'] = self.attention.in_words
+        if fixed:
+            branches["fixed"] = fixed
+        *others, last = branches
+        lines = [line for one in others for line in _branch(one, branches[one], last=False)]
+        return "\n".join([self.model, *lines, *_branch(last, branches[last], last=True)])
 
     __repr__ = __str__
 
@@ -166,7 +175,7 @@ def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None
         forward: ``forward(model, example) -> output`` for models that put out more than one tensor.
 
     Returns:
-        A `Symmetries`: print it, or look at its ``groups`` and ``fixed``.
+        A `Symmetries`: print it, or look at its ``groups``, ``fixed`` and ``attention``.
 
     Raises:
         ModelError: When the model cannot run on the example, or where its computation cannot be followed.
@@ -254,6 +263,7 @@ def find_groups(trace: Trace, *, permuting: bool = False, free_output: bool = Fa
         output=int(table[flow.output.flatten()[0].long()]),
         inverse=tuple(int(table[flow.classes.inverse(root)]) for root in roots),
         companies=tuple((table[labels.long()], places) for labels, places in flow.companies),
+        attention=Heads() if permuting else find_heads(flow, table),
     )
 
 

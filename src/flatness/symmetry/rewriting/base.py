@@ -43,12 +43,14 @@ class Draw:
         low: Smallest factor.
         high: Largest factor.
         frozen: Classes of channels that keep their scale.
+        condition: Largest condition number of matrices; None: what `low` and `high` allow.
     """
 
     seed: int = 0
     low: float = 0.2
     high: float = 5.0
     frozen: Set[int] = frozenset()
+    condition: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -58,6 +60,12 @@ class Draw:
             raise OptionError(f"Expected 0 < low ≤ high but got low={self.low!r} and high={self.high!r}.")
         if not hasattr(self.seed, "__index__"):
             raise OptionError(f"Expected seed to be an integer but got {self.seed!r}. For example seed=0.")
+        given = self.condition
+        if given is not None and not (isinstance(given, (int, float)) and 1 <= given < math.inf):
+            raise OptionError(
+                f"Expected condition to be a number of at least 1, the condition number of matrices, but got "
+                f"{given!r}. For example condition=10."
+            )
 
     def uniform(self, count: int) -> Tensor:
         """Numbers between 0 and 1, in float64."""

@@ -30,6 +30,7 @@ def rescale(
     factors: Mapping[str, Any] | None = None,
     *,
     forward: Forward | None = None,
+    condition: float | None = None,
 ) -> nn.Module:
     """An equal network: a copy with other parameters that computes the same function.
 
@@ -44,10 +45,16 @@ def rescale(
         factors: Factors instead of random ones, by layer. Layer-wise, ``{"fc1": 5.0}`` multiplies the weight
             of ``fc1`` by 5; layers not given make up for it, later ones for earlier ones. Neuron-wise, a
             number or one per output unit multiplies the channels that the layer puts out. For a permutation,
-            new row i is old row ``factors["fc1"][i]``. For "output", ``{"scale": 2.0, "shift": 1.0}``.
+            new row i is old row ``factors["fc1"][i]``. For "output", ``{"scale": 2.0, "shift": 1.0}``. For
+            "attention", a matrix or one per head, by the layer of the queries (A) or of the values (B);
+            `flatness.symmetries` prints their names.
         forward: ``forward(model, example) -> output`` for models that put out more than one tensor.
+        condition: For "attention", the largest condition number of the random matrices; high/low by default.
 
     Kinds:
+        * "attention": the channels of every head of attention are mixed by invertible matrices, q → Aᵀq and
+          k → A⁻¹k, v → Bv and W_o → W_o B⁻¹, whose singular values are drawn log-uniformly from [low, high].
+          Heads that share keys share A; rotary embeddings leave a scaled rotation of each pair of channels.
         * "layerwise": every weight tensor is multiplied by one number, W_i → λ_i W_i, and biases by the
           product of the numbers so far, b_i → (Π_{j≤i} λ_j) b_i (rangamani2019, §2.1). Layers that meet in a
           sum or a concatenation share it.
@@ -76,8 +83,14 @@ def rescale(
         (True, True)
     """
     model = checked(model)
+    draw = Draw(seed, low, high, condition=condition)
+    if condition is not None and kind != "attention":
+        raise OptionError(
+            f"Expected condition only with kind='attention', whose factors are matrices, but got it with "
+            f"kind={kind!r}. Pass low and high."
+        )
     found = symmetries(model, example, forward=forward)
-    rescaling = make_rescaling(found, kind, Draw(seed, low, high), factors)
+    rescaling = make_rescaling(found, kind, draw, factors)
     with Kept(model):
         comparison = Comparison(model, example, forward or default_forward)
         changed = rescaled_copy(model, rescaling, comparison)

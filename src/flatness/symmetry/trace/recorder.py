@@ -230,6 +230,11 @@ class Recorder(TorchFunctionMode):
 class Unrecorded(TorchDispatchMode):
     """Sees every operator that runs, also where no call shows it: TorchScript, vmap, extensions."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch; True would load its compiler, which takes seconds and compiles nothing here."""
+        return False
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder

@@ -15,6 +15,7 @@ from flatness.symmetry.flow.uses import Use
 from flatness.symmetry.rewriting.base import FIXED, ChannelScaling, Invariance, positive, with_fixed
 
 IN_CHAINS = "layerwise in chains"
+WITHOUT_ATTENTION = "layerwise without attention"
 # How far from 1 a factor, or a product of factors, may be by rounding alone.
 _UNCHANGED, _ONE = 1e-12, 1e-9
 
@@ -26,6 +27,7 @@ class Layerwise(ChannelScaling):
     invariances = (
         Invariance("layerwise", "L", "whole layers are rescaled"),
         Invariance(IN_CHAINS, "(L)", "whole layers are rescaled, in networks that are a chain of layers"),
+        Invariance(WITHOUT_ATTENTION, "[L]", "whole layers are rescaled, in networks without attention"),
     )
 
     @classmethod
@@ -52,6 +54,8 @@ class Layerwise(ChannelScaling):
 
         They do in a chain of layers, not where branches meet or a norm layer takes up a factor.
         """
+        if WITHOUT_ATTENTION in declared and not self.symmetries.attention.heads:
+            return True
         if self.kind in declared or IN_CHAINS not in declared:
             return self.kind in declared
         # A scale of a norm layer takes no columns in: it is no layer of the chain.

@@ -13,6 +13,7 @@ from flatness.symmetry.flow.uses import Use
 from flatness.symmetry.rewriting.base import FIXED, ChannelScaling, Invariance, positive
 
 OWN_FEATURES = "neuronwise except own features"
+WITHOUT_ATTENTION = "neuronwise without attention"
 
 
 class Neuronwise(ChannelScaling):
@@ -24,6 +25,7 @@ class Neuronwise(ChannelScaling):
         Invariance(
             OWN_FEATURES, "(N)", "single neurons are rescaled, except those that feed the layer itself"
         ),
+        Invariance(WITHOUT_ATTENTION, "[N]", "single neurons are rescaled, in networks without attention"),
     )
     partial = OWN_FEATURES
 
@@ -49,4 +51,6 @@ class Neuronwise(ChannelScaling):
         if self.kind in declared:
             return True
         found = self.symmetries
+        if WITHOUT_ATTENTION in declared and not found.attention.heads:
+            return True
         return OWN_FEATURES in declared and layer in found.layers and not found.features_of(layer)
