@@ -115,6 +115,13 @@ class Loss(ABC):
                 down = negative if down is None else down + negative
         return [(up.detach(), 1.0)] if down is None else [(up.detach(), 1.0), (down.detach(), -1.0)]
 
+    def live_probe(self, items: Items, generator: Signs | torch.Generator | None) -> Tensor | None:
+        """Draw one vector as `probes` does, (n, T, K), that is differentiable in the logits; None if it has none.
+
+        The signs are fixed, the factors move with the logits.
+        """
+        return None
+
     def softmax_weight(self, items: Items) -> Tensor | None:
         """Return a, shape (n, T), with ∂²ℓ/∂f² = a·(diag p − p pᵀ), p = softmax f; None for other losses."""
         return None
@@ -149,8 +156,11 @@ def counted(normaliser: Tensor | float, samples: int | None = None) -> float:
     return C
 
 
-def random_signs(like: Tensor, generator: Signs | torch.Generator) -> Tensor:
-    """Independent signs ±1 in the shape and type of a tensor: those of its samples, or just the next ones."""
+def random_signs(like: Tensor, generator: Signs | torch.Generator | None) -> Tensor:
+    """Independent signs ±1 in the shape and type of a tensor: those of its samples, or just the next ones.
+
+    Without a generator torch's random state of the tensor's device says which.
+    """
     if isinstance(generator, Signs):
         return generator.like(like)
     bits = torch.randint(0, 2, like.shape, generator=generator, device=like.device, dtype=torch.int8)

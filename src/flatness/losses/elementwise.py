@@ -21,7 +21,7 @@ class Elementwise(Loss):
 
     @abstractmethod
     def curvature_roots(self, items: Items) -> Tensor:
-        """Return the square roots of the Hessian's diagonal, shape (n, T, K)."""
+        """Return the square roots of the Hessian's diagonal, (n, T, K), differentiable in the logits."""
 
     @abstractmethod
     def _check(self, target: Tensor) -> Check:
@@ -42,7 +42,7 @@ class Elementwise(Loss):
 
     def factors(self, items: Items) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield √H_kk e_k for each output k."""
-        roots = self.curvature_roots(items).to(items.logits.dtype)
+        roots = self.curvature_roots(items).detach().to(items.logits.dtype)
         for k in range(roots.shape[2]):
             s = torch.zeros_like(roots)
             s[..., k] = roots[..., k]
@@ -50,8 +50,12 @@ class Elementwise(Loss):
 
     def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
         """Draw ±√H_kk for every output."""
-        roots = self.curvature_roots(items).to(items.logits.dtype)
-        return [(roots * random_signs(roots, generator), 1.0)]
+        return [(self.live_probe(items, generator).detach().to(items.logits.dtype), 1.0)]
+
+    def live_probe(self, items: Items, generator: Signs | torch.Generator | None) -> Tensor:
+        """Draw ±√H_kk for every output, differentiable in the logits."""
+        roots = self.curvature_roots(items)
+        return roots * random_signs(roots, generator)
 
 
 class SquaredError(Elementwise):
@@ -126,7 +130,7 @@ class BinaryCrossEntropy(Elementwise):
 
     def curvature_roots(self, items: Items) -> Tensor:
         """Return √(w (w₊ y + 1 − y) p (1 − p) / (T·K)), shape (n, T, K)."""
-        logits = promote(items.logits.detach())
+        logits = promote(items.logits)
         y = items.target.to(logits)
         weight, positive = self._aligned("weight", items), self._aligned("pos_weight", items)
         share = (y if positive is None else positive * y) + 1 - y

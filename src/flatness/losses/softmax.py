@@ -115,6 +115,11 @@ class CrossEntropy(Loss):
         s = softmax_probe(promote(items.logits.detach()), self._weights(items).sqrt(), generator)
         return [(s.to(items.logits.dtype), 1.0)]
 
+    def live_probe(self, items: Items, generator: Signs | torch.Generator | None) -> Tensor | None:
+        """Draw one vector by `softmax_probe`, differentiable in the logits."""
+        a = self.softmax_weight(items)
+        return None if a is None else softmax_probe(promote(items.logits), a.sqrt(), generator)
+
     def softmax_weight(self, items: Items) -> Tensor | None:
         """Return a, shape (n, T)."""
         return self._weights(items)
@@ -248,7 +253,7 @@ def softmax_factors(logits: Tensor, scale: Tensor) -> Iterator[Tensor]:
         yield (shared * root).scatter_add_(-1, k, root)
 
 
-def softmax_probe(logits: Tensor, scale: Tensor, generator: Signs | torch.Generator) -> Tensor:
+def softmax_probe(logits: Tensor, scale: Tensor, generator: Signs | torch.Generator | None) -> Tensor:
     """Draw s = Σ_k ±s_k over the columns of `softmax_factors` at once: E s sᵀ = scale²·(diag p − p pᵀ).
 
     With q = √p∘ε outside the most probable class j, s = q − (p + √p_j e_j)/(1 + √p_j) Σq, whose component j

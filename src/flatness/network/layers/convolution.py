@@ -47,10 +47,9 @@ class _PatchLayer(Layer):
 class ConvolutionLayer(_PatchLayer):
     """`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d` with any stride, padding, dilation and number of groups."""
 
-    def matrix(self) -> Tensor:
+    def arranged(self, weight: Tensor) -> Tensor:
         """W (G, d, C_in/G · taps)."""
-        W = self.weight.detach()
-        return W.reshape(self.groups, W.shape[0] // self.groups, -1)
+        return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
 
     def features(self, x: Tensor, n: int) -> Tensor:
         """Φ (n, G, C_in/G · taps, P): the patches, padded as the module pads."""
@@ -71,10 +70,9 @@ class TransposedConvolutionLayer(_PatchLayer):
     between its pixels, and the weight, stored as (C_in, C_out/G, taps), has its rows in the second place.
     """
 
-    def matrix(self) -> Tensor:
+    def arranged(self, weight: Tensor) -> Tensor:
         """W (G, d, C_in/G · taps)."""
-        W = self.weight.detach().unflatten(0, (self.groups, -1)).flatten(3)
-        return W.transpose(1, 2).flatten(2)
+        return weight.unflatten(0, (self.groups, -1)).flatten(3).transpose(1, 2).flatten(2)
 
     def features(self, x: Tensor, n: int) -> Tensor:
         """Φ (n, G, C_in/G · taps, P): which input pixels each output pixel sees through which tap."""

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from flatness.errors import LayerError
 from flatness.network.memory import ran_out
 
 
@@ -64,9 +65,16 @@ class Layer(ABC):
         """The bias, or None."""
         return cast("Tensor | None", getattr(self.module, "bias", None))
 
-    @abstractmethod
+    def arranged(self, weight: Tensor) -> Tensor:
+        """A tensor shaped like `weight` as W (G, d, m); entries are only moved, and derivatives go through."""
+        raise LayerError(
+            f"Expected {type(self).__name__} to say how a weight becomes W but it has no method arranged(). "
+            "Write one that takes a tensor shaped like the weight and returns it as (groups, rows, columns)."
+        )
+
     def matrix(self) -> Tensor:
         """W (G, d, m), detached."""
+        return self.arranged(self.weight.detach())
 
     @abstractmethod
     def features(self, x: Tensor, n: int) -> Tensor:

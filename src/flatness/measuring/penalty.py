@@ -1,0 +1,424 @@
+"""`flatness.penalty`: the flatness of the current batch as a tensor with a gradient, to be added to a loss.
+
+What is differentiated is the Gauss-Newton part. Where a layer's output is the network's output, that is a
+closed form in the weight W, the features φ and the probabilities p, with no derivative inside. At other
+layers one random vector s with E ssᵀ = ∂²ℓ/∂f² is sent back, δ = ∂(sᵀf)/∂z with its graph, and every
+statistic is what the sampled engine makes of the pair (δ, δ). The signs in s are fixed and s moves with the
+logits: its derivative is part of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+
+from flatness.catalogue.measure import LayerView, Measure
+from flatness.catalogue.registry import get_measure, measures
+from flatness.curvature.sums.kinds import statistics_of
+from flatness.curvature.sums.live_sums import (
+    closed_form_sums,
+    has_closed_form,
+    live_frame,
+    output_curvature,
+    probed_sums,
+)
+from flatness.errors import (
+    DifferentiabilityError,
+    LayerError,
+    LossError,
+    MeasureError,
+    ModelError,
+    NotFiniteError,
+    OptionError,
+    listed,
+)
+from flatness.losses import Items, Loss, NormalizedCrossEntropy, counted, resolve_loss
+from flatness.losses.base import promote
+from flatness.losses.elementwise import Elementwise
+from flatness.losses.signs import Signs
+from flatness.losses.softmax import CrossEntropy
+from flatness.measuring.examine.reuse import tied_embeddings
+from flatness.measuring.examine.unfamiliar import is_familiar
+from flatness.network.layers import Layer, find_layers, select_layers
+from flatness.network.layers.shared import EmbeddingLayer, SharedLayer, Use
+from flatness.network.live_calls import LiveCall, LiveCalls
+from flatness.network.memory import ran_out
+from flatness.problem import batches
+from flatness.problem.forward import DefaultForward, Forward
+from flatness.problem.guard import Guard, is_compiled
+from flatness.problem.model import unwrap
+
+Seed = int | torch.Generator | None
+
+
+def penalty(
+    model: nn.Module,
+    batch: Any,
+    measure: str | Measure = "relative_flatness",
+    layers: str | Iterable[str] | None = "last",
+    *,
+    loss: Any = "cross_entropy",
+    forward: Forward | None = None,
+    seed: Seed = None,
+    return_output: bool = False,
+) -> Any:
+    """A flatness measure of this batch as a differentiable tensor, to be added to a training loss.
+
+    The model runs once, in the mode it is in: dropout is active and batch norm updates its statistics if it
+    is in training mode. What is measured is the Gauss-Newton part of the Hessian, which is the whole of it for
+    the last layer of every network and for all layers of a ReLU network. Gradients flow through weights,
+    features and probabilities to every parameter that requires one.
+
+    Args:
+        model: The network in training; wrapped by DistributedDataParallel too.
+        batch: Inputs and targets, as `flatness.measure` takes batches, on the model's device.
+        measure: "relative_flatness", "hessian_trace", "layer_flatness_trace", "neuron_flatness" (the sum over
+            units), or another measure whose layer values follow from one pass over the data.
+        layers: "last", a name, a list of names, or None for every supported layer that runs. Values of
+            several layers are added up.
+        loss: "cross_entropy", "nll", "mse", "squared_error" or "bce", or torch's module or function of these.
+        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        seed: Of the random signs that hidden layers take: None for torch's own random state, new ones at every
+            call; a `torch.Generator`; or a number, the same signs at every call.
+        return_output: Whether to return the model's output too, so that the loss needs no second forward pass.
+
+    Returns:
+        The penalty, a tensor without dimensions; with `return_output` the pair (penalty, output).
+
+    Example:
+        >>> import torch, flatness
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> x, y = torch.randn(50, 4), torch.randint(3, (50,))
+        >>> value, output = flatness.penalty(model, (x, y), return_output=True)
+        >>> (torch.nn.functional.cross_entropy(output, y) + 0.1 * value).backward()
+        >>> report = flatness.measure(model, (x, y), measures="relative_flatness", layers="last")
+        >>> abs(report.value("relative_flatness", layer="2") / value.item() - 1) < 1e-5
+        True
+    """
+    chosen, resolved = _differentiable(measure), resolve_loss(loss)
+    _check_loss(resolved)
+    _check_seed(seed)
+    _check_gradients(model)
+    # A parametrised weight is computed once, for the layer and for the penalty.
+    with parametrize.cached():
+        run = _forward_pass(model, batch, layers, resolved, forward)
+        with torch.autocast(run.output.device.type, enabled=False):
+            value = _total(run, chosen, seed)
+    if not bool(value.isfinite()):
+        raise _not_finite(run)
+    return (value, run.output) if return_output else value
+
+
+class _LiveView(LayerView):
+    """A layer as measures see it, its weight and statistics with their graphs and in the type of training."""
+
+    @cached_property
+    def W(self) -> Tensor:
+        """The weight (G, d, m)."""
+        return self.weight
+
+    @cached_property
+    def squared_norm(self) -> Tensor:
+        """‖W‖²_F."""
+        return self.weight.square().sum()
+
+
+# What was asked for
+
+
+def _differentiable(name: str | Measure) -> Measure:
+    """The measure, if what it is made of has a gradient."""
+    measure = get_measure(name)
+    if _has_gradient(measure):
+        return measure
+    known = [each.name for each in measures() if _has_gradient(each)]
+    raise MeasureError(
+        "Expected a measure whose layer values are sums over one pass, as these have a gradient that is cheap, "
+        f"but got {measure.name!r}. Use {listed(known)}."
+    )
+
+
+def _has_gradient(measure: Measure) -> bool:
+    if not measure.one_pass or not measure.needs or measure.clips is not None:
+        return False
+    if measure.layer is None and "sum" not in measure.reductions:
+        return False
+    return not any(statistic.scaled for statistic in statistics_of(measure.needs))
+
+
+def _check_loss(loss: Loss) -> None:
+    if not isinstance(loss, (CrossEntropy, Elementwise)) or isinstance(loss, NormalizedCrossEntropy):
+        raise LossError(
+            "Expected a loss whose second derivatives have a closed form, 'cross_entropy', 'nll', 'mse', "
+            f"'squared_error' or 'bce', but got {loss.name!r}. Pass loss= one of these to the penalty; it need "
+            "not be the loss that you train with."
+        )
+
+
+def _check_seed(seed: Any) -> None:
+    if not (seed is None or isinstance(seed, torch.Generator) or hasattr(seed, "__index__")):
+        raise OptionError(
+            f"Expected seed to be None, a whole number or a torch.Generator but got {seed!r}. None draws new "
+            "signs at every call."
+        )
+
+
+def _check_gradients(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"Expected a torch.nn.Module but got {type(model).__name__}. Pass the model itself.")
+    if not torch.is_grad_enabled():
+        off = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+        raise DifferentiabilityError(
+            f"Expected gradients to be recorded but {off} is on, under which a penalty has none. Call it "
+            "outside, or use flatness.measure for the value alone."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise DifferentiabilityError(
+            "Expected parameters that are trained but no parameter of the model requires a gradient. Call "
+            "model.requires_grad_(), or use flatness.measure for the value alone."
+        )
+
+
+# The forward pass
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One forward pass: what the layers asked for and the loss were given.
+
+    Attributes:
+        loss: The loss.
+        output: What the model returned.
+        items: The same as predictions, in at least single precision.
+        layers: The layers asked for, one per weight.
+        calls: Calls of every module that ran.
+    """
+
+    loss: Loss
+    output: Tensor
+    items: Items
+    layers: list[Layer]
+    calls: Mapping[str, list[LiveCall]]
+
+    def uses(self, layer: Layer) -> list[tuple[Use, LiveCall]]:
+        """All calls of all modules that use a layer's weight."""
+        uses = layer.uses if isinstance(layer, SharedLayer) else [Use(layer.name, layer)]
+        return [(use, call) for use in uses for call in self.calls.get(use.name, [])]
+
+
+# How batches with "labels" are given to a model, found out once.
+_FORWARDS: WeakKeyDictionary[nn.Module, dict[str, DefaultForward]] = WeakKeyDictionary()
+
+
+def _settled_forward(model: nn.Module, batch: Any, loss: Loss) -> DefaultForward:
+    """How a batch is given to the model; runs that say what labels mean leave the model as it was."""
+    forward = _FORWARDS.setdefault(model, {}).setdefault(repr(loss), DefaultForward(loss))
+    if forward.alignment is None and isinstance(batch, Mapping) and "labels" in batch:
+        with Guard(model, seed=0):
+            forward.settle(model, batches.rows(batch, 0, 8))
+    return forward
+
+
+def _forward_pass(
+    model: nn.Module,
+    batch: Any,
+    asked: str | Iterable[str] | None,
+    loss: Loss,
+    forward: Forward | None,
+) -> _Run:
+    """Run the model once, and pick the layers."""
+    inner = unwrap(model)[0]
+    forward = forward or _settled_forward(inner, batch, loss)
+    available = find_layers(inner)
+    kinds = {name: type(module).__name__ for name, module in inner.named_modules()}
+    if asked is not None and asked != "last":
+        # Unknown names are refused before the model runs and updates statistics.
+        select_layers(available, list(available), asked, modules=kinds)
+    views = {**available, **tied_embeddings(inner, available)}
+    unfamiliar = {name for name, view in views.items() if not is_familiar(view)}
+    probed = () if asked == "last" else views.keys()
+    calls = LiveCalls({name: view.module for name, view in views.items()}, probed)
+    with _differentiable_twice(inner, second=bool(probed)), calls:
+        # The wrapper that keeps processes in step is called, not one that copies modules.
+        output, target = forward(inner if isinstance(model, nn.DataParallel) else model, batch)
+    items = loss.items(promote(output) if isinstance(output, Tensor) else output, target)
+    ran = [name for name in calls.of if name in available]
+    names = select_layers(available, ran, asked, modules=kinds)
+    if not names:
+        raise LayerError(
+            "Expected a model that calls at least one supported layer but it called none. Supported layers of "
+            f"this model: {listed(available) or 'none'}."
+        )
+    run = _Run(loss, output, items, _one_per_weight(names, views, calls.of), calls.of)
+    for layer in run.layers:
+        for use, call in run.uses(layer):
+            _check_call(use, call, len(items.logits), familiar=use.name not in unfamiliar)
+    return run
+
+
+@contextmanager
+def _differentiable_twice(model: nn.Module, *, second: bool) -> Iterator[None]:
+    """Compiled modules run as they are written; fused attention, which has no second derivative, is off."""
+    with ExitStack() as stack:
+        if any(is_compiled(module) or module._compiled_call_impl is not None for module in model.modules()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if second:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
+
+
+def _one_per_weight(
+    names: list[str], views: Mapping[str, Layer], calls: Mapping[str, list[LiveCall]]
+) -> list[Layer]:
+    """Views of these layers; a weight that is used more than once is seen through all of its uses."""
+    users: dict[int, list[str]] = {}
+    for name in calls:
+        users.setdefault(_weight_key(views[name]), []).append(name)
+    found: dict[int, Layer] = {}
+    for name in names:
+        key = _weight_key(views[name])
+        if sum(len(calls[user]) for user in users[key]) == 1:
+            found[key] = views[name]
+        elif key not in found:
+            uses = [Use(user, views[user], isinstance(views[user], EmbeddingLayer)) for user in users[key]]
+            found[key] = SharedLayer(views[name], uses)
+    return list(found.values())
+
+
+def _weight_key(view: Layer) -> int:
+    """What tells weights apart: the parameter, or the module where the weight is made from parameters."""
+    return id(view.weight if isinstance(view.weight, nn.Parameter) else view.module)
+
+
+def _check_call(use: Use, call: LiveCall, n: int, *, familiar: bool) -> None:
+    """Refuse a layer that computes something else than WΦ + b, or whose input was overwritten."""
+    view, kind = use.view, type(use.view.module).__name__
+    if not (familiar or view.explains(call.x.detach(), call.z.detach(), n)):
+        raise LayerError(
+            f"Expected {use.name!r} to compute WΦ + b but {kind} returned something else: it has a forward of "
+            "its own, or a hook on its output. Pass layers= without it, or describe it with "
+            "flatness.register_layer."
+        )
+    if type(view).matrix is not Layer.matrix:
+        raise LayerError(
+            f"Expected {type(view).__name__} to say by arranged() how a weight becomes W but it overrides "
+            "matrix(), which has no gradient. Call that method arranged(self, weight), and write weight for "
+            "self.weight.detach()."
+        )
+    if call.x._version != call.x_version:
+        raise LayerError(
+            f"Expected the input of {use.name!r} to stay as it was but it was overwritten in place. Pass "
+            "inplace=False to the module that does it, or layers= without this one."
+        )
+
+
+# The value
+
+
+def _total(run: _Run, measure: Measure, seed: Seed) -> Tensor:
+    """The sum over layers."""
+    C = counted(run.loss.normaliser(run.items), len(run.items.logits))
+    sums: dict[str, dict[str, Tensor]] = {}
+    probed: list[Layer] = []
+    for layer in run.layers:
+        closed = _closed_form(run, layer, measure.needs)
+        if closed is None:
+            probed.append(layer)
+        else:
+            sums[layer.name] = closed
+    for layer, received in _signals(run, probed, seed):
+        sums[layer.name] = probed_sums(measure.needs, layer, received, len(run.items.logits))
+    values = []
+    for layer in run.layers:
+        means = {name: value / C for name, value in sums[layer.name].items()}
+        view = _LiveView(layer.name, live_frame(layer).W, means, taps=layer.taps, layer=layer)
+        values.append(_value(measure, view))
+    return torch.stack(values).sum()
+
+
+def _closed_form(run: _Run, layer: Layer, needs: frozenset[str]) -> dict[str, Tensor] | None:
+    """The sums of a layer whose output is the network's; None for other layers."""
+    if isinstance(layer, SharedLayer) or not has_closed_form(needs, run.loss, run.items, layer):
+        return None
+    (call,) = run.calls[layer.name]
+    curvature = output_curvature(run.loss, run.items, layer, call)
+    if curvature is None:
+        return None
+    return closed_form_sums(needs, run.loss, run.items, layer, call, curvature)
+
+
+def _signals(
+    run: _Run, layers: list[Layer], seed: Seed
+) -> Iterator[tuple[Layer, list[tuple[Use, Tensor, Tensor]]]]:
+    """What one random vector sends back: for every layer its calls with input and signal."""
+    if not layers:
+        return
+    n, logits = len(run.items.logits), run.items.logits
+    signs = seed if seed is None or isinstance(seed, torch.Generator) else Signs(int(seed), _numbers(logits))
+    s = run.loss.live_probe(run.items, signs)
+    assert s is not None  # or the loss would have been refused
+    calls = [run.uses(layer) for layer in layers]
+    reached = [call for own in calls for _, call in own if call.edge is not None]
+    with _explained():
+        found = torch.autograd.grad(
+            logits, [call.edge for call in reached], s, create_graph=True, allow_unused=True
+        )
+    signals = {id(call): signal for call, signal in zip(reached, found, strict=True) if signal is not None}
+    for layer, own in zip(layers, calls, strict=True):
+        # Where no signal arrives the output does not depend on the layer.
+        yield layer, [(use, call.x, signals.get(id(call), torch.zeros_like(call.z))) for use, call in own]
+
+
+def _numbers(logits: Tensor) -> Tensor:
+    return torch.arange(len(logits), device=logits.device)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what torch's complaint about a derivative means for the user."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ran_out(error):
+            raise
+        raise DifferentiabilityError(
+            f"Expected operators that torch can differentiate but it says: {str(error).splitlines()[0]}. Take "
+            "the penalty of the last layer, layers='last', or of layers after that operator."
+        ) from error
+
+
+def _value(measure: Measure, view: LayerView) -> Tensor:
+    if measure.layer is not None:
+        value: Any = measure.layer(view)
+    else:
+        assert measure.units is not None
+        value = measure.units(view).sum()
+    if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
+        raise MeasureError(
+            f"Expected {measure.name!r} to return one number with a gradient but it has none. Compute it with "
+            "torch's operations from view.statistics and view.W, without float()."
+        )
+    return value.reshape(())
+
+
+def _not_finite(run: _Run) -> NotFiniteError:
+    bad = (~run.items.logits.isfinite()).flatten(1).any(1).nonzero()
+    if len(bad):
+        return NotFiniteError(
+            f"Expected finite outputs but the model returned NaN or infinity for sample {int(bad[0])} of the "
+            "batch. Look for NaN in the inputs or the weights, or for a learning rate that is too large."
+        )
+    return NotFiniteError(
+        "Expected a finite penalty but got NaN or infinity, though all outputs are finite. Look for weights or "
+        f"features that overflow in {run.items.logits.dtype}."
+    )
