@@ -116,7 +116,7 @@ class Loss(ABC):
         return [(up.detach(), 1.0)] if down is None else [(up.detach(), 1.0), (down.detach(), -1.0)]
 
     def live_probe(self, items: Items, generator: Signs | torch.Generator | None) -> Tensor | None:
-        """Draw one vector as `probes` does, (n, T, K), that is differentiable in the logits; None if it has none.
+        """Draw one vector as `probes` does, (n, T, K), differentiable in the logits; None if there is none.
 
         The signs are fixed, the factors move with the logits.
         """

@@ -73,10 +73,10 @@ def penalty(
 ) -> Any:
     """A flatness measure of this batch as a differentiable tensor, to be added to a training loss.
 
-    The model runs once, in the mode it is in: dropout is active and batch norm updates its statistics if it
-    is in training mode. What is measured is the Gauss-Newton part of the Hessian, which is the whole of it for
-    the last layer of every network and for all layers of a ReLU network. Gradients flow through weights,
-    features and probabilities to every parameter that requires one.
+    The model runs once, in the mode it is in: in training mode dropout is active and batch norm updates its
+    statistics. What is measured is the Gauss-Newton part of the Hessian, which is the whole of it for the
+    last layer of every network and for all layers of a ReLU network. Gradients flow through weights, features
+    and probabilities to every parameter that requires one.
 
     Args:
         model: The network in training; wrapped by DistributedDataParallel too.
@@ -85,11 +85,11 @@ def penalty(
             units), or another measure whose layer values follow from one pass over the data.
         layers: "last", a name, a list of names, or None for every supported layer that runs. Values of
             several layers are added up.
-        loss: "cross_entropy", "nll", "mse", "squared_error" or "bce", or torch's module or function of these.
+        loss: "cross_entropy", "nll", "mse", "squared_error", "bce", or torch's module or function of these.
         forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
-        seed: Of the random signs that hidden layers take: None for torch's own random state, new ones at every
-            call; a `torch.Generator`; or a number, the same signs at every call.
-        return_output: Whether to return the model's output too, so that the loss needs no second forward pass.
+        seed: Where the random signs of hidden layers come from. None: torch's own random state, so that every
+            call has new ones. A `torch.Generator`: likewise. A number: the same signs at every call.
+        return_output: Whether to return the model's output too, so that the loss needs no forward pass.
 
     Returns:
         The penalty, a tensor without dimensions; with `return_output` the pair (penalty, output).
@@ -143,7 +143,7 @@ def _differentiable(name: str | Measure) -> Measure:
         return measure
     known = [each.name for each in measures() if _has_gradient(each)]
     raise MeasureError(
-        "Expected a measure whose layer values are sums over one pass, as these have a gradient that is cheap, "
+        "Expected a measure whose layer values follow from one pass, as these have a cheap gradient, "
         f"but got {measure.name!r}. Use {listed(known)}."
     )
 
@@ -160,8 +160,8 @@ def _check_loss(loss: Loss) -> None:
     if not isinstance(loss, (CrossEntropy, Elementwise)) or isinstance(loss, NormalizedCrossEntropy):
         raise LossError(
             "Expected a loss whose second derivatives have a closed form, 'cross_entropy', 'nll', 'mse', "
-            f"'squared_error' or 'bce', but got {loss.name!r}. Pass loss= one of these to the penalty; it need "
-            "not be the loss that you train with."
+            f"'squared_error' or 'bce', but got {loss.name!r}. Pass one of these as loss= of the penalty; it "
+            "need not be the loss that you train with."
         )
 
 
@@ -256,8 +256,8 @@ def _forward_pass(
     names = select_layers(available, ran, asked, modules=kinds)
     if not names:
         raise LayerError(
-            "Expected a model that calls at least one supported layer but it called none. Supported layers of "
-            f"this model: {listed(available) or 'none'}."
+            "Expected a model that calls at least one supported layer but it called none. Supported layers "
+            f"of this model: {listed(available) or 'none'}."
         )
     run = _Run(loss, output, items, _one_per_weight(names, views, calls.of), calls.of)
     for layer in run.layers:
@@ -305,8 +305,8 @@ def _check_call(use: Use, call: LiveCall, n: int, *, familiar: bool) -> None:
     view, kind = use.view, type(use.view.module).__name__
     if not (familiar or view.explains(call.x.detach(), call.z.detach(), n)):
         raise LayerError(
-            f"Expected {use.name!r} to compute WΦ + b but {kind} returned something else: it has a forward of "
-            "its own, or a hook on its output. Pass layers= without it, or describe it with "
+            f"Expected {use.name!r} to compute WΦ + b but this {kind} returned something else: it has a "
+            "forward of its own, or a hook on its output. Pass layers= without it, or describe it with "
             "flatness.register_layer."
         )
     if type(view).matrix is not Layer.matrix:
@@ -363,24 +363,23 @@ def _signals(
     """What one random vector sends back: for every layer its calls with input and signal."""
     if not layers:
         return
-    n, logits = len(run.items.logits), run.items.logits
-    signs = seed if seed is None or isinstance(seed, torch.Generator) else Signs(int(seed), _numbers(logits))
-    s = run.loss.live_probe(run.items, signs)
+    logits = run.items.logits
+    s = run.loss.live_probe(run.items, _signs(seed, logits))
     assert s is not None  # or the loss would have been refused
     calls = [run.uses(layer) for layer in layers]
-    reached = [call for own in calls for _, call in own if call.edge is not None]
+    edges = {id(call): call.edge for own in calls for _, call in own if call.edge is not None}
     with _explained():
-        found = torch.autograd.grad(
-            logits, [call.edge for call in reached], s, create_graph=True, allow_unused=True
-        )
-    signals = {id(call): signal for call, signal in zip(reached, found, strict=True) if signal is not None}
+        found = torch.autograd.grad(logits, list(edges.values()), s, create_graph=True, allow_unused=True)
+    signals = {key: signal for key, signal in zip(edges, found, strict=True) if signal is not None}
     for layer, own in zip(layers, calls, strict=True):
         # Where no signal arrives the output does not depend on the layer.
         yield layer, [(use, call.x, signals.get(id(call), torch.zeros_like(call.z))) for use, call in own]
 
 
-def _numbers(logits: Tensor) -> Tensor:
-    return torch.arange(len(logits), device=logits.device)
+def _signs(seed: Seed, logits: Tensor) -> Signs | torch.Generator | None:
+    if seed is None or isinstance(seed, torch.Generator):
+        return seed
+    return Signs(int(seed), torch.arange(len(logits), device=logits.device))
 
 
 @contextmanager
@@ -392,8 +391,8 @@ def _explained() -> Iterator[None]:
         if ran_out(error):
             raise
         raise DifferentiabilityError(
-            f"Expected operators that torch can differentiate but it says: {str(error).splitlines()[0]}. Take "
-            "the penalty of the last layer, layers='last', or of layers after that operator."
+            f"Expected operators that torch can differentiate but it says: {str(error).splitlines()[0]}. "
+            "Take the penalty of the last layer, layers='last', or of layers after that operator."
         ) from error
 
 
@@ -405,8 +404,8 @@ def _value(measure: Measure, view: LayerView) -> Tensor:
         value = measure.units(view).sum()
     if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
         raise MeasureError(
-            f"Expected {measure.name!r} to return one number with a gradient but it has none. Compute it with "
-            "torch's operations from view.statistics and view.W, without float()."
+            f"Expected {measure.name!r} to return one number with a gradient but it has none. Compute it "
+            "with torch's operations from view.statistics and view.W, without float()."
         )
     return value.reshape(())
 
@@ -419,6 +418,6 @@ def _not_finite(run: _Run) -> NotFiniteError:
             "batch. Look for NaN in the inputs or the weights, or for a learning rate that is too large."
         )
     return NotFiniteError(
-        "Expected a finite penalty but got NaN or infinity, though all outputs are finite. Look for weights or "
-        f"features that overflow in {run.items.logits.dtype}."
+        "Expected a finite penalty but got NaN or infinity, though all outputs are finite. Look for weights "
+        f"or features that overflow in {run.items.logits.dtype}."
     )

@@ -105,11 +105,12 @@ def probed_sums(
         assert g is not None
         return _of_gradients(needs, frame, g[0])
     ((_, x, dz),) = received
-    Phi, delta = promote(layer.features(x, n)), promote(layer.signals(dz, n))
-    statistics = statistics_of(needs)
-    if _forms_g(statistics, *frame.W.shape[1:], Phi.shape[-1]):
-        return _of_gradients(needs, frame, delta @ Phi.mT)
-    pair = SignalPair(frame, Phi, delta, delta)
+    x, dz, statistics = promote(x), promote(dz), statistics_of(needs)
+    delta = layer.signals(dz, n)
+    _, d, m = frame.W.shape
+    if _forms_g(statistics, d, m, delta.shape[-1]):
+        return _of_gradients(needs, frame, layer.gradients(x, dz, n))
+    pair = SignalPair(frame, layer.features(x, n), delta, delta)
     return {one.name: one.of_signals(pair).sum(0) for one in statistics}  # type: ignore[union-attr]
 
 
@@ -124,7 +125,7 @@ def _of_gradients(needs: frozenset[str], frame: Frame, g: Tensor) -> dict[str, T
 
 
 def _forms_g(statistics: Sequence[Statistic], d: int, m: int, P: int) -> bool:
-    """Whether g = δΦᵀ is formed, in d·m·(P + d) operations per sample; Gram matrices take P²·(m + d) + d²·P."""
+    """Whether g = δΦᵀ is formed: d·m·(P + d) operations per sample; Gram matrices take P²·(m + d) + d²·P."""
     if not all(one.from_signals and not one.large for one in statistics):
         return True
     return P > 1 and d * m * (P + d) <= P * (P * (m + d) + d * d)

@@ -66,7 +66,7 @@ class Layer(ABC):
         return cast("Tensor | None", getattr(self.module, "bias", None))
 
     def arranged(self, weight: Tensor) -> Tensor:
-        """A tensor shaped like `weight` as W (G, d, m); entries are only moved, and derivatives go through."""
+        """A tensor shaped like `weight` as W (G, d, m): entries are only moved, derivatives go through."""
         raise LayerError(
             f"Expected {type(self).__name__} to say how a weight becomes W but it has no method arranged(). "
             "Write one that takes a tensor shaped like the weight and returns it as (groups, rows, columns)."
@@ -83,6 +83,10 @@ class Layer(ABC):
     @abstractmethod
     def signals(self, dz: Tensor, n: int) -> Tensor:
         """δ (n, G, d, P) from a tensor dz shaped like the module's output."""
+
+    def gradients(self, x: Tensor, dz: Tensor, n: int) -> Tensor:
+        """The derivatives g = δΦᵀ (n, G, d, m) of every sample in terms of W, differentiable in x and dz."""
+        return self.signals(dz, n) @ self.features(x, n).mT
 
     @abstractmethod
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:
