@@ -45,11 +45,12 @@ def output_curvature(loss: Loss, items: Items, layer: Layer, call: LiveCall) -> 
     (arrived,) = torch.autograd.grad(
         items.logits, [call.edge], sent, retain_graph=True, create_graph=sent.requires_grad
     )
-    rows = _predictions(layer.signals(arrived, len(items.logits)))
+    tolerance = torch.finfo(arrived.dtype).eps ** 0.5
+    rows = promote(_predictions(layer.signals(arrived, len(items.logits))))
     if a is None:
-        return promote(rows)
+        return rows
     same = rows.shape[1] == sent.shape[2] and not rows[:, 2:].any()
-    return rows[:, 0] if same and torch.allclose(rows[:, 0].sum(), a.sum()) else None
+    return rows[:, 0] if same and torch.allclose(rows[:, 0].sum(), a.sum(), rtol=tolerance) else None
 
 
 def has_closed_form(needs: frozenset[str], loss: Loss, items: Items, layer: Layer) -> bool:
