@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from flatness.catalogue.measure import LayerView, Measure
 from flatness.catalogue.registry import get_measure, measures
+from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import statistics_of
 from flatness.curvature.sums.live_sums import (
     closed_form_sums,
@@ -240,12 +241,11 @@ def _forward_pass(
     inner = unwrap(model)[0]
     forward = forward or _settled_forward(inner, batch, loss)
     available = find_layers(inner)
-    kinds = {name: type(module).__name__ for name, module in inner.named_modules()}
     if asked is not None and asked != "last":
         # Unknown names are refused before the model runs and updates statistics.
+        kinds = {name: type(module).__name__ for name, module in inner.named_modules()}
         select_layers(available, list(available), asked, modules=kinds)
     views = {**available, **tied_embeddings(inner, available)}
-    unfamiliar = {name for name, view in views.items() if not is_familiar(view)}
     probed = () if asked == "last" else views.keys()
     calls = LiveCalls({name: view.module for name, view in views.items()}, probed)
     with _differentiable_twice(inner, second=bool(probed)), calls:
@@ -253,7 +253,7 @@ def _forward_pass(
         output, target = forward(inner if isinstance(model, nn.DataParallel) else model, batch)
     items = loss.items(promote(output) if isinstance(output, Tensor) else output, target)
     ran = [name for name in calls.of if name in available]
-    names = select_layers(available, ran, asked, modules=kinds)
+    names = select_layers(available, ran, asked)
     if not names:
         raise LayerError(
             "Expected a model that calls at least one supported layer but it called none. Supported layers "
@@ -262,7 +262,7 @@ def _forward_pass(
     run = _Run(loss, output, items, _one_per_weight(names, views, calls.of), calls.of)
     for layer in run.layers:
         for use, call in run.uses(layer):
-            _check_call(use, call, len(items.logits), familiar=use.name not in unfamiliar)
+            _check_call(use, call, len(items.logits))
     return run
 
 
@@ -300,10 +300,10 @@ def _weight_key(view: Layer) -> int:
     return id(view.weight if isinstance(view.weight, nn.Parameter) else view.module)
 
 
-def _check_call(use: Use, call: LiveCall, n: int, *, familiar: bool) -> None:
+def _check_call(use: Use, call: LiveCall, n: int) -> None:
     """Refuse a layer that computes something else than WΦ + b, or whose input was overwritten."""
     view, kind = use.view, type(use.view.module).__name__
-    if not (familiar or view.explains(call.x.detach(), call.z.detach(), n)):
+    if not (is_familiar(view) or view.explains(call.x.detach(), call.z.detach(), n)):
         raise LayerError(
             f"Expected {use.name!r} to compute WΦ + b but this {kind} returned something else: it has a "
             "forward of its own, or a hook on its output. Pass layers= without it, or describe it with "
@@ -328,25 +328,27 @@ def _check_call(use: Use, call: LiveCall, n: int, *, familiar: bool) -> None:
 def _total(run: _Run, measure: Measure, seed: Seed) -> Tensor:
     """The sum over layers."""
     C = counted(run.loss.normaliser(run.items), len(run.items.logits))
+    frames = {layer.name: live_frame(layer) for layer in run.layers}
     sums: dict[str, dict[str, Tensor]] = {}
     probed: list[Layer] = []
     for layer in run.layers:
-        closed = _closed_form(run, layer, measure.needs)
+        closed = _closed_form(run, layer, frames[layer.name], measure.needs)
         if closed is None:
             probed.append(layer)
         else:
             sums[layer.name] = closed
     for layer, received in _signals(run, probed, seed):
-        sums[layer.name] = probed_sums(measure.needs, layer, received, len(run.items.logits))
+        frame = frames[layer.name]
+        sums[layer.name] = probed_sums(measure.needs, layer, frame, received, len(run.items.logits))
     values = []
     for layer in run.layers:
         means = {name: value / C for name, value in sums[layer.name].items()}
-        view = _LiveView(layer.name, live_frame(layer).W, means, taps=layer.taps, layer=layer)
+        view = _LiveView(layer.name, frames[layer.name].W, means, taps=layer.taps, layer=layer)
         values.append(_value(measure, view))
     return torch.stack(values).sum()
 
 
-def _closed_form(run: _Run, layer: Layer, needs: frozenset[str]) -> dict[str, Tensor] | None:
+def _closed_form(run: _Run, layer: Layer, frame: Frame, needs: frozenset[str]) -> dict[str, Tensor] | None:
     """The sums of a layer whose output is the network's; None for other layers."""
     if isinstance(layer, SharedLayer) or not has_closed_form(needs, run.loss, run.items, layer):
         return None
@@ -354,7 +356,7 @@ def _closed_form(run: _Run, layer: Layer, needs: frozenset[str]) -> dict[str, Te
     curvature = output_curvature(run.loss, run.items, layer, call)
     if curvature is None:
         return None
-    return closed_form_sums(needs, run.loss, run.items, layer, call, curvature)
+    return closed_form_sums(needs, run.loss, run.items, layer, frame, call, curvature)
 
 
 def _signals(

@@ -66,7 +66,13 @@ def has_closed_form(needs: frozenset[str], loss: Loss, items: Items, layer: Laye
 
 
 def closed_form_sums(
-    needs: frozenset[str], loss: Loss, items: Items, layer: Layer, call: LiveCall, curvature: Tensor
+    needs: frozenset[str],
+    loss: Loss,
+    items: Items,
+    layer: Layer,
+    frame: Frame,
+    call: LiveCall,
+    curvature: Tensor,
 ) -> dict[str, Tensor]:
     """The sums over a batch of a layer whose positions are the predictions.
 
@@ -75,10 +81,11 @@ def closed_form_sums(
         loss: The loss.
         items: The outputs as it sees them.
         layer: The layer.
+        frame: Its `live_frame`.
         call: What it was given and returned.
         curvature: As `output_curvature` gives it.
     """
-    frame, n = live_frame(layer), len(items.logits)
+    n = len(items.logits)
     phi = _predictions(promote(layer.features(call.x, n)))
     if loss.softmax_weight(items) is None:
         squares = SquaredSignals(frame, phi, curvature, curvature @ frame.W[0].square())
@@ -89,17 +96,21 @@ def closed_form_sums(
 
 
 def probed_sums(
-    needs: frozenset[str], layer: Layer, received: Sequence[tuple[Use, Tensor, Tensor]], n: int
+    needs: frozenset[str],
+    layer: Layer,
+    frame: Frame,
+    received: Sequence[tuple[Use, Tensor, Tensor]],
+    n: int,
 ) -> dict[str, Tensor]:
     """The sums over a batch from one random signal per sample.
 
     Args:
         needs: The statistics.
         layer: The layer.
+        frame: Its `live_frame`.
         received: For every call of every use of its weight the input and the signal at the output.
         n: Number of samples.
     """
-    frame = live_frame(layer)
     if isinstance(layer, SharedLayer):
         each = [(use, _promoted(x), promote(dz)[None]) for use, x, dz in received]
         g = layer.gradient(each, n)
