@@ -5,7 +5,7 @@ E vᵀHv = Σ ⟨w_s, w_s'⟩ Tr H_ss', relative flatness. ⟨∇E, v⟩ is diff
 draw of v serves the whole batch, and this is of the Hessian, where the penalty is of the Gauss-Newton part;
 for ReLU networks in evaluation mode the two have the same mean. Peers (curvlinops, BackPACK) give these
 numbers without a gradient. Beside the time stands the noise: the standard deviation of the penalty over 20
-draws of its random signs, divided by its mean, on one batch in evaluation mode.
+draws of its random signs, divided by its mean, on 16 samples in evaluation mode.
 
     OMP_NUM_THREADS=1 python benchmarks/penalty.py
 """
@@ -114,7 +114,7 @@ def run(network: str, device: torch.device, batch: int | None, turns: int) -> di
     plain = times["plain step"]
     rows = []
     for name, one in penalties.items():
-        scatter = "" if one is None else f"{noise(model, x[:32], y[:32], one):.2g}"
+        scatter = "" if one is None else f"{noise(model, x[:16], y[:16], one):.2g}"
         rows.append((name, duration(times[name]), f"{times[name] / plain:.2f}", scatter))
     show(f"{network}, batches of {n}, {machine(device)}", ("", "time", "÷ plain step", "noise"), rows)
     return {name: taken / plain for name, taken in times.items()}

@@ -1,4 +1,4 @@
-"""`flatness.penalty`: its value against dense Hessians, its gradient against finite differences of `measure`."""
+"""`flatness.penalty`: values against dense Hessians, gradients against differences of `measure`."""
 
 import itertools
 import os
@@ -170,7 +170,6 @@ def test_positions_of_the_last_layer_are_predictions(build, x, y, loss, monkeypa
     model = smooth(*build())
     layer = next(name for name, module in model.named_modules() if hasattr(module, "weight"))
     if "Unflatten" in str(model):  # its rows are classes of several predictions: a probe
-        value = flatness.penalty(model, (x[:1], y[:1]), loss=loss, seed=0)
         value = over_all_signs(monkeypatch, 12, lambda: flatness.penalty(model, (x[:1], y[:1]), loss=loss))
         x, y = x[:1], y[:1]
     else:
@@ -483,8 +482,8 @@ def test_a_penalty_needs_gradients():
     model, batch = network(), data()
     with torch.no_grad():
         assert refusal(DifferentiabilityError, model, batch) == (
-            "Expected gradients to be recorded but torch.no_grad() is on, under which a penalty has none. Call "
-            "it outside, or use flatness.measure for the value alone."
+            "Expected gradients to be recorded but torch.no_grad() is on, under which a penalty has none. "
+            "Call it outside, or use flatness.measure for the value alone."
         )
     with torch.inference_mode(), pytest.raises(DifferentiabilityError) as caught:
         flatness.penalty(model, batch)
@@ -514,8 +513,8 @@ def test_losses_measures_layers_and_seeds_that_cannot_be():
     )
     assert "Did you mean 'relative_flatness'?" in refusal(MeasureError, model, batch, "relative_flatnes")
     assert refusal(LayerError, model, batch, layers="haed") == (
-        "Expected the name of a supported layer but got 'haed'. Did you mean 'head'? Supported layers of this "
-        "model: fc1, head."
+        "Expected the name of a supported layer but got 'haed'. Did you mean 'head'? Supported layers of "
+        "this model: fc1, head."
     )
     assert refusal(LayerError, Net(lambda self, x: self.head(self.fc1(x))), batch, layers="fc2") == (
         "Expected a layer that the forward pass uses but 'fc2' was never called. Layers that were: fc1, head."
@@ -548,8 +547,8 @@ def test_layers_that_are_not_what_they_seem_are_refused():
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), Doubled(5, 3)).double(), data()
     assert refusal(LayerError, model, batch) == (
-        "Expected '2' to compute WΦ + b but this Doubled returned something else: it has a forward of its own, "
-        "or a hook on its output. Pass layers= without it, or describe it with flatness.register_layer."
+        "Expected '2' to compute WΦ + b but this Doubled returned something else: it has a forward of its "
+        "own, or a hook on its output. Pass layers= without it, or describe it with flatness.register_layer."
     )
     overwrites = Net(
         lambda self, x: self.head(self.fc1(x).relu()) + 0 * x.requires_grad_(False).mul_(2).sum()
@@ -558,8 +557,8 @@ def test_layers_that_are_not_what_they_seem_are_refused():
     with pytest.raises(LayerError) as caught:
         flatness.penalty(overwrites, (batch[0].clone(), batch[1]), layers="fc1")
     assert str(caught.value) == (
-        "Expected the input of 'fc1' to stay as it was but it was overwritten in place. Pass inplace=False to "
-        "the module that does it, or layers= without this one."
+        "Expected the input of 'fc1' to stay as it was but it was overwritten in place. Pass inplace=False "
+        "to the module that does it, or layers= without this one."
     )
 
 
@@ -575,14 +574,14 @@ def test_a_view_without_a_differentiable_matrix_is_refused(monkeypatch):
     flatness.register_layer(Turned, TurnedLayer)
     model, batch = nn.Sequential(Turned(4, 3)).double(), data()
     assert refusal(LayerError, model, batch) == (
-        "Expected TurnedLayer to say by arranged() how a weight becomes W but it overrides matrix(), which has "
-        "no gradient. Call that method arranged(self, weight), and write weight for self.weight.detach()."
+        "Expected TurnedLayer to say by arranged() how a weight becomes W but it overrides matrix(), which "
+        "has no gradient. Call that method arranged(self, weight), and write weight for self.weight.detach()."
     )
 
 
 def test_a_model_without_layers_is_refused():
     model = nn.Sequential(nn.LayerNorm(3)).double()
     assert refusal(LayerError, model, (sized(4, 3), classes(4))) == (
-        "Expected a model that calls at least one supported layer but it called none. Supported layers of this "
-        "model: none."
+        "Expected a model that calls at least one supported layer but it called none. Supported layers of "
+        "this model: none."
     )
