@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,7 +32,7 @@ MODELS = {"lenet5": lenet5, "resnet18": resnet18}
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
 ARMS = ("plain", *(f"penalty {strength:g}" for strength in STRENGTHS), "SAM")
 RADIUS = 0.05  # SAM's ρ
-FIGURES = ("relative_flatness", "gap", "test_accuracy", "train_accuracy", "test_loss", "seconds")
+FIGURES = ("relative_flatness", "gap", "test_accuracy", "train_accuracy", "test_loss")
 
 
 def gradient(model: nn.Module, x: Tensor, y: Tensor, arm: str) -> None:
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS)
     parser.add_argument("--picture", type=Path, help="where to draw the gap over relative flatness")
+    parser.add_argument("--csv", type=Path, help="where to write a row per network")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     data = {}
@@ -172,8 +174,10 @@ def main() -> None:
                 write_text(path, json_text(record, indent=1))
                 print(arm, seed, {key: round(record[key], 4) for key in FIGURES}, flush=True)
     print(table(records(given.out)))
+    if given.csv:
+        pd.DataFrame(records(given.out)).drop(columns="seconds").to_csv(given.csv, index=False)
     if given.picture:
-        draw(records(given.out), given.picture, given.model)
+        draw(records(given.out), given.picture, f"{given.model} on {given.samples:,} images of CIFAR-10")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from flatness.losses.signs import Signs
 from flatness.network.layers import LinearLayer
 from labelled_models import Tokens
 from small import Net, data, network
+from transformer_models import Conv1D
 from untouched import untouched
 
 # Central differences with steps of 1e-5 leave (1e-5)² of the third derivative, and 1e-11 of rounding.
@@ -177,6 +178,15 @@ def test_positions_of_the_last_layer_are_predictions(build, x, y, loss, monkeypa
         assert torch.equal(value, flatness.penalty(model, (x, y), loss=loss))
     assert value.item() == pytest.approx(measured(model, (x, y), layers=layer, loss=loss), rel=EXACT)
     assert_slopes(model, value, lambda: measured(model, (x, y), layers=layer, loss=loss))
+
+
+def test_weights_that_are_stored_transposed():
+    """GPT-2's Conv1D, whose code is not torch's: what it returns is held against its view."""
+    model, x, y = smooth(nn.Linear(4, 5), nn.Tanh()), sized(6, 4), classes(6)
+    model.append(Conv1D(3, 5).double())
+    value = flatness.penalty(model, (x, y))
+    assert value.item() == pytest.approx(measured(model, (x, y)), rel=EXACT)
+    assert_slopes(model, value, lambda: measured(model, (x, y)))
 
 
 def test_outputs_that_are_cut_count_where_they_are_used():
