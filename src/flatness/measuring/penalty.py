@@ -9,16 +9,13 @@ logits: its derivative is part of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 from flatness.catalogue.measure import LayerView, Measure
@@ -34,7 +31,6 @@ from flatness.curvature.sums.live_sums import (
 )
 from flatness.errors import (
     DifferentiabilityError,
-    LayerError,
     LossError,
     MeasureError,
     ModelError,
@@ -42,21 +38,15 @@ from flatness.errors import (
     OptionError,
     listed,
 )
-from flatness.losses import Items, Loss, NormalizedCrossEntropy, counted, resolve_loss
-from flatness.losses.base import promote
+from flatness.losses import Loss, NormalizedCrossEntropy, counted, resolve_loss
 from flatness.losses.elementwise import Elementwise
 from flatness.losses.signs import Signs
 from flatness.losses.softmax import CrossEntropy
-from flatness.measuring.examine.reuse import tied_embeddings
-from flatness.measuring.examine.unfamiliar import is_familiar
-from flatness.network.layers import Layer, find_layers, select_layers
-from flatness.network.layers.shared import EmbeddingLayer, SharedLayer, Use
-from flatness.network.live_calls import LiveCall, LiveCalls
+from flatness.measuring.training_pass import TrainingPass, training_pass
+from flatness.network.layers import Layer
+from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.memory import ran_out
-from flatness.problem import batches
-from flatness.problem.forward import DefaultForward, Forward
-from flatness.problem.guard import Guard, is_compiled
-from flatness.problem.model import unwrap
+from flatness.problem.forward import Forward
 
 Seed = int | torch.Generator | None
 
@@ -112,7 +102,7 @@ def penalty(
     _check_gradients(model)
     # A parametrised weight is computed once, for the layer and for the penalty.
     with parametrize.cached():
-        run = _forward_pass(model, batch, layers, resolved, forward)
+        run = training_pass(model, batch, layers, resolved, forward)
         with torch.autocast(run.output.device.type, enabled=False):
             value = _total(run, chosen, seed)
     if not bool(value.isfinite()):
@@ -190,142 +180,10 @@ def _check_gradients(model: nn.Module) -> None:
         )
 
 
-# The forward pass
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One forward pass: what the layers asked for and the loss were given.
-
-    Attributes:
-        loss: The loss.
-        output: What the model returned.
-        items: The same as predictions, in at least single precision.
-        layers: The layers asked for, one per weight.
-        calls: Calls of every module that ran.
-    """
-
-    loss: Loss
-    output: Tensor
-    items: Items
-    layers: list[Layer]
-    calls: Mapping[str, list[LiveCall]]
-
-    def uses(self, layer: Layer) -> list[tuple[Use, LiveCall]]:
-        """All calls of all modules that use a layer's weight."""
-        uses = layer.uses if isinstance(layer, SharedLayer) else [Use(layer.name, layer)]
-        return [(use, call) for use in uses for call in self.calls.get(use.name, [])]
-
-
-# How batches with "labels" are given to a model, found out once.
-_FORWARDS: WeakKeyDictionary[nn.Module, dict[str, DefaultForward]] = WeakKeyDictionary()
-
-
-def _settled_forward(model: nn.Module, batch: Any, loss: Loss) -> DefaultForward:
-    """How a batch is given to the model; runs that say what labels mean leave the model as it was."""
-    forward = _FORWARDS.setdefault(model, {}).setdefault(repr(loss), DefaultForward(loss))
-    if forward.alignment is None and isinstance(batch, Mapping) and "labels" in batch:
-        with Guard(model, seed=0):
-            forward.settle(model, batches.rows(batch, 0, 8))
-    return forward
-
-
-def _forward_pass(
-    model: nn.Module,
-    batch: Any,
-    asked: str | Iterable[str] | None,
-    loss: Loss,
-    forward: Forward | None,
-) -> _Run:
-    """Run the model once, and pick the layers."""
-    inner = unwrap(model)[0]
-    forward = forward or _settled_forward(inner, batch, loss)
-    available = find_layers(inner)
-    if asked is not None and asked != "last":
-        # Unknown names are refused before the model runs and updates statistics.
-        kinds = {name: type(module).__name__ for name, module in inner.named_modules()}
-        select_layers(available, list(available), asked, modules=kinds)
-    views = {**available, **tied_embeddings(inner, available)}
-    probed = () if asked == "last" else views.keys()
-    calls = LiveCalls({name: view.module for name, view in views.items()}, probed)
-    with _differentiable_twice(inner, second=bool(probed)), calls:
-        # The wrapper that keeps processes in step is called, not one that copies modules.
-        output, target = forward(inner if isinstance(model, nn.DataParallel) else model, batch)
-    items = loss.items(promote(output) if isinstance(output, Tensor) else output, target)
-    ran = [name for name in calls.of if name in available]
-    names = select_layers(available, ran, asked)
-    if not names:
-        raise LayerError(
-            "Expected a model that calls at least one supported layer but it called none. Supported layers "
-            f"of this model: {listed(available) or 'none'}."
-        )
-    run = _Run(loss, output, items, _one_per_weight(names, views, calls.of), calls.of)
-    for layer in run.layers:
-        for use, call in run.uses(layer):
-            _check_call(use, call, len(items.logits))
-    return run
-
-
-@contextmanager
-def _differentiable_twice(model: nn.Module, *, second: bool) -> Iterator[None]:
-    """Compiled modules run as they are written; fused attention, which has no second derivative, is off."""
-    with ExitStack() as stack:
-        if any(is_compiled(module) or module._compiled_call_impl is not None for module in model.modules()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if second:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        yield
-
-
-def _one_per_weight(
-    names: list[str], views: Mapping[str, Layer], calls: Mapping[str, list[LiveCall]]
-) -> list[Layer]:
-    """Views of these layers; a weight that is used more than once is seen through all of its uses."""
-    users: dict[int, list[str]] = {}
-    for name in calls:
-        users.setdefault(_weight_key(views[name]), []).append(name)
-    found: dict[int, Layer] = {}
-    for name in names:
-        key = _weight_key(views[name])
-        if sum(len(calls[user]) for user in users[key]) == 1:
-            found[key] = views[name]
-        elif key not in found:
-            uses = [Use(user, views[user], isinstance(views[user], EmbeddingLayer)) for user in users[key]]
-            found[key] = SharedLayer(views[name], uses)
-    return list(found.values())
-
-
-def _weight_key(view: Layer) -> int:
-    """What tells weights apart: the parameter, or the module where the weight is made from parameters."""
-    return id(view.weight if isinstance(view.weight, nn.Parameter) else view.module)
-
-
-def _check_call(use: Use, call: LiveCall, n: int) -> None:
-    """Refuse a layer that computes something else than WΦ + b, or whose input was overwritten."""
-    view, kind = use.view, type(use.view.module).__name__
-    if not (is_familiar(view) or view.explains(call.x.detach(), call.z.detach(), n)):
-        raise LayerError(
-            f"Expected {use.name!r} to compute WΦ + b but this {kind} returned something else: it has a "
-            "forward of its own, or a hook on its output. Pass layers= without it, or describe it with "
-            "flatness.register_layer."
-        )
-    if type(view).matrix is not Layer.matrix:
-        raise LayerError(
-            f"Expected {type(view).__name__} to say by arranged() how a weight becomes W but it overrides "
-            "matrix(), which has no gradient. Call that method arranged(self, weight), and write weight for "
-            "self.weight.detach()."
-        )
-    if call.x._version != call.x_version:
-        raise LayerError(
-            f"Expected the input of {use.name!r} to stay as it was but it was overwritten in place. Pass "
-            "inplace=False to the module that does it, or layers= without this one."
-        )
-
-
 # The value
 
 
-def _total(run: _Run, measure: Measure, seed: Seed) -> Tensor:
+def _total(run: TrainingPass, measure: Measure, seed: Seed) -> Tensor:
     """The sum over layers."""
     C = counted(run.loss.normaliser(run.items), len(run.items.logits))
     frames = {layer.name: live_frame(layer) for layer in run.layers}
@@ -348,7 +206,9 @@ def _total(run: _Run, measure: Measure, seed: Seed) -> Tensor:
     return torch.stack(values).sum()
 
 
-def _closed_form(run: _Run, layer: Layer, frame: Frame, needs: frozenset[str]) -> dict[str, Tensor] | None:
+def _closed_form(
+    run: TrainingPass, layer: Layer, frame: Frame, needs: frozenset[str]
+) -> dict[str, Tensor] | None:
     """The sums of a layer whose output is the network's; None for other layers."""
     if isinstance(layer, SharedLayer) or not has_closed_form(needs, run.loss, run.items, layer):
         return None
@@ -360,7 +220,7 @@ def _closed_form(run: _Run, layer: Layer, frame: Frame, needs: frozenset[str]) -
 
 
 def _signals(
-    run: _Run, layers: list[Layer], seed: Seed
+    run: TrainingPass, layers: list[Layer], seed: Seed
 ) -> Iterator[tuple[Layer, list[tuple[Use, Tensor, Tensor]]]]:
     """What one random vector sends back: for every layer its calls with input and signal."""
     if not layers:
@@ -368,14 +228,20 @@ def _signals(
     logits = run.items.logits
     s = run.loss.live_probe(run.items, _signs(seed, logits))
     assert s is not None  # or the loss would have been refused
-    calls = [run.uses(layer) for layer in layers]
-    edges = {id(call): call.edge for own in calls for _, call in own if call.edge is not None}
-    with _explained():
-        found = torch.autograd.grad(logits, list(edges.values()), s, create_graph=True, allow_unused=True)
-    signals = {key: signal for key, signal in zip(edges, found, strict=True) if signal is not None}
-    for layer, own in zip(layers, calls, strict=True):
-        # Where no signal arrives the output does not depend on the layer.
-        yield layer, [(use, call.x, signals.get(id(call), torch.zeros_like(call.z))) for use, call in own]
+    calls = [(layer, run.uses(layer)) for layer in layers]
+    edges = {id(call): call.edge for _, own in calls for _, call in own if call.edge is not None}
+    found: tuple[Tensor | None, ...] = ()
+    if edges:
+        with _explained():
+            found = torch.autograd.grad(logits, list(edges.values()), s, create_graph=True, allow_unused=True)
+    signals = dict(zip(edges, found, strict=True))
+    for layer, own in calls:
+        yield layer, [(use, call.x, _or_zero(signals.get(id(call)), call.z)) for use, call in own]
+
+
+def _or_zero(signal: Tensor | None, z: Tensor) -> Tensor:
+    """What arrived; where nothing did the output does not depend on the layer."""
+    return torch.zeros_like(z) if signal is None else signal
 
 
 def _signs(seed: Seed, logits: Tensor) -> Signs | torch.Generator | None:
@@ -412,7 +278,7 @@ def _value(measure: Measure, view: LayerView) -> Tensor:
     return value.reshape(())
 
 
-def _not_finite(run: _Run) -> NotFiniteError:
+def _not_finite(run: TrainingPass) -> NotFiniteError:
     bad = (~run.items.logits.isfinite()).flatten(1).any(1).nonzero()
     if len(bad):
         return NotFiniteError(
