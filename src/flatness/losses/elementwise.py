@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, promote, random_signs
+from flatness.losses.base import Check, Items, Loss, promote
 from flatness.losses.layout import finite, lay_out_values, place, shape
 from flatness.losses.signs import Signs
 
 
 class Elementwise(Loss):
     """A loss with a diagonal Hessian: K factors, one output each, the same in all T predictions."""
+
+    has_live_probe = True
 
     @abstractmethod
     def curvature_roots(self, items: Items) -> Tensor:
@@ -48,14 +50,14 @@ class Elementwise(Loss):
             s[..., k] = roots[..., k]
             yield s, None
 
-    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, signs: Signs) -> list[tuple[Tensor, float]]:
         """Draw ±√H_kk for every output."""
-        return [(self.live_probe(items, generator).detach().to(items.logits.dtype), 1.0)]
+        return [(self.live_probe(items, signs).detach().to(items.logits.dtype), 1.0)]
 
-    def live_probe(self, items: Items, generator: Signs | torch.Generator | None) -> Tensor:
+    def live_probe(self, items: Items, signs: Signs) -> Tensor:
         """Draw ±√H_kk for every output, differentiable in the logits."""
         roots = self.curvature_roots(items)
-        return roots * random_signs(roots, generator)
+        return roots * signs.like(roots)
 
 
 class SquaredError(Elementwise):

@@ -38,10 +38,8 @@ from flatness.errors import (
     OptionError,
     listed,
 )
-from flatness.losses import Loss, NormalizedCrossEntropy, counted, resolve_loss
-from flatness.losses.elementwise import Elementwise
+from flatness.losses import Loss, counted, resolve_loss
 from flatness.losses.signs import Signs
-from flatness.losses.softmax import CrossEntropy
 from flatness.measuring.training_pass import TrainingPass, training_pass
 from flatness.network.layers import Layer
 from flatness.network.layers.shared import SharedLayer, Use
@@ -148,7 +146,7 @@ def _has_gradient(measure: Measure) -> bool:
 
 
 def _check_loss(loss: Loss) -> None:
-    if not isinstance(loss, (CrossEntropy, Elementwise)) or isinstance(loss, NormalizedCrossEntropy):
+    if not loss.has_live_probe:
         raise LossError(
             "Expected a loss whose second derivatives have a closed form, 'cross_entropy', 'nll', 'mse', "
             f"'squared_error' or 'bce', but got {loss.name!r}. Pass one of these as loss= of the penalty; it "
@@ -244,9 +242,12 @@ def _or_zero(signal: Tensor | None, z: Tensor) -> Tensor:
     return torch.zeros_like(z) if signal is None else signal
 
 
-def _signs(seed: Seed, logits: Tensor) -> Signs | torch.Generator | None:
-    if seed is None or isinstance(seed, torch.Generator):
-        return seed
+def _signs(seed: Seed, logits: Tensor) -> Signs:
+    """Signs of every sample: those of a number, or of the next one that a random state gives."""
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    elif isinstance(seed, torch.Generator):
+        seed = int(torch.randint(2**62, (), generator=seed, device=seed.device))
     return Signs(int(seed), torch.arange(len(logits), device=logits.device))
 
 
