@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flatness.measuring.measure import measure as measure
     from flatness.measuring.measure import plan as plan
     from flatness.measuring.merge import merge as merge
+    from flatness.measuring.penalty import penalty as penalty
     from flatness.measuring.plan.plan import Plan as Plan
     from flatness.measuring.spectra import network_spectrum as network_spectrum
     from flatness.network.layers import ConvolutionLayer as ConvolutionLayer
@@ -67,6 +68,7 @@ _PUBLIC = {
     "integrations.monitor": ("Monitor",),
     "measuring.measure": ("measure", "plan"),
     "measuring.merge": ("merge",),
+    "measuring.penalty": ("penalty",),
     "measuring.plan.plan": ("Plan",),
     "measuring.spectra": ("network_spectrum",),
     "network.layers": ("ConvolutionLayer", "Layer", "LinearLayer", "register_layer"),

@@ -28,6 +28,7 @@ PAGES = (
     "how-to/job-array",
     "how-to/studies",
     "how-to/during-training",
+    "how-to/penalty",
     "how-to/edge-of-stability",
     "how-to/landscapes",
 )

@@ -287,3 +287,42 @@ def test_registration_refuses_what_is_no_module_or_no_view():
 def test_a_view_must_say_what_its_matrix_is():
     with pytest.raises(TypeError):
         Layer("name", nn.Linear(1, 1))  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, dilation=2), (5, 4, 9, 8)),
+        (nn.Conv2d(4, 6, 3, padding="same", padding_mode="circular"), (5, 4, 9, 8)),
+        (nn.Conv1d(4, 6, 3, stride=3), (5, 4, 9)),
+        (nn.Conv3d(2, 3, 2), (3, 2, 4, 4, 4)),
+    ],
+    ids=["grouped", "circular", "one axis", "three axes"],
+)
+def test_derivatives_of_a_convolution_are_those_of_its_patches(convolution, shape):
+    """Also differentiated once more: they are part of a penalty."""
+    layer = ConvolutionLayer("conv", convolution.double())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+    dz = torch.randn(convolution(x).shape, generator=generator, dtype=torch.float64).requires_grad_()
+    g, expected = layer.gradients(x, dz, shape[0]), Layer.gradients(layer, x, dz, shape[0])
+    assert torch.allclose(g, expected, rtol=1e-12, atol=1e-12)
+    pairs = zip(
+        torch.autograd.grad(g.pow(3).sum(), (x, dz)),
+        torch.autograd.grad(expected.pow(3).sum(), (x, dz)),
+        strict=True,
+    )
+    for mine, theirs in pairs:
+        assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-9)
+
+
+def test_a_view_without_an_arrangement_says_what_to_write():
+    class Bare(LinearLayer):
+        arranged = Layer.arranged
+
+    with pytest.raises(LayerError) as error:
+        Bare("name", nn.Linear(1, 1)).matrix()
+    assert str(error.value) == (
+        "Expected Bare to say how a weight becomes W but it has no method arranged(). Write one that takes a "
+        "tensor shaped like the weight and returns it as (groups, rows, columns)."
+    )

@@ -48,10 +48,12 @@ class Loss(ABC):
         shift_invariant: whether Σ_k ∂ℓ/∂f_k = 0. Then a log_softmax at the end of the model, which shifts all
             f_k alike, changes neither the values nor the curvature: the residual Σ_k ∂ℓ/∂f_k ∇²f_k has the
             same ∇²f_k for all k.
+        has_live_probe: whether `live_probe` is given.
     """
 
     name: str
     shift_invariant: bool = False
+    has_live_probe: bool = False
 
     def items(self, output: Tensor, target: Any) -> Items:
         """Lay a batch out and look at its numbers, for which the device is waited for.
@@ -119,6 +121,13 @@ class Loss(ABC):
                 negative = s * (c < 0)[..., None]
                 down = negative if down is None else down + negative
         return [(up.detach(), 1.0)] if down is None else [(up.detach(), 1.0), (down.detach(), -1.0)]
+
+    def live_probe(self, items: Items, signs: Signs) -> Tensor | None:
+        """Draw one vector as `probes` does, (n, T, K), differentiable in the logits; None if there is none.
+
+        The signs are fixed, the factors move with the logits.
+        """
+        return None
 
     def softmax_weight(self, items: Items) -> Tensor | None:
         """Return a, shape (n, T), with ∂²ℓ/∂f² = a·(diag p − p pᵀ), p = softmax f; None for other losses."""

@@ -19,9 +19,11 @@ from flatness.losses.signs import Signs
 class Elementwise(Loss):
     """A loss with a diagonal Hessian: K factors, one output each, the same in all T predictions."""
 
+    has_live_probe = True
+
     @abstractmethod
     def curvature_roots(self, items: Items) -> Tensor:
-        """Return the square roots of the Hessian's diagonal, shape (n, T, K)."""
+        """Return the square roots of the Hessian's diagonal, (n, T, K), differentiable in the logits."""
 
     @abstractmethod
     def _check(self, target: Tensor) -> Check:
@@ -42,7 +44,7 @@ class Elementwise(Loss):
 
     def factors(self, items: Items) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield √H_kk e_k for each output k."""
-        roots = self.curvature_roots(items).to(items.logits.dtype)
+        roots = self.curvature_roots(items).detach().to(items.logits.dtype)
         for k in range(roots.shape[2]):
             s = torch.zeros_like(roots)
             s[..., k] = roots[..., k]
@@ -50,8 +52,12 @@ class Elementwise(Loss):
 
     def probes(self, items: Items, signs: Signs) -> list[tuple[Tensor, float]]:
         """Draw ±√H_kk for every output."""
-        roots = self.curvature_roots(items).to(items.logits.dtype)
-        return [(roots * signs.like(roots), 1.0)]
+        return [(self.live_probe(items, signs).detach().to(items.logits.dtype), 1.0)]
+
+    def live_probe(self, items: Items, signs: Signs) -> Tensor:
+        """Draw ±√H_kk for every output, differentiable in the logits."""
+        roots = self.curvature_roots(items)
+        return roots * signs.like(roots)
 
 
 class SquaredError(Elementwise):
@@ -126,7 +132,7 @@ class BinaryCrossEntropy(Elementwise):
 
     def curvature_roots(self, items: Items) -> Tensor:
         """Return √(w (w₊ y + 1 − y) p (1 − p) / (T·K)), shape (n, T, K)."""
-        logits = promote(items.logits.detach())
+        logits = promote(items.logits)
         y = items.target.to(logits)
         weight, positive = self._aligned("weight", items), self._aligned("pos_weight", items)
         share = (y if positive is None else positive * y) + 1 - y

@@ -38,6 +38,7 @@ class NormalizedCrossEntropy(CrossEntropy):
     """
 
     name = "normalized_cross_entropy"
+    has_live_probe = False
     dense_limit = 64
 
     def lay_out(self, output: Tensor, target: Any) -> Items:

@@ -38,7 +38,7 @@ class CrossEntropy(Loss):
     """
 
     name = "cross_entropy"
-    shift_invariant = True
+    shift_invariant = has_live_probe = True
     takes_probabilities = True
 
     def __init__(self, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0):
@@ -116,6 +116,11 @@ class CrossEntropy(Loss):
         """Draw one vector by `softmax_probe`, in O(K)."""
         s = softmax_probe(promote(items.logits.detach()), self._weights(items).sqrt(), signs)
         return [(s.to(items.logits.dtype), 1.0)]
+
+    def live_probe(self, items: Items, signs: Signs) -> Tensor | None:
+        """Draw one vector by `softmax_probe`, differentiable in the logits."""
+        a = self.softmax_weight(items)
+        return None if a is None else softmax_probe(promote(items.logits), a.sqrt(), signs)
 
     def softmax_weight(self, items: Items) -> Tensor | None:
         """Return a, shape (n, T)."""

@@ -71,9 +71,9 @@ class Frame:
 
 def across(matrix: Tensor, values: Tensor) -> Tensor:
     """A matrix (G, a, b) times values (…, G, b, P) of many samples."""
-    if values.shape[-1] > 1:
+    if values.shape[-1] > 1 and not matrix.requires_grad:
         return matrix @ values
-    # One column for each sample: they are laid side by side and multiplied at once.
+    # One column for each sample, or a derivative in the matrix: samples side by side make one product.
     return torch.einsum("gab,...gbp->...gap", matrix, values)
 
 

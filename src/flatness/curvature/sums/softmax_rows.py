@@ -86,9 +86,11 @@ class SoftmaxRows:
     def __init__(self, weight: SoftmaxWeight, phi: Tensor, logits: Tensor, a: Tensor) -> None:
         self._weight, self.frame, self.phi, self.a = weight, weight.frame, phi, a.to(phi.dtype)
         self.top = logits.argmax(1, keepdim=True)
-        self._others = logits.softmax(1)
-        likely = self._others.gather(1, self.top)
-        self._others.scatter_(1, self.top, 0.0)
+        p = logits.softmax(1)
+        likely = p.gather(1, self.top)
+        # Derivatives of a softmax read it again; where none are taken it is overwritten, for memory.
+        self._live = p.requires_grad
+        self._others = p.scatter(1, self.top, 0.0) if self._live else p.scatter_(1, self.top, 0.0)
         self.r = self._others.sum(1, keepdim=True)
         # Half precision is summed in float32, and has no digits for the rest.
         self._total = self.r + likely if logits.element_size() > 2 else torch.ones_like(self.r)
@@ -123,7 +125,7 @@ class SoftmaxRows:
     @property
     def q(self) -> Tensor:
         """The probabilities, with that of j set to 0 (N, K)."""
-        self._others.div_(self._total)
+        self._others = self._others / self._total if self._live else self._others.div_(self._total)
         self._total = torch.ones_like(self._total)
         return self._others
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -47,20 +48,41 @@ class _PatchLayer(Layer):
 class ConvolutionLayer(_PatchLayer):
     """`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d` with any stride, padding, dilation and number of groups."""
 
-    def matrix(self) -> Tensor:
+    def arranged(self, weight: Tensor) -> Tensor:
         """W (G, d, C_in/G · taps)."""
-        W = self.weight.detach()
-        return W.reshape(self.groups, W.shape[0] // self.groups, -1)
+        return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
 
     def features(self, x: Tensor, n: int) -> Tensor:
         """Φ (n, G, C_in/G · taps, P): the patches, padded as the module pads."""
+        return self._columns(self._patches(self._padded(x), self._stride))
+
+    def gradients(self, x: Tensor, dz: Tensor, n: int) -> Tensor:
+        """The derivatives g (n, G, d, m): those of one convolution with a group per sample; no patches."""
+        x, spatial = self._padded(x), len(self._kernel)
+        kernels = dz.new_empty(1).expand(n * dz.shape[1], x.shape[1] // self.groups, *self._kernel)
+        (_, g, _) = torch.ops.aten.convolution_backward(
+            dz.flatten(0, 1)[None],
+            x.flatten(0, 1)[None],
+            kernels,
+            bias_sizes=None,
+            stride=self._stride,
+            padding=[0] * spatial,
+            dilation=self._dilation,
+            transposed=False,
+            output_padding=[0] * spatial,
+            groups=n * self.groups,
+            output_mask=[False, True, False],
+        )
+        return g.reshape(n, self.groups, dz.shape[1] // self.groups, -1)
+
+    def _padded(self, x: Tensor) -> Tensor:
         conv = cast(Any, self.module)
         # torch keeps the padding of every mode in the form F.pad wants: last dimension first, (before, after)
         # pairs.
         padding = conv._reversed_padding_repeated_twice
         if any(padding):
             x = F.pad(x, padding, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
-        return self._columns(self._patches(x, self._stride))
+        return x
 
 
 class TransposedConvolutionLayer(_PatchLayer):
@@ -71,10 +93,9 @@ class TransposedConvolutionLayer(_PatchLayer):
     between its pixels, and the weight, stored as (C_in, C_out/G, taps), has its rows in the second place.
     """
 
-    def matrix(self) -> Tensor:
+    def arranged(self, weight: Tensor) -> Tensor:
         """W (G, d, C_in/G · taps)."""
-        W = self.weight.detach().unflatten(0, (self.groups, -1)).flatten(3)
-        return W.transpose(1, 2).flatten(2)
+        return weight.unflatten(0, (self.groups, -1)).flatten(3).transpose(1, 2).flatten(2)
 
     def features(self, x: Tensor, n: int) -> Tensor:
         """Φ (n, G, C_in/G · taps, P): which input pixels each output pixel sees through which tap."""

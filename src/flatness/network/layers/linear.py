@@ -15,9 +15,9 @@ class LinearLayer(Layer):
 
     plain = True
 
-    def matrix(self) -> Tensor:
+    def arranged(self, weight: Tensor) -> Tensor:
         """W (1, d, m)."""
-        return self.weight.detach().unsqueeze(0)
+        return weight.unsqueeze(0)
 
     def features(self, x: Tensor, n: int) -> Tensor:
         """Φ (n, 1, m, P): every row of the input is a position."""
@@ -53,6 +53,6 @@ class ProjectionLayer(LinearLayer):
 class TransposedLinearLayer(LinearLayer):
     """A weight stored as (m, d), z = xW + b: the `Conv1D` of GPT-2."""
 
-    def matrix(self) -> Tensor:
+    def arranged(self, weight: Tensor) -> Tensor:
         """W (1, d, m)."""
-        return self.weight.detach().T.unsqueeze(0)
+        return weight.T.unsqueeze(0)

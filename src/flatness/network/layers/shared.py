@@ -78,8 +78,12 @@ class SharedLayer(Layer):
         """The modules that use the weight, by name."""
         return {use.name: use.view.module for use in self.uses}
 
-    def matrix(self) -> Tensor:
+    def arranged(self, weight: Tensor) -> Tensor:
         """W (G, d, m)."""
+        return self.main.arranged(weight)
+
+    def matrix(self) -> Tensor:
+        """W (G, d, m), as the measured view has it."""
         return self.main.matrix()
 
     def features(self, x: Tensor, n: int) -> Tensor:

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from flatness.errors import LayerError
 from flatness.network.memory import ran_out
 
 
@@ -64,9 +65,16 @@ class Layer(ABC):
         """The bias, or None."""
         return cast("Tensor | None", getattr(self.module, "bias", None))
 
-    @abstractmethod
+    def arranged(self, weight: Tensor) -> Tensor:
+        """A tensor shaped like `weight` as W (G, d, m): entries are only moved, derivatives go through."""
+        raise LayerError(
+            f"Expected {type(self).__name__} to say how a weight becomes W but it has no method arranged(). "
+            "Write one that takes a tensor shaped like the weight and returns it as (groups, rows, columns)."
+        )
+
     def matrix(self) -> Tensor:
         """W (G, d, m), detached."""
+        return self.arranged(self.weight.detach())
 
     @abstractmethod
     def features(self, x: Tensor, n: int) -> Tensor:
@@ -75,6 +83,10 @@ class Layer(ABC):
     @abstractmethod
     def signals(self, dz: Tensor, n: int) -> Tensor:
         """δ (n, G, d, P) from a tensor dz shaped like the module's output."""
+
+    def gradients(self, x: Tensor, dz: Tensor, n: int) -> Tensor:
+        """The derivatives g = δΦᵀ (n, G, d, m) of every sample in terms of W, differentiable in x and dz."""
+        return self.signals(dz, n) @ self.features(x, n).mT
 
     @abstractmethod
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:

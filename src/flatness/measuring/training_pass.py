@@ -1,0 +1,168 @@
+"""One forward pass of training: what layers and the loss were given, with the graph attached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flatness.errors import LayerError, listed
+from flatness.losses import Items, Loss
+from flatness.losses.base import promote
+from flatness.measuring.examine.reuse import tied_embeddings
+from flatness.measuring.examine.unfamiliar import is_familiar
+from flatness.network.layers import Layer, find_layers, select_layers
+from flatness.network.layers.shared import EmbeddingLayer, SharedLayer, Use
+from flatness.network.live_calls import LiveCall, LiveCalls
+from flatness.problem import batches
+from flatness.problem.forward import DefaultForward, Forward
+from flatness.problem.guard import Guard, is_compiled
+from flatness.problem.model import unwrap
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """One forward pass: what the layers asked for and the loss were given.
+
+    Attributes:
+        loss: The loss.
+        output: What the model returned.
+        items: The same as predictions, in at least single precision.
+        layers: The layers asked for, one per weight.
+        calls: Calls of every module that ran.
+    """
+
+    loss: Loss
+    output: Tensor
+    items: Items
+    layers: list[Layer]
+    calls: Mapping[str, list[LiveCall]]
+
+    def uses(self, layer: Layer) -> list[tuple[Use, LiveCall]]:
+        """All calls of all modules that use a layer's weight."""
+        uses = layer.uses if isinstance(layer, SharedLayer) else [Use(layer.name, layer)]
+        return [(use, call) for use in uses for call in self.calls.get(use.name, [])]
+
+
+# How batches with "labels" are given to a model, found out once.
+_FORWARDS: WeakKeyDictionary[nn.Module, dict[str, DefaultForward]] = WeakKeyDictionary()
+
+
+def _settled_forward(model: nn.Module, batch: Any, loss: Loss) -> DefaultForward:
+    """How a batch is given to the model; runs that say what labels mean leave the model as it was."""
+    forward = _FORWARDS.setdefault(model, {}).setdefault(repr(loss), DefaultForward(loss))
+    if forward.alignment is None and isinstance(batch, Mapping) and "labels" in batch:
+        with Guard(model, seed=0):
+            forward.settle(model, batches.rows(batch, 0, 8))
+    return forward
+
+
+def training_pass(
+    model: nn.Module,
+    batch: Any,
+    asked: str | Iterable[str] | None,
+    loss: Loss,
+    forward: Forward | None,
+) -> TrainingPass:
+    """Run a model once in its own mode, and pick the layers.
+
+    Args:
+        model: The model, perhaps in a wrapper.
+        batch: Inputs and targets.
+        asked: The layers, in the user's words.
+        loss: The loss.
+        forward: How a batch is given to the model; found out where it is None.
+    """
+    inner = unwrap(model)[0]
+    forward = forward or _settled_forward(inner, batch, loss)
+    available = find_layers(inner)
+    if asked is not None and asked != "last":
+        # Unknown names are refused before the model runs and updates statistics.
+        kinds = {name: type(module).__name__ for name, module in inner.named_modules()}
+        select_layers(available, list(available), asked, modules=kinds)
+    views = {**available, **tied_embeddings(inner, available)}
+    probed = () if asked == "last" else views.keys()
+    calls = LiveCalls({name: view.module for name, view in views.items()}, probed)
+    with _differentiable_twice(inner, second=bool(probed)), calls:
+        # The wrapper that keeps processes in step is called, not one that copies modules.
+        output, target = forward(inner if isinstance(model, nn.DataParallel) else model, batch)
+    items = loss.items(promote(output) if isinstance(output, Tensor) else output, target)
+    names = _names(available, calls, asked)
+    run = TrainingPass(loss, output, items, _one_per_weight(names, views, calls.of), calls.of)
+    for layer in run.layers:
+        for use, call in run.uses(layer):
+            _check_call(use, call, len(items.logits))
+    return run
+
+
+def _names(available: Mapping[str, Layer], calls: LiveCalls, asked: str | Iterable[str] | None) -> list[str]:
+    """The layers asked for, among those that ran."""
+    names = select_layers(available, [name for name in calls.of if name in available], asked)
+    if not names:
+        raise LayerError(
+            "Expected a model that calls at least one supported layer but it called none. Supported layers "
+            f"of this model: {listed(available) or 'none'}."
+        )
+    return names
+
+
+@contextmanager
+def _differentiable_twice(model: nn.Module, *, second: bool) -> Iterator[None]:
+    """Compiled modules run as they are written; fused attention, which has no second derivative, is off."""
+    with ExitStack() as stack:
+        if any(is_compiled(module) or module._compiled_call_impl is not None for module in model.modules()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if second:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
+
+
+def _one_per_weight(
+    names: list[str], views: Mapping[str, Layer], calls: Mapping[str, list[LiveCall]]
+) -> list[Layer]:
+    """Views of these layers; a weight that is used more than once is seen through all of its uses."""
+    users: dict[int, list[str]] = {}
+    for name in calls:
+        users.setdefault(_weight_key(views[name]), []).append(name)
+    found: dict[int, Layer] = {}
+    for name in names:
+        key = _weight_key(views[name])
+        if sum(len(calls[user]) for user in users[key]) == 1:
+            found[key] = views[name]
+        elif key not in found:
+            uses = [Use(user, views[user], isinstance(views[user], EmbeddingLayer)) for user in users[key]]
+            found[key] = SharedLayer(views[name], uses)
+    return list(found.values())
+
+
+def _weight_key(view: Layer) -> int:
+    """What tells weights apart: the parameter, or the module where the weight is made from parameters."""
+    return id(view.weight if isinstance(view.weight, nn.Parameter) else view.module)
+
+
+def _check_call(use: Use, call: LiveCall, n: int) -> None:
+    """Refuse a layer that computes something else than WΦ + b, or whose input was overwritten."""
+    view, kind = use.view, type(use.view.module).__name__
+    if not (is_familiar(view) or view.explains(call.x.detach(), call.z.detach(), n)):
+        raise LayerError(
+            f"Expected {use.name!r} to compute WΦ + b but this {kind} returned something else: it has a "
+            "forward of its own, or a hook on its output. Pass layers= without it, or describe it with "
+            "flatness.register_layer."
+        )
+    if type(view).matrix is not Layer.matrix:
+        raise LayerError(
+            f"Expected {type(view).__name__} to say by arranged() how a weight becomes W but it overrides "
+            "matrix(), which has no gradient. Call that method arranged(self, weight), and write weight for "
+            "self.weight.detach()."
+        )
+    if call.x._version != call.x_version:
+        raise LayerError(
+            f"Expected the input of {use.name!r} to stay as it was but it was overwritten in place. Pass "
+            "inplace=False to the module that does it, or layers= without this one."
+        )
