@@ -19,6 +19,11 @@ from flatness.symmetry.check.verdicts import InvarianceReport
 from flatness.symmetry.rewriting.kinds import invariances
 
 REFERENCE = Path(__file__).parent / "reference"
+# What the example of a page takes for granted.
+_UNSEEN = """\
+import flatness
+
+model, loader = flatness.models.mlp([64, 12, 12, 10], seed=0), flatness.data.load("digits", limit=100).pair"""
 
 
 def trained_network() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
@@ -112,7 +117,8 @@ def _example(measure: Any) -> str:
     elif measure.reductions:
         address = f', reduction="{measure.reductions[-1]}"'
     return (
-        "```py\n"
+        f"<!-- python\n{_UNSEEN}\n-->\n"
+        "```python\n"
         f'report = flatness.measure(model, loader, measures="{measure.name}")\n'
         f'report.value("{measure.name}"{address})\n'
         "```"
