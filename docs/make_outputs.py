@@ -4,11 +4,11 @@ A page is read from top to bottom, all its examples sharing one folder and one n
 
 - ``python`` runs; a block that begins with ``# name.py`` becomes that file instead.
 - ``console`` runs its ``$ flatness …`` lines as the command line would; other lines are what they print.
-- ``text`` is what the last ``python`` or ``console`` block printed; a line ``...`` stands for any number of lines.
+- ``text`` is what the last ``python`` or ``console`` block printed; a line ``...`` stands for any lines.
 - ``toml`` is read, and checked as a study where it is one.
 - ``<!-- python … -->`` runs and is not shown: what a page takes for granted.
-- ``<!-- not run: REASON -->`` before a block leaves it out, ``<!-- status: 1 -->`` says how its last command ends,
-  and ``<!-- within 20 % -->`` before what is printed says how far numbers may be off.
+- ``<!-- not run: REASON -->`` before a block leaves it out, ``<!-- status: 1 -->`` says how its last command
+  ends, and ``<!-- within 20 % -->`` before what is printed says how far numbers may be off.
 
 ``make outputs`` runs all pages and writes what has changed; the tests run them and compare.
 """
@@ -60,8 +60,12 @@ class Block:
     @property
     def place(self) -> str:
         """File and line, to find it."""
-        line = self.page.read_text(encoding="utf-8").count("\n", 0, self.start) + 1
-        return f"{self.page.relative_to(ROOT)}:{line}"
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def line(self) -> int:
+        """The line of the page that opens the block."""
+        return self.page.read_text(encoding="utf-8").count("\n", 0, self.start) + 1
 
     @property
     def not_run(self) -> str | None:
@@ -108,10 +112,7 @@ class Session:
             (self.folder / file[1]).write_text(block.body, encoding="utf-8")
             return ""
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            code = (
-                "\n" * block.page.read_text(encoding="utf-8").count("\n", 0, block.start) + "\n" + block.body
-            )
-            exec(compile(code, str(block.page), "exec"), self.namespace)
+            exec(compile("\n" * block.line + block.body, str(block.page), "exec"), self.namespace)
         return out.getvalue()
 
     def _console(self, block: Block) -> str:

@@ -19,6 +19,14 @@ from flatness.symmetry.check.verdicts import InvarianceReport
 from flatness.symmetry.rewriting.kinds import invariances
 
 REFERENCE = Path(__file__).parent / "reference"
+_PAPERS = """\
+H is the Hessian of the mean loss; W a layer's weight as a matrix, w_s its rows; θ all parameters.
+
+The papers: H. Petzka, L. Adilova, M. Kamp, C. Sminchisescu, *A reparameterization-invariant flatness
+measure for deep neural networks* (2019); H. Petzka, M. Kamp, L. Adilova, C. Sminchisescu, M. Boley,
+*Relative flatness and generalization* (2021); Y. Tsuzuku, I. Sato, M. Sugiyama, *Normalized flat minima*
+(2020); A. Rangamani, N. H. Nguyen, A. Kumar, D. Phan, S. H. Chin, T. D. Tran, *A scale invariant flatness
+measure for deep network minima* (2019)."""
 # What the example of a page takes for granted.
 _UNSEEN = """\
 import flatness
@@ -100,14 +108,15 @@ def reference_index(measures: Sequence[Any]) -> str:
         "# Measures\n\nOne page a measure, written from the catalogue (`flatness.measures()`) by "
         "`make reference`. *L*: unchanged when whole layers are rescaled; *N*: single neurons; *S*: scale "
         "and shift of the logits; in brackets: in part.\n\n"
-        "| measure | what it is | source | unchanged by |\n|---|---|---|---|\n"
+        "| measure | what it is | formula | source | unchanged by |\n|---|---|---|---|---|\n"
     )
     lines = []
     for measure in measures:
         marks = ", ".join(word.mark for word in invariances() if word.name in measure.invariances)
         name = f"[`{measure.name}`]({measure.name}.md)"
-        lines.append(f"| {name} | {measure.summary} | {measure.source} | {marks or '–'} |")
-    return head + "\n".join(lines) + "\n"
+        formula = measure.formula.replace("|", "\\|")
+        lines.append(f"| {name} | {measure.summary} | {formula} | {measure.source} | {marks or '–'} |")
+    return head + "\n".join(lines) + f"\n\n{_PAPERS}\n"
 
 
 def _example(measure: Any) -> str:

@@ -1,8 +1,9 @@
 """What MkDocs is told about the site: which pages there are, in what order, and what is generated.
 
-Nothing has to be listed: a page in ``docs/how-to``, ``docs/concepts``, … is on the site, in the order in which
-``docs/README.md`` links to the pages. Generated are the pages on the public names, from ``flatness.__all__`` and
-their docstrings, and those of the notebooks, from the outputs they keep. ``make docs`` builds the site.
+Nothing has to be listed: a page in ``docs/how-to``, ``docs/concepts``, … is on the site, in the order in
+which ``docs/README.md`` links to the pages. The pages on the public names are generated from
+``flatness.__all__`` and the docstrings, those of the notebooks from the outputs they keep. ``make docs``
+builds the site.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ SECTIONS = {
     "How to": "how-to/*.md",
     "Notebooks": "notebooks/*.ipynb",
     "Concepts": "concepts/*.md",
+    "Reference": "reference/*.md",
     "Gallery": "gallery/*.md",
-    "Measures": "reference/*.md",
 }
 PROJECT = ("architecture.md", *BESIDE)
 ROOMS = {
-    "measuring": "Measure",
+    "measuring": "Measuring",
     "report": "Reports",
-    "catalogue": "Measures",
+    "catalogue": "The catalogue",
     "symmetry": "Symmetries",
     "generalization": "Generalisation",
     "integrations": "During training",
@@ -43,7 +44,9 @@ ROOMS = {
     "problem": "Problem and processes",
 }
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
-PICTURE = re.compile(r"<picture>.*?srcset=\"([^\"]+)\".*?<img ([^>]*?)src=\"([^\"]+)\"([^>]*)>.*?</picture>", re.DOTALL)
+PICTURE = re.compile(
+    r"<picture>.*?srcset=\"([^\"]+)\".*?<img ([^>]*?)src=\"([^\"]+)\"([^>]*)>.*?</picture>", re.DOTALL
+)
 
 
 class Examples(griffe.Extension):
@@ -52,7 +55,9 @@ class Examples(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Read one object's docstring as meant."""
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(
+                r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE
+            )
 
 
 def on_config(config: Any) -> Any:
@@ -63,8 +68,10 @@ def on_config(config: Any) -> Any:
         pages = [page.relative_to(DOCS).as_posix() for page in DOCS.glob(pattern)]
         pages = [page for page in pages if page not in PROJECT]
         pages.sort(key=lambda page: (not page.endswith("README.md"), _place(order, page), page))
-        nav.append({title: [page.replace(".ipynb", ".md") for page in pages]})
-    nav.append({"Names": [{title: path} for path, title, _ in name_pages()]})
+        listed: list[Any] = [page.replace(".ipynb", ".md") for page in pages]
+        if title == "Reference":
+            listed = [{"Measures": listed}, {"Names": [{title: path} for path, title, _ in name_pages()]}]
+        nav.append({title: listed})
     nav.append({"Project": list(PROJECT)})
     config["nav"] = nav
     return config
@@ -98,7 +105,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _two_pictures(found: re.Match[str]) -> str:
     dark, before, light, after = found.groups()
     return "".join(
-        f'<img {before}src="{name}#only-{scheme}"{after}>' for name, scheme in ((light, "light"), (dark, "dark"))
+        f'<img {before}src="{name}#only-{scheme}"{after}>'
+        for name, scheme in ((light, "light"), (dark, "dark"))
     )
 
 
@@ -110,6 +118,7 @@ def _link(found: re.Match[str], here: Path, source: str) -> str:
         there = path.relative_to(ROOT)
     elif path.is_relative_to(DOCS) and not path.is_dir():
         there = path.relative_to(DOCS)
+        there = there.with_suffix(".md") if there.suffix == ".ipynb" else there  # a page is made of it
     elif path.exists():
         return words
     else:
@@ -144,7 +153,9 @@ def _section(value: Any, heading: str) -> str:
     if not hasattr(value, "__qualname__"):
         return f"### {heading}\n\n`{value!r}`"
     path = f"{value.__module__}.{value.__qualname__}"
-    return f'::: {path}\n    options:\n      heading: "{heading}"\n      toc_label: "{heading.split(".", 1)[1]}"'
+    return (
+        f'::: {path}\n    options:\n      heading: "{heading}"\n      toc_label: "{heading.split(".", 1)[1]}"'
+    )
 
 
 def notebook_files(notebook: Path) -> Iterator[tuple[str, str | bytes]]:

@@ -23,7 +23,7 @@ from flatness.network import layers
 from idx_files import write_idx
 
 # Why a block may stay out, and how many blocks do.
-NOT_RUN = {
+NOT_RUN = {  # reasons, and how many blocks
     "installs": 4,
     "needs torchrun": 1,
     "needs a cluster": 2,
@@ -104,7 +104,8 @@ def test_outputs_that_changed_are_written(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(
         "```python\nprint(1 + 1)\n```\n\nand\n\n```text\n3\n```\n\n<!-- python\nx = 5\n-->\n"
-        "<!-- not run: takes minutes -->\n```python\nx = 0\n```\n\n```python\nprint(x)\n```\n```text\n5\n```\n"
+        "<!-- not run: takes minutes -->\n```python\nx = 0\n```\n\n"
+        "```python\nprint(x)\n```\n```text\n5\n```\n"
     )
     (tmp_path / "work").mkdir()
     assert rewritten(page, tmp_path / "work") == page.read_text().replace("3", "2")
