@@ -20,7 +20,20 @@ def run_notebook(path: Path, folder: Path) -> Any:
     client.execute(env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"})
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it ran
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
     return notebook
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """Outputs with what was printed in one piece: how it is cut depends on how fast it came."""
+    kept: list[Any] = []
+    for output in outputs:
+        if kept and output.output_type == "stream" and kept[-1].get("name") == output.name:
+            kept[-1].text += output.text
+        else:
+            kept.append(output)
+    return kept
 
 
 def main() -> None:
