@@ -24,11 +24,10 @@ from idx_files import write_idx
 
 # Why a block may stay out, and how many blocks do.
 NOT_RUN = {  # reasons, and how many blocks
-    "installs": 4,
+    "installs": 2,
     "needs torchrun": 1,
     "needs a cluster": 2,
-    "takes minutes": 6,
-    "needs a browser": 1,
+    "takes minutes": 4,
 }
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
