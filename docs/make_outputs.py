@@ -219,12 +219,19 @@ def _alike(wanted: list[str], got: list[str], tolerance: float) -> bool:
             continue
         if not (NUMBER.fullmatch(one) and NUMBER.fullmatch(other)):
             return False
-        error = place + 2 < len(wanted) and wanted[place + 1] == "±"
-        margin = 4 * abs(_value(wanted[place + 2])) if error else 0.0
-        relative = 1.0 if place and wanted[place - 1] == "±" else tolerance
-        if abs(_value(one) - _value(other)) > max(margin, relative * abs(_value(one)), 1.01 * _unit(one)):
+        if abs(_value(one) - _value(other)) > _margin(wanted, place, tolerance):
             return False
     return True
+
+
+def _margin(wanted: list[str], place: int, tolerance: float) -> float:
+    """How far a number may be off: by 4 of its standard errors, and an error by as much as itself."""
+    number = abs(_value(wanted[place]))
+    if wanted[place + 1 : place + 2] == ["±"]:
+        return max(4 * abs(_value(wanted[place + 2])), tolerance * number)
+    if place and wanted[place - 1] == "±":
+        return number
+    return max(tolerance * number, 1.01 * _unit(wanted[place]))
 
 
 def _value(number: str) -> float:
