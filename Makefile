@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo env lint format test figures plan reference pictures gallery clean
+.PHONY: help demo env lint format test docs notebooks outputs figures plan reference pictures gallery release-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -35,6 +35,16 @@ format: $(STAMP)  ## lay the code out as lint wants it
 test: lint  ## lint, then all tests and the examples in docstrings
 	$(BIN)/pytest -n $(WORKERS)
 
+docs: $(STAMP)  ## build the documentation site into build/site, warnings being errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "To read it: $(BIN)/python -m http.server --directory build/site"
+
+notebooks: $(STAMP)  ## run docs/notebooks and keep their output in them
+	$(BIN)/python docs/make_notebooks.py
+
+outputs: $(STAMP)  ## run the examples in README and docs, and write what they print into them
+	$(BIN)/python docs/make_outputs.py
+
 figures: $(STAMP)  ## how the code is laid out: modules, lines, importers, branching
 	$(BIN)/python docs/make_figures.py
 
@@ -52,6 +62,10 @@ pictures: $(STAMP)  ## draw all pictures of README and docs; pages need Chromium
 gallery: $(STAMP)  ## make figures and tables of docs/gallery from the kept records
 	$(BIN)/python docs/make_gallery.py
 	$(BIN)/python benchmarks/power_method.py --figure docs/gallery/rangamani2019-figure1.png
+
+release-check: $(STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
+	$(PIP) build twine
+	.ci/release-check
 
 clean:  ## remove .venv and all caches
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info

@@ -353,7 +353,7 @@ def main() -> None:
         if not name.endswith(AGAIN):
             draw(name)
     draw_opening()
-    for page in [*sorted(GALLERY.glob("*.md")), GALLERY.parents[1] / "README.md"]:
+    for page in [*sorted(GALLERY.glob("*.md")), GALLERY.parent / "which-measure.md"]:
         before = page.read_text(encoding="utf-8")
         page.write_text(filled(before), encoding="utf-8")
 

@@ -20,6 +20,25 @@ from flatness.symmetry.check.verdicts import InvarianceReport
 from flatness.symmetry.rewriting.kinds import invariances
 
 REFERENCE = Path(__file__).parent / "reference"
+_PAPERS = """\
+H is the Hessian of the mean loss; W a layer's weight as a matrix, w_s its rows; θ all parameters.
+
+The papers: H. Petzka, L. Adilova, M. Kamp, C. Sminchisescu, *A reparameterization-invariant flatness
+measure for deep neural networks* (2019); H. Petzka, M. Kamp, L. Adilova, C. Sminchisescu, M. Boley,
+*Relative flatness and generalization* (2021); Y. Tsuzuku, I. Sato, M. Sugiyama, *Normalized flat minima*
+(2020); A. Rangamani, N. H. Nguyen, A. Kumar, D. Phan, S. H. Chin, T. D. Tran, *A scale invariant flatness
+measure for deep network minima* (2019)."""
+# What the example of a page takes for granted.
+_UNSEEN = """\
+import torch
+import flatness
+
+model, loader = flatness.models.mlp([64, 12, 12, 10], seed=0), flatness.data.load("digits", limit=100).pair"""
+# Measures of an optimizer need one that has made a step.
+_UNSEEN_OPTIMIZER = """
+optimizer = torch.optim.Adam(model.parameters())
+torch.nn.functional.cross_entropy(model(loader[0]), loader[1]).backward()
+optimizer.step()"""
 
 
 def trained_network() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
@@ -129,14 +148,15 @@ def reference_index(measures: Sequence[Any]) -> str:
         "`make reference`. *L*: unchanged when whole layers are rescaled; *N*: single neurons; *S*: scale "
         "and shift of the logits; *A*: heads of attention mixed by matrices, (A) for the layers of q, k and "
         "v, (Ao) for that of o; in brackets: in part, [L] and [N] in networks without attention.\n\n"
-        "| measure | what it is | source | unchanged by |\n|---|---|---|---|\n"
+        "| measure | what it is | formula | source | unchanged by |\n|---|---|---|---|---|\n"
     )
     lines = []
     for measure in measures:
         marks = ", ".join(word.mark for word in invariances() if word.name in measure.invariances)
         name = f"[`{measure.name}`]({measure.name}.md)"
-        lines.append(f"| {name} | {measure.summary} | {measure.source} | {marks or '–'} |")
-    return head + "\n".join(lines) + "\n"
+        formula = measure.formula.replace("|", "\\|")
+        lines.append(f"| {name} | {measure.summary} | {formula} | {measure.source} | {marks or '–'} |")
+    return head + "\n".join(lines) + f"\n\n{_PAPERS}\n"
 
 
 def _example(measure: Any) -> str:
@@ -145,14 +165,15 @@ def _example(measure: Any) -> str:
         address = ', layer="fc3"'
     elif measure.reductions:
         address = f', reduction="{measure.reductions[-1]}"'
-    call = f'report = flatness.measure(model, loader, measures="{measure.name}")\n'
+    unseen, call = _UNSEEN, f'report = flatness.measure(model, loader, measures="{measure.name}")\n'
     if "optimizer" in measure.options:
+        unseen += _UNSEEN_OPTIMIZER
         call = (
             "report = flatness.measure(\n    model,\n    loader,\n"
             f'    measures="{measure.name}",\n'
             f'    options={{"{measure.name}": {{"optimizer": optimizer}}}},\n)\n'
         )
-    return f'```py\n{call}report.value("{measure.name}"{address})\n```'
+    return f'<!-- python\n{unseen}\n-->\n```python\n{call}report.value("{measure.name}"{address})\n```'
 
 
 def _sentence(text: str) -> str:
