@@ -70,12 +70,14 @@ def _batch_statistics(
     for route in routes.kind("softmax head"):
         a = problem.loss.softmax_weight(items)
         assert a is not None  # or this would be no such route
-        phi, logits = rows_of_features(route, recording, n), items.logits.detach().flatten(0, 1)
+        phi = rows_of_features(route, recording, n, items.logits.shape[1])
+        logits = items.logits.detach().flatten(0, 1)
         _store(part, route.name, heads[route.name].sums(phi, logits, a.flatten()))
     with torch.no_grad():
         part.count(n, problem.loss.normaliser(items), problem.loss.values(items).sum(dtype=torch.float64))
     others = [*routes.kind("separable"), *routes.kind("passes"), *routes.affine]
-    sums = {to.name: sums_of(to, recording, n, spreads.get(to.name)) for to in others}
+    T = items.logits.shape[1]
+    sums = {to.name: sums_of(to, recording, n, spreads.get(to.name), T) for to in others}
     for signal in signals(problem, items, recording, routes):
         sums[signal.to.name].add(signal.value, signal.dx, signal.c)
     for name, own in sums.items():
@@ -84,13 +86,17 @@ def _batch_statistics(
 
 
 def sums_of(
-    to: LayerRoute | AffineModule, recording: Recording, n: int, spread: Tensor | None = None
+    to: LayerRoute | AffineModule,
+    recording: Recording,
+    n: int,
+    spread: Tensor | None = None,
+    predictions: int = 1,
 ) -> LayerSums:
     """What sums the statistics of a layer or a norm layer over the samples of a micro-batch."""
     if isinstance(to, AffineModule):
         return AffineSums(to, recording.one(to.name).x)
     if to.kind == "separable":
-        phi = rows_of_features(to, recording, n)
+        phi = rows_of_features(to, recording, n, predictions)
         if to.from_squares:
             return PlainSums(to.layer, to.needs, phi, spread)
         return PositionSums(to, phi, len(phi), spread, lambda rows, _: rows[:, None, :, None])

@@ -68,7 +68,7 @@ def _at_predictions(
     edges: list[Any] = [recording.one(route.name).z_edge]
     for s, c in problem.loss.factors(items):
         (arrived,) = torch.autograd.grad(items.logits, edges, s, retain_graph=True)
-        delta = route.layer.signals(arrived, items.logits.shape[0])[:, 0].transpose(1, 2).flatten(0, 1)
+        delta = _at(route, route.layer.signals(arrived, len(s)), s.shape[1])
         yield Signal(
             route, delta[:, None, None, :, None], None, None if c is None else c.reshape(-1, 1).to(s.dtype)
         )
@@ -93,9 +93,15 @@ def input_of(route: LayerRoute, recording: Recording) -> Tensor:
     return recording.one(route.name).x
 
 
-def rows_of_features(route: LayerRoute, recording: Recording, n: int) -> Tensor:
-    """Φ of a layer without groups, with every position a row of its own: (n·P, m)."""
-    return route.layer.features(recording.one(route.name).x, n)[:, 0].transpose(1, 2).flatten(0, 1)
+def rows_of_features(route: LayerRoute, recording: Recording, n: int, predictions: int) -> Tensor:
+    """Φ of a last layer with every prediction a row of its own: (n·T, m)."""
+    return _at(route, route.layer.features(recording.one(route.name).x, n), predictions)
+
+
+def _at(route: LayerRoute, values: Tensor, predictions: int) -> Tensor:
+    """Of values (n, 1, ·, P) of a last layer those at predictions, each a row of its own: (n·T, ·)."""
+    places = route.predictions(values.shape[3], predictions)
+    return values[:, 0, :, places].transpose(1, 2).flatten(0, 1)
 
 
 def _edges(target: LayerRoute | AffineModule, recording: Recording) -> list[Any]:

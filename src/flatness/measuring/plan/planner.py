@@ -15,6 +15,7 @@ from flatness.curvature.sums.routes import (
     graph_bytes_per_sample,
     positions_of,
     route_kind,
+    skipped_positions,
 )
 from flatness.curvature.sums.signals import BLOCK
 from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
@@ -285,7 +286,8 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
         return LayerRoute(name, record.shared, "passes", needs, record.shared.matrix().shape[2], size)
     layer = examined.layers[name]
     kind = route_kind(layer, call, examined.items, problem.loss, record.marked, needs)
-    return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size)
+    skipped = skipped_positions(layer, call, examined.items, record.marked) or (0, 0)
+    return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size, skipped)
 
 
 def _fit_memory(problem: Problem, examined: Examined, plan: Plan) -> int:
