@@ -78,8 +78,11 @@ Measures = Annotated[
 ]  # fmt: skip
 Layers = Annotated[
     list[str] | None,
-    option("Names with commas between, or last.  [default: every layer]", "NAMES", HOW, callback=split_list),
-]
+    option(
+        f"Names with commas between, {' or '.join(words.LAYER_WORDS)}.  [default: every layer]", "NAMES", HOW,
+        callback=split_list,
+    ),
+]  # fmt: skip
 MeasureOptions = Annotated[
     list[str] | None,
     option("An option of one measure, such as layer_flatness.tolerance=1e-9.", "MEASURE.KEY=VALUE", HOW),

@@ -20,13 +20,13 @@ from flatness.curvature.sums.routes import (
 from flatness.curvature.sums.signals import BLOCK
 from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
 from flatness.measuring.examine.examination import examine
-from flatness.measuring.examine.examined import Examined, LayerRecord
+from flatness.measuring.examine.examined import Examined, LayerRecord, frozen_note
 from flatness.measuring.examine.second_derivatives import check_twice, hidden_curvature
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.treatment import Treatment, output_directions, refuse, treat
 from flatness.measuring.plan.watch import Watch
 from flatness.measuring.request import LARGEST_BRUTE_FORCE, MeasureRequest
-from flatness.network.layers import SUPPORTED, select_layers
+from flatness.network.layers import SUPPORTED, is_layer_word, select_layers
 from flatness.network.layers.linear import ProjectionLayer
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
@@ -56,6 +56,8 @@ def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
     problem.watched_by(None)  # an earlier plan's
     examined = examine(problem, last_only=_last_only(problem, request))
     notes = list(examined.notes)
+    if not is_layer_word(request.layers, examined.layers) or request.layers != "trainable":
+        notes += frozen_note(problem.model)
     names = _selected_layers(problem, examined, request.layers, notes)
     if request.of_layers:
         refuse(examined, names)

@@ -72,7 +72,8 @@ class Watch:
         self._calls: list[_Call] = []
         records, modules = examined.records, dict(problem.model.named_modules())
         self._routes = {route.name: route for route in routes if records[route.name].meets_samples_once}
-        shared = [record.shared.modules for record in records.values() if record.shared is not None]
+        # What goes through a parameter is not read off its calls.
+        shared = [r.shared.modules for r in records.values() if r.shared is not None and not r.via_parameter]
         self._measured = {*self._routes, *chain(*shared)}
         self._last = {name for name, route in self._routes.items() if route.kind == "softmax head"}
         self._owners: dict[int, str] = {}

@@ -64,6 +64,14 @@ class Layer(ABC):
         """The bias, or None."""
         return cast("Tensor | None", getattr(self.module, "bias", None))
 
+    @property
+    def trainable(self) -> bool:
+        """Whether training changes W: its parameter, or one that it is made from, is not frozen."""
+        with torch.enable_grad():
+            weight = self.weight
+        made = not isinstance(weight, nn.Parameter)
+        return weight.requires_grad or (made and any(one.requires_grad for one in self.module.parameters()))
+
     @abstractmethod
     def matrix(self) -> Tensor:
         """W (G, d, m), detached."""
