@@ -42,14 +42,15 @@ def one_of(text: str, known: tuple[str, ...], group: str | None = None) -> Any:
 ModelSpec = Annotated[
     str,
     option(
-        "package.module:factory, timm:NAME, or a network of flatness.models such as lenet5.", "SPEC", None,
+        "package.module:factory, timm:NAME, hf:PATH, or a network of flatness.models such as lenet5.", "SPEC",
+        None,
         "--model", "-m", autocompletion=complete_from(words.model_names),
     ),
 ]  # fmt: skip
 DataSpec = Annotated[
     str,
     option(
-        "mnist, fashion-mnist, cifar10, digits, FILE.npz or package.module:factory.", "SPEC", None,
+        "mnist, fashion-mnist, cifar10, digits, FILE.npz, hf:PATH or package.module:factory.", "SPEC", None,
         "--data", "-d", autocompletion=complete_from(words.data_set_names),
     ),
 ]  # fmt: skip
