@@ -7,39 +7,13 @@ from torch import nn
 
 import flatness
 import oracle
+from families import ConvNeXt, LayerNorm2d
 from untouched import untouched
-
-
-class LayerNorm2d(nn.LayerNorm):
-    """Over the channels of feature maps (n, C, H, W), as ConvNeXt, MaxViT and CoAtNet have it."""
-
-    def forward(self, x):
-        x = x.permute(0, 2, 3, 1)
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
 
 
 class RMSNorm2d(nn.RMSNorm):
     def forward(self, x):
         return F.rms_norm(x.movedim(1, -1), self.normalized_shape, self.weight, self.eps).movedim(-1, 1)
-
-
-class ConvNeXt(nn.Module):
-    """A patch embedding, a block with a scale for each channel, and a head."""
-
-    def __init__(self, norm=LayerNorm2d, width=4):
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(2, width, 2, stride=2), norm(width)
-        self.depthwise = nn.Conv2d(width, width, 3, padding=1, groups=width)
-        self.inner, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 6), nn.Linear(6, width)
-        self.scale = nn.Parameter(torch.ones(width))
-        self.last, self.head = norm(width), nn.Linear(width, 3)
-
-    def forward(self, x):
-        x = self.norm(self.stem(x))
-        h = self.depthwise(x).permute(0, 2, 3, 1)
-        h = self.scale * self.down(F.gelu(self.up(self.inner(h))))
-        x = x + h.permute(0, 3, 1, 2)
-        return self.head(self.last(x).mean((2, 3)))
 
 
 class Gated(nn.Module):
