@@ -69,12 +69,11 @@ def test_sampled_values_are_unbiased_and_their_errors_honest(family):
             "hessian_trace": oracle.hessian_trace(H),
             "relative_flatness": oracle.relative_flatness(W, H),
         }
+    asked = {"measures": ["hessian_trace", "relative_flatness"], "forward": _forward, "progress": False}
+    asked |= {"method": "sampled", "precision": 0.5, "max_passes": 12}
     scores: dict[tuple[str, str], list[float]] = {}
     for seed in range(SEEDS):
-        report = flatness.measure(
-            model, data, measures=["hessian_trace", "relative_flatness"], layers=[*truth], method="sampled", precision=0.5, max_passes=12, seed=seed,
-            forward=_forward, progress=False,
-        )  # fmt: skip
+        report = flatness.measure(model, data, seed=seed, layers=[*truth], **asked)
         for name, values in truth.items():
             for measure, value in values.items():
                 found = report.result(measure, layer=name)

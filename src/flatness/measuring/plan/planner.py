@@ -56,8 +56,6 @@ def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
     problem.watched_by(None)  # an earlier plan's
     examined = examine(problem, last_only=_last_only(problem, request))
     notes = list(examined.notes)
-    if not is_layer_word(request.layers, examined.layers) or request.layers != "trainable":
-        notes += frozen_note(problem.model)
     names = _selected_layers(problem, examined, request.layers, notes)
     if request.of_layers:
         refuse(examined, names)
@@ -106,6 +104,8 @@ def _selected_layers(
     problem: Problem, examined: Examined, layers: str | Iterable[str] | None, notes: list[str]
 ) -> list[str]:
     """The names of the layers to measure, in network order, each weight under one name."""
+    if layers != "trainable" or not is_layer_word(layers, examined.layers):
+        notes += frozen_note(problem.model)
     kinds = {name: type(module).__name__ for name, module in problem.model.named_modules()}
     if not examined.layers:
         raise LayerError(
