@@ -28,6 +28,7 @@ PAGES = (
     "how-to/job-array",
     "how-to/studies",
     "how-to/during-training",
+    "how-to/edge-of-stability",
     "how-to/landscapes",
 )
 GALLERY = ("gallery/petzka2021-labels", "gallery/petzka2021-bound", "gallery/rangamani2019-invariance")
