@@ -146,3 +146,76 @@ def _is_tied(model: nn.Module, name: str) -> bool:
     own = model.get_submodule(name).weight
     others = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     return any(other is own for other in others)
+
+
+LLAMA = {
+    "vocab_size": 11,
+    "hidden_size": 4,
+    "intermediate_size": 3,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 8,
+}
+SIZES |= {
+    "llama": LLAMA,
+    "mixtral": LLAMA | {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "vit": {
+        "hidden_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 5,
+        "image_size": 4,
+        "patch_size": 2,
+        "num_channels": 2,
+    },
+}
+
+
+def images():
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(8, 2, 4, 4, generator=generator, dtype=torch.float64)
+    return {"pixel_values": x, "labels": torch.randint(3, (8,), generator=generator)}
+
+
+def few(batch):
+    return {name: value[:6, :4].contiguous() for name, value in batch.items()}
+
+
+FAMILIES = {
+    "gpt2": (gpt2, lambda: few(tokens())),
+    "llama": (lambda: made("LlamaForCausalLM", "LlamaConfig", "llama"), lambda: few(tokens())),
+    "mixtral": (
+        lambda: made("MixtralForCausalLM", "MixtralConfig", "mixtral", experts_implementation="eager"),
+        lambda: few(tokens()),
+    ),
+    "bert": (
+        lambda: made("BertForSequenceClassification", "BertConfig", "bert", num_labels=3),
+        lambda: {name: value[:6, :4] if value.dim() > 1 else value[:6] for name, value in classes(3).items()},
+    ),
+    "t5": (lambda: made("T5ForConditionalGeneration", "T5Config", "t5"), lambda: few(translated())),
+    "vit": (lambda: made("ViTForImageClassification", "ViTConfig", "vit", num_labels=3), images),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_of_a_family(family):
+    """All directions, against the dense Hessian; norms, softmax and losses are partly in float32: 1e-4."""
+    build, batch = FAMILIES[family]
+    model, batch = build(), batch()
+    report = flatness.measure(
+        model, [batch], measures=["hessian_trace", "relative_flatness"], method="exact", progress=False
+    )
+    assert len(report.layers()) >= 5
+    for name in report.layers():
+        H = oracle.layer_hessian(model, lambda model: model(**batch).loss, name)
+        W = oracle.layer_weight(model, name)
+        size = H.abs().max().item() * 1e-4
+        assert report.result("hessian_trace", layer=name).method == "exact"
+        assert report.value("hessian_trace", layer=name) == pytest.approx(
+            oracle.hessian_trace(H), rel=1e-4, abs=size
+        )
+        assert report.value("relative_flatness", layer=name) == pytest.approx(
+            oracle.relative_flatness(W, H), rel=1e-4, abs=size
+        )

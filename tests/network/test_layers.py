@@ -179,8 +179,8 @@ def test_a_model_that_is_one_layer():
         ([], "Expected at least one layer but got an empty list. Supported layers of this model: fc1, head."),
         (
             3,
-            "Expected layers to be None, 'last', a name or a list of names but got int. Supported layers of "
-            "this model: fc1, head.",
+            "Expected layers to be None, 'last', 'trainable', a name or a list of names but got int. "
+            "Supported layers of this model: fc1, head.",
         ),
         ([3], "Expected the name of a supported layer but got 3. Supported layers of this model: fc1, head."),
     ],
@@ -194,6 +194,51 @@ def test_layers_that_do_not_run_are_refused():
     assert refusal(LayerError, model, data(), layers="fc2") == (
         "Expected a layer that the forward pass uses but 'fc2' was never called. Layers that were: fc1, head."
     )
+
+
+def test_trainable_layers_are_those_that_are_not_frozen():
+    model = network()
+    model.fc1.requires_grad_(False)
+    report = measure(model, data(), layers="trainable")
+    assert report.layers() == ["head"]
+    assert not [note for note in report.notes if "frozen" in note]
+    model.fc1.bias.requires_grad_(True)  # W is frozen still
+    assert measure(model, data(), layers="trainable").layers() == ["head"]
+    model.fc1.weight.requires_grad_(True)
+    assert measure(model, data(), layers="trainable").layers() == ["fc1", "head"]
+
+
+def test_a_weight_made_from_a_trained_parameter_is_trainable():
+    model = network()
+    nn.utils.parametrizations.weight_norm(model.fc1)
+    model.requires_grad_(False)
+    model.fc1.parametrizations.weight.original0.requires_grad_(True)
+    assert measure(model, data(), layers="trainable").layers() == ["fc1"]
+
+
+def test_trainable_projections_of_attention():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, dropout=0.0).double().requires_grad_(False)
+    model.self_attn.in_proj_weight.requires_grad_(True)
+    x = torch.randn(6, 3, 4, dtype=torch.float64)
+    asked = {"measures": "hessian_trace", "curvature": "gauss_newton", "progress": False}
+    report = flatness.measure(model, (x, torch.zeros_like(x)), "mse", layers="trainable", **asked)
+    assert report.layers() == ["self_attn.q", "self_attn.k", "self_attn.v"]
+
+
+def test_nothing_that_is_trained_is_refused():
+    assert refusal(LayerError, network().requires_grad_(False), data(), layers="trainable") == (
+        "Expected layers that are trained but every layer that runs is frozen (requires_grad=False): fc1, "
+        "head. Leave layers= out to measure them all the same, or unfreeze what was trained: PEFT loads "
+        "adapters frozen unless from_pretrained gets is_trainable=True."
+    )
+
+
+def test_a_layer_called_trainable_goes_by_its_name():
+    model = nn.Sequential()
+    model.add_module("trainable", nn.Linear(4, 6))
+    model.add_module("head", nn.Linear(6, 3))
+    assert measure(model.double().requires_grad_(False), data(), layers="trainable").layers() == ["trainable"]
 
 
 def test_an_output_size_given_to_a_transposed_convolution_is_seen():

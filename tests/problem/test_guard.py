@@ -350,14 +350,6 @@ def test_a_part_that_is_told_to_compile_itself_does_not_while_it_is_measured():
     assert compiled == []
 
 
-def test_an_adapter_model_is_refused():
-    adapter = type("Linear", (nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
-    assert refusal(ModelError, nn.Sequential(adapter(4, 3)), data()) == (
-        "Expected plain layers but got a PEFT model, whose adapters change what a layer's weight is. Call "
-        "model.merge_and_unload() and measure the merged model."
-    )
-
-
 # What is no model
 
 

@@ -41,8 +41,8 @@ def test_a_module_that_is_no_supported_layer_is_refused(tmp_path):
 
 def test_layers_that_are_no_names_are_refused(tmp_path):
     assert refused(tmp_path / "out", study(measure={"layers": []})) == (
-        'Expected layers in [measure] to be "last", a name or a list of names but the study has []. '
-        "Leave it out to measure all: fc1, fc2."
+        "Expected layers in [measure] to be 'last', 'trainable', a name or a list of names but the study has "
+        "[]. Leave it out to measure all: fc1, fc2."
     )
 
 
@@ -79,8 +79,8 @@ def test_columns_are_those_of_a_report(tmp_path):
 @pytest.mark.parametrize("layers", [[["fc1"]], {"fc1": True}, 3, [1]])
 def test_layers_of_other_kinds_are_refused(tmp_path, layers):
     assert refused(tmp_path / "out", study(measure={"layers": layers})) == (
-        f'Expected layers in [measure] to be "last", a name or a list of names but the study has {layers!r}. '
-        "Leave it out to measure all: fc1, fc2."
+        "Expected layers in [measure] to be 'last', 'trainable', a name or a list of names but the study has "
+        f"{layers!r}. Leave it out to measure all: fc1, fc2."
     )
 
 

@@ -133,7 +133,9 @@ TRIED = {
     "log1p": lambda m, h, s, p: h.abs().log1p(),
     "reciprocal": lambda m, h, s, p: (h.abs() + 1).reciprocal(),
     **functions("gelu silu mish elu selu celu softplus softsign hardtanh relu6 hardswish"),
-    **functions("hardsigmoid hardshrink softshrink tanhshrink"),
+    **functions("hardshrink softshrink tanhshrink"),
+    # A guard puts plain operators in the place of its name in F.
+    "hardsigmoid": lambda m, h, s, p: torch._C._nn.hardsigmoid(h),
     "log_sigmoid": functional("logsigmoid"),
     "softmax": lambda m, h, s, p: h.reshape(-1, 2, 3).softmax(2),
     "log_softmax": lambda m, h, s, p: s.log_softmax(1),

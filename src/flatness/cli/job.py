@@ -26,9 +26,9 @@ from flatness.cli.entries import (
 from flatness.cli.forms import check_folder, say_written
 from flatness.cli.options import Compute, Form, Network
 from flatness.cli.sources import (
-    AS_BUILT,
     Data,
     arguments_of,
+    as_built,
     checkpoints_of,
     chosen_measures,
     data_of,
@@ -114,7 +114,11 @@ def _measurement(
     """A function that loads a checkpoint into the model and measures it."""
 
     def measure_one(path: Path | None) -> flatness.Report:
-        notes = [AS_BUILT] if path is None else fit_checkpoint(model, read_checkpoint(path), str(path))
+        notes = (
+            as_built(request.given)
+            if path is None
+            else fit_checkpoint(model, read_checkpoint(path), str(path))
+        )
         report = flatness.measure(model.eval(), data.batches, **arguments)
         origin = {} if path is None else {"checkpoint": str(path)}
         meta = {**report.meta, **origin, "model": request.given.model, "data": data.name}

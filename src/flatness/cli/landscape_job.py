@@ -16,7 +16,7 @@ import flatness
 from flatness.cli.answers import INTERRUPTED, UsageError, blamed_on_words, printable
 from flatness.cli.forms import check_folder, folded, say_written, terminal_width
 from flatness.cli.options import Compute, Drawing, Network
-from flatness.cli.sources import AS_BUILT, arguments_of, checkpoints_of, data_of, network_of
+from flatness.cli.sources import arguments_of, as_built, checkpoints_of, data_of, network_of
 from flatness.errors import LayerError, OptionError, ResumeError
 from flatness.problem.batches import tensors_in
 from flatness.report.sheets import csv_text
@@ -106,7 +106,8 @@ def _networks(request: Request) -> dict[str, nn.Module]:
     """A network for every checkpoint by its name; the model as built where there is none."""
     paths = checkpoints_of(request.given.checkpoints)
     if not paths:
-        typer.echo(f"note: {AS_BUILT}", err=True)
+        for note in as_built(request.given):
+            typer.echo(f"note: {note}", err=True)
         return {"network": _loaded(request, None)}
     names = [path.stem for path in paths]
     unique = len(set(names)) == len(names)

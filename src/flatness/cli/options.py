@@ -42,14 +42,15 @@ def one_of(text: str, known: tuple[str, ...], group: str | None = None) -> Any:
 ModelSpec = Annotated[
     str,
     option(
-        "package.module:factory, timm:NAME, or a network of flatness.models such as lenet5.", "SPEC", None,
+        "package.module:factory, timm:NAME, hf:PATH, or a network of flatness.models such as lenet5.", "SPEC",
+        None,
         "--model", "-m", autocompletion=complete_from(words.model_names),
     ),
 ]  # fmt: skip
 DataSpec = Annotated[
     str,
     option(
-        "mnist, fashion-mnist, cifar10, digits, FILE.npz or package.module:factory.", "SPEC", None,
+        "mnist, fashion-mnist, cifar10, digits, FILE.npz, hf:PATH or package.module:factory.", "SPEC", None,
         "--data", "-d", autocompletion=complete_from(words.data_set_names),
     ),
 ]  # fmt: skip
@@ -78,8 +79,11 @@ Measures = Annotated[
 ]  # fmt: skip
 Layers = Annotated[
     list[str] | None,
-    option("Names with commas between, or last.  [default: every layer]", "NAMES", HOW, callback=split_list),
-]
+    option(
+        f"Names with commas between, {' or '.join(words.LAYER_WORDS)}.  [default: every layer]", "NAMES", HOW,
+        callback=split_list,
+    ),
+]  # fmt: skip
 MeasureOptions = Annotated[
     list[str] | None,
     option("An option of one measure, such as layer_flatness.tolerance=1e-9.", "MEASURE.KEY=VALUE", HOW),

@@ -17,12 +17,13 @@ from flatness.cli.options import Compute, Network
 from flatness.cli.values import key_values, one_or_many
 from flatness.cli.words import LOSSES
 from flatness.errors import CheckpointError, MeasureError, ModelError, nearest
+from flatness.integrations.transformers import load_data, load_model
 from flatness.zoo.checkpoints import find_checkpoints, fit_checkpoint, read_checkpoint
 from flatness.zoo.data import DATASETS, is_known, load
 from flatness.zoo.models import MODELS, build
 from flatness.zoo.objects import SourceError, blamed_on_code, build_timm, import_object, names_code
 
-AS_BUILT = "no checkpoint was given: the weights are those that the model was built with"
+_AS_BUILT = "no checkpoint was given: the weights are those that the model was built with"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def checkpoints_of(paths: Sequence[str] | None) -> list[Path]:
 
 
 def model_of(given: Network, seed: int) -> nn.Module:
-    """The model as it is built: ``package.module:factory``, ``timm:NAME`` or a name of `flatness.models`."""
+    """The model: ``package.module:factory``, ``timm:NAME``, ``hf:PATH`` or a name of `flatness.models`."""
     torch.manual_seed(seed)
     options = key_values(given.model_arg, "--model-arg")
     kind, colon, name = given.model.partition(":")
@@ -49,6 +50,8 @@ def model_of(given: Network, seed: int) -> nn.Module:
         return _own_model(given.model, options)
     if kind == "timm":
         return build_timm(name, **options)
+    if kind == "hf":
+        return load_model(name, **options)
     made = _made(given.model, "--model", options)
     if not isinstance(made, nn.Module):
         raise ModelError(
@@ -58,11 +61,16 @@ def model_of(given: Network, seed: int) -> nn.Module:
     return made
 
 
+def as_built(given: Network) -> list[str]:
+    """What to note where no checkpoint is given: only a folder of transformers comes with weights."""
+    return [] if given.model.startswith("hf:") else [_AS_BUILT]
+
+
 def _own_model(name: str, options: dict[str, Any]) -> nn.Module:
     if name.replace("-", "_") not in MODELS:
         raise UsageError(
-            "Expected --model to be package.module:factory, timm:NAME or one of flatness.models but got "
-            f"{name!r}.{nearest(name.lower().replace('-', '_'), MODELS)} Known: {', '.join(MODELS)}."
+            "Expected --model to be package.module:factory, timm:NAME, hf:PATH or one of flatness.models but "
+            f"got {name!r}.{nearest(name.lower().replace('-', '_'), MODELS)} Known: {', '.join(MODELS)}."
         )
     with blamed_on_words(ModelError):
         return build(name, **options)
@@ -95,8 +103,10 @@ def only_network(given: Network, seed: int, advice: str) -> nn.Module:
 
 
 def data_of(given: Network) -> Data:
-    """The data of a name, an ``.npz`` file or ``package.module:factory``."""
+    """The data of a name, an ``.npz`` file, ``hf:PATH`` or ``package.module:factory``."""
     spec = given.data
+    if spec.startswith("hf:"):
+        return _tokenised(given)
     if names_code(spec):
         if given.limit is not None or given.standardize or given.data_dir is not None:
             raise UsageError(
@@ -106,15 +116,31 @@ def data_of(given: Network) -> Data:
         return Data(_made(spec, "--data", {}), spec)
     if not is_known(spec):
         raise UsageError(
-            f"Expected --data to be one of {', '.join(DATASETS)}, the path of an .npz file or "
+            f"Expected --data to be one of {', '.join(DATASETS)}, the path of an .npz file, hf:PATH or "
             f"package.module:factory but got {spec!r}.{nearest(spec.lower(), DATASETS)}"
         )
-    if given.limit is not None and given.limit < 1:
-        raise UsageError(f"Expected --limit to be at least 1 but got {given.limit}.")
+    _check_limit(given.limit)
     choices = {name: getattr(given, name) for name in ("split", "data_dir", "limit", "standardize")}
     data = load(spec, **choices)
     scaled = ", standardized" if given.standardize else ""
     return Data(data.pair, f"{data.name} ({given.split}{scaled})", data.notes)
+
+
+def _tokenised(given: Network) -> Data:
+    """Data of the package datasets on disk."""
+    if given.standardize or given.data_dir is not None:
+        raise UsageError(
+            "Expected --standardize and --data-dir with a named data set or an .npz file but got "
+            f"{given.data!r}, which is measured as it was saved."
+        )
+    _check_limit(given.limit)
+    folder = given.data.removeprefix("hf:")
+    return Data(load_data(folder, given.split, given.limit), given.data)
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise UsageError(f"Expected --limit to be at least 1 but got {limit}.")
 
 
 def arguments_of(given: Network, compute: Compute) -> dict[str, Any]:

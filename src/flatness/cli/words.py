@@ -79,14 +79,15 @@ def _sources(package: str) -> Iterator[ast.Module]:
             yield ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _losses() -> tuple[str, ...]:
-    """Names of the losses, read from the source."""
-    for tree in _sources("losses"):
+def _keys(package: str, name: str) -> tuple[str, ...]:
+    """The keys of a dict that a package declares, read from the source."""
+    for tree in _sources(package):
         for node in tree.body:
-            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_NAMED":
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
                 assert isinstance(node.value, ast.Dict)
                 return tuple(ast.literal_eval(key) for key in node.value.keys if key is not None)
     return ()
 
 
-LOSSES = _losses()
+LOSSES = _keys("losses", "_NAMED")
+LAYER_WORDS = _keys("network/layers", "LAYER_WORDS")

@@ -89,7 +89,13 @@ def _selected(problem: Problem, examined: Examined, layer: str) -> str:
             "Expected at least one Linear or convolution layer that the forward pass calls but there is "
             "none. Call layers as modules, not through their weights."
         )
-    (name,) = select_layers(examined.layers, examined.called, layer, last=examined.last, modules=kinds)
+    names = select_layers(examined.layers, examined.called, layer, last=examined.last, modules=kinds)
+    if len(names) > 1:
+        raise LayerError(
+            f"Expected layer to be the name of one layer, or 'last', but {layer!r} stands for {len(names)}: "
+            f"{listed(names)}. Choose one of them."
+        )
+    (name,) = names
     record = examined.records[name]
     following = [other for other in examined.called if not examined.records[other].idle]
     if record.idle:

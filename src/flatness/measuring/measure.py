@@ -71,7 +71,8 @@ def measure(
             "normalized_cross_entropy", "nll", a torch loss module, or a callable
             ``(output, target) -> one loss per sample``.
         measures: A name, a list of names, "default" (all that one shared pass gives) or "all".
-        layers: None for every supported layer, "last", a name, or a list of names.
+        layers: None for every supported layer, "last", "trainable" (those that are not frozen), a name, or a
+            list of names.
         method: "exact", "sampled", or "auto", which is exact wherever that is possible and affordable.
         curvature: "hessian", "gauss_newton" for that part of it, or "finite_differences" for the Hessian
             of networks with operators that torch cannot differentiate twice.

@@ -56,19 +56,35 @@ _NORMALISED: tuple[tuple[type[nn.Module], Callable[[Any, Tensor], Tensor]], ...]
 
 
 class AffineModule:
-    """A module z = γ∘u + β (or a PReLU, u = min(x, 0)), and the per-sample derivatives of γ and β."""
+    """A module z = γ∘u + β (or a PReLU, u = min(x, 0)), and the per-sample derivatives of γ and β.
+
+    A layer norm of a subclass may run over the channels of feature maps, which come second: ConvNeXt's does.
+    `explains` finds that out, and the rest goes by it.
+    """
 
     def __init__(self, name: str, module: nn.Module, normalise: Callable[[Any, Tensor], Tensor]) -> None:
         self.name = name
         self.module: Any = module
-        self._normalise = normalise
+        self._of_features = normalise
+        self._over_last = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+        self._channels_second = False
 
     def explains(self, x: Tensor, z: Tensor, n: int) -> bool:
         """Whether an output z is γ∘u + β for the input x (for a PReLU max(x, 0) + γ∘u), up to rounding."""
         if x.shape != z.shape:
             return False
+        layouts = [False]
+        if self._over_last and x.dim() > 2 and len(self.module.normalized_shape) == 1:
+            layouts = [self._channels_second, not self._channels_second]
+        fitting = next((second for second in layouts if self._fits(x, z, second)), None)
+        self._channels_second = bool(fitting)
+        return fitting is not None
+
+    def _fits(self, x: Tensor, z: Tensor, channels_second: bool) -> bool:
+        if channels_second:
+            x, z = x.movedim(1, -1), z.movedim(1, -1)
         try:
-            expected = self._normalise(self.module, x)
+            expected = self._of_features(self.module, x)
             for key, combine in (("weight", Tensor.mul), ("bias", Tensor.add)):
                 value = getattr(self.module, key, None)
                 if value is not None:
@@ -82,22 +98,24 @@ class AffineModule:
         return bool((expected - z).abs().max() <= torch.finfo(z.dtype).eps ** 0.5 * (1 + z.abs().max()))
 
     def _along_channels(self, value: Tensor, x: Tensor) -> Tensor:
-        if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)) or value.numel() == 1:
+        if self._over_last or value.numel() == 1:
             return value
         return value.reshape(-1, *[1] * (x.dim() - 2))
 
     def gradients(self, x: Tensor, dz: Tensor) -> dict[str, Tensor]:
         """Per-sample derivatives of every own parameter, each (n, number of entries)."""
+        if self._channels_second:
+            x, dz = x.movedim(1, -1), dz.movedim(1, -1)
         gradients = {}
         if getattr(self.module, "weight", None) is not None:
-            gradients[f"{self.name}.weight"] = self._reduce(dz * self._normalise(self.module, x))
+            gradients[f"{self.name}.weight"] = self._reduce(dz * self._of_features(self.module, x))
         if getattr(self.module, "bias", None) is not None:
             gradients[f"{self.name}.bias"] = self._reduce(dz)
         return gradients
 
     def _reduce(self, values: Tensor) -> Tensor:
         n = values.shape[0]
-        if isinstance(self.module, (nn.LayerNorm, nn.RMSNorm)):
+        if self._over_last:
             return values.reshape(n, -1, self.module.weight.numel()).sum(1)
         if isinstance(self.module, nn.PReLU) and self.module.weight.numel() == 1:
             return values.reshape(n, -1).sum(1, keepdim=True)

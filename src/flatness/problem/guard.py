@@ -6,9 +6,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.weight_norm import WeightNorm
@@ -61,10 +63,10 @@ class Guard(Kept):
     their model is the same or shares parts with it.
 
     Parameters are never moved here; a forward pass that writes to them is found out, see `written`.
-    Backward hooks of the user, on modules or parameters, do not run, and gradients are set aside. Attention
-    and weight normalisation run in plain operators, and `nn.MultiheadAttention` through its projections.
-    Autocast is off, also where the model turns it on. Where the model is a copy, what its original holds is
-    restored as well.
+    Backward hooks of the user, on modules or parameters, do not run, and gradients are set aside. Attention,
+    weight normalisation and `F.hardsigmoid` run in plain operators, and `nn.MultiheadAttention` through its
+    projections. Autocast is off, also where the model turns it on. Where the model is a copy, what its
+    original holds is restored as well.
 
     Args:
         model: The model.
@@ -100,6 +102,8 @@ class Guard(Kept):
         self._prepare_modules()
         if any(map(_is_normalized, model.modules())):
             self.enter_context(PlainWeightNorm())
+        self.undo(partial(setattr, F, "hardsigmoid", F.hardsigmoid))
+        F.hardsigmoid = piecewise_hardsigmoid
         for kind in dict.fromkeys(("cpu", next(model.parameters()).device.type)):
             self.enter_context(torch.autocast(kind, enabled=False))
         # Ends before those, which turn on again what was on.
@@ -235,6 +239,12 @@ def normalized(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """g·v/‖v‖, with a norm for each place along an axis, or one for all of v where it is −1."""
     v = v.view_as(v)  # reads the parameter once, as the kernel does: uses of parameters are counted
     return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def piecewise_hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """`F.hardsigmoid` of operators that torch can differentiate twice; its own it can only once."""
+    result = F.hardtanh(input + 3, 0.0, 6.0) / 6
+    return input.copy_(result) if inplace else result
 
 
 def _is_normalized(module: nn.Module) -> bool:

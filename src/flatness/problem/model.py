@@ -53,11 +53,6 @@ def check_model(model: object) -> None:
             "recorded. Pass the model before scripting."
         )
     refuse_measured(model)
-    if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
-        raise ModelError(
-            "Expected plain layers but got a PEFT model, whose adapters change what a layer's weight is. "
-            "Call model.merge_and_unload() and measure the merged model."
-        )
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ModelError(

@@ -26,7 +26,8 @@ class Source:
     """The user's data as batches; every pass is checked to have seen the same samples as the first.
 
     Args:
-        data: A DataLoader, a pair of tensors, a Dataset, or any re-iterable of batches.
+        data: A DataLoader, a pair of tensors, a Dataset (torch's or Hugging Face's), or any re-iterable of
+            batches.
         seed: Random states that loaders draw from are set to this before every pass.
 
     Attributes:
@@ -192,6 +193,10 @@ def _reiterable(data: Any) -> Any:
         return TensorPair(*pair)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=_BATCH)
+    if type(data).__module__.partition(".")[0] == "datasets":
+        from flatness.problem.tables import Table
+
+        return Table(data)
     if hasattr(data, "__next__"):
         raise DataError(
             f"Expected data that can be iterated more than once but got a one-shot {type(data).__name__}. "

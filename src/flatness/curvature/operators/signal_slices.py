@@ -117,7 +117,7 @@ class SoftmaxSlice:
 def _slices(
     problem: Problem, routes: Routes, recording: Recording, items: Items
 ) -> Iterator[tuple[str, HessianSlice]]:
-    n = items.logits.shape[0]
+    n, T, _ = items.logits.shape
     # Of the layers' inputs no derivatives are needed: there are no statistics to compute.
     bare = [replace(route, needs=frozenset()) for route in routes.layers]
     arrived: dict[str, list[Signal]] = {route.name: [] for route in bare}
@@ -127,11 +127,11 @@ def _slices(
         if route.kind == "softmax head":
             a = problem.loss.softmax_weight(items)
             assert a is not None  # or this would be no such route
-            p = items.logits.detach().flatten(0, 1).softmax(1)
-            yield route.name, SoftmaxSlice(rows_of_features(route, recording, n), p, a.flatten().to(p.dtype))
+            phi, p = rows_of_features(route, recording, n, T), items.logits.detach().flatten(0, 1).softmax(1)
+            yield route.name, SoftmaxSlice(phi, p, a.flatten().to(p.dtype))
             continue
         if route.kind == "separable":
-            Phi = rows_of_features(route, recording, n)[:, None, :, None]
+            Phi = rows_of_features(route, recording, n, T)[:, None, :, None]
         else:
             Phi = route.layer.features(input_of(route, recording), n)
         yield route.name, SignalSlice.of(Phi, arrived[route.name], route.layer.matrix().shape[1])

@@ -76,12 +76,14 @@ def _batch_statistics(
     for route in routes.kind("softmax head"):
         a = problem.loss.softmax_weight(items)
         assert a is not None  # or this would be no such route
-        phi, logits = rows_of_features(route, recording, n), items.logits.detach().flatten(0, 1)
+        phi = rows_of_features(route, recording, n, items.logits.shape[1])
+        logits = items.logits.detach().flatten(0, 1)
         _store(part, route.name, heads[route.name].sums(phi, logits, a.flatten()))
     with torch.no_grad():
         part.count(n, problem.loss.normaliser(items), problem.loss.values(items).sum(dtype=torch.float64))
     others = [*routes.kind("separable"), *routes.kind("passes"), *routes.affine]
-    sums = {to.name: sums_of(to, recording, n, spreads.get(to.name)) for to in others}
+    T = items.logits.shape[1]
+    sums = {to.name: sums_of(to, recording, n, spreads.get(to.name), T) for to in others}
     for signal in signals(problem, items, recording, routes):
         sums[signal.to.name].add(signal.value, signal.dx, signal.c)
     for name, own in sums.items():
@@ -90,13 +92,17 @@ def _batch_statistics(
 
 
 def sums_of(
-    to: LayerRoute | AffineModule, recording: Recording, n: int, spread: Tensor | None = None
+    to: LayerRoute | AffineModule,
+    recording: Recording,
+    n: int,
+    spread: Tensor | None = None,
+    predictions: int = 1,
 ) -> LayerSums:
     """What sums the statistics of a layer or a norm layer over the samples of a micro-batch."""
     if isinstance(to, AffineModule):
         return AffineSums(to, recording.one(to.name).x)
     if to.kind == "separable":
-        phi = rows_of_features(to, recording, n)
+        phi = rows_of_features(to, recording, n, predictions)
         if to.from_squares:
             return PlainSums(to.layer, to.needs, phi, spread)
         return PositionSums(to, phi, len(phi), spread, lambda rows, _: rows[:, None, :, None])
@@ -157,7 +163,7 @@ def _at_predictions(
     edges: list[Any] = [recording.one(route.name).z_edge]
     for s, c in problem.loss.factors(items):
         (arrived,) = torch.autograd.grad(items.logits, edges, s, retain_graph=True)
-        delta = route.layer.signals(arrived, items.logits.shape[0])[:, 0].transpose(1, 2).flatten(0, 1)
+        delta = _at(route, route.layer.signals(arrived, len(s)), s.shape[1])
         yield Signal(
             route, delta[:, None, None, :, None], None, None if c is None else c.reshape(-1, 1).to(s.dtype)
         )
@@ -182,9 +188,15 @@ def input_of(route: LayerRoute, recording: Recording) -> Tensor:
     return recording.one(route.name).x
 
 
-def rows_of_features(route: LayerRoute, recording: Recording, n: int) -> Tensor:
-    """Φ of a layer without groups, with every position a row of its own: (n·P, m)."""
-    return route.layer.features(recording.one(route.name).x, n)[:, 0].transpose(1, 2).flatten(0, 1)
+def rows_of_features(route: LayerRoute, recording: Recording, n: int, predictions: int) -> Tensor:
+    """Φ of a last layer with every prediction a row of its own: (n·T, m)."""
+    return _at(route, route.layer.features(recording.one(route.name).x, n), predictions)
+
+
+def _at(route: LayerRoute, values: Tensor, predictions: int) -> Tensor:
+    """Of values (n, 1, ·, P) of a last layer those at predictions, each a row of its own: (n·T, ·)."""
+    places = route.predictions(values.shape[3], predictions)
+    return values[:, 0, :, places].transpose(1, 2).flatten(0, 1)
 
 
 def _edges(target: LayerRoute | AffineModule, recording: Recording) -> list[Any]:

@@ -124,7 +124,8 @@ def feature_spreads(
         problem: The model, data and loss.
         layers: The layers.
         copy_inputs: Whether inputs are overwritten later on.
-        loose: Those whose inputs are not laid out sample by sample; every row counts as one.
+        loose: Those whose inputs are not laid out sample by sample; every row counts as one. An expert of a
+            mixture need not run for every batch.
     """
     moments: dict[str, _Moments] = {}
     modules = {name: layer.module for name, layer in layers.items()}
@@ -141,6 +142,7 @@ def feature_spreads(
             found = {
                 name: _Moments.of(_values(layer, recording, None if name in loose else n))
                 for name, layer in layers.items()
+                if name not in loose or isinstance(layer, SharedLayer) or recording.calls.get(name)
             }
             # Only now: when memory runs out above, the same samples come again in smaller batches.
             for name, own in found.items():
@@ -149,7 +151,8 @@ def feature_spreads(
         with problem.ranks.stage():
             problem.stream(step, "features")
     everyone = problem.ranks.gathered({name: own.on_host() for name, own in moments.items()})
-    return {name: reduce(add, (own[name] for own in everyone)).spread() for name in moments}
+    seen = {name: [own[name] for own in everyone if name in own] for name in layers}
+    return {name: reduce(add, own).spread() for name, own in seen.items() if own}
 
 
 def _values(layer: Layer, recording: Recording, n: int | None) -> Tensor:

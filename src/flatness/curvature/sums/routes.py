@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatness.curvature.sums.kinds import statistics_of
@@ -33,6 +34,7 @@ class LayerRoute:
         needs: The statistics wanted of this layer.
         positions: P, how often a sample meets W.
         input_size: Numbers in one sample of the layer's input.
+        skipped: How many positions of a last layer come before the first prediction and after the last.
     """
 
     name: str
@@ -41,6 +43,22 @@ class LayerRoute:
     needs: frozenset[str]
     positions: int
     input_size: int
+    skipped: tuple[int, int] = (0, 0)
+
+    def predictions(self, positions: int, count: int) -> slice:
+        """Which positions of a last layer are the predictions of a batch.
+
+        Sequences of another length are cut as the first samples were: at the same places, or, where
+        nothing is left out at one end, at the other end. `Watch` holds the result against the output.
+
+        Args:
+            positions: How many positions the layer has on this batch.
+            count: How many predictions there are.
+        """
+        before, after = self.skipped
+        left_out = positions - count
+        start = left_out if before and not after else min(before, left_out)
+        return slice(start, start + count)
 
     @property
     def needs_input_signal(self) -> bool:
@@ -197,7 +215,7 @@ def route_kind(
     layer: Layer, record: Record, items: Items, loss: Loss, marked: Tensor | None, needs: frozenset[str]
 ) -> Kind:
     """The cheapest exact way to a layer's statistics; `marked` is what arrives there of `marker`."""
-    if not _is_last(layer, record, items, marked):
+    if skipped_positions(layer, record, items, marked) is None:
         return "passes"
     statistics = statistics_of(needs)
     # The closed form sees columns, not input channels: kernels of several taps take the other route.
@@ -207,15 +225,25 @@ def route_kind(
     return "separable" if items.logits.shape[1] > 1 else "passes"
 
 
-def _is_last(layer: Layer, record: Record, items: Items, marked: Tensor | None) -> bool:
-    """Whether the layer's output is that of the network, up to layout: position p is prediction p."""
-    if layer.groups != 1 or record.z_edge is None or not only_layout_between(items.logits, record.z_edge):
-        return False
+def skipped_positions(
+    layer: Layer, record: Record, items: Items, marked: Tensor | None
+) -> tuple[int, int] | None:
+    """How many positions before and after the predictions a last layer has; None where it is not the last.
+
+    It is the last one where its output is that of the network, up to layout and positions that are cut off
+    at the ends: the next-token loss of a language model leaves out the last one.
+    """
+    if layer.groups != 1 or record.z_edge is None or marked is None:
+        return None
     sent = marker(items)
-    if marked is None or marked.numel() != sent.numel():
-        return False
-    delta = layer.signals(marked, items.logits.shape[0])[:, 0].transpose(1, 2)
-    return delta.shape == sent.shape and torch.allclose(delta, sent, rtol=1e-3, atol=1e-3)
+    delta = layer.signals(marked, len(sent))[:, 0].transpose(1, 2)
+    before = int(delta.abs().amax((0, 2)).gt(0.5).int().argmax())  # the first place at which anything arrives
+    after = delta.shape[1] - before - sent.shape[1]
+    if after < 0 or delta.shape[2] != sent.shape[2]:
+        return None
+    expected = F.pad(sent, (0, 0, before, after))
+    same = torch.allclose(delta, expected, rtol=1e-3, atol=1e-3)
+    return (before, after) if same and only_layout_between(items.logits, record.z_edge) else None
 
 
 def marker(items: Items) -> Tensor:

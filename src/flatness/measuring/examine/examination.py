@@ -44,12 +44,25 @@ def examine(problem: Problem, *, last_only: bool = False) -> Examined:
     """
     found: list[Examined] = []
     for size in _SAMPLES:
-        if fits(lambda: found.append(_examine(problem, problem.example(size), last_only)), problem.device):  # noqa: B023
+        if fits(lambda: found.append(_examine_all(problem, size, last_only)), problem.device):  # noqa: B023
             return found[0]
     raise OutOfMemoryError(
         f"Expected one sample to fit into memory but it does not, on {problem.device}. "
         "Use a lower dtype, or a device with more memory."
     )
+
+
+def _examine_all(problem: Problem, size: int, last_only: bool) -> Examined:
+    """The first samples and, where they do not reach all experts of a mixture, samples that do."""
+    example = problem.example(size)
+    examined = _examine(problem, example, last_only)
+    if not examined.unused:
+        return examined
+    from flatness.measuring.examine.routed import unreached_experts, with_samples_of
+
+    names = unreached_experts(problem.model, examined)
+    wider = with_samples_of(problem, example, names) if names else None
+    return examined if wider is None else _examine(problem, wider, last_only)
 
 
 def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
@@ -143,7 +156,8 @@ class _SentBack:
                 self.differentiate(run, [name])
             return
         for name, signal in zip(names, arrived, strict=True):
-            if signal is not None and signal.numel() == sent.numel():
+            # Layout moves numbers, or leaves some out; none but a network's last modules get as many.
+            if signal is not None and signal.count_nonzero() == sent.count_nonzero():
                 self.marked[name] = signal
 
 

@@ -158,8 +158,12 @@ def _otherwise(model: nn.Module, examined: Examined) -> Iterator[tuple[str, list
     yield "the output does not depend on: {}", [n for n in examined.called if examined.records[n].idle]
     for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items():
         yield f"{{}}: W is the effective weight, made from other parameters ({kind})", names
+
+
+def frozen_note(model: nn.Module) -> list[str]:
+    """What to say where frozen parameters are measured."""
     frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
-    yield "frozen (requires_grad=False) and measured like all others: {}", [listed(frozen, 4)] * bool(frozen)
+    return [f"frozen (requires_grad=False) and measured like all others: {listed(frozen, 4)}"] * bool(frozen)
 
 
 def _unknown(model: nn.Module, examined: Examined, misread: Collection[str]) -> list[str]:

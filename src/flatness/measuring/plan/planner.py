@@ -15,15 +15,16 @@ from flatness.curvature.sums.routes import (
     graph_bytes_per_sample,
     positions_of,
     route_kind,
+    skipped_positions,
 )
 from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
 from flatness.measuring.examine.examination import examine
-from flatness.measuring.examine.examined import Examined, LayerRecord
+from flatness.measuring.examine.examined import Examined, LayerRecord, frozen_note
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.treatment import Treatment, output_directions, refuse, treat
 from flatness.measuring.plan.watch import Watch
 from flatness.measuring.request import LARGEST_BRUTE_FORCE, MeasureRequest
-from flatness.network.layers import SUPPORTED, own_parameter, select_layers
+from flatness.network.layers import SUPPORTED, is_layer_word, own_parameter, select_layers
 from flatness.network.layers.linear import ProjectionLayer
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
@@ -103,6 +104,8 @@ def _selected_layers(
     problem: Problem, examined: Examined, layers: str | Iterable[str] | None, notes: list[str]
 ) -> list[str]:
     """The names of the layers to measure, in network order, each weight under one name."""
+    if layers != "trainable" or not is_layer_word(layers, examined.layers):
+        notes += frozen_note(problem.model)
     kinds = {name: type(module).__name__ for name, module in problem.model.named_modules()}
     if not examined.layers:
         raise LayerError(
@@ -287,7 +290,8 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
         return LayerRoute(name, record.shared, "passes", needs, record.shared.matrix().shape[2], size)
     layer = examined.layers[name]
     kind = route_kind(layer, call, examined.items, problem.loss, record.marked, needs)
-    return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size)
+    skipped = skipped_positions(layer, call, examined.items, record.marked) or (0, 0)
+    return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size, skipped)
 
 
 def _fit_memory(problem: Problem, examined: Examined, plan: Plan) -> int:

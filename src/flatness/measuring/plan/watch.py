@@ -16,7 +16,7 @@ from flatness.curvature.sums.routes import LayerRoute
 from flatness.errors import LayerError, NotExactError, listed
 from flatness.measuring.examine.examined import Examined
 from flatness.network.graph import read_graph
-from flatness.network.layers import Layer, own_parameters
+from flatness.network.layers import own_parameters
 from flatness.problem.problem import Problem
 
 _PATH = "Expected every batch to take the same path through the network but "
@@ -72,7 +72,8 @@ class Watch:
         self._calls: list[_Call] = []
         records, modules = examined.records, dict(problem.model.named_modules())
         self._routes = {route.name: route for route in routes if records[route.name].meets_samples_once}
-        shared = [record.shared.modules for record in records.values() if record.shared is not None]
+        # What goes through a parameter is not read off its calls.
+        shared = [r.shared.modules for r in records.values() if r.shared is not None and not r.via_parameter]
         self._measured = {*self._routes, *chain(*shared)}
         self._last = {name for name, route in self._routes.items() if route.kind == "softmax head"}
         self._owners: dict[int, str] = {}
@@ -103,9 +104,9 @@ class Watch:
             self._check_blocks(logits)
             self._check_path(logits, latest)
         for name in self._last & latest.keys():
-            layer, call = self._routes[name].layer, latest[name]
+            route, call = self._routes[name], latest[name]
             z = call.z
-            if z is None or z._version != call.version or not _same_up_to_shifts(layer, z, logits.detach()):
+            if z is None or z._version != call.version or not _same_up_to_shifts(route, z, logits.detach()):
                 raise NotExactError(
                     f"{_PATH}on a later one something follows {name!r}, which was last for the first "
                     f"samples. {_NEEDED}"
@@ -174,13 +175,13 @@ def _refuse_call(name: str, *_: object) -> None:
     )
 
 
-def _same_up_to_shifts(layer: Layer, z: Tensor, logits: Tensor) -> bool:
+def _same_up_to_shifts(route: LayerRoute, z: Tensor, logits: Tensor) -> bool:
     """Whether logits (n, T, K) are what a layer puts out at T positions, up to a shift for each."""
-    if z.numel() != logits.numel():
-        return False
-    if z.data_ptr() == logits.data_ptr():
+    if z.numel() == logits.numel() and z.data_ptr() == logits.data_ptr():
         return True
-    rows = layer.signals(z, len(logits))[:, 0].transpose(1, 2)
+    n, T, _ = logits.shape
+    rows = route.layer.signals(z, n)[:, 0].transpose(1, 2)
+    rows = rows[:, route.predictions(rows.shape[1], T)]
     if rows.shape != logits.shape:
         return False
     apart = (logits - rows).float() if logits.element_size() < 4 else logits - rows

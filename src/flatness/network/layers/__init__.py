@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -13,11 +13,13 @@ from flatness.network.layers.linear import LinearLayer, ProjectionLayer, Transpo
 from flatness.network.layers.view import Layer
 
 __all__ = [
+    "LAYER_WORDS",
     "SUPPORTED",
     "ConvolutionLayer",
     "Layer",
     "LinearLayer",
     "find_layers",
+    "is_layer_word",
     "own_parameter",
     "own_parameters",
     "register_layer",
@@ -37,6 +39,12 @@ _VIEWS: dict[type[nn.Module], type[Layer]] = {
 _VIEWS_BY_NAME: dict[str, type[Layer]] = {"Conv1D": TransposedLinearLayer}
 SUPPORTED = "Linear, Conv1d to Conv3d, ConvTranspose1d to 3d, MultiheadAttention, GPT-2's Conv1D"
 """The supported kinds of modules, for messages."""
+
+LAYER_WORDS: dict[str, str] = {
+    "last": "the layer that runs last",
+    "trainable": "layers that are not frozen",
+}
+"""Words that choose layers beside their names; a layer of that name goes before."""
 
 
 def register_layer(module_type: type[nn.Module], view: type[Layer]) -> None:
@@ -123,13 +131,15 @@ def select_layers(
     Args:
         available: The supported layers of the model.
         called: Names of the layers that ran in a forward pass, in order.
-        layers: None for all, "last", a name, or a list of names. A layer called "last" goes by its name.
+        layers: None for all, a word of `LAYER_WORDS`, a name, or a list of names.
         last: What "last" means; the one called last by default.
         modules: Kinds of all modules of the model by name, for messages.
     """
     if layers is None:
         return called
-    if isinstance(layers, str) and layers == "last" and "last" not in available:
+    if is_layer_word(layers, available):
+        if layers == "trainable":
+            return _trainable(available, called)
         return [last] if last is not None else called[-1:]
     names = _names(layers, available, modules or {})
     for name in names:
@@ -141,6 +151,23 @@ def select_layers(
     return sorted(set(names), key=called.index)
 
 
+def is_layer_word(layers: object, available: Collection[str]) -> bool:
+    """Whether the `layers` argument is a word of `LAYER_WORDS`, and not the name of a layer."""
+    return isinstance(layers, str) and layers in LAYER_WORDS and layers not in available
+
+
+def _trainable(available: Mapping[str, Layer], called: list[str]) -> list[str]:
+    """The layers that ran and are trained."""
+    found = [name for name in called if available[name].trainable]
+    if not found:
+        raise LayerError(
+            "Expected layers that are trained but every layer that runs is frozen (requires_grad=False): "
+            f"{listed(called, 6)}. Leave layers= out to measure them all the same, or unfreeze what was "
+            "trained: PEFT loads adapters frozen unless from_pretrained gets is_trainable=True."
+        )
+    return found
+
+
 def _names(
     layers: str | Iterable[str], available: Mapping[str, Layer], modules: Mapping[str, str]
 ) -> list[str]:
@@ -149,7 +176,8 @@ def _names(
     if not isinstance(layers, Iterable):
         kind = type(layers).__name__
         raise LayerError(
-            f"Expected layers to be None, 'last', a name or a list of names but got {kind}. {known}"
+            f"Expected layers to be None, {listed(map(repr, LAYER_WORDS))}, a name or a list of names "
+            f"but got {kind}. {known}"
         )
     names = [layers] if isinstance(layers, str) else list(layers)
     if not names:
@@ -157,6 +185,6 @@ def _names(
     for name in names:
         if name not in available:
             kind = modules.get(name)
-            what = f", which is a {kind}." if kind else f".{nearest(name, available)}"
+            what = f", which is a {kind}." if kind else f".{nearest(name, [*available, *LAYER_WORDS])}"
             raise LayerError(f"Expected the name of a supported layer but got {name!r}{what} {known}")
     return names

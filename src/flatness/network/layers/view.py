@@ -72,6 +72,14 @@ class Layer(ABC):
             "Write one that takes a tensor shaped like the weight and returns it as (groups, rows, columns)."
         )
 
+    @property
+    def trainable(self) -> bool:
+        """Whether training changes W: its parameter, or one that it is made from, is not frozen."""
+        with torch.enable_grad():
+            weight = self.weight
+        made = not isinstance(weight, nn.Parameter)
+        return weight.requires_grad or (made and any(one.requires_grad for one in self.module.parameters()))
+
     def matrix(self) -> Tensor:
         """W (G, d, m), detached."""
         return self.arranged(self.weight.detach())

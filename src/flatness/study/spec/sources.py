@@ -14,7 +14,7 @@ from torch import nn
 from flatness.catalogue.measure import Measure
 from flatness.catalogue.registry import select_measures
 from flatness.errors import CheckpointError, SpecError, listed, nearest
-from flatness.network.layers import find_layers
+from flatness.network.layers import LAYER_WORDS, find_layers, is_layer_word
 from flatness.study.configuration import Configuration, digest
 from flatness.study.objects import load_split, make_model
 from flatness.study.spec.grid import thinned, training
@@ -68,13 +68,13 @@ def _layers(model: nn.Module, asked: Any, table: str) -> list[str]:
     """The names of the layers that [measure] or [measure.subset] asks for."""
     available = list(find_layers(model))
     _check_layer_names(available)
-    if asked is None or (asked == "last" and "last" not in available):
+    if asked is None or is_layer_word(asked, available):
         return available
     names = as_list(asked)
     if not names or not all(isinstance(name, str) for name in names):
         raise SpecError(
-            f'Expected layers in [{table}] to be "last", a name or a list of names but the study has '
-            f"{asked!r}. Leave it out to measure all: {listed(available)}."
+            f"Expected layers in [{table}] to be {listed(map(repr, LAYER_WORDS))}, a name or a list of names "
+            f"but the study has {asked!r}. Leave it out to measure all: {listed(available)}."
         )
     for name in names:
         if name not in available:
