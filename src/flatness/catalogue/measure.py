@@ -224,6 +224,11 @@ class Measure:
         return self if self.adapted is None else self.adapted(options)
 
     @property
+    def invariant(self) -> bool:
+        """Whether rescaling layers leaves it unchanged, at least in chains; tables mark what it changes."""
+        return any(kind.startswith("layerwise") for kind in self.invariances)
+
+    @property
     def one_pass(self) -> bool:
         """Whether the shared streaming pass is all it needs."""
         eigenvalues = self.needs & SPECTRA or "spectrum" in self.network_needs

@@ -98,6 +98,11 @@ def get_measure(name: str | Measure) -> Measure:
     return _REGISTRY[name]
 
 
+def known_measure(name: str) -> Measure | None:
+    """What is declared about a measure; None of one that is not in the catalogue, as in old reports."""
+    return _REGISTRY.get(name)
+
+
 def select_measures(measures: str | Measure | Iterable[str | Measure]) -> list[Measure]:
     """Resolve the `measures` argument: a name, a list of names, "default" or "all"."""
     if measures in ("default", "all"):

@@ -31,6 +31,7 @@ from flatness.report.tables import (
     format_report,
     format_table,
     has_data_errors,
+    legend,
 )
 from flatness.show.pages.page import Page, overview_columns, render
 
@@ -132,6 +133,7 @@ def print_entries(entries: Sequence[Entry]) -> None:
     columns = [Column("failed", narrow="start"), Column("reason", narrow="wrap")]
     parts = [
         format_grid(grid, width),
+        folded(legend(grid.columns), width),
         DATA_ERRORS if _know_data_errors(entries) else "",
         format_table(columns, failed, width) if failed else "",
         "\n".join(folded(note, width) for note in _notes(entries)),

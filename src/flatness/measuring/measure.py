@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatness.catalogue.registry import LossGroup, by_loss
+from flatness.catalogue.registry import LossGroup, by_loss, select_measures
 from flatness.curvature.sums.groups import SampleGroups
 from flatness.errors import DataError, LossError, ProcessError, listed
 from flatness.losses import resolve_loss
@@ -124,7 +124,8 @@ def measure(
     own_risk = [] if groups[0].loss is None else [risk_of(_problem(given, loss))]
     if statistics_to is not None and ranks.rank == 0:
         save_parts(statistics_to, [part for _, part in measured], left_out, own_risk)
-    report = with_risk(joined([report for report, _ in measured]), own_risk)
+    order = [measure.name for measure in select_measures(measures)] if isinstance(measures, str) else ()
+    report = with_risk(joined([report for report, _ in measured], order), own_risk)
     return replace(report, notes=(*report.notes, *left_out))
 
 

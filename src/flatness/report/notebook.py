@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from flatness.report.tables import cell_of, heading, report_grid, title
+from flatness.report.tables import cell_of, heading, legend, marked, report_grid, title
 
 _TABLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 _NUMBER = "text-align:right;padding:.2em .8em;white-space:nowrap"
@@ -16,8 +16,8 @@ _LABEL = "text-align:left;padding:.2em .8em .2em 0"
 def report_html(report: Any) -> str:
     """The table of layers, its title and its notes."""
     grid = report_grid(report)
-    head = (grid.corner, *map(heading, grid.columns))
-    return _table(title(report), head, grid.lines(), report.notes)
+    head = (grid.corner, *(heading(marked(column)) for column in grid.columns))
+    return _table(title(report), head, grid.lines(), report.notes, legend(grid.columns))
 
 
 def result_html(result: Any) -> str:
@@ -35,7 +35,9 @@ def terms_html(caption: str, rows: list[tuple[str, str]], notes: tuple[str, ...]
     return _table(caption, (), rows, notes)
 
 
-def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str]) -> str:
+def _table(
+    caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str], below: str = ""
+) -> str:
     """A table whose first column has labels; columns whose heading has several lines are fine."""
     styles = (_LABEL, *[_NUMBER] * (len(head) - 1))
     cells = "".join(
@@ -50,7 +52,8 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], not
     )
     above = f'<caption style="text-align:left;padding-bottom:.4em">{escape(caption)}</caption>'
     above += f"<thead><tr>{cells}</tr></thead>" if head else ""
-    remarks = _list([f"note: {note}" for note in notes])
+    remarks = f'<p style="margin:.3em 0">{escape(below)}</p>' if below else ""
+    remarks += _list([f"note: {note}" for note in notes])
     return f'<div><table style="{_TABLE}">{above}<tbody>{body}</tbody></table>{remarks}</div>'
 
 

@@ -14,6 +14,8 @@ from flatness.report.tables import (
     column_of,
     format_value,
     has_data_errors,
+    legend,
+    marked,
     place_of,
     report_grid,
     title,
@@ -164,8 +166,9 @@ def _bars(
         row(name, [*before, *(_value_cell(found.get(c), most) for c, most in largest.items())], link)
         for (name, before, link), found in zip(rows, shown, strict=True)
     ]
-    headings = [(grid.corner, "text"), *((text, "") for text in (*facts, *grid.columns))]
-    return table(caption, headings, "".join([*body, failed]), foot, "bars")
+    headings = [(grid.corner, "text"), *((text, "") for text in (*facts, *map(marked, grid.columns)))]
+    shown = table(caption, headings, "".join([*body, failed]), foot, "bars")
+    return f'{shown}<p class="quiet">{escape(legend(grid.columns))}</p>' if legend(grid.columns) else shown
 
 
 def _failure_list(failures: Mapping[str, str]) -> str:
