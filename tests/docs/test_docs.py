@@ -19,6 +19,7 @@ PAGES = (
     "concepts/symmetries",
     "concepts/generalization",
     "concepts/worked-examples",
+    "how-to/data",
     "how-to/own-model",
     "how-to/own-loss",
     "how-to/dict-batches",

@@ -66,7 +66,8 @@ def measure(
 
     Args:
         model: The trained network, any `torch.nn.Module`.
-        data: A DataLoader, a pair of tensors, or any re-iterable of batches; normally the training data.
+        data: A DataLoader, a Dataset, a pair of tensors, a dict of tensors with "labels", or any re-iterable
+            of batches; normally the training data.
         loss: "cross_entropy", "mse" (torch's mean), "squared_error" (a sum), "bce",
             "normalized_cross_entropy", "nll", a torch loss module, or a callable
             ``(output, target) -> one loss per sample``.
