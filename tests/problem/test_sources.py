@@ -399,8 +399,8 @@ def test_empty_batches_count_nothing():
 def test_what_is_no_data_is_refused(given, arrived):
     assert refusal(DataError, network(), given()) == (
         "Expected a DataLoader, a pair of tensors, a dict of tensors or an iterable of batches but got "
-        f"{arrived}. For example flatness.measure(model, (inputs, targets)) with two tensors; torch.as_tensor "
-        "makes one of an array, flatness.data.load a data set by name."
+        f"{arrived}. For example flatness.measure(model, (inputs, targets)) with two tensors; "
+        "torch.as_tensor makes one of an array, flatness.data.load a data set by name."
     )
 
 

@@ -10,6 +10,7 @@ from flatness.generalization.locally_constant import LabelConstancy
 from flatness.generalization.rate_constants import RateConstants
 from flatness.generalization.representativeness import Representativeness
 from flatness.generalization.storage import Written
+from flatness.report.drawing import Drawn
 from flatness.report.tables import format_value
 
 
@@ -38,7 +39,7 @@ class BoundTerm:
 
 
 @dataclass(frozen=True)
-class GeneralizationBound(Written):
+class GeneralizationBound(Written, Drawn):
     """The bound of petzka2021 and its terms. Print it.
 
     Attributes:

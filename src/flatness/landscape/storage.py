@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from flatness.errors import ReportError
 from flatness.files import ANY, TEXT, ShapeError, check_shape, json_text, parse_json, replacing
+from flatness.report.drawing import Drawn
 from flatness.report.unpacking import UNREADABLE, TooLargeError, array_names, check_unpacked, read_array
 
 Array = NDArray[Any]
@@ -18,7 +19,7 @@ _VERSION = 1
 _META = "meta"
 
 
-class Saved:
+class Saved(Drawn):
     """A dataclass of arrays, names and `meta` that saves and loads itself.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from flatness.report.tables import cell_of, heading, legend, marked, report_grid, title
+from flatness.report.tables import Grid, cell_of, heading, legend, marked, report_grid, title
 
 _TABLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 _NUMBER = "text-align:right;padding:.2em .8em;white-space:nowrap"
@@ -15,9 +15,13 @@ _LABEL = "text-align:left;padding:.2em .8em .2em 0"
 
 def report_html(report: Any) -> str:
     """The table of layers, its title and its notes."""
-    grid = report_grid(report)
+    return grid_html(report_grid(report), title(report), report.notes)
+
+
+def grid_html(grid: Grid, caption: str, notes: Iterable[str] = ()) -> str:
+    """A grid with its caption above and its notes below."""
     head = (grid.corner, *(heading(marked(column)) for column in grid.columns))
-    return _table(title(report), head, grid.lines(), report.notes, legend(grid.columns))
+    return _table(caption, head, grid.lines(), notes, legend(grid.columns))
 
 
 def result_html(result: Any) -> str:

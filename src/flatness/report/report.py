@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.errors import ReportError, listed, nearest
 from flatness.files import EVERY, NUMBER, TEXT, WHOLE, YES_NO, Optional, json_text, read_saved, write_text
+from flatness.report.drawing import Drawn
 from flatness.report.tables import WHOLE_MODEL, cell_of, format_report
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def address(row: Result) -> Address:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Drawn):
     """All results of one model.
 
     Attributes:

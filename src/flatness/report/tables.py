@@ -172,6 +172,26 @@ def report_grid(report: Any, measures: Sequence[str] | None = None) -> Grid:
     return grid
 
 
+def overview_columns(report: Any) -> dict[str, Any]:
+    """What one row about a whole network shows, by column, in tables and on pages.
+
+    The network's values; a layer's where only one was measured, or where there is no other.
+    """
+    rows: dict[str, dict[str, list[Any]]] = {}
+    for result in report.results:
+        rows.setdefault(result.measure, {}).setdefault(result.level, []).append(result)
+    single = len(report.layers()) == 1
+    found: dict[str, Any] = {}
+    for measure, levels in rows.items():
+        network, layers = levels.get("network", []), levels.get("layer", [])
+        if single and layers:
+            network = layers
+        found |= {column_of(measure, one.reduction): one for one in network}
+        if not network:
+            found |= {f"{column_of(measure, one.reduction)} {place_of(one)}": one for one in layers}
+    return found
+
+
 def _add_network(grid: Grid, results: Iterable[Any]) -> None:
     """Results about the network as the last rows, below their layers' where those have a column."""
     # A layer may itself be called "network".

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.catalogue.measure import Measure
 from flatness.errors import listed
+from flatness.report.drawing import Drawn
 from flatness.report.report import Address, Report, Result, address
 from flatness.report.tables import format_table
 
@@ -67,7 +68,7 @@ _COLUMNS = tuple(column.name for column in fields(InvarianceRow) if column.name 
 
 
 @dataclass(frozen=True)
-class InvarianceReport:
+class InvarianceReport(Drawn):
     """How far each measure drifts when the network is rewritten into an equal one. Print it.
 
     Attributes:
