@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,7 +149,7 @@ class Surroundings:
     seed: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Measure:
     """A declared quantity. The engine computes what it `needs`; its functions turn that into numbers.
 
@@ -250,6 +251,9 @@ class Measure:
         """Whether it has values of layers or units that come from their curvature."""
         return bool(self.needs)
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         """The card of the measure."""
         invariant = ", ".join(sorted(self.invariances)) or "nothing"
@@ -258,3 +262,5 @@ class Measure:
             f"{self.name}  {self.symbol}  ({self.source})\n  {self.formula}\n  {self.summary}\n  levels: "
             f"{', '.join(self.levels)}; invariant to: {invariant}; needs: {needs}"
         )
+
+    __repr__ = __str__

@@ -46,6 +46,11 @@ class Saved(Drawn):
         """Whether Ctrl-C ended the work before all of it was done."""
         return not self.complete
 
+    def _repr_html_(self) -> str:
+        from flatness.report.notebook import picture_html
+
+        return picture_html(self, str(self).splitlines())
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write arrays and meta to an .npz file, at once or not at all."""
         told = {"format": f"flatness {self.kind}", "version": _VERSION, **self.meta, **self._texts()}

@@ -21,7 +21,7 @@ from flatness.measuring.merge import additive, check_destination, part_of, save_
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import MeasureRequest
-from flatness.measuring.rows.finalisation import missed_precision, report_rows
+from flatness.measuring.rows.finalisation import report_rows, row_notes
 from flatness.measuring.rows.provenance import facts, provenance, risk_of, shares, with_risk
 from flatness.measuring.run.exploration import explore
 from flatness.measuring.run.run import run_plan
@@ -168,7 +168,7 @@ def _measured(
     if ranks.count > 1:
         meta |= shares(problem)
     notes = (*problem.notes, *plan.notes, *run.notes, *explored.notes)
-    report = Report(tuple(results), meta, (*notes, *missed_precision(outline, run, results)))
+    report = Report(tuple(results), meta, (*notes, *row_notes(outline, run, results)))
     return report, {**part, "meta": meta, "notes": notes}
 
 

@@ -33,7 +33,7 @@ from flatness.files import (
     write_tensors,
 )
 from flatness.measuring.request import MeasureRequest
-from flatness.measuring.rows.finalisation import missed_precision, report_rows
+from flatness.measuring.rows.finalisation import report_rows, row_notes
 from flatness.measuring.rows.provenance import joint_fingerprint, with_risk
 from flatness.measuring.run.exploration import Explored
 from flatness.measuring.run.run import Run
@@ -294,7 +294,7 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
     if None not in gauss_newton:
         run.gauss_newton = _total([Statistics.of(content) for content in gauss_newton])
     rows = report_rows(outline, run, Explored())
-    notes = (*_notes(parts, run), *missed_precision(outline, run, rows))
+    notes = (*_notes(parts, run), *row_notes(outline, run, rows))
     return Report(tuple(rows), _meta(parts, total), notes)
 
 

@@ -320,6 +320,11 @@ class Comparison(Drawn):
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        from flatness.report.notebook import comparison_html
+
+        return comparison_html(self)
+
 
 def _mean(values: Sequence[float]) -> float:
     # `fsum` raises an error where a plain sum is infinite or NaN.

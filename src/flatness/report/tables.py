@@ -256,7 +256,11 @@ def heading(column: str) -> str:
 def format_grid(grid: Grid, width: int) -> str:
     """A grid as text, in as many blocks of columns as the width asks for."""
     columns = [Column(grid.corner), *(Column(heading(marked(name)), "right") for name in grid.columns)]
-    rows = [[shortened(label, _LONGEST_ROW_LABEL), *cells] for label, *cells in grid.lines()]
+    rows = list(grid.lines())
+    # Names are cut where the columns would not stand side by side otherwise, and then by as little as that.
+    numbers = sum(size + _GAP for size in _sizes(columns, [["", *cells] for _, *cells in rows], None)[1:])
+    longest = max(_LONGEST_ROW_LABEL, width // 3, width - numbers)
+    rows = [[shortened(label, min(longest, width - _NARROWEST)), *cells] for label, *cells in rows]
     return format_table(columns, rows, width) if rows else ""
 
 

@@ -121,6 +121,11 @@ class Records(Drawn):
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        from flatness.report.notebook import text_html
+
+        return text_html(self.text(100))
+
     def _write(self, tables: Mapping[str, pandas.DataFrame]) -> list[str]:
         """Write tables under their names, which are returned."""
         with readable_disk_errors(self.path):
