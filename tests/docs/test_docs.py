@@ -16,6 +16,7 @@ DOCS = ROOT / "docs"
 PAGES = (
     "getting-started",
     "concepts/sampling",
+    "concepts/reading",
     "concepts/symmetries",
     "concepts/generalization",
     "concepts/worked-examples",
@@ -30,6 +31,7 @@ PAGES = (
     "how-to/studies",
     "how-to/during-training",
     "how-to/landscapes",
+    "how-to/questions",
 )
 GALLERY = ("gallery/petzka2021-labels", "gallery/petzka2021-bound", "gallery/rangamani2019-invariance")
 
