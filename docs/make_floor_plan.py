@@ -43,6 +43,8 @@ ABOUT = {
 # Only from left to right: how high a room stands, and all arrows, come from the imports. Rooms of one storey
 # that share a column stand beside each other.
 COLUMNS = {"symmetry": -1, "zoo": 1.2, "integrations": 2, "losses": -0.5, "network": 0.5}
+# The one import upwards: `.plot()` methods, inside the function.
+WAY_UP = ("report", "show")
 _INK, _PAPER, _LINE = "#1d3557", "#eef3f8", "#5b7ea3"
 _WIDTH, _HEIGHT = 2.2, 1.15  # of a room
 _STEP_X, _STEP_Y = 2.8, 1.75  # from one room to the next
@@ -55,7 +57,7 @@ def imports() -> Counter[tuple[str, str]]:
     for module in graph.modules:
         for imported in graph.find_modules_directly_imported_by(module):
             pair = _room(module), _room(imported)
-            if set(pair) <= set(ABOUT) and pair[0] != pair[1]:
+            if set(pair) <= set(ABOUT) and pair[0] != pair[1] and pair != WAY_UP:
                 found[pair] += 1
     return found
 

@@ -10,7 +10,7 @@ from flatness.generalization.locally_constant import LabelConstancy
 from flatness.generalization.rate_constants import RateConstants
 from flatness.generalization.representativeness import Representativeness
 from flatness.generalization.storage import Written
-from flatness.report.drawing import Drawn
+from flatness.report.report import Drawn
 from flatness.report.tables import format_value
 
 

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from flatness.generalization.storage import Saved
-from flatness.report.drawing import Drawn
-from flatness.report.report import Result
+from flatness.report.report import Drawn, Result
 from flatness.report.tables import format_value
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flatness.errors import ReportError
 from flatness.files import ANY, TEXT, ShapeError, check_shape, json_text, parse_json, replacing
-from flatness.report.drawing import Drawn
+from flatness.report.report import Drawn
 from flatness.report.unpacking import UNREADABLE, TooLargeError, array_names, check_unpacked, read_array
 
 Array = NDArray[Any]

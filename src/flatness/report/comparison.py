@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flatness.catalogue.registry import known_measure
 from flatness.errors import ReportError, listed, nearest
 from flatness.files import json_text, write_text
-from flatness.report.drawing import Drawn
-from flatness.report.report import Result, address
+from flatness.report.report import Drawn, Result, address
 from flatness.report.sheets import csv_text
 from flatness.report.tables import (
     Column,

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.errors import ReportError, listed, nearest
 from flatness.files import EVERY, NUMBER, TEXT, WHOLE, YES_NO, Optional, json_text, read_saved, write_text
-from flatness.report.drawing import Drawn
 from flatness.report.tables import WHOLE_MODEL, cell_of, format_report
 
 if TYPE_CHECKING:
     import pandas
+
+    from flatness.show.plots.themes import Picture
 
 _FORMAT = "flatness report"
 _VERSION = 1
@@ -133,6 +134,24 @@ Address = tuple[str, str, str | None, str | None]
 def address(row: Result) -> Address:
     """What a row is about."""
     return row.measure, row.level, row.layer, row.reduction
+
+
+class Drawn:
+    """A result that has a picture, which the room above draws."""
+
+    __slots__ = ()
+
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        measures: str | Iterable[str] | None = None,
+        dark: bool = False,
+    ) -> Picture:
+        """Its picture, a matplotlib figure that notebooks show as it is; see `flatness.plot`."""
+        from flatness.show.plot import plot
+
+        return plot(self, path, measures=measures, dark=dark)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from flatness.errors import ReportError
 from flatness.files import write_text
-from flatness.report.drawing import Drawn
-from flatness.report.report import Report
+from flatness.report.report import Drawn, Report
 from flatness.report.sheets import csv_text
 from flatness.report.tables import Grid, format_grid, legend, overview_columns
 

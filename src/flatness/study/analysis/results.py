@@ -14,7 +14,7 @@ import numpy as np
 from flatness.errors import OptionError, StudyError, nearest
 from flatness.files import EVERY, TEXT, ShapeError, check_shape, json_text, parse_json, write_text
 from flatness.landscape.line_result import Line
-from flatness.report.drawing import Drawn
+from flatness.report.report import Drawn
 from flatness.report.sheets import csv_text
 from flatness.study.analysis.correlations import FEWEST, baseline_table, correlation_table
 from flatness.study.analysis.granulated import SEED

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.catalogue.measure import Measure
 from flatness.errors import listed
-from flatness.report.drawing import Drawn
-from flatness.report.report import Address, Report, Result, address
+from flatness.report.report import Address, Drawn, Report, Result, address
 from flatness.report.tables import format_table
 
 if TYPE_CHECKING:
