@@ -240,4 +240,4 @@ def test_many_positions_take_random_signs_with_a_standard_error(monkeypatch):
         z.append((row.value - exact.value) / row.stderr)
     # 24 values of unit variance have a root mean square within 1 ± 0.4, three of its standard deviations.
     assert 0.6 < math.sqrt(sum(one**2 for one in z) / len(z)) < 1.4
-    assert row.notes == ("more than 256 predictions per sample: 64 draws of random signs of all together",)
+    assert row.notes == ("more than 3 predictions per sample: 12 draws of random signs of all together",)

@@ -8,7 +8,7 @@ import flatness
 import oracle
 from flatness.catalogue.baselines import largest_of_network
 from flatness.catalogue.measure import NetworkView
-from flatness.curvature.operators.network_spectrum import NetworkSpectrum
+from flatness.curvature.spectra import NetworkSpectrum
 from flatness.errors import OptionError, UndefinedMeasureError
 from flatness.zoo.models import rangamani2019_f1
 from networks import CASES

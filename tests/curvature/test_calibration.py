@@ -15,7 +15,7 @@ import oracle
 from flatness.catalogue.registry import get_measure
 from flatness.curvature.sums.folds import replicates
 from flatness.curvature.sums.sampled import Budget
-from flatness.measuring.run import run as running
+from flatness.measuring.run import pilot
 
 SEEDS = 48
 # Seed, factor of the weights, and the traces of the first two layers, to two digits.
@@ -58,7 +58,7 @@ def scores(name, measures, monkeypatch, budget):
         assert truth.value("hessian_trace", layer=layer) == pytest.approx(dense, rel=1e-9)
         assert dense == pytest.approx(trace, abs=0.02)
     # No pilot: as many probes as make errors of all sizes.
-    monkeypatch.setattr(running, "choose_budget", lambda *_: budget)
+    monkeypatch.setattr(pilot, "choose_budget", lambda *_: budget)
     found = {}
     for seed in range(SEEDS):
         report = flatness.measure(model, (x, y), method="sampled", seed=seed, **asked)
@@ -113,7 +113,7 @@ def test_replicates_of_a_sum_have_the_error_of_the_sum():
 def test_a_clipped_value_says_how_large_it_may_be(monkeypatch):
     """A trace below 0 by less than its error: the root is 0, and not for certain."""
     model, x, y = built("near zero")
-    monkeypatch.setattr(running, "choose_budget", lambda *_: Budget(2, 4, folds=16))
+    monkeypatch.setattr(pilot, "choose_budget", lambda *_: Budget(2, 4, folds=16))
     names = ["hessian_trace", "matrix_normalized_sharpness"]
     for seed in range(SEEDS):
         report = flatness.measure(model, (x, y), measures=names, method="sampled", seed=seed, progress=False)

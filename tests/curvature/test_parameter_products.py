@@ -10,14 +10,14 @@ from torch import nn
 import flatness
 import oracle
 import transformer_models as nets
-from flatness.curvature.parameters.parameter_products import entries_of, own_parameter
+from flatness.curvature.parameters.parameter_products import entries_of
 from flatness.curvature.sums.folds import FOLDS
 from flatness.curvature.sums.parameter_probes import ParameterEngine
 from flatness.curvature.sums.sampled import Budget
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
 from flatness.measuring.scatter import Scatter
-from flatness.network.layers import find_layers
+from flatness.network.layers import find_layers, own_parameter
 from flatness.problem.problem import Problem
 from networks import token_cross_entropy
 from small import measure

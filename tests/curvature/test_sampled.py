@@ -11,17 +11,18 @@ from torch import nn
 
 import flatness
 import oracle
+from flatness.curvature.sums import sampled
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.folds import FOLDS
 from flatness.curvature.sums.frame import feature_spreads
 from flatness.curvature.sums.kinds import STATISTICS
 from flatness.curvature.sums.sampled import Budget, _rounds, sampled_statistics
+from flatness.losses.signs import Signs
 from flatness.measuring.plan import plan as plan_module
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
-from flatness.measuring.rows.finalisation import finalise
-from flatness.measuring.run import run as running
-from flatness.measuring.run.exploration import Explored
+from flatness.measuring.rows import finalise
+from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter
 from flatness.measuring.views import Outline
 from flatness.problem.problem import Problem
@@ -157,8 +158,8 @@ def rows_over_seeds(model, x, y, measures, budget, seeds):
         for seed in range(seeds):
             problem.seed = seed
             sums = sampled_statistics(problem, chosen.sampling, {}, budget)
-            run = running.Run(sums.statistics, chosen.methods, scatter=Scatter.of(sums))
-            rows.append(finalise(outline, run, Explored()))
+            run = Run(sums.statistics, chosen.methods, scatter=Scatter.of(sums))
+            rows.append(finalise(outline, run))
     return rows
 
 
@@ -441,13 +442,13 @@ def test_the_number_of_probes_is_settled_before_they_are_drawn(monkeypatch):
     # probes are counted.
     model, x, y = wide()
     drawn = []
-    original = running.sampled_statistics
+    original = sampled.sampled_statistics
 
     def counted(problem, routes, spreads, budget, groups=None):
         drawn.append(budget)
         return original(problem, routes, spreads, budget, groups)
 
-    monkeypatch.setattr(running, "sampled_statistics", counted)
+    monkeypatch.setattr(sampled, "sampled_statistics", counted)
     report = flatness.measure(model, (x, y), measures="hessian_trace", method="sampled", progress=False)
     (budget,) = drawn
     first = "all directions" if budget.gauss_newton is None else f"{budget.gauss_newton} probes per sample"
@@ -539,7 +540,7 @@ def test_probes_have_the_output_hessian_as_their_mean(loss, classes):
         for s, c in problem.loss.factors(single)
     )[0, 0]
     drawn = torch.zeros(repeats, classes, classes, dtype=torch.float64)
-    for s, sign in problem.loss.probes(items, torch.Generator().manual_seed(2)):
+    for s, sign in problem.loss.probes(items, Signs(2, torch.arange(repeats))):
         drawn += sign * s[:, 0, :, None] * s[:, 0, None, :]
     error = drawn.std(0) / math.sqrt(repeats)
     assert ((drawn.mean(0) - H).abs() <= 5 * error + 1e-12).all()
@@ -552,8 +553,8 @@ def test_probes_of_confident_predictions_do_not_cancel():
         for dtype in (torch.float32, torch.float64)
     )
     target = torch.zeros(1).long()
-    ((s, _),) = single.probes(single.items(logits, target), torch.Generator().manual_seed(0))
-    ((t, _),) = double.probes(double.items(logits.double(), target), torch.Generator().manual_seed(0))
+    ((s, _),) = single.probes(single.items(logits, target), Signs(0, torch.arange(1)))
+    ((t, _),) = double.probes(double.items(logits.double(), target), Signs(0, torch.arange(1)))
     torch.testing.assert_close(s.double(), t, rtol=1e-5, atol=0)
 
 

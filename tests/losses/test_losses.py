@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses import LOSS_NAMES, CustomLoss, Items, Loss, NormalizedCrossEntropy, resolve_loss
+from flatness.losses import LOSS_NAMES, Items, Loss, resolve_loss
+from flatness.losses.custom import CustomLoss
+from flatness.losses.normalized import NormalizedCrossEntropy
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -112,6 +112,8 @@ def test_measuring_and_planning_take_the_same_arguments():
         "batch_size",
         "device",
         "dtype",
+        "samples",
+        "tf32",
         "seed",
         "progress",
         "statistics_to",

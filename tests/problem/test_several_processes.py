@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def process(rank, port, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     answers = {}
-    for task in (measured, sampled, walking, failing, different, alone):
+    for task in (measured, sampled, drawn, failing, different, alone):
         try:
             answers[task.__name__] = task(rank)
         except FlatnessError as error:
@@ -60,8 +61,8 @@ def part(case, rank):
     return case.x[share], case.y[share]
 
 
-WALKING = {one.name for one in flatness.measures() if one.explore or one.network_needs - {"traces"}}
-NAMES = ("mlp", "residual_batch_norm", "dense_prediction")
+SOME = ["relative_flatness", "riemannian_spectral_norm", "epsilon_sharpness", "fisher_rao"]
+NAMES = {"mlp": "all", "residual_batch_norm": SOME, "dense_prediction": SOME}
 
 
 def measured(rank):
@@ -69,7 +70,7 @@ def measured(rank):
     for name in NAMES:
         case = CASES[name]
         report = flatness.measure(
-            case.build(), part(case, rank), measures="all", batch_size=7, progress=False
+            case.build(), part(case, rank), measures=NAMES[name], batch_size=7, progress=False
         )
         found.append((rows(report), report.notes, report.meta))
     return found
@@ -79,14 +80,11 @@ def test_two_halves_of_the_data_give_the_report_of_the_whole(answers):
     found_by_rank = answers["measured"]
     for index, name in enumerate(NAMES):
         case = CASES[name]
-        whole = flatness.measure(case.build(), (case.x, case.y), measures="all", progress=False)
+        whole = flatness.measure(case.build(), (case.x, case.y), measures=NAMES[name], progress=False)
         expected = rows(whole)
         cut = len(case.x) * 3 // 5
         for found, notes, meta in (one[index] for one in found_by_rank):
-            # What walks in the space of all parameters is one process's work.
-            left_out = expected.keys() - found.keys()
-            assert {key[0] for key in left_out} == WALKING
-            assert found.keys() <= expected.keys()
+            assert found.keys() == expected.keys()
             for key in found:
                 value = expected[key]
                 largest = max(abs(other) for (measure, *_), other in expected.items() if measure == key[0])
@@ -137,16 +135,22 @@ def test_sampled_curvature_is_that_of_all_the_data(answers):
             assert abs(value - row.value) <= 5 * stderr + 1e-9 * abs(row.value), (name, _key(row))
 
 
-def walking(rank):
-    return rows(flatness.measure(network(), data(), measures="riemannian_spectral_norm", progress=False))
+def drawn(rank):
+    case = CASES["mlp"]
+    how = {"measures": "relative_flatness", "samples": 20, "progress": False}
+    report = flatness.measure(case.build(), part(case, rank), **how)
+    return {_key(row): (row.value, row.stderr) for row in report.results}, report.meta
 
 
-def test_walks_in_parameter_space_are_refused(answers):
-    message = (
-        "Expected one process, as this walks in the space of all parameters, but got a group of 2. Measure "
-        "it in one process, on all the data, inside flatness.separately()."
-    )
-    assert answers["walking"] == [("ProcessError", message)] * 2
+def test_a_random_part_of_the_data_is_drawn_from_all_processes(answers):
+    (first, meta), (second, _) = answers["drawn"]
+    case = CASES["mlp"]
+    assert first == second
+    assert (meta["samples"], meta["population"]) == (20, len(case.x))
+    whole = flatness.measure(case.build(), (case.x, case.y), measures="relative_flatness", progress=False)
+    for row in whole.results:
+        value, stderr = first[_key(row)]
+        assert 0 < abs(value - row.value) <= 5 * stderr, _key(row)
 
 
 def failing(rank):
@@ -217,6 +221,31 @@ def test_the_same_data_everywhere_is_noted_and_one_process_can_measure_alone(ans
     )
     assert first[1] == pytest.approx(first[2], rel=1e-12)
     assert (second[2], first[3], second[3]) == (None, True, True)
+
+
+def leaving(rank, port, out):
+    """A group without a named backend, one process of which ends in the middle."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    dist.init_process_group(timeout=timedelta(seconds=30))
+    together = rows(flatness.measure(network(), data(), progress=False))
+    if rank == 1:
+        os._exit(0)
+    try:
+        flatness.measure(network(), data(), progress=False)
+    except ProcessError as error:
+        torch.save((together, str(error)), out / "answer.pt")
+    os._exit(0)
+
+
+def test_a_process_that_ends_ends_the_others_in_words(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    mp.spawn(leaving, (free_port(), tmp_path), nprocs=2)
+    together, message = torch.load(tmp_path / "answer.pt", weights_only=False)
+    alone = rows(flatness.measure(network(), data(), progress=False))
+    assert together == {key: pytest.approx(value, rel=1e-6) for key, value in alone.items()}
+    assert message.startswith("Expected all 2 processes to measure together but one did not answer: ")
+    assert message.endswith("inside flatness.separately() a process measures alone.")
 
 
 def test_without_a_group_there_is_one_process():

@@ -79,7 +79,7 @@ def test_few_directions_at_a_time_give_the_same(monkeypatch):
     one = flatness.measure(
         case.build(), (case.x, case.y), "normalized_cross_entropy", measures="all", progress=False
     )
-    monkeypatch.setattr("flatness.curvature.sums.signals.BLOCK", 2)
+    monkeypatch.setattr("flatness.curvature.sums.exact.BLOCK", 2)
     two = flatness.measure(
         case.build(), (case.x, case.y), "normalized_cross_entropy", measures="all", progress=False
     )

@@ -237,7 +237,7 @@ def test_fingerprints_tell_models_and_data_apart():
 def test_the_fingerprint_of_a_model_that_writes_to_its_buffers_is_that_of_the_model_as_given():
     import torch
 
-    from flatness.measuring.rows.provenance import model_fingerprint
+    from flatness.measuring.provenance import model_fingerprint
 
     model = network()
     model.register_buffer("calls", torch.zeros(()))
@@ -381,7 +381,7 @@ def test_a_layer_called_network_is_not_taken_for_the_network():
 def test_the_fingerprint_of_a_model_that_makes_modules_is_that_of_the_model_as_given():
     import torch
 
-    from flatness.measuring.rows.provenance import model_fingerprint
+    from flatness.measuring.provenance import model_fingerprint
 
     def compute(net, x):
         if not hasattr(net, "made"):

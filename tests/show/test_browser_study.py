@@ -55,8 +55,8 @@ def test_pointing_at_a_network_tells_its_configuration_and_values(opened):
     tip = one(driver, "#plot .tip")
     assert tip.is_displayed()
     told = dict(zip(texts(driver, ".tip dt"), texts(driver, ".tip dd"), strict=True))
-    frame = small_study().kept()
-    row = frame[frame["key"].str.startswith(one(driver, ".tip strong").text)].iloc[0]
+    number = int(one(driver, ".tip strong").text.removeprefix("Network "))
+    row = small_study().to_frame().iloc[number - 1]
     assert told["batch size"] == str(row["batch_size"])
     assert told["optimizer"] == row["optimizer"]
     assert float(told["test loss − training loss"]) == pytest.approx(row["gap"], rel=1e-3)
@@ -181,17 +181,18 @@ def test_the_keyboard_reaches_every_network_and_its_record(opened):
     second = one(driver, "#said").text
     assert first != second
     assert re.match(
-        r"[0-9a-f]{8}, batch size (16|64), learning rate 0\.\d+, optimizer (sgd|adam), seed \d", second
+        r"Network \d+, batch size (16|64), learning rate 0\.\d+, optimizer (sgd|adam), seed \d", second
     )
     ActionChains(driver).send_keys(Keys.ENTER).perform()
     heading = driver.switch_to.active_element
-    assert heading.text == f"Network {second[:8]}"
+    name, settings = second.split(", hessian trace")[0].split(", ", 1)
+    assert heading.text == f"{name}: {settings}"
     record = one(driver, "#record").text
     assert "80" in record
     assert "training loss 2.000 → 0.02532, log scale, every 2 epochs" in record
     assert len(every(driver, "#record tbody tr")) == 9
     values = small_study().to_frame().set_index("key")
-    [key] = [key for key in values.index if key.startswith(second[:8])]
+    key = values.index[int(name.removeprefix("Network ")) - 1]
     cells = dict(
         zip(texts(driver, "#record tbody th"), texts(driver, "#record tbody td:nth-child(2)"), strict=True)
     )
@@ -204,7 +205,7 @@ def test_the_keyboard_reaches_every_network_and_its_record(opened):
     assert driver.switch_to.active_element == plot
     link = one(driver, "#rows tbody a")
     link.send_keys(Keys.ENTER)
-    assert driver.switch_to.active_element.text == f"Network {link.text}"
+    assert driver.switch_to.active_element.text.startswith(f"Network {link.text}: ")
     one(driver, "table.correlations tbody tr:nth-child(2) button").send_keys(Keys.ENTER)
     chosen = one(driver, 'table.correlations tr[aria-current="true"] button').text
     assert texts(driver, "#plot text.name")[0] == chosen

@@ -229,6 +229,7 @@ def test_a_network_that_fails_is_a_row_and_may_be_tried_again(tmp_path, monkeypa
     monkeypatch.setattr(tasks, "measured", fail_on_seed_1)
     found = run(study(), tmp_path)
     assert found.counts() == {"finished": 4, "failed": 2}
+    assert found.filtered_out() == {"failed: measuring: ValueError: no luck": 2}
     assert set(found.to_frame().query("status == 'failed'")["reason"]) == {"measuring: ValueError: no luck"}
     monkeypatch.setattr(tasks, "measured", measured)
     assert run(study(), tmp_path).counts() == {"finished": 4, "failed": 2}

@@ -8,7 +8,7 @@ from flatness.errors import MeasureError, SpecError
 from flatness.study import names, read_spec
 from flatness.study.configuration import digest
 from flatness.study.experiments.experiment import unit_key
-from flatness.study.spec.spec import Spec
+from flatness.study.spec.spec import Spec, usual_scale
 from studies import SMALL, configurations, study
 
 
@@ -346,3 +346,10 @@ def test_a_file_that_is_no_toml(tmp_path):
     file = tmp_path / "bad.toml"
     file.write_text("[data\n")
     assert message(file).startswith(f"Expected TOML but {file} is not: ")
+
+
+def test_own_studies_run_in_full_and_those_of_the_package_small(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("")
+    assert [usual_scale(one) for one in (file, str(file), {"data": {}})] == ["paper"] * 3
+    assert {usual_scale(name) for name in names()} == {"small"}

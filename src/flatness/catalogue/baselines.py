@@ -6,7 +6,7 @@ import torch
 
 from flatness.catalogue.measure import Measure, NetworkView, Valued
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, declared
-from flatness.curvature.operators.network_spectrum import NetworkSpectrum
+from flatness.curvature.spectra import NetworkSpectrum
 
 # A Newton step along the gradient that would lower the risk by more than this share says: no minimum here.
 _FAR = 0.1

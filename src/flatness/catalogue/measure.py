@@ -7,17 +7,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from flatness.curvature.operators.network_spectrum import NetworkSpectrum, SpectrumRequest
-from flatness.curvature.operators.spectrum import Spectrum
-from flatness.curvature.parameters.hessian_operator import HessianOperator
-from flatness.curvature.parameters.parameter_space import ParameterSpace
-from flatness.curvature.sums.squared_gradients import SquaredGradients
+from flatness.curvature.spectra import NetworkSpectrum, Spectrum, SpectrumRequest
 from flatness.network.layers import Layer
+
+if TYPE_CHECKING:
+    from flatness.curvature.parameters.hessian_operator import HessianOperator
+    from flatness.curvature.parameters.parameter_space import ParameterSpace
+    from flatness.curvature.sums.squared_gradients import SquaredGradients
 
 Level = Literal["unit", "layer", "network"]
 Clips = Literal["entries", "sums"]
@@ -132,6 +133,7 @@ class Surroundings:
         weights: W (G, d, m) of every layer that the forward pass calls, measured or not, by name.
         gradient: Gives E and ∇E at θ; computed once for all measures that ask, like the next two.
         squared_gradients: Gives E(∂_i ℓ)² for every parameter.
+        metric_root: Gives D^½, the root of the inverse metric that a request names.
         spectrum: Gives extreme eigenvalues of the network's Hessian in a metric.
         hessian: Products with the Hessian of all parameters.
         options: The measure's own options.
@@ -143,6 +145,7 @@ class Surroundings:
     weights: Mapping[str, Tensor]
     gradient: Callable[[], tuple[float, Tensor]]
     squared_gradients: Callable[[], SquaredGradients]
+    metric_root: Callable[[SpectrumRequest], Tensor]
     spectrum: Callable[[SpectrumRequest], NetworkSpectrum]
     hessian: HessianOperator
     options: Mapping[str, Any]
@@ -232,8 +235,12 @@ class Measure:
     @property
     def one_pass(self) -> bool:
         """Whether the shared streaming pass is all it needs."""
-        eigenvalues = self.needs & SPECTRA or "spectrum" in self.network_needs
-        return not eigenvalues and self.loss is None and self.explore is None
+        return self.of_sums and self.loss is None
+
+    @property
+    def of_sums(self) -> bool:
+        """Whether its values are functions of sums over the samples, and no eigenvalues or explorations."""
+        return not (self.needs & SPECTRA or "spectrum" in self.network_needs or self.explore)
 
     @property
     def price(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flatness.catalogue.baselines import largest_of_network
 from flatness.catalogue.measure import Measure
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, choice, declared
-from flatness.curvature.operators.network_spectrum import METRICS, PARAMETERS, SOLVERS
+from flatness.curvature.spectra import METRICS, PARAMETERS, SOLVERS
 
 _OPTIONS = {**EIGENVALUE_OPTIONS, "parameters": choice(*PARAMETERS), "solver": choice(*SOLVERS)}
 _COST = "Hessian products of the whole network: about 20 to 60, in step with other eigenvalues"

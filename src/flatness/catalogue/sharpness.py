@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatness.catalogue.measure import Measure, NetworkView, Surroundings, Valued, averaged
 from flatness.catalogue.options import choice, count, declared, positive
-from flatness.curvature.operators.network_spectrum import METRICS, SpectrumRequest, inverse_metric_root
+from flatness.curvature.spectra import METRICS, SpectrumRequest
 from flatness.errors import UndefinedMeasureError
 
 # An alignment of displacement and gradient above which an ascent counts as having arrived.
@@ -83,7 +83,7 @@ def _largest_rise(
 def _epsilon_sharpness(around: Surroundings) -> dict[str | None, Valued]:
     options = around.options
     request = SpectrumRequest(metric=options["metric"])
-    root = inverse_metric_root(around.space, request, around.squared_gradients)
+    root = around.metric_root(request)
     if not bool(root.any()):
         raise UndefinedMeasureError(
             f"Expected parameters that have a {options['metric']} metric but all of them are zero. "
@@ -135,7 +135,7 @@ def _adaptive(around: Surroundings) -> dict[str | None, Valued]:
     options = around.options
     case, norm = options["case"], options["norm"]
     rho = float(_DEFAULT_RHO[case, norm] if options["rho"] is None else options["rho"])
-    root = inverse_metric_root(around.space, _NODEWISE)
+    root = around.metric_root(_NODEWISE)
     if not bool(root.any()):
         raise UndefinedMeasureError(
             "Expected parameters to move in proportion to their size but all of them are zero: "

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flatness.catalogue.measure import LayerView, Measure, NetworkView, Surroundings, Valued
 from flatness.catalogue.options import NORMALIZED_LOSS, choice, count, declared, positive, share
-from flatness.curvature.sums.folds import clipped_centre, replicates
 
 # A certified relative distance from the minimum above which a value counts as not converged.
 _CERTIFIED = 1e-6
@@ -85,6 +84,7 @@ def _normalized_adapted(options: Mapping[str, Any]) -> Measure:
 def _by_finite_differences(around: Surroundings) -> dict[str | None, Valued]:
     """Every layer's value from the diagonal of eq. 61, with the standard error of its replicates."""
     from flatness.catalogue.engines.finite_differences import differenced_diagonals
+    from flatness.curvature.sums.folds import clipped_centre, replicates
 
     draws, radius = int(around.options["draws"]), float(around.options["radius"])
     estimates = differenced_diagonals(

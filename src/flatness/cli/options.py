@@ -14,9 +14,9 @@ import typer
 
 from flatness.cli import words
 from flatness.cli.answers import UsageError, choice
-from flatness.cli.values import split_list
+from flatness.cli.values import number_or_word, split_list
 from flatness.cli.words import complete_from, documented
-from flatness.measuring.choices import CURVATURES, METHODS
+from flatness.measuring import CURVATURES, METHODS
 
 DATA, HOW, DRAW, OUTPUT = "Data", "How to measure", "What to draw", "Output"
 """Groups of options on help pages."""
@@ -137,6 +137,10 @@ class Measuring:
     precision: Annotated[float, option(documented()["precision"], "X", HOW)] = 0.01
     max_passes: Annotated[int, option(documented()["max_passes"], "N", HOW)] = 100
     data_stderr: Annotated[bool, option(documented()["data_stderr"], None, HOW, "--data-stderr")] = False
+    samples: Annotated[
+        str | None, option(documented()["samples"], "N|enough", HOW, callback=number_or_word)
+    ] = None
+    tf32: Annotated[bool, option(documented()["tf32"], None, HOW, "--tf32")] = False
     weight_decay: WeightDecay = 0.0
 
 

@@ -45,7 +45,13 @@ def run(
         typer.Argument(metavar="STUDY", help="A name of 'study list', or FILE.toml: code, which runs."),
     ],
     out: Annotated[Path | None, o.option("Folder of the study.  [default: STUDY-SCALE]", "DIR")] = None,
-    scale: Annotated[str, o.one_of("", _SCALES)] = "small",
+    scale: Annotated[
+        str | None,
+        o.one_of(
+            f"{', '.join(_SCALES)}.  [default: small; for a FILE of your own paper, which is all of it]",
+            _SCALES,
+        ),
+    ] = None,
     executor: Annotated[str, o.one_of("", _EXECUTORS)] = "local",
     jobs: Annotated[int | None, o.option("Processes.  [default: one per GPU or core]", "N", min=1)] = None,
     device: Annotated[
@@ -68,7 +74,7 @@ def run(
 
     Example:
         flatness study run petzka2019-mnist --scale smoke
-        flatness study run mine.toml --scale paper --out results --minutes 25
+        flatness study run mine.toml --out results --minutes 25
     """
     import math
     import os
@@ -76,14 +82,17 @@ def run(
     from flatness.errors import SpecError
     from flatness.study import read_spec
     from flatness.study import run as run_study
+    from flatness.study.spec.spec import usual_scale
 
     if data_dir is not None:
         if not os.path.isdir(data_dir):
             raise UsageError(f"Expected --data-dir to be a folder but {data_dir} is not one.")
         os.environ["FLATNESS_DATA"] = data_dir  # workers look there too
     with blamed_on_words(SpecError):
-        spec = read_spec(study, scale)
-    folder = out or Path(f"{spec.name}-{scale}")
+        spec = read_spec(study, scale or usual_scale(study))
+    folder = out or Path(f"{spec.name}-{spec.scale}")
+    if progress and usual_scale(study) == "small" and not folder.exists():
+        _say_costs(spec.name, spec.scale, device, jobs)
     done = run_study(
         spec,
         folder,
@@ -97,6 +106,15 @@ def run(
     )
     _present(done)
     raise typer.Exit(FAILED if "failed" in done.counts() else 0)
+
+
+def _say_costs(name: str, scale: str, device: str | None, jobs: int | None) -> None:
+    """Which scale of a study of the package runs, what it takes here, and what the others would."""
+    from flatness.study.run.cost import scale_costs
+    from flatness.study.run.run import training_place
+
+    lines = [f"{name}, scale {scale}. On this machine:", *scale_costs(name, *training_place(device, jobs))]
+    typer.echo("\n  ".join(lines), err=True)
 
 
 def pack(

@@ -27,6 +27,15 @@ def one_or_many(names: list[str], default: str | None = None) -> str | list[str]
     return default if not names else names[0] if len(names) == 1 else names
 
 
+def number_or_word(text: str | None) -> int | str | None:
+    """A number as a number, anything else as it is.
+
+    >>> number_or_word("2000"), number_or_word("enough")
+    (2000, 'enough')
+    """
+    return int(text) if text is not None and text.isdecimal() else text
+
+
 def key_values(pairs: Iterable[str] | None, option: str) -> dict[str, Any]:
     """``key=value`` pairs; values are read as Python literals, else as text.
 

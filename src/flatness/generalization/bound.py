@@ -39,10 +39,10 @@ from flatness.generalization.representativeness import (
     cross_validated,
     layer_notes,
 )
+from flatness.problem import setting_of
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
-from flatness.problem.setting import setting_of
 from flatness.report.report import Report
 from flatness.report.tables import format_value
 

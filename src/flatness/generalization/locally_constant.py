@@ -18,10 +18,10 @@ from flatness.generalization.kernels import UniformBall, check_delta
 from flatness.generalization.local_losses import moves
 from flatness.generalization.representativeness import check_features
 from flatness.losses import Loss
+from flatness.problem import setting_of
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
-from flatness.problem.setting import setting_of
 from flatness.report.report import Result
 from flatness.report.tables import format_value
 

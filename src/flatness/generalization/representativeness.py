@@ -16,10 +16,10 @@ from flatness.generalization.kernels import Kernel, bandwidth, check_delta, kern
 from flatness.generalization.local_losses import local_losses
 from flatness.losses import Loss
 from flatness.measuring.examine.examination import examine
+from flatness.problem import setting_of
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
-from flatness.problem.setting import setting_of
 from flatness.report.report import Result
 from flatness.report.tables import format_value
 

@@ -21,10 +21,10 @@ from flatness.generalization.perturbations import (
 )
 from flatness.generalization.robustness_result import Robustness
 from flatness.generalization.worst import first_order_bound, worst_matrices
+from flatness.problem import setting_of
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
-from flatness.problem.setting import setting_of
 from flatness.report.report import Result
 
 _ROUTES = ("weights", "features", "noise")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.operators.lanczos import LanczosRuns, random_signs
-from flatness.curvature.operators.network_spectrum import PARAMETERS, SpectrumRequest, inverse_metric_root
+from flatness.curvature.operators.network_spectrum import inverse_metric_root
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.curvature.spectra import PARAMETERS, SpectrumRequest
 from flatness.errors import OptionError, listed, nearest
 from flatness.landscape.arguments import whole_number
 from flatness.landscape.density_result import Density, SpectralQuadrature
@@ -28,11 +29,11 @@ from flatness.landscape.resumption import facts_of, identity_of, resumed
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
 from flatness.network.layers import find_layers
+from flatness.problem import setting_of
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately
-from flatness.problem.setting import setting_of
 
 METRICS = ("euclidean", "layerwise", "nodewise")
 """D of D^½ H D^½: 1, ‖W_l‖² on every tensor (rangamani2019, Def. 3), or θ_i² (§6)."""

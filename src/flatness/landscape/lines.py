@@ -22,10 +22,10 @@ from flatness.landscape.line_result import Line
 from flatness.landscape.networks import Member, Networks, Weights, members_of, state_of
 from flatness.landscape.storage import Array
 from flatness.landscape.walk import Walk
+from flatness.problem import setting_of
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
-from flatness.problem.setting import setting_of
 
 
 @separately()

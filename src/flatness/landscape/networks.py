@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.curvature.parameters.parameter_products import own_parameter
 from flatness.errors import (
     CheckpointError,
     LayerError,
@@ -19,7 +18,7 @@ from flatness.errors import (
     listed,
     nearest,
 )
-from flatness.network.layers import find_layers, own_parameters, select_layers
+from flatness.network.layers import find_layers, own_parameter, own_parameters, select_layers
 from flatness.network.layers.view import Layer
 from flatness.problem.batches import describe
 from flatness.problem.model import unwrap

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from flatness.errors import ReportError, ResumeError, listed
 from flatness.files import check_folder
 from flatness.landscape.storage import Saved
-from flatness.measuring.rows.provenance import model_fingerprint
+from flatness.measuring.provenance import model_fingerprint
 from flatness.problem.problem import Problem
 from flatness.version import __version__
 

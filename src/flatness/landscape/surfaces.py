@@ -18,11 +18,11 @@ from flatness.landscape.networks import by_name, difference, state_of
 from flatness.landscape.storage import Array
 from flatness.landscape.surface_result import Surface
 from flatness.landscape.walk import Walk
+from flatness.problem import setting_of
 from flatness.problem.batches import describe
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
-from flatness.problem.setting import setting_of
 
 Ends = tuple[tuple[float, float], tuple[float, float]]
 """Both ends of x, and both of y."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -23,40 +24,28 @@ from torch.nn import functional as F
 
 from flatness.errors import LossError, listed, nearest
 from flatness.losses.base import Items, Loss, counted
-from flatness.losses.custom import CustomLoss
-from flatness.losses.elementwise import BinaryCrossEntropy, MeanSquaredError, SquaredError
-from flatness.losses.normalized import NormalizedCrossEntropy
-from flatness.losses.softmax import CrossEntropy, NegativeLogLikelihood
 
-__all__ = [
-    "LOSS_NAMES",
-    "CustomLoss",
-    "Items",
-    "Loss",
-    "NormalizedCrossEntropy",
-    "counted",
-    "resolve_loss",
-]
+__all__ = ["LOSS_NAMES", "Items", "Loss", "counted", "resolve_loss"]
 
-
-_NAMED: dict[str, Callable[[], Loss]] = {
-    "cross_entropy": CrossEntropy,
-    "nll": NegativeLogLikelihood,
-    "mse": MeanSquaredError,
-    "squared_error": SquaredError,
-    "bce": BinaryCrossEntropy,
-    "normalized_cross_entropy": NormalizedCrossEntropy,
+# Where each loss is: a file of this folder and a class. It is loaded when it is asked for.
+_NAMED: dict[str, str] = {
+    "cross_entropy": "softmax.CrossEntropy",
+    "nll": "softmax.NegativeLogLikelihood",
+    "mse": "elementwise.MeanSquaredError",
+    "squared_error": "elementwise.SquaredError",
+    "bce": "elementwise.BinaryCrossEntropy",
+    "normalized_cross_entropy": "normalized.NormalizedCrossEntropy",
 }
 
 LOSS_NAMES = tuple(_NAMED)
 """The names `resolve_loss` knows."""
 
-# Torch's module and function, the loss here, and what it takes of the module.
-_TORCH: tuple[tuple[type[nn.Module], Any, Callable[..., Loss], tuple[str, ...]], ...] = (
-    (nn.CrossEntropyLoss, F.cross_entropy, CrossEntropy, ("weight", "ignore_index", "label_smoothing")),
-    (nn.NLLLoss, F.nll_loss, NegativeLogLikelihood, ("weight", "ignore_index")),
-    (nn.MSELoss, F.mse_loss, MeanSquaredError, ()),
-    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, BinaryCrossEntropy, ("pos_weight", "weight")),
+# Torch's module and function, the name of the loss here, and what it takes of the module.
+_TORCH: tuple[tuple[type[nn.Module], Any, str, tuple[str, ...]], ...] = (
+    (nn.CrossEntropyLoss, F.cross_entropy, "cross_entropy", ("weight", "ignore_index", "label_smoothing")),
+    (nn.NLLLoss, F.nll_loss, "nll", ("weight", "ignore_index")),
+    (nn.MSELoss, F.mse_loss, "mse", ()),
+    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, "bce", ("pos_weight", "weight")),
 )
 
 _ELEMENTWISE = {
@@ -88,7 +77,7 @@ def resolve_loss(loss: Any) -> Loss:
         return loss
     if isinstance(loss, str):
         if loss in _NAMED:
-            return _NAMED[loss]()
+            return _loaded(_NAMED[loss])()
         raise LossError(
             f"Expected a loss named {', '.join(LOSS_NAMES)} but got {loss!r}.{nearest(loss, LOSS_NAMES)} "
             "For any other loss pass a function of (output, target) that returns one loss per sample."
@@ -106,23 +95,29 @@ def resolve_loss(loss: Any) -> Loss:
     )
 
 
+def _loaded(place: str) -> Callable[..., Loss]:
+    """The class of a loss, by its file in this folder and its name."""
+    module, _, kind = place.partition(".")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), kind)
+
+
 def _from_function(function: Any) -> Loss:
     if function is F.binary_cross_entropy:
         raise _on_probabilities(
             "torch.nn.functional.binary_cross_entropy", "binary_cross_entropy_with_logits"
         )
-    for _, known, build, _ in _TORCH:  # by identity: a callable need not be hashable
+    for _, known, loss, _ in _TORCH:  # by identity: a callable need not be hashable
         if function is known:
-            return build()
+            return _loaded(_NAMED[loss])()
     inner = function.func if isinstance(function, functools.partial) else function
     name = getattr(inner, "__name__", type(inner).__name__).strip("<>")
     if getattr(F, name, None) is not function:
-        return CustomLoss(function, name)
+        return _loaded("custom.CustomLoss")(function, name)
     per_sample = functools.partial(function, reduction="none")
     if not _takes_two(per_sample):
         raise _unreadable(f"torch.nn.functional.{name}")
     elementwise = any(function is known for known in _ELEMENTWISE.values())
-    return CustomLoss(_reduced(per_sample, "mean"), name, elementwise)
+    return _loaded("custom.CustomLoss")(_reduced(per_sample, "mean"), name, elementwise)
 
 
 def _from_module(module: nn.Module) -> Loss:
@@ -136,10 +131,10 @@ def _from_module(module: nn.Module) -> Loss:
             f"{name}(reduction='sum'). Write {name}(reduction='mean'), or pass a function of "
             "(output, target) that returns one loss per sample."
         )
-    for known, _, build, options in _TORCH:
+    for known, _, loss, options in _TORCH:
         # a subclass with a forward of its own is some other loss
         if isinstance(module, known) and type(module).forward is known.forward:
-            return build(*(getattr(module, option) for option in options))
+            return _loaded(_NAMED[loss])(*(getattr(module, option) for option in options))
     trainable = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
     if trainable:
         raise LossError(
@@ -150,7 +145,9 @@ def _from_module(module: nn.Module) -> Loss:
         raise _unreadable(name)
     per_sample = copy.copy(module)
     per_sample.reduction = "none"  # type: ignore[assignment]
-    return CustomLoss(_reduced(per_sample, reduction), name, isinstance(module, tuple(_ELEMENTWISE)))
+    return _loaded("custom.CustomLoss")(
+        _reduced(per_sample, reduction), name, isinstance(module, tuple(_ELEMENTWISE))
+    )
 
 
 def _reduced(per_element: Callable[[Tensor, Any], Tensor], reduction: str) -> Callable[[Tensor, Any], Tensor]:

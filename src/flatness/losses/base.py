@@ -5,16 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flatness.errors import DataError, FlatnessError
-from flatness.losses.signs import Signs
+
+if TYPE_CHECKING:
+    from flatness.losses.signs import Signs
 
 Check = tuple[Tensor, Callable[[tuple[int, ...]], FlatnessError]]
 """A mask of what is wrong, and the error to raise given the index of its first entry."""
+
+# Outputs per sample up to which a loss without closed forms makes matrices of them.
+LARGEST_OUTPUT = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +105,7 @@ class Loss(ABC):
         No graph is attached.
         """
 
-    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, signs: Signs) -> list[tuple[Tensor, float]]:
         """Draw vectors s, shape (n, T, K), with E Σ ±s sᵀ = ∂²ℓ/∂f², all predictions of a sample together.
 
         Every factor gets an independent random sign, and those with c = +1 and with c = −1 are added up
@@ -108,7 +113,7 @@ class Loss(ABC):
         """
         up, down = torch.zeros_like(items.logits), None
         for s, c in self.factors(items):
-            s = s * random_signs(s[..., :1], generator)
+            s = s * signs.like(s[..., :1])
             up = up + (s if c is None else s * (c > 0)[..., None])
             if c is not None:
                 negative = s * (c < 0)[..., None]
@@ -147,14 +152,6 @@ def counted(normaliser: Tensor | float, samples: int | None = None) -> float:
             "weight 0. Check ignore_index and the class weights of the loss."
         )
     return C
-
-
-def random_signs(like: Tensor, generator: Signs | torch.Generator) -> Tensor:
-    """Independent signs ±1 in the shape and type of a tensor: those of its samples, or just the next ones."""
-    if isinstance(generator, Signs):
-        return generator.like(like)
-    bits = torch.randint(0, 2, like.shape, generator=generator, device=like.device, dtype=torch.int8)
-    return bits.to(like.dtype).mul_(2).sub_(1)
 
 
 def refuse(checks: list[Check]) -> None:

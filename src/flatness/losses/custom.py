@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatness.errors import LossError
-from flatness.losses.base import Items, Loss, promote, random_signs, refuse
+from flatness.losses.base import LARGEST_OUTPUT, Items, Loss, promote, refuse
 from flatness.losses.layout import lay_out_values, place, shape, validate_output
 from flatness.losses.signs import Signs
-
-LARGEST_OUTPUT = 512
 
 
 class CustomLoss(Loss):
@@ -62,23 +60,23 @@ class CustomLoss(Loss):
         for r in range(columns.shape[2]):
             yield columns[:, None, :, r], signs[:, None, r]
 
-    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, signs: Signs) -> list[tuple[Tensor, float]]:
         """Draw from the eigenvectors, or for very many outputs without forming a Hessian.
 
         With random signs ε and w = Hε, E of ½(εwᵀ + wεᵀ) is H, and it is the difference of the squares of
         (γε ± w/γ)/2; γ gives both the same length.
         """
         if items.logits.shape[2] <= LARGEST_OUTPUT:
-            return super().probes(items, generator)
+            return super().probes(items, signs)
         logits = items.logits.detach().requires_grad_()
-        signs = random_signs(logits, generator)
+        epsilon = signs.like(logits)
         gradient = self._slope(logits, items)
         if gradient is None or not gradient.requires_grad:
             return []
-        (w,) = torch.autograd.grad(gradient, logits, signs)
-        size = (w.norm(dim=2, keepdim=True) / signs.norm(dim=2, keepdim=True)).sqrt()
+        (w,) = torch.autograd.grad(gradient, logits, epsilon)
+        size = (w.norm(dim=2, keepdim=True) / epsilon.norm(dim=2, keepdim=True)).sqrt()
         size = torch.where(size > 0, size, 1.0)
-        return [((size * signs + w / size) / 2, 1.0), ((size * signs - w / size) / 2, -1.0)]
+        return [((size * epsilon + w / size) / 2, 1.0), ((size * epsilon - w / size) / 2, -1.0)]
 
     def check(self, output: Tensor, target: Any) -> None:
         """Check that samples do not mix and that autograd sees the curvature.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, promote, random_signs
+from flatness.losses.base import Check, Items, Loss, promote
 from flatness.losses.layout import finite, lay_out_values, place, shape
 from flatness.losses.signs import Signs
 
@@ -48,10 +48,10 @@ class Elementwise(Loss):
             s[..., k] = roots[..., k]
             yield s, None
 
-    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, signs: Signs) -> list[tuple[Tensor, float]]:
         """Draw ±√H_kk for every output."""
         roots = self.curvature_roots(items).to(items.logits.dtype)
-        return [(roots * random_signs(roots, generator), 1.0)]
+        return [(roots * signs.like(roots), 1.0)]
 
 
 class SquaredError(Elementwise):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError
-from flatness.losses.base import Check, Items, Loss, promote, random_signs
+from flatness.losses.base import Check, Items, Loss, promote
 from flatness.losses.layout import place
 from flatness.losses.signs import Signs
 from flatness.losses.softmax import CrossEntropy, softmax_factors, softmax_probe
@@ -74,12 +74,12 @@ class NormalizedCrossEntropy(CrossEntropy):
         ):
             yield s.to(dtype), sign.to(dtype)
 
-    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, signs: Signs) -> list[tuple[Tensor, float]]:
         """Draw two vectors, for the positive and the negative part; beyond `dense_limit` classes in O(K)."""
         if items.logits.shape[2] <= self.dense_limit:
-            return Loss.probes(self, items, generator)
+            return Loss.probes(self, items, signs)
         dtype = items.logits.dtype
-        return [(s.to(dtype), sign) for s, sign in _signed_probes(self._terms(items), generator)]
+        return [(s.to(dtype), sign) for s, sign in _signed_probes(self._terms(items), signs)]
 
     def softmax_weight(self, items: Items) -> Tensor | None:
         """Return None: the Hessian is not that of a softmax."""
@@ -192,18 +192,18 @@ def _cross_vectors(terms: _Terms) -> tuple[Tensor, Tensor]:
     return root * (r + c), root * (r - c)
 
 
-def _signed_probes(terms: _Terms, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
+def _signed_probes(terms: _Terms, signs: Signs) -> list[tuple[Tensor, float]]:
     """The vectors of `_signed` with random signs, those of positive and of negative weight added up apart."""
     c, sigma, alpha = terms.c, terms.sigma, terms.alpha
-    s = softmax_probe(c / sigma, terms.a.squeeze(2).sqrt(), generator)
+    s = softmax_probe(c / sigma, terms.a.squeeze(2).sqrt(), signs)
     up = s / sigma - alpha * c * (c * s).sum(2, keepdim=True)
     minus, plus = _cross_vectors(terms)
-    down = minus * random_signs(sigma, generator)
-    up = up + plus * random_signs(sigma, generator)
+    down = minus * signs.like(sigma)
+    up = up + plus * signs.like(sigma)
     # I − 11ᵀ/K takes signs without their mean
-    signs = random_signs(c, generator)
+    epsilon = signs.like(c)
     shift = terms.e * alpha
-    part = shift.abs().sqrt() * (signs - signs.mean(2, keepdim=True))
+    part = shift.abs().sqrt() * (epsilon - epsilon.mean(2, keepdim=True))
     return [(up + part * (shift < 0), 1.0), (down + part * (shift > 0), -1.0)]
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, promote, random_signs
+from flatness.losses.base import Check, Items, Loss, promote
 from flatness.losses.layout import lay_out_classes, place, shape
-from flatness.losses.signs import Signs
+
+if TYPE_CHECKING:
+    from flatness.losses.signs import Signs
 
 
 class CrossEntropy(Loss):
@@ -110,9 +112,9 @@ class CrossEntropy(Loss):
         for s in softmax_factors(promote(items.logits.detach()), self._weights(items).sqrt()):
             yield s.to(items.logits.dtype), None
 
-    def probes(self, items: Items, generator: Signs | torch.Generator) -> list[tuple[Tensor, float]]:
+    def probes(self, items: Items, signs: Signs) -> list[tuple[Tensor, float]]:
         """Draw one vector by `softmax_probe`, in O(K)."""
-        s = softmax_probe(promote(items.logits.detach()), self._weights(items).sqrt(), generator)
+        s = softmax_probe(promote(items.logits.detach()), self._weights(items).sqrt(), signs)
         return [(s.to(items.logits.dtype), 1.0)]
 
     def softmax_weight(self, items: Items) -> Tensor | None:
@@ -248,7 +250,7 @@ def softmax_factors(logits: Tensor, scale: Tensor) -> Iterator[Tensor]:
         yield (shared * root).scatter_add_(-1, k, root)
 
 
-def softmax_probe(logits: Tensor, scale: Tensor, generator: Signs | torch.Generator) -> Tensor:
+def softmax_probe(logits: Tensor, scale: Tensor, signs: Signs) -> Tensor:
     """Draw s = Σ_k ±s_k over the columns of `softmax_factors` at once: E s sᵀ = scale²·(diag p − p pᵀ).
 
     With q = √p∘ε outside the most probable class j, s = q − (p + √p_j e_j)/(1 + √p_j) Σq, whose component j
@@ -257,12 +259,12 @@ def softmax_probe(logits: Tensor, scale: Tensor, generator: Signs | torch.Genera
     Args:
         logits: (n, T, K).
         scale: (n, T).
-        generator: Where the signs come from.
+        signs: Where the signs come from.
     """
     roots = softmax_roots(logits)
     top = roots.argmax(-1, keepdim=True)
     root_top = roots.gather(-1, top)
-    q = (roots * random_signs(roots, generator)).scatter(-1, top, 0.0)
+    q = (roots * signs.like(roots)).scatter(-1, top, 0.0)
     shared = (-roots.square() / (1 + root_top)).scatter(-1, top, -root_top)
     return (q + shared * q.sum(-1, keepdim=True)) * scale[..., None]
 

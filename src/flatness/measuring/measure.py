@@ -6,30 +6,28 @@ import inspect
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from flatness.catalogue.registry import LossGroup, by_loss, select_measures
-from flatness.curvature.sums.groups import SampleGroups
+from flatness.curvature.sums.statistics import SampleGroups
 from flatness.errors import DataError, LossError, ProcessError, listed
 from flatness.losses import resolve_loss
-from flatness.losses.elementwise import Elementwise
-from flatness.measuring.merge import additive, check_destination, part_of, save_parts
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.provenance import facts, provenance, risk_of, shares, with_risk
 from flatness.measuring.request import MeasureRequest
-from flatness.measuring.rows.finalisation import report_rows, row_notes
-from flatness.measuring.rows.provenance import facts, provenance, risk_of, shares, with_risk
-from flatness.measuring.run.exploration import explore
+from flatness.measuring.rows import relative_error, report_rows, row_notes
 from flatness.measuring.run.run import run_plan
 from flatness.measuring.views import Outline, layer_views
+from flatness.problem import setting_of
 from flatness.problem.forward import DefaultForward, Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
-from flatness.problem.setting import setting_of
 from flatness.report.report import Report, joined
 
 # Arguments of `measure` that say how.
@@ -54,6 +52,8 @@ def measure(
     batch_size: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    samples: int | str | None = None,
+    tf32: bool = False,
     seed: int = 0,
     progress: bool = True,
     statistics_to: str | os.PathLike[str] | None = None,
@@ -89,6 +89,11 @@ def measure(
         batch_size: Samples per micro-batch; by default as many as fit into memory.
         device: Where to measure, such as "cuda:1", on a copy of the model; by default where the model is.
         dtype: Floating-point type to measure a copy of the model in; by default the model's own.
+        samples: How many samples to draw at random, without replacement, or "enough" for as many as the
+            precision takes; by default all are measured. Standard errors then count the choice of samples,
+            for values that are functions of sums over samples, and precision is for all of the data.
+        tf32: Whether a GPU may round factors of float32 products to TF32: faster, and good for about three
+            digits.
         seed: Seed of everything random.
         progress: Whether to show a bar on work of more than two seconds.
         statistics_to: A file for the sums behind this report, so that `merge` makes one report from the
@@ -110,24 +115,44 @@ def measure(
     given = _settled(locals())
     started, ranks = time.perf_counter(), Ranks.current()
     given |= {"progress": progress and ranks.rank == 0, "ranks": ranks}
-    check_destination(statistics_to)
-    everything = measures == "all"
-    groups, left_out = _groups(measures, options, statistics_to is not None)
-    measured: list[tuple[Report, dict[str, Any]]] = []
+    if statistics_to is not None:
+        from flatness.measuring.merge import check_destination
+
+        check_destination(statistics_to)
+    if samples is None:
+        return _reported(given, started)[0]
+    from flatness.measuring.part import measured_part
+
+    return measured_part(partial(_reported, started=started), given)
+
+
+def _reported(given: Mapping[str, Any], started: float) -> tuple[Report, float]:
+    """The report, and the largest relative error of a layer's value."""
+    statistics_to, ranks, measures = given["statistics_to"], given["ranks"], given["measures"]
+    everything, left_out = measures == "all", []
+    if statistics_to is not None:
+        from flatness.measuring.merge import additive
+
+        measures, left_out = additive(measures, given["options"])
+    groups = by_loss(measures, given["options"])
+    measured: list[Measured] = []
     for group in groups:
         try:
-            measured.append(_measured(given, group, started, everything=everything))
+            measured.append(_measured(given, group, started))
         except (LossError, DataError, ProcessError) as error:
             if not _may_be_left_out(group, error, everything):
                 raise
             left_out.append(f"left out: {listed(group.options)}. {error}")
     # The risk of a report is that of the user's loss, whether a measure rests on it or not.
-    own_risk = [] if groups[0].loss is None else [risk_of(_problem(given, loss))]
+    own_risk = [] if groups[0].loss is None else [risk_of(_problem(given, given["loss"]))]
     if statistics_to is not None and ranks.rank == 0:
-        save_parts(statistics_to, [part for _, part in measured], left_out, own_risk)
-    order = [measure.name for measure in select_measures(measures)] if isinstance(measures, str) else ()
-    report = with_risk(joined([report for report, _ in measured], order), own_risk)
-    return replace(report, notes=(*report.notes, *left_out))
+        from flatness.measuring.merge import save_parts
+
+        save_parts(statistics_to, [one.part for one in measured], left_out, own_risk)
+    asked = given["measures"]
+    order = [measure.name for measure in select_measures(asked)] if isinstance(asked, str) else ()
+    report = with_risk(joined([one.report for one in measured], order), own_risk)
+    return replace(report, notes=(*report.notes, *left_out)), max(one.error for one in measured)
 
 
 def _may_be_left_out(group: LossGroup, error: Exception, everything: bool) -> bool:
@@ -136,20 +161,23 @@ def _may_be_left_out(group: LossGroup, error: Exception, everything: bool) -> bo
     return everything and group.loss is not None and of_data
 
 
-def _groups(
-    measures: str | Iterable[str], options: Mapping[str, Mapping[str, Any]] | None, kept: bool
-) -> tuple[list[LossGroup], list[str]]:
-    """Measures that share a loss, the user's own first, and notes on those that are left out."""
-    left_out: list[str] = []
-    if kept:
-        measures, left_out = additive(measures, options)
-    return by_loss(measures, options), left_out
+@dataclass(frozen=True)
+class Measured:
+    """What one group of measures that share a loss gave.
+
+    Attributes:
+        report: Their rows.
+        part: What it was made from, to be kept.
+        error: The largest relative error of a layer's value.
+    """
+
+    report: Report
+    part: dict[str, Any]
+    error: float
 
 
-def _measured(
-    given: Mapping[str, Any], group: LossGroup, started: float, *, everything: bool
-) -> tuple[Report, dict[str, Any]]:
-    """Measure one group of measures that share a loss; the report, and what it was made from, to be kept."""
+def _measured(given: Mapping[str, Any], group: LossGroup, started: float) -> Measured:
+    """Measure one group of measures that share a loss."""
     ranks, kept = given["ranks"], given["statistics_to"] is not None
     with ranks.stage():
         problem, request = _posed(given, group)
@@ -158,18 +186,33 @@ def _measured(
             plan = make_plan(problem, request)
         alike = facts(problem, plan) if kept or ranks.count > 1 else {}
         ranks.check_same(alike)
-        run = run_plan(problem, plan, SampleGroups() if given["data_stderr"] else None)
+        run = run_plan(problem, plan, _sample_groups(given))
         outline = Outline.of(problem, plan)
-        views = layer_views(outline, run.statistics, run.spectra, run.spreads)
-        explored = explore(problem, plan, views, everything=everything)
-        results = report_rows(outline, run, explored)
-        part = part_of(outline, run, alike) if kept else {}
+        if request.explores:
+            from flatness.measuring.run.exploration import explore
+
+            views = layer_views(outline, run.statistics, run.spectra, run.spreads)
+            run.explored = explore(problem, plan, views, everything=given["measures"] == "all")
+        results, part = report_rows(outline, run), {}
+        if kept:
+            from flatness.measuring.merge import part_of
+
+            part = part_of(outline, run, alike)
     meta = provenance(problem, plan, run.statistics, time.perf_counter() - started)
     if ranks.count > 1:
         meta |= shares(problem)
-    notes = (*problem.notes, *plan.notes, *run.notes, *explored.notes)
+    notes = (*problem.notes, *plan.notes, *run.notes, *run.explored.notes)
     report = Report(tuple(results), meta, (*notes, *row_notes(outline, run, results)))
-    return report, {**part, "meta": meta, "notes": notes}
+    error = 0.0 if given.get("population") is None else relative_error(outline, run, results)
+    return Measured(report, {**part, "meta": meta, "notes": notes}, error)
+
+
+def _sample_groups(given: Mapping[str, Any]) -> SampleGroups | None:
+    """Groups of samples, where errors are to count which samples were measured."""
+    population, distribution = given.get("population"), given["data_stderr"]
+    if population is None and not distribution:
+        return None
+    return SampleGroups(population, distribution=distribution)
 
 
 def _settled(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +234,11 @@ def _problem(given: Mapping[str, Any], loss: Any) -> Problem:
 
 def _check_classes(loss: Any, group: LossGroup) -> None:
     """Refuse to put a classification loss in the place of one that is none: its targets are no classes."""
-    if group.loss is not None and isinstance(resolve_loss(loss), Elementwise):
+    if group.loss is None:
+        return
+    from flatness.losses.elementwise import Elementwise
+
+    if isinstance(resolve_loss(loss), Elementwise):
         raise LossError(
             f"Expected a classification loss, as {listed(group.options)} rests on {group.loss}, but got "
             f"{resolve_loss(loss).name!r}. Use loss='cross_entropy' with class targets, or leave it out."

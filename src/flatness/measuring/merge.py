@@ -17,11 +17,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from flatness.catalogue.measure import SPECTRA, Measure
+from flatness.catalogue.measure import Measure
 from flatness.catalogue.registry import adapted_measures, get_measure
-from flatness.curvature.sums.groups import SampleGroups
 from flatness.curvature.sums.kinds import statistics_of
-from flatness.curvature.sums.statistics import Statistics
+from flatness.curvature.sums.statistics import SampleGroups, Statistics
 from flatness.errors import DataError, MeasureError, OptionError, listed
 from flatness.files import (
     CHECKSUM,
@@ -32,10 +31,9 @@ from flatness.files import (
     sealed,
     write_tensors,
 )
+from flatness.measuring.provenance import joint_fingerprint, with_risk
 from flatness.measuring.request import MeasureRequest
-from flatness.measuring.rows.finalisation import report_rows, row_notes
-from flatness.measuring.rows.provenance import joint_fingerprint, with_risk
-from flatness.measuring.run.exploration import Explored
+from flatness.measuring.rows import report_rows, row_notes
 from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter
 from flatness.measuring.views import LayerOutline, Outline
@@ -98,6 +96,21 @@ def _files(paths: Any) -> list[Path]:
     return [Path(path) for path in given]
 
 
+def check_destination(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that cannot be written, before any data is looked at."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(
+            f"Expected statistics_to to be a path but got {type(path).__name__}. For example "
+            "statistics_to='part-3.pt'."
+        )
+    if not str(path) or Path(path).is_dir():
+        raise OptionError(
+            f"Expected statistics_to to name a file but got {str(path)!r}. For example "
+            "statistics_to='part-3.pt'."
+        )
+    check_folder(path)
+
+
 def additive(measures: Any, options: Mapping[str, Mapping[str, Any]] | None) -> tuple[list[str], list[str]]:
     """The measures that are functions of sums over samples, and notes on those that are left out.
 
@@ -121,27 +134,11 @@ def additive(measures: Any, options: Mapping[str, Mapping[str, Any]] | None) -> 
 def _why_no_sum(measure: Measure) -> str | None:
     if measure.explore is not None:
         return f"computed apart, with {measure.cost or 'passes of its own'}"
-    if measure.needs & SPECTRA or "spectrum" in measure.network_needs:
+    if not measure.of_sums:
         return "eigenvalues"
     if any(statistic.scaled for statistic in statistics_of(measure.needs)):
         return "needs the spread of features over all the data"
     return None
-
-
-def check_destination(path: str | os.PathLike[str] | None) -> None:
-    """Refuse a file that cannot be written, before any data is looked at."""
-    if path is not None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise OptionError(
-                f"Expected statistics_to to be a path but got {type(path).__name__}. For example "
-                "statistics_to='part-3.pt'."
-            )
-        if not str(path) or Path(path).is_dir():
-            raise OptionError(
-                f"Expected statistics_to to name a file but got {str(path)!r}. For example "
-                "statistics_to='part-3.pt'."
-            )
-        check_folder(path)
 
 
 def part_of(outline: Outline, run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +166,7 @@ def part_of(outline: Outline, run: Run, facts: Mapping[str, Any]) -> dict[str, A
         "statistics": run.statistics.content(),
         "gauss_newton": None if run.gauss_newton is None else run.gauss_newton.content(),
         "groups": None if run.groups is None else [part.content() for part in run.groups.parts],
-        "scatter": vars(run.scatter),
+        "scatter": vars(run.scatter or Scatter()),
         "methods": run.methods,
         "probes": run.probes,
         "remarks": run.remarks,
@@ -293,7 +290,7 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
     gauss_newton = [part["gauss_newton"] for part in parts]
     if None not in gauss_newton:
         run.gauss_newton = _total([Statistics.of(content) for content in gauss_newton])
-    rows = report_rows(outline, run, Explored())
+    rows = report_rows(outline, run)
     notes = (*_notes(parts, run), *row_notes(outline, run, rows))
     return Report(tuple(rows), _meta(parts, total), notes)
 
@@ -352,7 +349,7 @@ def _notes(parts: Sequence[Mapping[str, Any]], run: Run) -> tuple[str, ...]:
     metas = [part["meta"] for part in parts]
     samples = [str(meta["samples"]) for meta in metas]
     notes = [f"merged from {len(parts)} parts of {listed(samples, 20)} samples"]
-    if run.scatter.folds and len({meta["seed"] for meta in metas}) < len(parts):
+    if run.scatter and run.scatter.folds and len({meta["seed"] for meta in metas}) < len(parts):
         notes.append(
             "some parts were sampled with the same seed, so that their errors go together; the standard "
             "errors count that. Give every job a seed of its own for smaller ones"

@@ -8,9 +8,9 @@ from typing import Any
 
 from flatness.catalogue.measure import SPECTRA, Measure
 from flatness.catalogue.registry import adapted_measures
-from flatness.curvature.operators.network_spectrum import SpectrumRequest
+from flatness.curvature.spectra import SpectrumRequest
 from flatness.errors import OptionError, listed, nearest
-from flatness.measuring.choices import CURVATURES, METHODS
+from flatness.measuring import CURVATURES, METHODS
 
 SPECTRUM_PARTS = {"layer_eigenvalue": "whole", "row_eigenvalues": "rows"}
 """The eigenvalue problem of a layer that gives what a measure needs."""

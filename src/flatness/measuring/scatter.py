@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from flatness.catalogue.measure import Clips, LayerView, NetworkView
-from flatness.curvature.sums.folds import clipped_centre, replicates
-from flatness.curvature.sums.sampled import SampledSums
+from flatness.curvature.sums.folds import SampledSums, clipped_centre, replicates
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Scatter:
         """The scatter of some parts of sampled sums; of all when None."""
         chosen = [sums.parts[part] for part in (sums.parts if parts is None else parts)]
         normaliser = sums.statistics.normaliser.cpu()
-        found = [Scatter(part.count, part.folds).divided(normaliser) for part in chosen]
+        found = [Scatter(part.count, part.folds.sums).divided(normaliser) for part in chosen]
         return reduce(Scatter.beside, found, Scatter())
 
     def divided(self, normaliser: Tensor) -> Scatter:
@@ -173,9 +172,9 @@ def _centre(value: Tensor, folds: Tensor | None, clips: Clips | None) -> Tensor:
     return value if bool(kept) else torch.zeros_like(value)
 
 
-def standard_error(deviations: Tensor | None) -> Tensor | None:
+def standard_error(deviations: Tensor) -> Tensor:
     """Root mean square of the deviations (K, …) of replicates."""
-    return None if deviations is None else deviations.square().mean(0).sqrt()
+    return deviations.square().mean(0).sqrt()
 
 
 def bias_note(deviations: Tensor) -> tuple[str, ...]:

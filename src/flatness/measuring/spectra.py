@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatness.curvature.operators.network_spectrum import NetworkSpectrum, SpectrumRequest
+from flatness.curvature.spectra import NetworkSpectrum, SpectrumRequest
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
 from flatness.measuring.run.exploration import explore
+from flatness.problem import setting_of
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem
-from flatness.problem.setting import setting_of
 
 
 def network_spectrum(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatness.catalogue.measure import LayerView, Measure, NetworkView, Valued, squared_norm
 from flatness.catalogue.registry import reduce_values
-from flatness.curvature.operators.spectrum import Spectrum
+from flatness.curvature.spectra import Spectrum
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import STATISTICS
 from flatness.curvature.sums.routes import LayerRoute

@@ -139,3 +139,10 @@ def _as_integers(values: Tensor) -> Tensor:
     if not values.is_floating_point():
         return values.long()
     return values.double().view(torch.int64)
+
+
+def logits_of(output: Any) -> Any:
+    """The tensor of an output as transformers wrap it."""
+    if isinstance(output, Mapping) and "logits" in output:
+        return output["logits"]
+    return getattr(output, "logits", output)

@@ -70,14 +70,17 @@ class Guard(Kept):
         model: The model.
         seed: Of torch's random states inside.
         original: What the model is a copy of, if it is one.
+        tf32: Whether GPUs are to multiply float32 matrices as TF32.
 
     Attributes:
         autocast: Whether anything tried to turn autocast on inside.
     """
 
-    def __init__(self, model: nn.Module, seed: int, original: nn.Module | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int, original: nn.Module | None = None, *, tf32: bool = False
+    ) -> None:
         super().__init__(model)
-        self._seed, self._original = seed, original
+        self._seed, self._original, self._tf32 = seed, original, tf32
         self.autocast = Suppressed()
         self._settled: dict[str, HeldTensor] | None = None
 
@@ -88,7 +91,8 @@ class Guard(Kept):
             self.enter_context(Kept(self._original))
         model = self._model
         devices = {value.device for value in model.parameters()}
-        process = ProcessState(sorted({place.index or 0 for place in devices if place.type == "cuda"}))
+        gpus = sorted({place.index or 0 for place in devices if place.type == "cuda"})
+        process = ProcessState(gpus, tf32=self._tf32)
         self.undo(process.restore)
         self.let_go()
         self.enter_context(torch.inference_mode(False))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatness.errors import ModelError
 from flatness.network.memory import ran_out
-from flatness.problem.batches import copied
+from flatness.problem.batches import copied, logits_of
 from flatness.problem.guard import differentiable
 
 PREPARE = "prepare_decoder_input_ids_from_labels"
@@ -71,13 +71,6 @@ class Alignment:
     def labels(self) -> str:
         """What is done to the labels."""
         return "labels shifted by one" if self.shift else "labels not shifted"
-
-
-def logits_of(output: Any) -> Any:
-    """The tensor of an output as transformers wrap it."""
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    return getattr(output, "logits", output)
 
 
 # Largest accepted distance from the model's own loss and its gradient, relative to these. Models compute

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from flatness.problem.batches import describe
 from flatness.problem.forward import DefaultForward, Forward, line_for
 from flatness.problem.guard import Guard, Suppressed
 from flatness.problem.model import check_model, converted, unwrap, usable_device
-from flatness.problem.own_loss import Alignment
 from flatness.problem.process_state import PROCESS
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import Ranks
 from flatness.problem.sources import Source, different_lengths
+
+if TYPE_CHECKING:
+    from flatness.problem.own_loss import Alignment
 
 _DEFAULT_BATCH = 256
 
@@ -43,6 +45,7 @@ class Problem:
         batch_size: Samples per micro-batch; chosen by memory when None.
         device: Where to measure; the model's device when None.
         dtype: In which precision; the model's when None.
+        tf32: Whether a GPU multiplies float32 matrices as TF32.
         seed: Seed of everything random.
         progress: Whether to show a bar on long work.
         ranks: The processes that measure together, each on its part of the data; one alone by default.
@@ -65,6 +68,7 @@ class Problem:
         batch_size: int | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
+        tf32: bool = False,
         seed: int = 0,
         progress: bool = True,
         ranks: Ranks | None = None,
@@ -84,6 +88,9 @@ class Problem:
         if self.dtype in (torch.float16, torch.bfloat16):
             kind = str(self.dtype).removeprefix("torch.")
             notes.append(f"computed in {kind}: about two digits; pass dtype=torch.float32 for more")
+        if tf32:
+            notes.append(tf32_note(self.device, self.dtype))
+        self.tf32 = tf32
         self.notes = notes
         self.source = Source(data, seed)
         self.loss = resolved
@@ -105,7 +112,7 @@ class Problem:
         """A context in which the model is in evaluation mode, and after which it is as it was."""
         if torch.is_autocast_enabled(self.device.type):
             self.notes.append("autocast was on; measured without it")
-        self._guard = Guard(self.model, self.seed, self._original)
+        self._guard = Guard(self.model, self.seed, self._original, tf32=self.tf32)
         self._guard.push(self._note_autocast)
         return self._guard
 
@@ -321,6 +328,13 @@ class Problem:
             x, y = batch
             if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[:1] != y.shape[:1]:
                 raise different_lengths(x, y)
+
+
+def tf32_note(device: torch.device, dtype: torch.dtype) -> str:
+    """What to say where the user asks for TF32."""
+    if device.type != "cuda" or dtype != torch.float32:
+        return f"tf32=True changes nothing for {dtype} on {device.type}: it is for torch.float32 on a GPU"
+    return "matrix products and convolutions in TF32: about three digits, also of what is called exact"
 
 
 _PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -61,8 +61,8 @@ PROCESS = OneAtATime()
 """Of this process."""
 
 
-def _switches() -> list[Switch]:
-    """Attention in plain operators, float32 products in full precision."""
+def _switches(tf32: bool) -> list[Switch]:
+    """Attention in plain operators; float32 products in full precision, or on a GPU as TF32."""
     cuda, mha = torch.backends.cuda, torch.backends.mha
     found: list[Switch] = [
         # Fused kernels have no second derivative, and skip modules and hooks.
@@ -76,15 +76,16 @@ def _switches() -> list[Switch]:
         # How many `torch.func.jvp` are under way; only an interrupted one leaves it changed.
         (*_attribute(eager_transforms, "JVP_NESTING"), eager_transforms.JVP_NESTING),
     ]
-    backends: list[Any] = [
+    gpu: list[Any] = [
         torch.backends.cuda.matmul,
         torch.backends.cudnn.conv,  # type: ignore[attr-defined]
         torch.backends.cudnn.rnn,
-        torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
-        torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
     ]
+    cpu: list[Any] = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv]  # type: ignore[attr-defined]
     # These, not `allow_tf32`: reading that one raises where the user set them.
-    return found + [(*_attribute(backend, "fp32_precision"), "ieee") for backend in backends]
+    for backends, precision in ((gpu, "tf32" if tf32 else "ieee"), (cpu, "ieee")):
+        found += [(*_attribute(backend, "fp32_precision"), precision) for backend in backends]
+    return found
 
 
 def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -97,10 +98,11 @@ class ProcessState:
 
     Args:
         devices: The GPUs whose random states count.
+        tf32: Whether GPUs are to multiply float32 matrices as TF32.
     """
 
-    def __init__(self, devices: Iterable[int]) -> None:
-        self._switches = [(read, write, read(), inside) for read, write, inside in _switches()]
+    def __init__(self, devices: Iterable[int], *, tf32: bool = False) -> None:
+        self._switches = [(read, write, read(), inside) for read, write, inside in _switches(tf32)]
         self._generators = [torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)]
         hooks = [held for name, held in vars(torch_module).items() if name.startswith("_global_")]
         # Data sets draw from Python's and NumPy's, too.

@@ -39,6 +39,28 @@ def separately() -> Iterator[None]:
         _separately.reset(token)
 
 
+def _device_of_group(own: torch.device) -> torch.device:
+    """Where the group adds tensors up; a group without a named backend does so where they are."""
+    backend = dist.get_backend()
+    if any(name in backend for name in ("gloo", "mpi")):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else own
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """One step of all processes; where one does not take part, the others say so in the end."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ProcessError(
+            f"Expected all {dist.get_world_size()} processes to measure together but one did not answer: "
+            f"{reason}. It has ended, or never called this: inside flatness.separately() a process "
+            "measures alone."
+        ) from error
+
+
 class Ranks:
     """The processes that measure together; one alone when there is no group.
 
@@ -63,7 +85,8 @@ class Ranks:
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value)
+        with _together():
+            dist.all_gather_object(values, value)
         return values
 
     def first(self, value: Any) -> Any:
@@ -74,11 +97,10 @@ class Ranks:
         """Sums over the processes, in float64, each where it was."""
         if self.count == 1 or not tensors:
             return list(tensors)
-        # Gloo and MPI take tensors of the host, NCCL those of the GPU.
-        on_host = any(name in dist.get_backend() for name in ("gloo", "mpi"))
-        device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+        device = _device_of_group(tensors[0].device)
         flat = torch.cat([tensor.detach().to(device, torch.float64).flatten() for tensor in tensors])
-        dist.all_reduce(flat)
+        with _together():
+            dist.all_reduce(flat)
         parts = flat.split([tensor.numel() for tensor in tensors])
         return [
             part.reshape(tensor.shape).to(tensor.device) for part, tensor in zip(parts, tensors, strict=True)

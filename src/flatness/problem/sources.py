@@ -38,7 +38,7 @@ class Source:
     def __init__(self, data: Any, seed: int) -> None:
         self.data = _reiterable(data)
         # Two tensors are batched here.
-        self._pair = self.data if isinstance(self.data, _TensorPair) else None
+        self._pair = self.data if isinstance(self.data, TensorPair) else None
         self.seed = seed
         self.samples: int | None = None
         self.fingerprint: int | None = None
@@ -54,14 +54,14 @@ class Source:
         # What a loader picks by numbers is read twice. Other data begin with other random states here than in
         # a pass, which has to meet all of these samples wherever they come then.
         by_index = self._pair is not None or reads_by_index(self.data)
-        with self._replayable(self.seed if by_index else self.seed + 1):
+        with self.replayable(self.seed if by_index else self.seed + 1):
             batch = next((batch for batch in self._batches(_BATCH) if size_of(batch) > 0), None)
         if batch is None:
             raise DataError(EMPTY)
         if self._pair is None:  # tensors begin anew by themselves
             self._first_samples = sample_codes(batch)[: 1 if by_index else None]
         if not self._checked and by_index:
-            with self._replayable(self.seed):
+            with self.replayable(self.seed):
                 check_second_reading(self.data)
         self._checked = True
         return batch
@@ -75,7 +75,7 @@ class Source:
         seen, code = 0, torch.zeros((), dtype=torch.int64, device="cpu")
         first = self._first_samples if self.samples is None else self._first_samples[:0]
         met = torch.zeros_like(first, dtype=torch.bool)
-        with self._replayable(self.seed):
+        with self.replayable(self.seed):
             for batch in self._batches(size):
                 seen += size_of(batch)
                 codes = sample_codes(batch)  # before it is used: a model may write into what it is given
@@ -109,7 +109,7 @@ class Source:
         return iter(self.data) if self._pair is None else self._pair.batches(size)
 
     @contextmanager
-    def _replayable(self, seed: int) -> Iterator[None]:
+    def replayable(self, seed: int) -> Iterator[None]:
         """Random states that are the same whenever the seed is: shuffling repeats itself."""
         steps = [putting_back(generator) for generator in _generators(self.data)]
         torch.default_generator.manual_seed(seed)
@@ -158,7 +158,7 @@ def _length(data: Any) -> int | None:
     return None if length < 0 else length
 
 
-class _TensorPair:
+class TensorPair:
     """Inputs and targets held as two tensors."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
@@ -170,6 +170,7 @@ class _TensorPair:
         return self.x.shape[0]
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Both, in batches."""
         for start in range(0, len(self), size):
             yield self.x[start : start + size], self.y[start : start + size]
 
@@ -189,7 +190,7 @@ def _with_samplers(data: Any) -> tuple[Any, ...]:
 def _reiterable(data: Any) -> Any:
     pair = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair):
-        return _TensorPair(*pair)
+        return TensorPair(*pair)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=_BATCH)
     if _is_one_batch(data):
@@ -252,7 +253,8 @@ def check_second_reading(loader: DataLoader) -> None:
         DataError: If a sample is not the same when it is read again.
     """
     groups = _groups(loader)
-    readings = [copied(batch) for batch in _reader(loader, groups * 2)]  # a data set may use its memory again
+    reader = loader_of(loader, groups * 2, workers=1)
+    readings = [copied(batch) for batch in reader]  # a data set may use its memory again
     first, again = readings[: len(groups)], readings[len(groups) :]
     change = _change(first, again)
     if change is not None:
@@ -275,20 +277,25 @@ def _groups(loader: DataLoader) -> list[Any]:
     return found
 
 
-def _reader(loader: DataLoader, groups: list[Any]) -> Iterator[Any]:
-    """The batches that a loader makes of these samples, in this order, by at most one worker process."""
+def loader_of(loader: DataLoader, groups: list[Any], workers: int | None = None) -> DataLoader:
+    """A loader of these samples in this order, otherwise like another one.
+
+    Args:
+        loader: The other one.
+        groups: Numbers of samples, batch by batch, or one by one where the loader does not batch.
+        workers: At most so many worker processes.
+    """
     batched = loader.batch_sampler is not None
     chosen: dict[str, Any] = {"batch_sampler": groups} if batched else {"batch_size": None, "sampler": groups}
-    return iter(
-        DataLoader(
-            loader.dataset,
-            **chosen,
-            collate_fn=loader.collate_fn,
-            num_workers=min(1, loader.num_workers),
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            timeout=loader.timeout,
-        )
+    return DataLoader(
+        loader.dataset,
+        **chosen,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers if workers is None else min(workers, loader.num_workers),
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        timeout=loader.timeout,
+        pin_memory=loader.pin_memory,
     )
 
 

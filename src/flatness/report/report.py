@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.errors import ReportError, listed, nearest
 from flatness.files import EVERY, NUMBER, TEXT, WHOLE, YES_NO, Optional, json_text, read_saved, write_text
-from flatness.report.tables import WHOLE_MODEL, cell_of, format_report
 
 if TYPE_CHECKING:
     import pandas
@@ -108,12 +107,16 @@ class Result:
 
     def subject(self) -> str:
         """What the number is about, for sentences: ``fc1``, ``unit 3 of fc1``, ``the network (sum)``."""
+        from flatness.report.tables import WHOLE_MODEL
+
         place = "the network" if self.layer is None else self.layer or WHOLE_MODEL
         place = place if self.unit is None else f"unit {self.unit} of {place}"
         return place if self.reduction is None else f"{place} ({self.reduction})"
 
     def __str__(self) -> str:
         """The number in a sentence, and its notes."""
+        from flatness.report.tables import cell_of
+
         source = f"{self.method}, {self.curvature} of {self.loss}" if self.loss else self.method
         source += ", ± with that of the data" if self.data_stderr else ""
         lines = [f"{self.measure} of {self.subject()}: {cell_of(self)} ({source})", *self.notes]
@@ -230,6 +233,8 @@ class Report(Drawn):
 
     def __str__(self) -> str:
         """The table of layers, as wide as the terminal."""
+        from flatness.report.tables import format_report
+
         return format_report(self, width=shutil.get_terminal_size((100, 24)).columns)
 
     __repr__ = __str__

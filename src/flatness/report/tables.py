@@ -227,10 +227,11 @@ def title(report: Any) -> str:
     meta = report.meta
     if not meta:
         return ""
-    samples, methods = meta.get("samples", "?"), {row.method for row in report.results}
+    counts = [meta[key] for key in ("samples", "population") if key in meta] or ["?"]
+    methods = {row.method for row in report.results}
     sampled = "± is the standard error of sampled values" if "sampled" in methods else ""
     facts = [
-        f"{samples:,} samples" if isinstance(samples, int) else f"{samples} samples",
+        f"{' of '.join(f'{n:,}' if isinstance(n, int) else str(n) for n in counts)} samples",
         meta.get("loss", ""),
         "" if meta.get("risk") is None else f"risk {meta['risk']:.4g}",
         "" if meta.get("curvature", "hessian") == "hessian" else "Gauss-Newton part only",

@@ -78,7 +78,7 @@ class DirectObjective:
 def normalized_sharpness_direct(around: Surroundings) -> Valued:
     """The least value that a descent from the scales of eq. 17 finds, with fresh noise."""
     given = around.options["lambda"]
-    strength = float(given) if given is not None else float(around.space.problem.samples or 1)
+    strength = float(given) if given is not None else float(around.space.samples)
     objective = DirectObjective(around.space, around.layers, strength)
     generator = torch.Generator().manual_seed(around.seed)
     count = int(around.options["draws"])

@@ -90,7 +90,7 @@ def pac_bayes_bound(around: Surroundings) -> Valued:
     options, space = around.options, around.space
     error = space.error_rate()
     posterior = _Posterior.of(around)
-    samples, draws = int(space.problem.samples or 1), int(options["draws"])
+    samples, draws = space.samples, int(options["draws"])
     parts = {strength: _parts(posterior, strength, samples, options) for strength in grid_of(samples)}
     rests = {strength: sum(rest.values()) for strength, rest in parts.items()}
     pilots = _pilots(posterior, rests, max(2, draws // 5), around.seed)

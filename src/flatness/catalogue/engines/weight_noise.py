@@ -20,9 +20,10 @@ from torch import Tensor
 
 from flatness.catalogue.engines.balancing import Array, balance
 from flatness.catalogue.measure import LayerView
-from flatness.curvature.parameters.parameter_products import entries_of, own_parameter
+from flatness.curvature.parameters.parameter_products import entries_of
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.errors import UndefinedMeasureError
+from flatness.network.layers import own_parameter
 
 # Entries without curvature would get infinite noise, entries without weight none at all: |W|√h of every entry
 # counts as at least this share of its mean. The product does not change when rows or columns are rescaled.

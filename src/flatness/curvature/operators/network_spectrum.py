@@ -15,8 +15,6 @@ Entries without a metric (a bias that is zero, a parameter without gradients) st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,64 +28,10 @@ from flatness.curvature.operators.lanczos import (
 )
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.curvature.spectra import NetworkSpectrum, SpectrumRequest
 from flatness.curvature.sums.squared_gradients import SquaredGradients
 from flatness.errors import UndefinedMeasureError
 from flatness.network.attention import stacked_projections
-
-Metric = Literal["euclidean", "layerwise", "nodewise", "fisher"]
-Parameters = Literal["all", "weights"]
-Solver = Literal["lanczos", "power"]
-METRICS, PARAMETERS, SOLVERS = get_args(Metric), get_args(Parameters), get_args(Solver)
-
-
-@dataclass(frozen=True)
-class SpectrumRequest:
-    """Which spectrum, and how it is found.
-
-    Attributes:
-        metric: "euclidean", "layerwise", "nodewise" or "fisher".
-        parameters: "all", or "weights" for those with two axes or more.
-        solver: "lanczos", or the "power" method of the paper, which finds the largest in size.
-        tolerance: Relative residual (power method: change of the vector) to stop at; None for the default.
-        max_products: Limit of passes over the data.
-    """
-
-    metric: Metric = "euclidean"
-    parameters: Parameters = "all"
-    solver: Solver = "lanczos"
-    tolerance: float | None = None
-    max_products: int = 300
-
-
-@dataclass(frozen=True)
-class NetworkSpectrum:
-    """Extreme eigenvalues of D^½ H D^½.
-
-    Attributes:
-        largest: λ_max (power method: the eigenvalue of largest size).
-        smallest: Estimate of λ_min, from above; NaN with the power method.
-        residual: ‖Av − λv‖ of the largest.
-        smallest_residual: Likewise of the smallest.
-        vector: v in parameter space, D^½ v of unit v, float64.
-        converged: Whether the tolerance was met.
-        products: Passes over the data.
-        gradient_norm: ‖D^½ ∇E‖: the length of the gradient in the metric.
-        risk: E.
-        dropped: Names of parameters without a metric.
-        history: Value after each product.
-    """
-
-    largest: float
-    smallest: float
-    residual: float
-    smallest_residual: float
-    vector: Tensor
-    converged: bool
-    products: int
-    gradient_norm: float
-    risk: float
-    dropped: tuple[str, ...] = ()
-    history: tuple[float, ...] = field(default=(), repr=False)
 
 
 def network_spectra(
@@ -111,7 +55,7 @@ def network_spectra(
         answers = operator([roots[i] * query[0] for i, query in queries.items()])
         return {i: (roots[i] * answer)[None] for i, answer in zip(queries, answers, strict=True)}
 
-    in_step(solvers, products)
+    in_step(solvers, products, space.problem.ranks.first)
     return [_solved(space, solver, roots[i], risk, gradient) for i, solver in solvers.items()]
 
 

@@ -22,8 +22,7 @@ from flatness.curvature.parameters.parameter_products import batch_product, entr
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.parameters.second_derivatives import second_derivatives
 from flatness.curvature.sums.pair_statistics import LayerPairs, laid_out_like
-from flatness.curvature.sums.parameter_probes import ParameterRoutes
-from flatness.curvature.sums.routes import Routes
+from flatness.curvature.sums.routes import ParameterRoutes, Routes
 from flatness.curvature.sums.weight_copies import WeightCopies
 from flatness.network.recording import Recording
 from flatness.problem import batches

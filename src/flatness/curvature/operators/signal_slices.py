@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.operators.spectrum import HessianSlice
+from flatness.curvature.sums.exact import Signal, input_of, rows_of_features, signals
 from flatness.curvature.sums.routes import Routes
-from flatness.curvature.sums.signals import Signal, input_of, rows_of_features, signals
 from flatness.losses import Items
 from flatness.network.recording import Recording
 from flatness.problem.problem import Problem

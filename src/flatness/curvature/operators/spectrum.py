@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from flatness.curvature.operators.lanczos import TopEigenvalues, basis_limit, default_tolerance, in_step
 from flatness.curvature.parameters.batch_sums import BatchSums
+from flatness.curvature.spectra import Spectrum
 from flatness.network.layers import Layer
 from flatness.problem.problem import Problem
 
@@ -19,29 +19,6 @@ HessianSlice = Callable[[Tensor, bool], Tensor]
 """A micro-batch's share of Σ_i H_i: its product with V (G, d, m), or of the row blocks with their rows."""
 
 _ANEW = "eigenvalues: signals or graphs did not fit into memory and were recomputed for every product"
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """Largest eigenvalues of one layer: of the whole Hessian (one) or of every row block (one per row).
-
-    Attributes:
-        values: λ_max, float64 on the host.
-        smallest: Estimates of the smallest eigenvalues, from above.
-        residuals: ‖Hv − λv‖.
-        converged: Whether every residual met the tolerance.
-        products: Hessian products used.
-    """
-
-    values: Tensor
-    smallest: Tensor
-    residuals: Tensor
-    converged: bool
-    products: int
-
-    def shifted(self, weight_decay: float) -> Spectrum:
-        """Eigenvalues of H + λI from those of H."""
-        return replace(self, values=self.values + weight_decay, smallest=self.smallest + weight_decay)
 
 
 def top_eigenvalues(

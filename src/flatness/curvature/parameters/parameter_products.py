@@ -109,22 +109,6 @@ def _differences(space: ParameterSpace, batch: Any, error: DifferenceError | Non
     return product
 
 
-def own_parameter(model: nn.Module, layer: Layer) -> str | None:
-    """The parameter that a layer's weight is, or is a part of, as `named_parameters` calls it; None if none.
-
-    A weight that is made from other parameters is none.
-    """
-    aliases = dict(model.named_parameters(remove_duplicate=False))
-    parameter = aliases.get(layer.weight_name)
-    if parameter is None or _memory(parameter) != _memory(layer.weight):
-        return None
-    return next(name for name, value in model.named_parameters() if value is parameter)
-
-
-def _memory(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()
-
-
 def entries_of(layer: Layer, parameter: nn.Parameter) -> Tensor:
     """Which entry of the parameter, counted flat, stands where in W: (G, d, m).
 

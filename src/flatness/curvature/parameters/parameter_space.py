@@ -164,7 +164,7 @@ class ParameterSpace:
         differentiate: bool = False,
         label: str = "risk",
     ) -> list[Tensor]:
-        """Sums over micro-batches of what their predictions at θ + vector say, in float64; one pass.
+        """Sums over all samples of what their predictions at θ + vector say, in float64; one pass.
 
         Args:
             answers: What to sum, from the predictions of a micro-batch.
@@ -182,10 +182,17 @@ class ParameterSpace:
             before = totals or [torch.zeros_like(part, dtype=torch.float64) for part in found]
             totals[:] = [total + part for total, part in zip(before, found, strict=True)]
 
-        with differentiable(self.problem.model), nullcontext() if vector is None else self.moved(vector):
+        ranks, place = self.problem.ranks, nullcontext() if vector is None else self.moved(vector)
+        with ranks.stage(), differentiable(self.problem.model), place:
             self.problem.stream(step, label)
+        totals = ranks.summed(totals)
         self._normaliser = counted(totals.pop(), self.problem.samples)
         return totals
+
+    @cached_property
+    def samples(self) -> int:
+        """Number of samples, of all processes together."""
+        return sum(self.problem.ranks.gathered(self.problem.samples or 1))
 
     def penalty(self, vector: Tensor | None = None) -> float:
         """What weight decay adds to E at θ, or at θ + vector."""

@@ -16,6 +16,7 @@ the estimate is from the truth, and the error is the root mean square of f(S + R
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,40 +33,63 @@ LARGE = frozenset(name for name, statistic in STATISTICS.items() if statistic.la
 
 
 class FoldedSums:
-    """Sums by owner and statistic, with their folds.
+    """Sums with their folds.
 
     Attributes:
         count: J, or 0 when nothing is random and no folds are kept.
-        sums: ``sums[owner][statistic]``, float64.
-        folds: ``folds[owner][statistic]``, the same with J in front.
+        sums: The sums.
+        folds: The same with J in front.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.sums: dict[str, dict[str, Tensor]] = {}
-        self.folds: dict[str, dict[str, Tensor]] = {}
+        self.sums, self.folds = Statistics(), Statistics()
 
     def add(self, owner: str, statistic: str, total: Tensor, folds: Tensor | None) -> None:
         """Add one micro-batch's sum and folds."""
-        _accumulate(self.sums, owner, statistic, total)
+        self.sums.add(owner, statistic, total)
         if folds is not None:
-            _accumulate(self.folds, owner, statistic, folds)
+            self.folds.add(owner, statistic, folds)
 
     def merge(self, other: FoldedSums) -> None:
         """Add another part of the data."""
-        for mine, theirs in ((self.sums, other.sums), (self.folds, other.folds)):
-            for owner, statistics in theirs.items():
-                for name, value in statistics.items():
-                    _accumulate(mine, owner, name, value)
+        self.sums.merge(other.sums)
+        self.folds.merge(other.folds)
 
-    def all_reduce(self, ranks: Ranks) -> FoldedSums:
+
+@dataclass
+class SampledSums:
+    """What was summed over samples and probes.
+
+    Attributes:
+        parts: What is probed apart, each with its folds.
+        statistics: All parts together; with the normaliser and the risk.
+    """
+
+    parts: dict[str, FoldedSums]
+    statistics: Statistics = field(default_factory=Statistics)
+
+    def part(self, name: str) -> Statistics:
+        """One part alone, over the same samples."""
+        return replace(self.statistics, sums=self.parts[name].sums.sums)
+
+    def begun(self) -> dict[str, FoldedSums]:
+        """Parts of a micro-batch, which has no sums yet."""
+        return {name: FoldedSums(part.count) for name, part in self.parts.items()}
+
+    def gathered(self, parts: Mapping[str, FoldedSums], found: Statistics) -> Statistics:
+        """Add the parts of a micro-batch; returns its statistics, given what it counts."""
+        for name, part in parts.items():
+            self.parts[name].merge(part)
+            found.merge(part.sums)
+        return found
+
+    def all_reduce(self, ranks: Ranks) -> SampledSums:
         """Add up the parts of all processes, in place."""
-        if ranks.count > 1:
-            for part in (self.sums, self.folds):
-                whole = Statistics()
-                whole.sums = dict(part)
-                whole.all_reduce(ranks)
-                part.update(whole.sums)
+        for part in self.parts.values():
+            part.sums.all_reduce(ranks)
+            part.folds.all_reduce(ranks)
+        self.statistics.all_reduce(ranks)
         return self
 
 
@@ -144,8 +168,3 @@ def clipped_centre(value: Tensor, folds: Tensor, *, root: bool = False) -> Tenso
     error = folds.square().sum(0).sqrt()
     below, above = (5 * error, 3 * error) if root else (3 * error, torch.zeros_like(error))
     return torch.where((value > -below) & (value < above), torch.zeros_like(value), value)
-
-
-def _accumulate(into: dict[str, dict[str, Tensor]], owner: str, statistic: str, value: Tensor) -> None:
-    mine, value = into.setdefault(owner, {}), value.detach().double()
-    mine[statistic] = mine[statistic] + value if statistic in mine else value

@@ -9,8 +9,9 @@ All sums are linear in HV, so that it makes no difference whether a unit is work
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +24,10 @@ from flatness.curvature.parameters.parameter_products import (
     entries_of,
 )
 from flatness.curvature.parameters.parameter_space import ParameterSpace
-from flatness.curvature.sums.folds import Collector, FoldedSums
-from flatness.curvature.sums.groups import SampleGroups, stepwise
+from flatness.curvature.sums.folds import Collector, FoldedSums, SampledSums
 from flatness.curvature.sums.pair_statistics import LayerPairs
-from flatness.curvature.sums.routes import LayerRoute
-from flatness.curvature.sums.sampled import SampledSums
-from flatness.curvature.sums.statistics import Statistics
+from flatness.curvature.sums.routes import ParameterRoutes
+from flatness.curvature.sums.statistics import SampleGroups, Statistics, streamed
 from flatness.losses.signs import Signs
 from flatness.problem import batches
 from flatness.problem.guard import differentiable
@@ -39,41 +38,6 @@ ALL, SIGNS = "all directions", "signs"
 UNITS = 16
 # Samples of a unit where nobody knows how many there are.
 _UNKNOWN_UNIT = 64
-
-
-@dataclass
-class ParameterRoutes:
-    """What is measured through parameters.
-
-    Attributes:
-        layers: Layers, each with its own directions.
-        parameters: The parameter that each layer's weight is, or is a part of, by layer.
-        rest: Parameters of which the trace is wanted only, probed together.
-        curvature: "hessian", "gauss_newton" or "finite_differences".
-        complete: Which of the layers take all directions; with None, the rest does.
-    """
-
-    layers: list[LayerRoute] = field(default_factory=list)
-    parameters: dict[str, str] = field(default_factory=dict)
-    rest: list[str] = field(default_factory=list)
-    curvature: str = "hessian"
-    complete: frozenset[str | None] = frozenset()
-
-    def only(self, *, complete: bool) -> ParameterRoutes:
-        """Those that take all directions, or the others."""
-        layers = [route for route in self.layers if (route.name in self.complete) == complete]
-        rest = self.rest if (None in self.complete) == complete else []
-        return replace(self, layers=layers, rest=rest)
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to measure."""
-        return bool(self.rest) or any(route.needs for route in self.layers)
-
-    @property
-    def random(self) -> bool:
-        """Whether anything takes random directions."""
-        sampled = any(route.name not in self.complete for route in self.layers if route.needs)
-        return sampled or bool(self.rest and None not in self.complete)
 
 
 class ParameterEngine:
@@ -105,8 +69,7 @@ class ParameterEngine:
         names = dict.fromkeys([*(routes.parameters[route.name] for route in routes.layers), *routes.rest])
         self.space = ParameterSpace(problem, names)
         self._error = error or DifferenceError()
-        self.total = Statistics()
-        self.parts = {ALL: FoldedSums(0), SIGNS: FoldedSums(folds)}
+        self.found = SampledSums({ALL: FoldedSums(0), SIGNS: FoldedSums(folds)})
         self._blocks = list(self._made(spreads))
         self.entries = {block.name: block.entries.numel() for block in self._blocks}
         self._length = 0
@@ -125,32 +88,22 @@ class ParameterEngine:
     def _probed(self, batch: Any, unit: int) -> Statistics:
         """Probe samples of one unit."""
         items, product = batch_product(self.space, batch, self.routes.curvature, self._error)
-        parts = {name: FoldedSums(part.count) for name, part in self.parts.items()}
+        parts = self.found.begun()
         number = torch.tensor([unit], device=self.problem.device)
         # Units of different processes need directions of their own.
         signs = Signs(self.problem.seed, number, [self.problem.ranks.rank, 2])
         for block in self._blocks:
             for probe, V in block.directions(self.probes, signs.next()):
-                part = parts[ALL if block.complete else SIGNS]
-                weights = torch.full_like(
-                    number, 1.0 if block.complete else 1 / self.probes, dtype=torch.float64
-                )
-                block.add(
-                    Collector(part, number, torch.full_like(number, probe), weights),
-                    V,
-                    self._along(product, block, V),
-                )
+                part, weight = (parts[ALL], 1.0) if block.complete else (parts[SIGNS], 1 / self.probes)
+                weights = torch.full_like(number, weight, dtype=torch.float64)
+                collector = Collector(part, number, torch.full_like(number, probe), weights)
+                block.add(collector, V, self._along(product, block, V))
         self.units = max(self.units, unit + 1)
         found, loss = Statistics(), self.problem.loss
         with torch.no_grad():
             values = loss.values(items).sum(dtype=torch.float64)
             found.count(items.logits.shape[0], loss.normaliser(items), values)
-        for name, part in parts.items():
-            self.parts[name].merge(part)
-            for owner, sums in part.sums.items():
-                for statistic, value in sums.items():
-                    found.add(owner, statistic, value)
-        return found
+        return self.found.gathered(parts, found)
 
     def _along(self, product: Product, block: _Block, V: Tensor) -> Tensor:
         """The product with V in the place of a block, seen there."""
@@ -161,15 +114,10 @@ class ParameterEngine:
     def run(self, groups: SampleGroups | None = None, *, first: int | None = None) -> SampledSums:
         """All samples, or the first ones; sums of this process alone."""
         self._length = unit_length(self.problem, first)
+        label = "products" if first is None else "pilot"
         with differentiable(self.problem.model):
-            self.problem.stream(
-                stepwise(self.problem, groups, self.probed, self.total.merge),
-                "products" if first is None else "pilot",
-                first,
-            )
-        if not bool(self.total.to_host().risk.isfinite()):
-            self.problem.locate_bad_loss()
-        return SampledSums(self.total, self.parts)
+            self.found.statistics = streamed(self.problem, self.probed, label, groups, first)
+        return self.found
 
     def _made(self, spreads: dict[str, Tensor]) -> Iterator[_Block]:
         starts, start = {}, 0
@@ -201,7 +149,7 @@ def unit_length(problem: Problem, first: int | None = None) -> int:
 
 
 @dataclass
-class _Block:
+class _Block(ABC):
     """Entries of the vector that share their directions."""
 
     name: str | None
@@ -221,9 +169,9 @@ class _Block:
             one.view(-1)[entry] = 1.0
             yield 0, one
 
+    @abstractmethod
     def add(self, collector: Collector, V: Tensor, q: Tensor) -> None:
         """Take a direction and the product with it."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -131,6 +131,41 @@ class Routes:
         for layer in self.shared.values():
             modules |= layer.modules
         return modules | {module.name: module.module for module in self.affine}
+
+
+@dataclass
+class ParameterRoutes:
+    """What is measured through parameters.
+
+    Attributes:
+        layers: Layers, each with its own directions.
+        parameters: The parameter that each layer's weight is, or is a part of, by layer.
+        rest: Parameters of which the trace is wanted only, probed together.
+        curvature: "hessian", "gauss_newton" or "finite_differences".
+        complete: Which of the layers take all directions; with None, the rest does.
+    """
+
+    layers: list[LayerRoute] = field(default_factory=list)
+    parameters: dict[str, str] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+    curvature: str = "hessian"
+    complete: frozenset[str | None] = frozenset()
+
+    def only(self, *, complete: bool) -> ParameterRoutes:
+        """Those that take all directions, or the others."""
+        layers = [route for route in self.layers if (route.name in self.complete) == complete]
+        rest = self.rest if (None in self.complete) == complete else []
+        return replace(self, layers=layers, rest=rest)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to measure."""
+        return bool(self.rest) or any(route.needs for route in self.layers)
+
+    @property
+    def random(self) -> bool:
+        """Whether anything takes random directions."""
+        sampled = any(route.name not in self.complete for route in self.layers if route.needs)
+        return sampled or bool(self.rest and None not in self.complete)
 
 
 def forms_g(needs: frozenset[str], d: int, m: int, P: int) -> bool:

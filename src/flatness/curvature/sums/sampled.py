@@ -34,8 +34,7 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.parameters.parameter_space import explained
-from flatness.curvature.sums.folds import FOLDS, Collector, FoldedSums
-from flatness.curvature.sums.groups import SampleGroups, stepwise
+from flatness.curvature.sums.folds import FOLDS, Collector, FoldedSums, SampledSums
 from flatness.curvature.sums.pair_statistics import (
     AffineTarget,
     Direction,
@@ -45,7 +44,7 @@ from flatness.curvature.sums.pair_statistics import (
     Target,
 )
 from flatness.curvature.sums.routes import Routes
-from flatness.curvature.sums.statistics import Statistics
+from flatness.curvature.sums.statistics import SampleGroups, Statistics, streamed
 from flatness.curvature.sums.weight_copies import WeightCopies
 from flatness.losses import Items
 from flatness.losses.signs import Signs
@@ -97,27 +96,6 @@ class Budget:
         return self.residual * 2 ** (wanted.log2() - 1e-9).ceil().long()
 
 
-@dataclass
-class SampledSums:
-    """What was summed.
-
-    Attributes:
-        statistics: Both parts together; with the normaliser and the risk.
-        parts: Each part with its folds.
-    """
-
-    statistics: Statistics
-    parts: dict[str, FoldedSums]
-
-    @property
-    def gauss_newton(self) -> Statistics:
-        """The Gauss-Newton part alone, over the same samples."""
-        part = Statistics()
-        part.count(self.statistics.samples, self.statistics.normaliser, self.statistics.risk)
-        part.sums = self.parts["gauss_newton"].sums
-        return part
-
-
 def sampled_statistics(
     problem: Problem,
     routes: Routes,
@@ -136,16 +114,8 @@ def sampled_statistics(
     """
     engine = SampledEngine(problem, routes, spreads, budget)
     with engine.attached(), problem.ranks.stage():
-        problem.stream(
-            stepwise(problem, groups, engine.probed, engine.total.merge),
-            "probes",
-        )
-        if not bool(engine.total.to_host().risk.isfinite()):
-            problem.locate_bad_loss()
-    engine.total.all_reduce(problem.ranks)
-    for part in engine.parts.values():
-        part.all_reduce(problem.ranks)
-    return engine.finished()
+        engine.found.statistics = streamed(problem, engine.probed, "probes", groups)
+    return engine.found.all_reduce(problem.ranks)
 
 
 @dataclass
@@ -176,15 +146,18 @@ class Probes:
 
 
 class SampledEngine:
-    """Probes micro-batch by micro-batch; `probed` may be called on any of them."""
+    """Probes micro-batch by micro-batch; `probed` may be called on any of them.
+
+    Attributes:
+        found: What was summed; the folds by `probed`, the statistics by whoever calls it.
+    """
 
     def __init__(self, problem: Problem, routes: Routes, spreads: dict[str, Tensor], budget: Budget) -> None:
         self.problem, self.routes, self.spreads, self.budget = problem, routes, spreads, budget
         self._recording = Recording(routes.modules(), copy_inputs=routes.copy_inputs)
         self._copies = WeightCopies(routes.shared)
-        self.total = Statistics()
         random = {"gauss_newton": budget.gauss_newton, "residual": budget.residual}
-        self.parts = {name: FoldedSums(budget.folds if random[name] else 0) for name in PARTS}
+        self.found = SampledSums({name: FoldedSums(budget.folds if random[name] else 0) for name in PARTS})
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -196,14 +169,14 @@ class SampledEngine:
         """Sums of one micro-batch, given its samples' numbers. Folds are added to the parts at once."""
         items, targets = self._run(batch)
         n = items.logits.shape[0]
-        parts = {name: FoldedSums(part.count) for name, part in self.parts.items()}
+        parts, found = self.found.begun(), Statistics()
         # Samples of different processes need probes of their own.
         signs = Signs(self.problem.seed, samples, [self.problem.ranks.rank])
         even = torch.full_like(samples, 1 / (self.budget.gauss_newton or 1), dtype=torch.float64)
         self._gauss_newton(items, targets, Probes(parts["gauss_newton"], samples, signs.at(0), even))
         with torch.no_grad():
             loss = self.problem.loss
-            counted = n, loss.normaliser(items), loss.values(items).sum(dtype=torch.float64)
+            found.count(n, loss.normaliser(items), loss.values(items).sum(dtype=torch.float64))
         if self.routes.curved and self.budget.residual != 0:
             counts = self._residual_counts(items)
             probes = Probes(parts["residual"], samples, signs.at(1), 1 / counts.double())
@@ -212,14 +185,7 @@ class SampledEngine:
                     items, targets = self._run(batches.picked(batch, rows))
                 self._residual(items, targets, probes.of(rows), numbers)
         self._recording.clear()
-        found = Statistics()
-        found.count(*counted)
-        for name, part in parts.items():
-            self.parts[name].merge(part)
-            for owner, sums in part.sums.items():
-                for statistic, value in sums.items():
-                    found.add(owner, statistic, value)
-        return found
+        return self.found.gathered(parts, found)
 
     def _run(self, batch: Any) -> tuple[Items, list[Target]]:
         """A forward pass with its graph, and where it is probed."""
@@ -228,10 +194,6 @@ class SampledEngine:
         with torch.enable_grad():
             items = self.problem.items(batch)
         return items, self._targets(items.logits.shape[0])
-
-    def finished(self) -> SampledSums:
-        """What was summed."""
-        return SampledSums(self.total, self.parts)
 
     def _targets(self, n: int) -> list[Target]:
         targets: list[Target] = []

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from flatness.curvature.parameters.parameter_space import ParameterSpace, explained
-from flatness.curvature.sums.exact import sums_of
+from flatness.curvature.sums.exact import laid_out, sums_of
 from flatness.curvature.sums.layer_sums import add_to
 from flatness.curvature.sums.routes import LayerRoute, Routes
-from flatness.curvature.sums.signals import laid_out
 from flatness.losses.signs import Signs
 from flatness.network.affine import AffineModule
 from flatness.network.recording import Recording
@@ -57,6 +56,8 @@ def squared_gradients(space: ParameterSpace, routes: Routes) -> SquaredGradients
     problem = space.problem
     recorded = _directly_readable(space, routes)
     totals = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in space.parameters.items()}
+    # Samples of other processes have the same numbers.
+    own = [problem.ranks.rank] if problem.ranks.count > 1 else []
     # Σ c, the variance, and whether there were draws.
     counts = torch.zeros(3, dtype=torch.float64, device=problem.device)
 
@@ -71,14 +72,17 @@ def squared_gradients(space: ParameterSpace, routes: Routes) -> SquaredGradients
             losses, weights = problem.loss.items_weighed(items)
             gradients = _Gradients(space, recorded, recording, losses, weights)
             drawn = losses.shape[1] > MOST_POSITIONS
-            signs = Signs(problem.seed, problem.sample_numbers(len(losses)))
+            signs = Signs(problem.seed, problem.sample_numbers(len(losses)), own)
             found, variance = gradients.sampled(signs) if drawn else (gradients.exact(), 0.0)
             recording.clear()
             for name, value in found.items():
                 totals[name] += value
             counts.add_(torch.stack([weights.sum(), weights.new_tensor(variance), weights.new_tensor(drawn)]))
 
-        problem.stream(step, "squared gradients")
+        with problem.ranks.stage():
+            problem.stream(step, "squared gradients")
+    *sums, counts = problem.ranks.summed([*totals.values(), counts])
+    totals = dict(zip(totals, sums, strict=True))
     weight, variance, drawn = counts.tolist()
     return SquaredGradients(space.join(totals) / weight, math.sqrt(variance) / weight, bool(drawn))
 

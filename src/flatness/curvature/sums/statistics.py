@@ -7,7 +7,7 @@ order. `flatness.curvature.sums.kinds` says which statistics a layer has; biases
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError
+from flatness.problem import batches
+from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
+
+GROUPS = 20
 
 
 def _nothing() -> Tensor:
@@ -114,3 +118,71 @@ class Statistics:
     def of(cls, content: Mapping[str, Any]) -> Statistics:
         """Sums from what `content` gave."""
         return cls(**content)
+
+
+class SampleGroups:
+    """Statistics of B groups of samples: what says how values would differ on other samples.
+
+    Every sample goes to a group by lot: taking turns would spread sorted data too evenly over the groups, and
+    neighbours together too unevenly. With B groups, leaving out one after the other gives the jackknife's
+    standard error of a value as an estimate for the distribution that the samples were drawn from.
+
+    Args:
+        population: How many samples there are where those measured are a random part of them.
+        distribution: Whether values are to be estimates for the distribution of the data, too.
+
+    Attributes:
+        parts: One `Statistics` per group.
+    """
+
+    def __init__(self, population: int | None = None, *, distribution: bool = True) -> None:
+        self.population, self.distribution = population, distribution
+        self.parts = [Statistics() for _ in range(GROUPS)]
+
+    def split(self, batch: Any, samples: Tensor) -> Iterator[tuple[int, Any, Tensor]]:
+        """The samples of a batch that belong to each group, with its number and theirs."""
+        from flatness.losses.signs import lots
+
+        drawn = lots(samples, GROUPS).cpu()
+        for number in drawn.unique().tolist():
+            mine = (drawn == number).nonzero()[:, 0]
+            yield number, batches.picked(batch, mine), samples[mine.to(samples.device)]
+
+    def without_each(self, total: Statistics) -> list[Statistics]:
+        """The statistics of all samples but those of one group, for every group that has any."""
+        seen = [part for part in self.parts if part.samples]
+        return [Statistics().merge(total).merge(part, subtract=True) for part in seen]
+
+
+def streamed(
+    problem: Problem,
+    found: Callable[[Any, Tensor], Statistics],
+    label: str,
+    groups: SampleGroups | None = None,
+    first: int | None = None,
+) -> Statistics:
+    """Add up what is found over the data of this process, also group by group where groups are asked for.
+
+    Args:
+        problem: The model, data and loss, already guarded.
+        found: Statistics of a micro-batch, given the numbers of its samples in the data.
+        label: What the progress bar says.
+        groups: The groups, or None.
+        first: How many samples to look at; all of them when None.
+    """
+    total = Statistics()
+
+    def step(batch: Any) -> None:
+        samples = problem.sample_numbers(batches.size_of(batch))
+        if groups is None:
+            total.merge(found(batch, samples))
+            return
+        parts = [(number, found(part, mine)) for number, part, mine in groups.split(batch, samples)]
+        for number, part in parts:
+            groups.parts[number].merge(part)
+            total.merge(part)
+
+    problem.stream(step, label, first)
+    if not bool(total.to_host().risk.isfinite()):
+        problem.locate_bad_loss()
+    return total

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.curvature.parameters.parameter_products import own_parameter
 from flatness.curvature.sums.routes import marker
 from flatness.errors import ModelError, OutOfMemoryError
 from flatness.losses import Items
@@ -20,7 +19,7 @@ from flatness.measuring.examine.reuse import Reuse, find_reuse, tied_embeddings
 from flatness.measuring.examine.unfamiliar import View, misread_samples
 from flatness.network.affine import AffineModule, find_affine
 from flatness.network.graph import InPlaceOperators, read_graph
-from flatness.network.layers import find_layers, own_parameters
+from flatness.network.layers import find_layers, own_parameter, own_parameters
 from flatness.network.layers.shared import EmbeddingLayer
 from flatness.network.memory import fits, ran_out
 from flatness.network.operators import WRITTEN

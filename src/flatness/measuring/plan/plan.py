@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from flatness.catalogue.measure import Measure
-from flatness.curvature.sums.parameter_probes import ParameterRoutes
-from flatness.curvature.sums.routes import LayerRoute, Routes
+from flatness.curvature.sums.routes import LayerRoute, ParameterRoutes, Routes
 from flatness.errors import listed
 from flatness.measuring.plan.treatment import AFFORDABLE_PASSES, Treatment
 from flatness.measuring.request import MeasureRequest

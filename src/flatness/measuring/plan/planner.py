@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from flatness.curvature.parameters.parameter_products import own_parameter
+from flatness.curvature.sums.exact import BLOCK
 from flatness.curvature.sums.routes import (
     LayerRoute,
     Routes,
@@ -16,16 +16,14 @@ from flatness.curvature.sums.routes import (
     positions_of,
     route_kind,
 )
-from flatness.curvature.sums.signals import BLOCK
 from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
 from flatness.measuring.examine.examination import examine
 from flatness.measuring.examine.examined import Examined, LayerRecord
-from flatness.measuring.examine.second_derivatives import check_twice, hidden_curvature
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.treatment import Treatment, output_directions, refuse, treat
 from flatness.measuring.plan.watch import Watch
 from flatness.measuring.request import LARGEST_BRUTE_FORCE, MeasureRequest
-from flatness.network.layers import SUPPORTED, select_layers
+from flatness.network.layers import SUPPORTED, own_parameter, select_layers
 from flatness.network.layers.linear import ProjectionLayer
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
@@ -87,6 +85,8 @@ def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
         )
     )
     if request.curvature == "hessian" and plan.differentiates_twice:
+        from flatness.measuring.examine.second_derivatives import hidden_curvature
+
         notes += hidden_curvature(problem, examined)
     graph_bytes = _fit_memory(problem, examined, plan)
     return replace(plan, graph_bytes=graph_bytes, micro_batch=problem.micro_batch, notes=tuple(notes))
@@ -215,6 +215,8 @@ def _gap(problem: Problem, examined: Examined, request: MeasureRequest, rest: di
         most = LARGEST_BRUTE_FORCE
         return f"{listed(rest, 6)} would take {size} products per batch, more than {most}"
     if rest and not request.differences:
+        from flatness.measuring.examine.second_derivatives import check_twice
+
         parameters = dict(problem.model.named_parameters())
         try:
             with differentiable(problem.model):

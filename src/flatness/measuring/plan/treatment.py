@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from flatness.curvature.parameters.parameter_products import own_parameter
 from flatness.curvature.sums.routes import LayerRoute
 from flatness.errors import LossError, NotExactError, listed
-from flatness.losses.custom import LARGEST_OUTPUT
+from flatness.losses.base import LARGEST_OUTPUT
 from flatness.measuring.examine.examined import Examined
-from flatness.measuring.examine.second_derivatives import check_twice
 from flatness.measuring.request import LARGEST_BRUTE_FORCE, MeasureRequest
 from flatness.network.affine import AffineModule
+from flatness.network.layers import own_parameter
 from flatness.problem.problem import Problem
 
 Way = Literal["closed form", "exact passes", "all directions", "probes", "parameter products"]
@@ -128,6 +127,8 @@ class _Decision:
         if request.method == "exact":
             self._check_exact(names)
         if self.curved:
+            from flatness.measuring.examine.second_derivatives import check_twice
+
             check_twice(examined, [examined.calls[name].z_edge for name in sorted(self.curved)])
 
     def treatment(self, name: str, route: LayerRoute | None, traced: bool) -> Treatment:

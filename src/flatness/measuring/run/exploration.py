@@ -4,37 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 
 from flatness.catalogue.measure import LayerView, Surroundings, Valued
 from flatness.curvature.operators.network_spectrum import (
-    NetworkSpectrum,
-    SpectrumRequest,
     check_metric,
+    inverse_metric_root,
     network_spectra,
 )
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
+from flatness.curvature.spectra import NetworkSpectrum, SpectrumRequest
 from flatness.curvature.sums.squared_gradients import DRAWS, MOST_POSITIONS, squared_gradients
 from flatness.errors import DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError, listed
 from flatness.measuring.plan.plan import Plan
+from flatness.measuring.run.run import Explored
 from flatness.problem.problem import Problem
 
-
-@dataclass(frozen=True)
-class Explored:
-    """What was found, by measure.
-
-    Attributes:
-        spectra: Extreme eigenvalues of the network's Hessian.
-        values: Values by layer, None for the network.
-        notes: What the user should know.
-    """
-
-    spectra: Mapping[str, NetworkSpectrum] = field(default_factory=dict)
-    values: Mapping[str, Mapping[str | None, Valued]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+# What says that a measure does not exist for a network, its data or its loss.
+_WITHOUT = (DifferentiabilityError, LossError, UndefinedMeasureError)
 
 
 def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything: bool = False) -> Explored:
@@ -48,8 +37,6 @@ def explore(problem: Problem, plan: Plan, views: list[LayerView], *, everything:
         views: The measured layers.
         everything: Whether "all" was asked for, so that what does not exist here is left out with a note.
     """
-    if not plan.request.explores:
-        return Explored()
     run = _Exploration(problem, plan, everything)
     return Explored(run.planned_spectra(), run.values(views), (*run.notes, *run.remarks()))
 
@@ -99,13 +86,13 @@ class _Exploration:
                 weights,
                 gradient=self._gradient,
                 squared_gradients=self._squares,
+                metric_root=lambda request: inverse_metric_root(self._space, request, self._squares),
                 spectrum=lambda request: self._spectra([request])[0],
                 hessian=self._hessian,
                 options=options,
                 seed=self._problem.seed,
             )
             with self._left_out([measure.name], self._everything):
-                _refuse_several(self._problem)
                 values[measure.name] = measure.explore(around)
         return values
 
@@ -123,7 +110,6 @@ class _Exploration:
         """Solve several in step, each once; equal requests are one."""
         new = [request for request in dict.fromkeys(requests) if request not in self._solved]
         if new:
-            _refuse_several(self._problem)
             self._solved |= zip(new, network_spectra(self._hessian, new, self._squares), strict=True)
         return [self._solved[request] for request in requests]
 
@@ -132,16 +118,8 @@ class _Exploration:
         """Turn what a measure cannot have here into a note, where that is allowed."""
         try:
             yield
-        except (DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError) as error:
-            if not allowed:
+        except (*_WITHOUT, ProcessError) as error:
+            kind = error.kind if isinstance(error, ProcessError) else type(error).__name__
+            if not allowed or kind not in [one.__name__ for one in _WITHOUT]:
                 raise
             self.notes.append(f"left out for the network: {listed(names)}. {error}")
-
-
-def _refuse_several(problem: Problem) -> None:
-    if problem.ranks.count > 1:
-        raise ProcessError(
-            "Expected one process, as this walks in the space of all parameters, but got a group of "
-            f"{problem.ranks.count}. Measure it in one process, on all the data, inside "
-            "flatness.separately()."
-        )

@@ -1,4 +1,4 @@
-"""How many probes or random directions: a pilot on a few samples says, and is thrown away."""
+"""How many probes: a pilot on a few samples says, and is thrown away."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from flatness.catalogue.measure import SPECTRA, LayerView, Measure
-from flatness.curvature.sums.folds import FOLDS, FOLDS_OF_LARGE, LARGE
-from flatness.curvature.sums.parameter_probes import ParameterEngine, unit_length
+from flatness.curvature.sums.folds import FOLDS, FOLDS_OF_LARGE, LARGE, SampledSums
 from flatness.curvature.sums.routes import LayerRoute
-from flatness.curvature.sums.sampled import PARTS, Budget, SampledEngine, SampledSums, balance, slope_norms
+from flatness.curvature.sums.sampled import PARTS, Budget, SampledEngine, balance, slope_norms
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.scatter import Scatter, standard_error
@@ -26,41 +25,21 @@ from flatness.problem.problem import Problem
 # A pilot looks at an eighth of the samples, within these numbers, and at a few for the balance of layers.
 _FEWEST_SAMPLES, _MOST_SAMPLES, _BALANCE_SAMPLES = 32, 512, 16
 # Pilot probes of each sample, or of each unit of samples.
-_PILOT_PROBES = 2
+PROBES = 2
 # A variance from a few hundred samples, or from a few units, may be too small by as much.
-_CAUTION = 1.5
+CAUTION = 1.5
 # A standard error that rests on fewer differences of probes is itself too noisy.
 _FEWEST_DIFFERENCES = 64
-# The fewest directions of a unit of samples.
-_FEWEST_DIRECTIONS = 4
 # Backward passes that a probe of the residual takes for all layers: through the graph of the first
 # derivatives and through the network. One for each of L layers goes through the part behind it: (L + 1)/2 of
 # the network. A probe of the Gauss-Newton part takes 1. Counted, not timed: the same call decides alike.
 _JOINT_PASSES = 2.0
 # Layers up to which it is tried whether a pass for each is cheaper than one for all.
 _MOST_ALONE = 16
-# What a product costs however few samples it has, in numbers of a graph that are worked on meanwhile; and how
-# many samples are usually worked on at a time.
-_PRODUCT, _USUAL_BATCH = 1 << 19, 256
 # A variance up to this factor above the goal counts as reaching it.
 _NEAR = 1.05
 # How finely ways to share out probes are tried.
 _PER_OCTAVE, _HALF_DOUBLINGS, _STEPS = 8, 24, 24
-
-
-@dataclass(frozen=True)
-class Directions:
-    """What a pilot of products with parameters decides.
-
-    Attributes:
-        probes: Random directions of every unit of samples.
-        complete: What takes all directions because they are cheaper, by layer; None for the rest.
-        folds: Degrees of freedom of standard errors.
-    """
-
-    probes: int
-    complete: tuple[str | None, ...]
-    folds: int
 
 
 def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Tensor]) -> Budget:
@@ -68,8 +47,8 @@ def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Tensor]) -> B
     slopes, curved = _slopes(problem), sorted(plan.sampling.curved)
     # Samples that are ignored have no slope, and nothing to say.
     counting = slopes.nonzero()[:, 0] if bool(slopes.any()) else torch.arange(len(slopes), device="cpu")
-    size = min(_MOST_SAMPLES, max(_FEWEST_SAMPLES, len(counting) // 8))
-    pilot = Budget(_PILOT_PROBES, _PILOT_PROBES if curved else 0, folds=_folds(plan.sampling.layers))
+    size = pilot_size(len(counting))
+    pilot = Budget(PROBES, PROBES if curved else 0, folds=fold_count(plan.sampling.layers))
 
     def tried(budget: Budget, samples: Tensor) -> _Choice:
         sums = _probed(problem, plan, spreads, budget, samples)
@@ -225,10 +204,6 @@ def _even(number: float) -> int:
     return 2 * math.ceil(number / 2)
 
 
-def _folds(routes: Iterable[LayerRoute]) -> int:
-    return FOLDS_OF_LARGE if any(route.needs & LARGE for route in routes) else FOLDS
-
-
 def _probed(
     problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Budget, samples: Tensor
 ) -> SampledSums:
@@ -240,11 +215,11 @@ def _probed(
         rows = torch.isin(numbers.cpu(), samples).nonzero()[:, 0]
         if len(rows):
             some = batch if len(rows) == len(numbers) else batches.picked(batch, rows)
-            engine.total.merge(engine.probed(some, numbers[rows.to(numbers.device)]))
+            engine.found.statistics.merge(engine.probed(some, numbers[rows.to(numbers.device)]))
 
     with engine.attached():
         problem.stream(step, "pilot", int(samples[-1]) + 1)
-    return engine.finished()
+    return engine.found
 
 
 def _variances(problem: Problem, plan: Plan, spreads: dict[str, Tensor], sums: SampledSums) -> Tensor:
@@ -253,78 +228,24 @@ def _variances(problem: Problem, plan: Plan, spreads: dict[str, Tensor], sums: S
     variances, nothing = [], torch.zeros(1, dtype=torch.float64, device="cpu")
     for part in PARTS:
         scatter = Scatter.of(sums, (part,))
-        found = _relative_variances(
-            problem, plan, spreads, sums.statistics, scatter, names, sums.gauss_newton
+        found = relative_variances(
+            problem, plan, spreads, sums.statistics, scatter, names, sums.part("gauss_newton")
         )
-        variances.append(_PILOT_PROBES * _CAUTION * torch.cat([nothing, *found]))
+        variances.append(PROBES * CAUTION * torch.cat([nothing, *found]))
     return torch.stack(variances)
 
 
-def choose_directions(
-    problem: Problem, plan: Plan, spreads: dict[str, Tensor], known: Statistics
-) -> Directions:
-    """Random directions that promise the precision, within `max_passes`, and what is cheaper without.
-
-    Args:
-        problem: The model, data and loss.
-        plan: What to measure.
-        spreads: V per input unit of the layers that need `relative_normalized`.
-        known: The statistics of everything that does not go through parameters.
-    """
-    folds = _folds(plan.by_parameters.layers)
-    if not plan.by_parameters.random:
-        return Directions(_PILOT_PROBES, (), folds)
-    most = plan.request.max_passes - plan.request.max_passes % 2
-    routes = plan.by_parameters.only(complete=False)
-    samples, length = problem.source.expected_samples(), unit_length(problem)
-    engine = ParameterEngine(problem, routes, spreads, min(_PILOT_PROBES, most), folds)
-    size = _MOST_SAMPLES if samples is None else min(_MOST_SAMPLES, max(_FEWEST_SAMPLES, samples // 8))
-    sums = engine.run(first=size)
-    # Every unit has directions of its own: the more of them, the smaller the error of their sum.
-    scale = engine.units / max(-(-samples // length) if samples else engine.units, 1)
-    scatter, names = Scatter.of(sums), [route.name for route in routes.layers]
-    found = _relative_variances(problem, plan, spreads, sums.statistics, scatter, names)
-    found.append(_rest_variance(plan, known, sums.statistics, scatter))
-    worst = max((float(value.max()) for value in found if value.numel()), default=0.0)
-    wanted = engine.probes * _CAUTION * worst * scale / plan.request.precision**2
-    probes = most if wanted >= most else max(min(_FEWEST_DIRECTIONS, most), 2 * -int(-wanted // 2))
-    if plan.request.method == "sampled" or not samples:
-        return Directions(probes, (), folds)
-    each = max(1, plan.graph_bytes // problem.dtype.itemsize)
-    random, complete = probes * _cost(samples, length, each), _cost(samples, _USUAL_BATCH, each)
-    cheaper = [name for name, entries in engine.entries.items() if entries * complete <= random]
-    return Directions(probes, tuple(cheaper), folds)
+def pilot_size(samples: int | None) -> int:
+    """How many of so many samples a pilot looks at: an eighth, within limits; the most where none knows."""
+    return _MOST_SAMPLES if samples is None else min(_MOST_SAMPLES, max(_FEWEST_SAMPLES, samples // 8))
 
 
-def _cost(samples: int, length: int, each: int) -> int:
-    """What products of all samples, so many at a time, cost: in numbers of their graphs."""
-    return samples * each + _PRODUCT * -(-samples // length)
+def fold_count(routes: Iterable[LayerRoute]) -> int:
+    """Degrees of freedom of standard errors."""
+    return FOLDS_OF_LARGE if any(route.needs & LARGE for route in routes) else FOLDS
 
 
-def _rest_variance(plan: Plan, known: Statistics, found: Statistics, scatter: Scatter) -> Tensor:
-    """Squared error of the remaining parameters' trace, relative to the trace over all parameters."""
-    folds = [scatter.folds[name]["trace"].flatten(1).sum(1) for name in plan.rest if name in scatter.folds]
-    if not folds or not float(found.normaliser):  # no sample of the pilot counts
-        return torch.zeros(0, dtype=torch.float64, device="cpu")
-    total = _trace(known, known.sums) + _trace(found, plan.rest)
-    variance = torch.stack(folds).sum(0).square().sum() / max(total**2, 1e-300)
-    return variance.nan_to_num(nan=torch.inf).reshape(1)
-
-
-def _trace(statistics: Statistics, owners: Iterable[str]) -> float:
-    """Sum of the traces that the statistics of these owners hold."""
-    if not float(statistics.normaliser):
-        return 0.0
-    total = 0.0
-    for owner in owners:
-        held = statistics.sums.get(owner, {})
-        # A layer's diagonal is its row traces in other words.
-        key = next((key for key in ("row_traces", "trace", "diagonal") if key in held), None)
-        total += float(statistics.mean(owner, key).sum()) if key is not None else 0.0
-    return total
-
-
-def _relative_variances(
+def relative_variances(
     problem: Problem,
     plan: Plan,
     spreads: dict[str, Tensor],
@@ -361,6 +282,6 @@ def _relative_variance(measure: Measure, view: LayerView, part: LayerView, scatt
     at = layer_values(measure, view)
     size = torch.maximum(at.abs(), layer_values(measure, part).abs())
     levels = len(measure.reductions) if measure.units is not None else 1
-    error = standard_error(scatter.of_layer(view, partial(layer_values, measure), at, measure.clips))
-    error = torch.zeros_like(at) if error is None else error
+    moved = scatter.of_layer(view, partial(layer_values, measure), at, measure.clips)
+    error = torch.zeros_like(at) if moved is None else standard_error(moved)
     return (error / size.clamp(min=1e-300))[-levels:].square()

@@ -1,33 +1,49 @@
-"""Running a plan: the passes over the data that all measures of it share."""
+"""Running a plan: the passes over the data that all measures share.
+
+Engines that not every plan asks for are imported by what opens them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flatness.curvature.operators.product_slices import parameter_slices, product_slices
-from flatness.curvature.operators.signal_slices import kept_bytes_per_sample, signal_slices
-from flatness.curvature.operators.spectrum import Spectrum, top_eigenvalues
-from flatness.curvature.parameters.parameter_products import DifferenceError
+from flatness.catalogue.measure import Valued
+from flatness.curvature.spectra import NetworkSpectrum, Spectrum
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.frame import feature_spreads
-from flatness.curvature.sums.groups import SampleGroups
-from flatness.curvature.sums.parameter_probes import ALL, ParameterEngine, unit_length
 from flatness.curvature.sums.routes import Routes
-from flatness.curvature.sums.sampled import Budget, SampledSums, sampled_statistics
-from flatness.curvature.sums.statistics import Statistics
+from flatness.curvature.sums.statistics import SampleGroups, Statistics
 from flatness.errors import NotFiniteError, listed
 from flatness.losses import counted
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.run.pilot import choose_budget, choose_directions
-from flatness.measuring.scatter import Scatter
 from flatness.network.memory import kept_budget
 from flatness.problem.problem import Problem
+
+if TYPE_CHECKING:
+    from flatness.curvature.sums.folds import SampledSums
+    from flatness.curvature.sums.sampled import Budget
+    from flatness.measuring.scatter import Scatter
+
+
+@dataclass(frozen=True)
+class Explored:
+    """What measures found that explore the space of all parameters, by measure.
+
+    Attributes:
+        spectra: Extreme eigenvalues of the network's Hessian.
+        values: Values by layer, None for the network.
+        notes: What the user should know.
+    """
+
+    spectra: Mapping[str, NetworkSpectrum] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str | None, Valued]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -39,28 +55,31 @@ class Run:
         methods: The word "exact" or "sampled" for every layer.
         spreads: V per input unit of the layers that need `relative_normalized`.
         groups: The statistics of groups of samples, where they were asked for.
-        scatter: How far sampled statistics scatter.
+        scatter: How far sampled statistics scatter; None where nothing is random.
         remarks: More to say about the curvature of single layers.
         notes: What to say about all of it.
         spectra: Largest eigenvalues, by layer and part.
         gauss_newton: The Gauss-Newton part of the sums where a residual was sampled beside it.
         probes: Random directions that a sample, or a unit of samples, was given on average.
+        explored: What measures found that explore the space of all parameters.
     """
 
     statistics: Statistics
     methods: dict[str, str]
     spreads: dict[str, Tensor] = field(default_factory=dict)
     groups: SampleGroups | None = None
-    scatter: Scatter = field(default_factory=Scatter)
+    scatter: Scatter | None = None
     remarks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     spectra: dict[tuple[str, str], Spectrum] = field(default_factory=dict)
     gauss_newton: Statistics | None = None
     probes: float = 0.0
+    explored: Explored = field(default_factory=Explored)
 
-    def take(self, sums: SampledSums, groups: SampleGroups | None) -> None:
+    def take(self, statistics: Statistics, groups: SampleGroups | None, scatter: Scatter) -> None:
         """Add what another engine found of other layers over the same samples."""
-        self.statistics = _joined(self.statistics, sums.statistics)
+        self.statistics = _joined(self.statistics, statistics)
+        self.scatter = scatter if self.scatter is None else self.scatter.beside(scatter)
         if self.groups is not None and groups is not None:
             pairs = zip(self.groups.parts, groups.parts, strict=True)
             self.groups.parts = [_joined(mine, theirs) for mine, theirs in pairs]
@@ -93,7 +112,11 @@ def run_plan(problem: Problem, plan: Plan, groups: SampleGroups | None = None) -
 
 
 def _add_sampled(problem: Problem, plan: Plan, run: Run) -> None:
-    """What goes through the sampled engine: a pilot says how many probes."""
+    """Add what goes through the sampled engine; a pilot says how many probes."""
+    from flatness.curvature.sums.sampled import Budget, sampled_statistics
+    from flatness.measuring.run.pilot import choose_budget
+    from flatness.measuring.scatter import Scatter
+
     budget = Budget(None, None, folds=0)
     if not plan.complete:
         with problem.ranks.stage():
@@ -102,11 +125,11 @@ def _add_sampled(problem: Problem, plan: Plan, run: Run) -> None:
     groups = SampleGroups() if run.groups is not None else None
     sums = sampled_statistics(problem, plan.sampling, run.spreads, budget, groups)
     counted(sums.statistics.normaliser, sums.statistics.samples)
-    run.take(sums, groups)
+    run.take(sums.statistics, groups, Scatter.of(sums))
     if not plan.complete:
-        run.scatter = Scatter.of(sums)
         run.probes = (budget.gauss_newton or plan.rank) + budget.average
-        run.gauss_newton = sums.gauss_newton if plan.sampling.curved else None
+    if plan.sampling.curved:
+        run.gauss_newton = sums.part("gauss_newton")
     for route in plan.sampling.layers:
         remarks = [] if plan.complete else [_described(plan, budget)]
         if route.name in plan.sampling.curved:
@@ -127,7 +150,7 @@ def _described(plan: Plan, budget: Budget) -> str:
 def _residual_share(sums: SampledSums, name: str) -> str:
     """How much of the trace is not in the Gauss-Newton part, as a note."""
     normaliser = float(sums.statistics.normaliser)
-    parts = [part.sums.get(name, {}).get("row_traces") for part in sums.parts.values()]
+    parts = [part.sums.sums.get(name, {}).get("row_traces") for part in sums.parts.values()]
     gauss_newton, residual = (0.0 if part is None else float(part.sum()) / normaliser for part in parts)
     total = gauss_newton + residual
     share = residual / total if total else 0.0
@@ -138,7 +161,12 @@ def _residual_share(sums: SampledSums, name: str) -> str:
 
 
 def _add_products(problem: Problem, plan: Plan, run: Run) -> None:
-    """What goes through parameters: a pilot says how many directions, and what takes all of them."""
+    """Add what goes through parameters; a pilot says how many directions, and what takes all of them."""
+    from flatness.curvature.parameters.parameter_products import DifferenceError
+    from flatness.curvature.sums.parameter_probes import ALL, ParameterEngine, unit_length
+    from flatness.measuring.run.directions import choose_directions
+    from flatness.measuring.scatter import Scatter
+
     with problem.ranks.stage():
         chosen = choose_directions(problem, plan, run.spreads, run.statistics)
     chosen = problem.ranks.first(chosen)
@@ -151,10 +179,8 @@ def _add_products(problem: Problem, plan: Plan, run: Run) -> None:
         engine = ParameterEngine(problem, part, run.spreads, chosen.probes, chosen.folds, error)
         with problem.ranks.stage():
             sums = engine.run(groups)
-        for summed in (sums.statistics, *sums.parts.values()):
-            summed.all_reduce(problem.ranks)
-        run.take(sums, groups)
-        run.scatter = run.scatter.beside(Scatter.of(sums))
+        sums.all_reduce(problem.ranks)
+        run.take(sums.statistics, groups, Scatter.of(sums))
     if routes.random:
         run.probes = max(run.probes, chosen.probes)
     length = unit_length(problem)
@@ -179,6 +205,10 @@ def _joined(mine: Statistics, theirs: Statistics) -> Statistics:
 
 def _spectra(problem: Problem, plan: Plan, normaliser: float) -> dict[tuple[str, str], Spectrum]:
     """Largest eigenvalues of all layers: through parameters, from signals, or by Hessian products."""
+    from flatness.curvature.operators.product_slices import parameter_slices, product_slices
+    from flatness.curvature.operators.signal_slices import kept_bytes_per_sample, signal_slices
+    from flatness.curvature.operators.spectrum import top_eigenvalues
+
     routes, found = plan.layer_routes, {}
     through = [name for name in plan.layers if plan.treatments[name].through_parameter]
     products = [name for name in plan.by_products if name not in through]

@@ -18,6 +18,7 @@ __all__ = [
     "Layer",
     "LinearLayer",
     "find_layers",
+    "own_parameter",
     "own_parameters",
     "register_layer",
     "select_layers",
@@ -70,6 +71,22 @@ def register_layer(module_type: type[nn.Module], view: type[Layer]) -> None:
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that a module itself holds; `parameters(recurse=False)` takes ten times as long."""
     return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def own_parameter(model: nn.Module, layer: Layer) -> str | None:
+    """The parameter that a layer's weight is, or is a part of, as `named_parameters` calls it; None if none.
+
+    A weight that is made from other parameters is none.
+    """
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    parameter = aliases.get(layer.weight_name)
+    if parameter is None or _memory(parameter) != _memory(layer.weight):
+        return None
+    return next(name for name, value in model.named_parameters() if value is parameter)
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def view_of(module: nn.Module) -> type[Layer] | None:

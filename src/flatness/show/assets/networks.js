@@ -4,7 +4,7 @@ const list = { column: "", rising: true, limit: PAGE };
 function listColumns() {  // heading, value to sort by, text
   const chosen = study.columns[state.column];
   return [
-    ["network", (i) => study.keys[i], (i) => study.keys[i].slice(0, 8)],
+    ["network", (i) => i + 1, (i) => String(i + 1)],
     ...study.axes.filter((axis) => axis.varies && axis.name !== "status").map((axis) => [words(axis.name), (i) => axis.values[axis.codes[i]], (i) => label(axis, axis.codes[i])]),
     ["in the analysis", (i) => study.out[i] < 0 ? "yes" : study.reasons[study.out[i]]],
     ...study.targets.map((target) => [target.label || study.parts[state.part].gap, (i) => target.values[i]]),

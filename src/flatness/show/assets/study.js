@@ -62,7 +62,7 @@ function drawScatter() {
     xLabel: nameOf(column) + copied(), yLabel: targetLabel(), marks,
     summary: `${targetLabel()} against ${nameOf(column)}${copied()} of ${drawn.length} networks. The table of networks below has the values.`,
     open: (mark, keyboard) => openRecord(mark.i, keyboard),
-    tell: (mark, others) => [study.keys[mark.i].slice(0, 8), [...describe(mark.i), [nameOf(column), told(column, mark.i, state.copy)],
+    tell: (mark, others) => [`Network ${mark.i + 1}`, [...describe(mark.i), [nameOf(column), told(column, mark.i, state.copy)],
       [targetLabel(), short(mark.y)], ...(study.out[mark.i] >= 0 ? [["left out", study.reasons[study.out[mark.i]]]] : []),
       ...(others.length > 0 ? [["in the same place", `${others.length} more`]] : [])]],
   });

@@ -93,7 +93,7 @@ function openRecord(i, keyboard) {
   state.open = i;
   const close = element("button", { type: "button", class: "plain" }, "Close");
   close.addEventListener("click", closeRecord);
-  const heading = element("h3", { tabindex: -1, id: "record-name" }, `Network ${study.keys[i].slice(0, 8)}`);
+  const heading = element("h3", { tabindex: -1, id: "record-name" }, [`Network ${i + 1}`, describe(i).map((pair) => pair.join(" ")).join(", ")].filter(Boolean).join(": "));
   const facts = [...study.axes.map((axis) => [words(axis.name), label(axis, axis.codes[i])]),
     ...study.facts.map((fact) => [fact.name.replaceAll(".", " · ").replaceAll("_", " "), fact.values ? fact.values[i] : fact.same])
       .filter(([, value]) => value !== null).map(([name, value]) => [name, Number.isInteger(value) ? String(value) : short(value)])];
@@ -113,7 +113,7 @@ function openRecord(i, keyboard) {
     ...(values.length > 0 ? [element("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": "Values of this network" }, table)] : []));
   panel.hidden = false;
   markOpen();
-  said.textContent = `Record of network ${study.keys[i].slice(0, 8)}`;
+  said.textContent = `Record of network ${i + 1}`;
   if (keyboard) heading.focus();
 }
 function closeRecord() {

@@ -154,11 +154,11 @@ def _networks(study: Study) -> str:
     numbers = [*_OUTCOMES, *study.headline()[:_HEADLINES]]
     headings = ["network", *names, "in the analysis", *(_OUTCOMES.get(name, name) for name in numbers)]
     lines = []
-    for found in frame.to_dict("records"):
+    for number, found in enumerate(frame.to_dict("records"), 1):
         key = str(found["key"])
         cells = [_plain(found[name]) for name in names]
         cells += [left.get(key, "yes"), *(_outcome(found[name]) for name in numbers)]
-        lines.append(row(key[:8], [Cell(text) for text in cells], f"records/{quote(key)}.json"))
+        lines.append(row(str(number), [Cell(text) for text in cells], f"records/{quote(key)}.json"))
     heads = [(text, "") for text in headings]
     inner = table("Every network; its heading leads to its record", heads, "".join(lines))
     body = f'<div id="rows"></div><noscript>{inner}</noscript>'

@@ -133,8 +133,7 @@ def save_experiment(path: Where, study: ExperimentStudy, *, dark: bool = False) 
 
 def _bars(study: Study, part: str) -> list[str]:
     table: Any = study.correlations(part)
-    chosen = table[table["quantity"].isin(study.headline())]
-    chosen = (chosen if len(chosen) >= 3 else table).head(_BARS)
+    chosen = shown_bars(table, study.headline())
     rows = []
     for row in chosen.to_dict("records"):
         bar = {"name": row["quantity"], "value": row["kendall"]}
@@ -148,9 +147,28 @@ def _bars(study: Study, part: str) -> list[str]:
         return []
     name = f"{study.spec.name}, {part}" if part else study.spec.name
     title = f"{name}: correlation with the gap, n = {len(study.kept(part))}"
+    if len(chosen) == _BARS < len(table):
+        title += f"\nthe strongest {len(rows)} of {len(table)} quantities; all are in {_table_name(part)}"
     chance = float(table["null_95"].median())
     label = "Kendall's τ with 95 % bootstrap interval"
     return _drawn(study, f"{_file(part)}correlations", save_intervals, rows, label, title, chance)
+
+
+def shown_bars(table: Any, headline: Sequence[str]) -> Any:
+    """The rows to draw, in the order of the table: the study's own, or the strongest of either sign.
+
+    Args:
+        table: A row per quantity.
+        headline: What the study is about; drawn in any case, and alone where they are three or more.
+    """
+    own = table["quantity"].isin(list(headline))
+    chosen = table[own] if own.sum() >= 3 else table
+    first = chosen["kendall"].abs() + 2 * own.loc[chosen.index]  # |τ| ≤ 1
+    return chosen.loc[first.nlargest(_BARS).index.sort_values()]
+
+
+def _table_name(part: str) -> str:
+    return f"correlations-{part}.csv" if part else "correlations.csv"
 
 
 def _file(name: str) -> str:

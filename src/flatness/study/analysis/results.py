@@ -22,7 +22,7 @@ from flatness.study.analysis.lines import lines_together
 from flatness.study.analysis.summary import summary_text
 from flatness.study.configuration import digest
 from flatness.study.folder.environment import code_digest
-from flatness.study.folder.records import readable_disk_errors
+from flatness.study.folder.records import FAILED, readable_disk_errors
 from flatness.study.spec.spec import Spec
 from flatness.study.table import PENDING, Condition, measure_columns, networks_frame
 
@@ -186,8 +186,9 @@ class Study(Records):
         """Networks that are not in the analysis: key to the first reason why."""
         found: dict[str, str] = {}
         for reason, rows in self._filters():
-            for key in self._frame["key"][~rows]:
-                found.setdefault(str(key), reason)
+            for key, why in zip(self._frame["key"][~rows], self._frame["reason"][~rows], strict=True):
+                told = f"{FAILED}: {why.rstrip('.')}" if reason == FAILED and why else reason
+                found.setdefault(str(key), told)
         return found
 
     def filtered_out(self) -> dict[str, int]:
@@ -202,7 +203,7 @@ class Study(Records):
         found = [
             ("not trained yet", status != PENDING),
             ("diverged", status != "diverged"),
-            ("failed", status != "failed"),
+            (FAILED, status != FAILED),
             ("not converged, so not measured", (status != "not_converged") | measured),
             ("not measured yet", measured),
         ]

@@ -30,7 +30,7 @@ from flatness.study.run.watch import Watch
 from flatness.study.spec.grid import label
 from flatness.study.spec.origin import ORIGIN, check_trust, holds_study, is_own, mark_of
 from flatness.study.spec.sources import check_sources, found_checkpoints
-from flatness.study.spec.spec import Spec, make_spec, read_spec
+from flatness.study.spec.spec import Spec, make_spec, read_spec, usual_scale
 from flatness.study.training.train import cohorts
 
 _AT_ONCE = {"cuda": 128, "cpu": 16}  # networks that train together where the file does not say
@@ -41,7 +41,7 @@ def run(
     out: str | os.PathLike[str],
     executor: str = "local",
     *,
-    scale: str = "paper",
+    scale: str | None = None,
     jobs: int | None = None,
     device: str | torch.device | None = None,
     minutes: float = math.inf,
@@ -61,8 +61,9 @@ def run(
             **A study file is code**: what it names as ``package.module:factory`` is imported and called.
         out: The folder of the study; made if need be.
         executor: "local" for processes on this machine, "ray" for a Ray cluster.
-        scale: "smoke" (a few networks through the whole pipeline), "small", "gallery" (what the gallery
-            shows of a study that is too large as printed) or "paper".
+        scale: "smoke" (a few networks through the whole pipeline), "small" (for a laptop), "gallery" (what
+            the gallery shows of a study that is too large as printed) or "paper" (all of it). By default a
+            study of your own runs in full, and one that comes with the package at "small".
         jobs: Processes at a time; None for one per GPU, or one per core without a GPU. Networks are measured
             once all of them are trained.
         device: Where to train and measure; None for a GPU where there is one.
@@ -96,12 +97,11 @@ def run(
         >>> study.counts()
         {'finished': 6}
     """
-    chosen = spec if isinstance(spec, Spec) else read_spec(spec, scale)
+    chosen = spec if isinstance(spec, Spec) else read_spec(spec, scale or usual_scale(spec))
     if not trust:
         check_trust(chosen.received, chosen.parts, chosen.name)
     check_executor(executor)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    jobs = _usual_jobs(place) if jobs is None else jobs
+    place, jobs = training_place(device, jobs)
     _check_numbers(jobs, minutes, checkpoint_every)
     folder = Folder(out)
     until = time.time() + 60 * minutes
@@ -258,8 +258,14 @@ def plan_cohorts(spec: Spec, device: torch.device) -> list[Sequence[Configuratio
     return found
 
 
+def training_place(device: str | torch.device | None, jobs: int | None) -> tuple[torch.device, int]:
+    """The device, a GPU where there is one, and the number of processes: one per GPU, or one per core."""
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return place, _usual_jobs(place) if jobs is None else jobs
+
+
 def _usual_jobs(device: torch.device) -> int:
-    """Processes: one per GPU, or one per core that this process may use."""
+    """One per GPU, or one per core that this process may use."""
     if device.type == "cuda":
         return max(torch.cuda.device_count(), 1) if device.index is None else 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,7 +15,7 @@ from typing import Any
 from flatness.catalogue.registry import resolve_options, select_measures
 from flatness.errors import SpecError, nearest
 from flatness.landscape.directions import KINDS as DIRECTIONS
-from flatness.measuring.choices import CURVATURES, METHODS
+from flatness.measuring import CURVATURES, METHODS
 from flatness.study.key import Key
 from flatness.study.table import GAPS, OUTCOMES, Condition
 from flatness.study.training.losses import LOSSES

@@ -110,6 +110,11 @@ def names() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
+def usual_scale(source: str | os.PathLike[str] | Mapping[str, Any]) -> str:
+    """The scale of a run that names none: "small" for a study of the package, in full for the user's own."""
+    return "small" if not isinstance(source, Mapping) and os.fspath(source) in names() else "paper"
+
+
 def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "paper") -> Spec:
     """Read a study: the name of one that comes with the package, the path of a file, or its content.
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from flatness.errors import FlatnessError, ModelError, NondeterministicError
 from flatness.problem import batches
-from flatness.problem.batches import describe
-from flatness.problem.own_loss import logits_of
+from flatness.problem.batches import describe, logits_of
 from flatness.symmetry.trace.calls import Call, Value
 from flatness.symmetry.trace.recorder import Recorder, Unrecorded, located
 

@@ -1,4 +1,4 @@
-"""All statistics of layers, one module each: a module that is put here is found.
+"""All statistics of layers: a module that is put here is found.
 
 | statistic             | shape          | divided by the normaliser it is                         |
 |-----------------------|----------------|---------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss': relative flatness."""
+"""κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss': relative flatness, also for features of unit spread."""
 
 from __future__ import annotations
 
@@ -48,3 +48,31 @@ class Relative(BlockStatistic):
     def of_softmax(self, rows: SoftmaxRows) -> Tensor:
         """Σ ‖φ‖² a Σ_t Var_p(W_·t)."""
         return torch.linalg.vector_norm(rows.phi, dim=1).square() @ rows.total_variance()
+
+
+class RelativeNormalized(Relative):
+    """κ_Tr of W V on V⁻¹φ: the product of the traces of blocks, those of features V⁻¹φ, with W V² Wᵀ."""
+
+    name = "relative_normalized"
+    scaled = True
+
+    def gram(self, frame: Frame) -> Tensor:
+        """The matrix that traces are multiplied with."""
+        return frame.WW_V
+
+    def weight(self, frame: Frame) -> Tensor:
+        """The matrix whose products with itself that is."""
+        assert frame.V is not None
+        return frame.W * frame.V[:, None]
+
+    def of_identity(self, frame: Frame) -> Tensor:
+        """Tr H_ss = Σ_t V_t⁻² in every row, 0 between rows."""
+        return (frame.inverse_V2.sum(1) * (frame.W.square() * frame.V2[:, None]).sum((1, 2))).sum()
+
+    def of_squares(self, squares: SquaredSignals) -> Tensor:
+        """Σ ‖V⁻¹φ‖² ‖V Wᵀδ‖²."""
+        return (squares.phi2 @ squares.frame.inverse_V2[0]) @ (squares.u2 @ squares.frame.V2[0])
+
+    def of_softmax(self, rows: SoftmaxRows) -> Tensor:
+        """Σ ‖V⁻¹φ‖² a Σ_t V_t² Var_p(W_·t)."""
+        return (rows.phi2 @ rows.frame.inverse_V2[0]) @ rows.total_variance(scaled=True)

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from flatness.catalogue.measure import SPECTRA, LayerView, Measure, NetworkView, Valued
 from flatness.catalogue.registry import reduce_values
-from flatness.curvature.operators.spectrum import Spectrum
+from flatness.curvature.spectra import Spectrum
 from flatness.errors import listed
-from flatness.measuring.run.exploration import Explored
-from flatness.measuring.run.run import Run
-from flatness.measuring.scatter import Scatter, bias_note, standard_error
+from flatness.measuring.run.run import Explored, Run
 from flatness.measuring.views import Outline, layer_values, layer_views, network_view, number_of
 from flatness.report.report import Address, Result, address
 
@@ -28,25 +26,24 @@ _USED_UP = 0.8
 _GOAL = 0.01
 
 
-def report_rows(outline: Outline, run: Run, explored: Explored) -> list[Result]:
+def report_rows(outline: Outline, run: Run) -> list[Result]:
     """All rows of a report, with the standard errors that the data alone cause where those are asked for.
 
     Args:
         outline: What was measured.
         run: What the engines found.
-        explored: What measures found that explore the space of all parameters.
     """
-    results = finalise(outline, run, explored)
+    results = finalise(outline, run)
     if run.groups is None:
         return results
     left_out = [
-        finalise(outline, replace(run, statistics=part, scatter=Scatter()), explored)
+        finalise(outline, replace(run, statistics=part, scatter=None))
         for part in run.groups.without_each(run.statistics)
     ]
-    return _with_data_errors(results, left_out, outline.request.measures, run.statistics.samples)
+    return _with_data_errors(results, left_out, outline.request.measures, run)
 
 
-def finalise(outline: Outline, run: Run, explored: Explored) -> list[Result]:
+def finalise(outline: Outline, run: Run) -> list[Result]:
     """All rows of a report, measure by measure, layers in network order; see `report_rows`."""
     views = layer_views(outline, run.statistics, run.spectra, run.spreads)
     network = network_view(outline, run.statistics)
@@ -55,10 +52,10 @@ def finalise(outline: Outline, run: Run, explored: Explored) -> list[Result]:
         rows = _Rows(measure, outline, run)
         for view in views:
             rows.add_layer(view)
-        values = explored.values.get(measure.name, {})
+        values = run.explored.values.get(measure.name, {})
         for layer in [layer for layer in values if layer is not None]:
             rows.add(rows.row("layer", layer=layer), values[layer])
-        rows.add_network(network, explored)
+        rows.add_network(network)
         if None in values:
             rows.add(rows.row("network"), values[None])
         for reduction in measure.reductions if "network" in measure.levels else ():
@@ -92,11 +89,12 @@ class _Rows:
     def add(self, row: Result, value: Valued | Tensor | float, changes: Tensor | None = None) -> None:
         """Take one more, with its value; its standard error comes from what replicates change (K,)."""
         valued = value if isinstance(value, Valued) else Valued(float(value))
-        error = standard_error(changes)
-        if changes is not None and error is not None:
+        if changes is not None:
+            from flatness.measuring.scatter import bias_note, standard_error
+
             bent = row.level != "unit" and (self._measure.clips is not None or row.reduction == "max")
             notes = (*valued.notes, *(bias_note(changes) if bent else ()))
-            valued = replace(valued, stderr=float(error), method="sampled", notes=notes)
+            valued = replace(valued, stderr=float(standard_error(changes)), method="sampled", notes=notes)
         row = replace(
             row,
             value=valued.value,
@@ -140,26 +138,26 @@ class _Rows:
 
     def _changes(self, view: LayerView, values: Tensor) -> list[Tensor | None]:
         """What replicates change about each value of a layer; nothing where all directions were taken."""
-        moved = None
-        if self._measure.needs - SPECTRA and self._run.methods[view.name] == "sampled":
+        moved, scatter = None, self._run.scatter
+        if scatter and self._measure.needs - SPECTRA and self._run.methods[view.name] == "sampled":
             number = partial(layer_values, self._measure)
-            moved = self._run.scatter.of_layer(view, number, values, self._measure.clips)
+            moved = scatter.of_layer(view, number, values, self._measure.clips)
         return [None] * len(values) if moved is None else list(moved.T)
 
-    def add_network(self, network: NetworkView, explored: Explored) -> None:
+    def add_network(self, network: NetworkView) -> None:
         """The row over all parameters, where the measure has one and what it needs was found."""
         measure, sources = self._measure, self._outline.sources
-        spectrum, traced = explored.spectra.get(measure.name), "traces" in measure.network_needs
+        spectrum, traced = self._run.explored.spectra.get(measure.name), "traces" in measure.network_needs
         missing = (traced and not sources) or ("spectrum" in measure.network_needs and spectrum is None)
         if measure.network is None or missing:
             return
         view = replace(network, spectrum=spectrum, options=self._options)
         value = measure.network(view)
         over = value.over if isinstance(value, Valued) else None
-        changes = None
-        if traced:
+        changes, scatter = None, self._run.scatter
+        if traced and scatter:
             number, at = partial(_network_value, measure), number_of(measure, value)
-            changes = self._run.scatter.of_network(view, sources, number, at, measure.clips)
+            changes = scatter.of_network(view, sources, number, at, measure.clips)
         notes = (f"over {over or ', '.join(network.squared_norms)}",)
         self.add(self.row("network", notes=notes), value, changes)
 
@@ -229,10 +227,21 @@ def _silent_layers(outline: Outline, results: list[Result]) -> list[str]:
     ]
 
 
+def relative_error(outline: Outline, run: Run, results: list[Result]) -> float:
+    """The largest standard error of a layer's value, relative to it or to its Gauss-Newton part."""
+    layers = _sampled_layers(results)
+    sizes = _sizes(outline, run, layers)
+    return max((row.stderr / max(sizes[address(row)], 1e-300) for row in layers), default=0.0)
+
+
+def _sampled_layers(results: list[Result]) -> list[Result]:
+    return [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
+
+
 def missed_precision(outline: Outline, run: Run, results: list[Result]) -> list[str]:
     """What to say when sampled values of layers did not reach the precision asked for."""
     precision, most = outline.request.precision, outline.request.max_passes
-    layers = [row for row in results if row.level == "layer" and row.method == "sampled" and row.stderr]
+    layers = _sampled_layers(results)
     if all(row.stderr <= 1.25 * precision * abs(row.value) for row in layers):
         return []
     sizes = _sizes(outline, run, layers)
@@ -245,6 +254,8 @@ def missed_precision(outline: Outline, run: Run, results: list[Result]) -> list[
     part = "" if run.gauss_newton is None else " (or of its Gauss-Newton part, if that is larger)"
     used_up = run.probes > _USED_UP * most
     advice = "The pilot underestimated the noise: ask for a smaller precision"
+    if run.groups is not None and run.groups.population is not None:
+        used_up, advice = False, f"Raise samples, now {run.statistics.samples}, or pass samples='enough'"
     return [
         f"aimed at a standard error of {precision:.2g} of each layer's value{part}, but {len(missed)} of "
         f"{len(layers)} values exceed it; the worst is {worst.measure} of {worst.subject()}, at {reached}. "
@@ -256,8 +267,8 @@ def _sizes(outline: Outline, run: Run, layers: list[Result]) -> dict[Address, fl
     """What errors are relative to: the value, or that of the Gauss-Newton part where it is larger."""
     sizes = {address(row): abs(row.value) for row in layers}
     if run.gauss_newton is not None:
-        alone = replace(run, statistics=run.gauss_newton, scatter=Scatter())
-        for row in finalise(outline, alone, Explored()):
+        alone = replace(run, statistics=run.gauss_newton, scatter=None, explored=Explored())
+        for row in finalise(outline, alone):
             if address(row) in sizes:
                 sizes[address(row)] = max(sizes[address(row)], abs(row.value))
     return sizes
@@ -277,9 +288,9 @@ def _spectrum_notes(spectrum: Spectrum) -> list[str]:
 
 
 def _with_data_errors(
-    results: list[Result], left_out: list[list[Result]], measures: list[Measure], samples: int
+    results: list[Result], left_out: list[list[Result]], measures: list[Measure], run: Run
 ) -> list[Result]:
-    """Results with `data_stderr`, from the same results without one group of samples after the other.
+    """Results with the errors that their samples cause, from results without one group after the other.
 
     The jackknife: se² = (B − 1)/B Σ_b (f_b − mean f)². Values that are no function of sums over samples
     (eigenvalues, exploration of parameter space) have none.
@@ -288,9 +299,10 @@ def _with_data_errors(
         results: What was measured on all samples.
         left_out: For every group, the same rows without its samples.
         measures: The measures.
-        samples: Number of samples.
+        run: What the engines found.
     """
-    sums = {m.name for m in measures if not (m.needs & SPECTRA or "spectrum" in m.network_needs or m.explore)}
+    assert run.groups is not None
+    sums = {measure.name for measure in measures if measure.of_sums}
     B = len(left_out)
     if B < 2:
         return results
@@ -298,10 +310,33 @@ def _with_data_errors(
     errors = ((B - 1) / B * (values - values.mean(0)).square().sum(0)).sqrt()
     # What does not depend on the data, such as norms of weights, moves by rounding alone.
     errors = errors.where(errors > _ROUNDING * values.mean(0).abs(), 0.0).tolist()
-    return [
-        _with_data_error(row, error, samples) if row.measure in sums else row
-        for row, error in zip(results, errors, strict=True)
-    ]
+    samples, population = run.statistics.samples, run.groups.population
+    found = []
+    for row, error in zip(results, errors, strict=True):
+        known = row.measure in sums
+        of_all = row if population is None else _of_population(row, error, 1 - samples / population, known)
+        distributed = known and run.groups.distribution
+        found.append(_with_data_error(of_all, error, samples) if distributed else of_all)
+    return found
+
+
+def _of_population(row: Result, error: float, left: float, known: bool) -> Result:
+    """A row whose value is an estimate for all the samples that those measured were drawn from.
+
+    Groups of samples scatter by their probes, too, so that the jackknife's error holds both. What the choice
+    of samples adds shrinks with the share of samples that are left out, and is 0 where there are none.
+
+    Args:
+        row: What was measured on some samples.
+        error: The jackknife's standard error.
+        left: The share of the samples that are left out.
+        known: Whether the row is a function of sums over samples.
+    """
+    if not known:
+        return replace(row, notes=(*row.notes, "of these samples, without an error for the choice of them"))
+    chosen = left * max(0.0, error**2 - row.stderr**2)
+    method = "sampled" if chosen else row.method
+    return replace(row, stderr=math.sqrt(row.stderr**2 + chosen), method=method)
 
 
 def _with_data_error(row: Result, error: float, samples: int) -> Result:

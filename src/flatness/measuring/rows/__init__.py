@@ -1,1 +1,0 @@
-"""From sums to rows of a report: views, finalisers, errors, provenance."""
