@@ -100,21 +100,20 @@ def _in_order(thing: Any) -> Any:
     if isinstance(history, list):
         if not history:
             raise OptionError("Expected a monitor that has measured but it holds no report yet.")
-        return _numbered([str(step) for step, _ in history], [report for _, report in history], "step")
-    if isinstance(thing, Mapping) and thing and _are_reports(list(thing.values())):
-        keys = list(thing)
-        if all(isinstance(key, int | float) for key in keys):
-            return _numbered([f"{key:g}" for key in keys], list(thing.values()), "epoch")
-        return Trajectory.of([str(key) for key in keys], list(thing.values()))
-    if isinstance(thing, list | tuple) and thing and _are_reports(thing):
+        return _numbered(dict(history), "step")
+    if isinstance(thing, Mapping) and _are_reports(list(thing.values())):
+        numbered = all(isinstance(key, int | float) for key in thing)
+        return _numbered(thing, "epoch") if numbered else Trajectory.of([*map(str, thing)], [*thing.values()])
+    if isinstance(thing, list | tuple) and _are_reports(thing):
         names = [str(report.meta.get("checkpoint", place)) for place, report in enumerate(thing)]
         return Trajectory.of(names, list(thing))
     return thing
 
 
 def _are_reports(things: Sequence[Any]) -> bool:
-    return all(isinstance(thing, Report) for thing in things)
+    return bool(things) and all(isinstance(thing, Report) for thing in things)
 
 
-def _numbered(names: list[str], reports: list[Report], unit: str) -> Trajectory:
-    return Trajectory(tuple(names), tuple(map(float, names)), tuple(reports), unit)
+def _numbered(reports: Mapping[Any, Report], unit: str) -> Trajectory:
+    names, steps = (f"{key:g}" for key in reports), map(float, reports)
+    return Trajectory(tuple(names), tuple(steps), tuple(reports.values()), unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -28,8 +28,8 @@ from flatness.show.plots.themes import (
 from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow
 
 _WIDTH, _ROW = 5.6, 0.22  # inches
-# A drift of nothing at all is drawn here.
-_NO_DRIFT = 1e-17
+# A drift of nothing at all, and one beyond all measure, are drawn here.
+_NO_DRIFT, _ALL_DRIFT = 1e-17, 1e6
 _BROKEN = "#c1121f"
 
 
@@ -40,6 +40,11 @@ class _Ratio(NamedTuple):
     value: float
     error: float
     verdict: str
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The value less and plus its error."""
+        return self.value - self.error, self.value + self.error
 
 
 def save_comparison(
@@ -57,17 +62,12 @@ def save_comparison(
         axes = figure.add_subplot()
         colours = (*(colour_on(theme, colour) for colour in COLOURS[:2]), theme.quiet)
         for (verdict, label), colour, shape in zip(labels.items(), colours, SHAPES, strict=False):
-            own = [place for place, ratio in enumerate(ratios) if ratio.verdict == verdict]
-            if own:
-                values, errors = [ratios[i].value for i in own], [ratios[i].error for i in own]
-                spread = errors if any(errors) else None
-                axes.errorbar(
-                    values, own, xerr=spread, fmt=shape, color=colour, markersize=5, capsize=2, label=label
-                )
+            own = {place: ratio for place, ratio in enumerate(ratios) if ratio.verdict == verdict}
+            _draw_ratios(axes, own, {"color": colour, "fmt": shape, "label": label})
         axes.axvline(1.0, color=theme.quiet, linewidth=0.8)
         positive = all(ratio.value > 0 for ratio in ratios)
-        ends = [ratio.value + sign * ratio.error for ratio in ratios for sign in (-1, 1)]
-        scale_axis(axes, "x", [1.0, *(end for end in ends if end > 0 or not positive)], positive)
+        ends = [end for ratio in ratios for end in ratio.ends if end > 0 or not positive]
+        scale_axis(axes, "x", [1.0, *ends], positive)
         _name_rows(axes, [ratio.label for ratio in ratios])
         axes.set_xlabel(f"{first} ÷ {second}")
         tidy(axes, theme)
@@ -75,17 +75,31 @@ def save_comparison(
     return figure
 
 
+def _draw_ratios(axes: Axes, ratios: Mapping[int, _Ratio], look: dict[str, Any]) -> None:
+    """Those of one verdict, by the row they stand in."""
+    if not ratios:
+        return
+    errors = [ratio.error for ratio in ratios.values()]
+    spread = errors if any(errors) else None
+    values = [ratio.value for ratio in ratios.values()]
+    axes.errorbar(values, list(ratios), xerr=spread, markersize=5, capsize=2, **look)
+
+
 def _ratios(comparison: Comparison, measures: Sequence[str] | None) -> list[_Ratio]:
     """What to draw: every quantity that has a ratio."""
-    found = []
-    for name in known_measures(measures, [pair.measure for pair in comparison.pairs]):
-        own = [pair for pair in comparison.pairs if pair.measure == name]
-        of_network = [pair for pair in own if pair.a.results[0].level == "network"]
-        found += [_ratio(pair, comparison) for pair in (own if measures is not None else of_network or own)]
-    found = [ratio for ratio in found if math.isfinite(ratio.value) and ratio.value != 0]
+    names = known_measures(measures, [pair.measure for pair in comparison.pairs])
+    pairs = [pair for name in names for pair in _of_measure(comparison, name, whole=measures is None)]
+    found = [_ratio(pair, comparison) for pair in pairs if pair.a.value and pair.b.value]
+    found = [ratio for ratio in found if math.isfinite(ratio.value)]
     if not found:
         raise ReportError("Expected values other than 0 to draw the ratio of but there are none.")
     return found
+
+
+def _of_measure(comparison: Comparison, name: str, *, whole: bool) -> list[Pair]:
+    """The pairs of a measure; those of the network alone, where it has such and that is asked for."""
+    own = [pair for pair in comparison.pairs if pair.measure == name]
+    return (whole and [pair for pair in own if pair.a.results[0].level == "network"]) or own
 
 
 def _ratio(pair: Pair, comparison: Comparison) -> _Ratio:
@@ -93,10 +107,10 @@ def _ratio(pair: Pair, comparison: Comparison) -> _Ratio:
     place = "" if row.layer is None else f", {shortened(place_of(row), 20)}"
     verdict = pair.verdict(comparison.names)
     verdict = verdict if verdict in comparison.names else ""
-    value = a.value / b.value if b.value else math.nan
-    error = abs(value) * math.hypot(a.error / a.value, b.error / b.value) if value else 0.0
+    value = a.value / b.value
+    error = abs(value) * math.hypot(a.error / a.value, b.error / b.value)
     label = f"{in_words(column_of(row.measure, row.reduction))}{plain(place)}"
-    return _Ratio(label, value, 0.0 if math.isnan(error) else error, verdict)
+    return _Ratio(label, value, error if math.isfinite(error) else 0.0, verdict)
 
 
 def _name_rows(axes: Axes, names: Sequence[str]) -> None:
@@ -115,24 +129,15 @@ def save_check(
     """
     shown = [row for row in report.rows if row.level != "unit"] or list(report.rows)
     names = known_measures(measures, [row.measure for row in shown])
-    shown = [row for row in shown if row.measure in names]
     kinds = list(dict.fromkeys(row.kind for row in shown))
     with picture(path, _WIDTH, 1.3 + _ROW * len(names), dark=dark) as (figure, theme):
         axes = figure.add_subplot()
         for number, kind in enumerate(kinds):
-            look: dict[str, Any] = {
-                "color": colour_on(theme, COLOURS[number % len(COLOURS)]),
-                "markersize": 5.5,
-            }
-            look |= {"marker": SHAPES[number % len(SHAPES)], "linestyle": "", "markeredgewidth": 1.2}
-            axes.plot([], [], **look, label=kind)
-            shift = 0.18 * (number - (len(kinds) - 1) / 2)
-            for row, x, y in _spots([row for row in shown if row.kind == kind], names, shift):
-                axes.plot(x, y, **look, markerfacecolor=look["color"] if row.holds else "none")
-                if row.declared and not row.holds:
-                    axes.plot(x, y, "x", color=_BROKEN, markersize=10, markeredgewidth=2)
-        drifts = [max(row.drift, _NO_DRIFT) for row in shown if math.isfinite(row.drift)]
-        scale_axis(axes, "x", [*drifts, 1.0], True)
+            worst = _worst([row for row in shown if row.kind == kind and row.measure in names])
+            heights = [names.index(row.measure) + 0.18 * (number - (len(kinds) - 1) / 2) for row in worst]
+            look: dict[str, Any] = {"color": colour_on(theme, COLOURS[number % len(COLOURS)]), "label": kind}
+            _draw_drifts(axes, worst, heights, {**look, "marker": SHAPES[number % len(SHAPES)]})
+        scale_axis(axes, "x", [1.0, *(_drawn_at(row) for row in shown if row.measure in names)], True)
         _name_rows(axes, [in_words(name) for name in names])
         axes.set_xlabel("largest relative change; filled: rounding explains it, hollow: it moves")
         tidy(axes, theme)
@@ -140,11 +145,27 @@ def save_check(
     return figure
 
 
-def _spots(
-    rows: Sequence[InvarianceRow], names: Sequence[str], shift: float
-) -> list[tuple[InvarianceRow, float, float]]:
-    """For every measure the row that moved most, what does not hold first, and its place."""
-    worst: dict[str, InvarianceRow] = {}
+def _draw_drifts(
+    axes: Axes, rows: Sequence[InvarianceRow], heights: Sequence[float], look: dict[str, Any]
+) -> None:
+    """One kind of rewriting: a mark per measure."""
+    colour, label = look["color"], look.pop("label")
+    axes.plot([], [], linestyle="", **look, label=label)
+    for row, height in zip(rows, heights, strict=True):
+        face = colour if row.holds else "none"
+        axes.plot(_drawn_at(row), height, **look, markersize=5.5, markeredgewidth=1.2, markerfacecolor=face)
+        if row.declared and not row.holds:
+            axes.plot(_drawn_at(row), height, "x", color=_BROKEN, markersize=10, markeredgewidth=2)
+
+
+def _drawn_at(row: InvarianceRow) -> float:
+    """Where a drift is drawn: 0 and infinity have no place on a logarithmic axis."""
+    return min(max(row.drift, _NO_DRIFT), _ALL_DRIFT)
+
+
+def _worst(rows: Sequence[InvarianceRow]) -> list[InvarianceRow]:
+    """For every measure the row that moved most, what does not hold first."""
+    found: dict[str, InvarianceRow] = {}
     for row in sorted(rows, key=lambda row: (not row.holds, row.drift)):
-        worst[row.measure] = row
-    return [(row, max(row.drift, _NO_DRIFT), names.index(name) + shift) for name, row in worst.items()]
+        found[row.measure] = row
+    return list(found.values())

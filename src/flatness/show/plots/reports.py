@@ -106,23 +106,30 @@ def in_words(column: str) -> str:
 
 
 def _draw_bars(axes: Axes, theme: Theme, heights: Sequence[int], rows: Sequence[Result], colour: str) -> None:
-    values = [row.value if math.isfinite(row.value) else math.nan for row in rows]
-    errors = [total_error(row) for row in rows]
+    values, errors = [_finite(row.value) for row in rows], [total_error(row) for row in rows]
     for height, row in zip(heights, rows, strict=True):
         if not math.isfinite(row.value):
             axes.text(0.02, height, f"{row.value:g}", va="center", transform=axes.get_yaxis_transform())
     axes.barh(heights, values, 0.7, color=colour, alpha=0.8)
-    if any(error > 0 for error in errors):
+    if any(errors):
         axes.errorbar(values, heights, xerr=errors, fmt="none", ecolor=theme.ink, elinewidth=0.8, capsize=2)
     tidy(axes, theme)
     axes.grid(False, axis="y")
-    finite = [value for value in values if math.isfinite(value)]
-    if finite and min(finite) > 0 and max(finite) > _WIDE * min(finite):
-        scale_axis(axes, "x", [min(finite) / 2, max(finite)], True)
-    elif finite:
-        most = max([0.0, *(error for error in errors if math.isfinite(error))])
-        low = min(finite) - most if min(finite) < 0 else 0.0
-        scale_axis(axes, "x", [low, max(_TINY, *finite) + most], False)
+    _scale_bars(axes, [(value, error) for value, error in zip(values, errors, strict=True) if value == value])
+
+
+def _scale_bars(axes: Axes, bars: Sequence[tuple[float, float]]) -> None:
+    """From 0 to the end of the longest bar and its error, both ways; logarithmic where bars differ widely."""
+    values = [value for value, _ in bars]
+    if is_wide(np.array(values), _WIDE):
+        scale_axis(axes, "x", [min(values) / 2, max(values)], True)
+        return
+    ends = [value + math.copysign(error, value) for value, error in bars]
+    scale_axis(axes, "x", [0.0, _TINY, *filter(math.isfinite, ends)], False)
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.nan
 
 
 def save_trajectory(
@@ -133,17 +140,14 @@ def save_trajectory(
     columns = list(dict.fromkeys(column for row in rows for column in row))
     names = known_measures(measures, [column.split()[0] for column in columns])
     panels = [_of_network(name, columns) for name in names][: _USUAL if measures is None else None]
-    risks = [report.meta.get("risk") for report in found.reports]
     with picture(path, 4.6, 0.5 + 1.35 * (1 + len(panels)), dark=dark) as (figure, theme):
         axes = figure.subplots(1 + len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        risks = [report.meta.get("risk") for report in found.reports]
         losses = [math.nan if risk is None else float(risk) for risk in risks]
         _draw_curve(axes[0], theme, 0, found.steps, losses, [0.0] * len(losses))
         axes[0].set_ylabel("training loss")
         for number, (panel, column) in enumerate(zip(axes[1:], panels, strict=True), 1):
-            own = [row.get(column) for row in rows]
-            values = [math.nan if result is None else result.value for result in own]
-            errors = [0.0 if result is None else total_error(result) for result in own]
-            _draw_curve(panel, theme, number, found.steps, values, errors)
+            _draw_curve(panel, theme, number, found.steps, *_curve([row.get(column) for row in rows]))
             panel.set_ylabel(in_words(column).replace(" ", "\n", 1))
         axes[-1].set_xlabel(found.unit)
         axes[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
@@ -151,6 +155,12 @@ def save_trajectory(
             axes[-1].set_xticks(found.steps, [written(shortened(name, 16)) for name in found.names])
         figure.align_ylabels(axes)
     return figure
+
+
+def _curve(results: Sequence[Result | None]) -> tuple[list[float], list[float]]:
+    """Values and errors; NaN where a checkpoint has none."""
+    values = [math.nan if result is None else result.value for result in results]
+    return values, [0.0 if result is None else total_error(result) for result in results]
 
 
 def _of_network(measure: str, columns: Sequence[str]) -> str:
