@@ -232,3 +232,28 @@ def test_a_trajectory_of_nothing_is_refused():
     with pytest.raises(ReportError) as error:
         Trajectory((), (), ())
     assert str(error.value) == "Expected at least one report but got none. Measure a checkpoint first."
+
+
+def test_a_study_is_a_scatter_of_its_first_quantity_against_the_gap(tmp_path):
+    spec = {
+        "data": {"name": "digits", "limit": 120},
+        "model": {"name": "mlp", "options": {"sizes": [64, 8, 10]}},
+        "grid": {"learning_rate": [0.1, 0.3], "batch_size": 40, "seed": 2},
+        "stop": {"epochs": 2},
+        "measure": {"measures": ["relative_flatness", "hessian_trace"]},
+    }
+    study = flatness.study.run(spec, tmp_path / "study", jobs=1, progress=False)
+    axes = study.plot(tmp_path / "study.png").axes[0]
+    assert axes.get_xlabel() == "relative flatness, network, sum"
+    assert axes.get_ylabel() == "test loss − training loss"
+    drawn = sorted(x for line in axes.containers for x in line[0].get_xdata())
+    assert drawn == sorted(study.kept()["relative_flatness:network:sum"])
+    assert (
+        flatness.plot(study, measures="hessian_trace:network").axes[0].get_xlabel()
+        == "hessian trace, network"
+    )
+    assert study._repr_html_().startswith("<pre")
+    assert "Correlation with the gap" in study._repr_html_()
+    with pytest.raises(OptionError) as error:
+        study.plot(measures=["a", "b"])
+    assert str(error.value) == "Expected one column of the study but got 2. Draw one by one."
