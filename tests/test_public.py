@@ -52,6 +52,8 @@ def test_measure_takes_the_keywords_of_the_contract_with_their_defaults():
         "precision": 0.01,
         "max_passes": 100,
         "data_stderr": False,
+        "samples": None,
+        "tf32": False,
         "statistics_to": None,
         "options": None,
         "forward": None,

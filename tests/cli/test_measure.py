@@ -382,6 +382,16 @@ def test_wrong_names_are_answered_with_the_nearest(folder):
         ([*USE, "--device", "cpuu"], 2, "but got 'cpuu'. Did you mean 'cpu'?\n"),
         ([*USE, "--sort", "riks"], 2, "but got 'riks'. Did you mean 'risk'?\n"),
         ([*USE, "--option", "weight_norm.x=1"], 2, "Expected an option of 'weight_norm' but got 'x'."),
+        (
+            [*USE, "--measures", "critical_sharpness", "--option", "critical_sharpness.optimizer=adam"],
+            2,
+            "from Python; the command line and study files have no way to pass one.\n",
+        ),
+        (
+            [*USE, "--measures", "preconditioned_sharpness"],
+            1,
+            "the command line cannot. hessian_top_eigenvalue does without.\n",
+        ),
         ([*USE, "--out", "mine.py"], 2, "Expected --out to be a folder but mine.py is a file.\n"),
         (["nett0.pt", *USE], 2, "there is no nett0.pt. Did you mean 'net0.pt'?\n"),
         (

@@ -30,6 +30,7 @@ PAGES = (
     "how-to/job-array",
     "how-to/studies",
     "how-to/during-training",
+    "how-to/edge-of-stability",
     "how-to/landscapes",
     "how-to/questions",
 )

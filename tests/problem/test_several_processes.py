@@ -29,7 +29,7 @@ def process(rank, port, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     answers = {}
-    for task in (measured, sampled, drawn, failing, different, alone):
+    for task in (measured, sampled, drawn, stepping, failing, different, alone):
         try:
             answers[task.__name__] = task(rank)
         except FlatnessError as error:
@@ -133,6 +133,45 @@ def test_sampled_curvature_is_that_of_all_the_data(answers):
                 continue  # biased by noise: maxima up, roots down
             # Some 150 numbers: 5 standard errors; those that have none are exact.
             assert abs(value - row.value) <= 5 * stderr + 1e-9 * abs(row.value), (name, _key(row))
+
+
+def stepping(rank):
+    """Sharpness along a step of Adam that all processes take alike, as training in parallel does."""
+    case = CASES["mlp_tanh"]
+    model, optimizer = stepped(case)
+    share = {"optimizer": optimizer}
+    asked = {
+        "critical_sharpness": {**share, "width": 1e-6},
+        "directional_sharpness": share,
+        "preconditioned_sharpness": share,
+    }
+    return rows(
+        flatness.measure(model, part(case, rank), measures=list(asked), options=asked, progress=False)
+    )
+
+
+def stepped(case):
+    model = case.build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(case.x), case.y).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_sharpness_along_a_step_is_that_of_all_the_data(answers):
+    case = CASES["mlp_tanh"]
+    model, optimizer = stepped(case)
+    rounded = {"critical_sharpness": 2e-6, "directional_sharpness": 1e-9, "preconditioned_sharpness": 1e-7}
+    for measure, tolerance in rounded.items():
+        width = {"width": 1e-6} if measure == "critical_sharpness" else {}
+        options = {measure: {"optimizer": optimizer, **width}}
+        whole = flatness.measure(
+            model, (case.x, case.y), measures=measure, options=options, progress=False
+        ).value(measure)
+        for found in answers["stepping"]:
+            assert found[measure, None, None, None] == pytest.approx(whole, rel=tolerance)
 
 
 def drawn(rank):

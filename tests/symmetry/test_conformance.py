@@ -47,6 +47,8 @@ BRANCHED_NETWORKS = {"residual_batch_norm", "two_heads"}
 STANDARD_ERRORS = 5
 # Scales rounded to float32, and a descent that amplifies rounding.
 ROUNDED = {"pac_bayes_bound": 1e-6, "normalized_sharpness_direct": 1e-5}
+# An optimizer belongs to the parameters of one network, not to those of a rewritten copy.
+NEEDS_OPTIMIZER = {"preconditioned_sharpness"}
 FEW_DRAWS = {
     "pac_bayes_bound": {"draws": 5},
     "normalized_sharpness_direct": {"draws": 1, "evaluations": 3},
@@ -209,7 +211,7 @@ def test_scaled_and_shifted_logits_move_what_does_not_declare_it(name):
             assert drift(values, after[key]) < ROUNDED.get(key[0], UNCHANGED), key
             assert key[0] not in moved
     silent = {measure.name for measure in flatness.measures() if "output" not in measure.invariances}
-    assert silent <= moved
+    assert silent - NEEDS_OPTIMIZER <= moved
 
 
 def test_a_kind_is_called_like_its_file_and_measures_declare_only_what_kinds_know():

@@ -82,7 +82,8 @@ class Valued:
         notes: How it was computed and what to beware of.
         converged: Whether an iteration behind it met its tolerance.
         stderr: Standard error of the estimator; 0 when there is none.
-        method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for.
+        method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for, "bisection"
+            where a crossing is.
         residual: ‖Hv − λv‖ of the eigenvalue behind it, if any.
         terms: What the value is made of, by name: numbers, texts, lists and dictionaries of them.
         over: What a value of the network is about, in words, where that is not all parameters.

@@ -1,4 +1,4 @@
-"""Sharpness: how far the risk rises around the parameters, in a ball, along a step, after a rescaling."""
+"""Sharpness: how far the risk rises in a ball, along the optimizer's step, after the best rescaling."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from flatness.catalogue.measure import Measure, NetworkView, Surroundings, Valued, averaged
-from flatness.catalogue.options import choice, count, declared, positive
+from flatness.catalogue.options import EIGENVALUE_OPTIONS, Option, choice, count, declared, positive, share
 from flatness.curvature.spectra import METRICS, SpectrumRequest
 from flatness.errors import UndefinedMeasureError
-
-# An alignment of displacement and gradient above which an ascent counts as having arrived.
-_ARRIVED = 0.99
-
 
 # Radii in units of the parameters. A ball in ℓ2 shares one length among all parameters; the others give each
 # parameter that much, so that their numbers are smaller.
@@ -28,56 +24,6 @@ _DEFAULT_RHO = {
     ("average", "linf"): 0.1,
 }
 _NODEWISE = SpectrumRequest(metric="nodewise")
-
-
-def _starts(around: Surroundings, request: SpectrumRequest, root: Tensor, count: int) -> dict[str, Tensor]:
-    """Directions to begin an ascent in: the gradient, the sharpest direction both ways, then random ones.
-
-    All but the random ones turn with the network when its parameters are rescaled or change places.
-    """
-    _, slope = around.gradient()
-    starts: dict[str, Tensor] = {}
-    if bool((root * slope).any()):
-        starts["the gradient"] = root * slope
-    if count > 1:
-        sharpest = around.spectrum(request).vector
-        u = torch.where(root > 0, sharpest / root.clamp(min=1e-300), 0.0)
-        starts |= {"the sharpest direction": u, "the sharpest direction, backwards": -u}
-    generator = torch.Generator().manual_seed(around.seed)
-    while len(starts) < count:
-        drawn = torch.randn(len(root), generator=generator, dtype=torch.float64, device="cpu")
-        starts[f"random direction {len(starts)}"] = torch.where(root > 0, drawn.to(root.device), 0.0)
-    return dict(list(starts.items())[:count])
-
-
-def _largest_rise(
-    around: Surroundings, request: SpectrumRequest, root: Tensor, radius: float, norm: str, ball: str
-) -> Valued:
-    """The largest rise of the risk in a ball that the ascents of a measure's options find.
-
-    Args:
-        around: The network.
-        request: The metric.
-        root: D^½, one number per parameter.
-        radius: The ball's.
-        norm: "l2" or "linf".
-        ball: The ball in words, for the notes.
-    """
-    from flatness.curvature.operators.ascent import ascend
-
-    risk, _ = around.gradient()
-    starts = _starts(around, request, root, around.options["restarts"])
-    best = ascend(around.space, root, radius, starts, norm=norm, steps=around.options["steps"])
-    arrived = best.alignment >= _ARRIVED
-    notes = [
-        f"a lower bound: the best of {len(starts)} ascents in {best.passes} gradients, from {best.start}; "
-        + ball
-    ]
-    if not arrived:
-        notes.append(
-            f"still climbing: displacement and gradient are aligned to {best.alignment:.3f} only; raise steps"
-        )
-    return Valued(max(best.risk - risk, 0.0), tuple(notes), arrived, method="ascent")
 
 
 def _epsilon_sharpness(around: Surroundings) -> dict[str | None, Valued]:
@@ -94,8 +40,10 @@ def _epsilon_sharpness(around: Surroundings) -> dict[str | None, Valued]:
 
 
 def _ascent(around: Surroundings, request: SpectrumRequest, root: Tensor, epsilon: float) -> Valued:
+    from flatness.catalogue.engines.ball_ascent import largest_rise
+
     risk, _ = around.gradient()
-    found = _largest_rise(around, request, root, epsilon, "l2", f"ε = {epsilon:g}, {request.metric} metric")
+    found = largest_rise(around, request, root, epsilon, "l2", f"ε = {epsilon:g}, {request.metric} metric")
     return replace(found, value=found.value / (1 + risk))
 
 
@@ -142,7 +90,9 @@ def _adaptive(around: Surroundings) -> dict[str | None, Valued]:
             "adaptive_sharpness is not defined here. Check that the weights are loaded."
         )
     if case == "worst":
-        return {None: _largest_rise(around, _NODEWISE, root, rho, norm, f"ρ = {rho:g}, {norm}")}
+        from flatness.catalogue.engines.ball_ascent import largest_rise
+
+        return {None: largest_rise(around, _NODEWISE, root, rho, norm, f"ρ = {rho:g}, {norm}")}
     return {None: _average(around, root, rho, norm)}
 
 
@@ -165,6 +115,57 @@ def _drawn(size: int, norm: str, generator: torch.Generator) -> Tensor:
     if norm == "l2":
         return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
     return 2 * torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") - 1
+
+
+def _critical(around: Surroundings) -> dict[str | None, Valued]:
+    from flatness.catalogue.engines.step_sharpness import critical_sharpness
+
+    return critical_sharpness(around)
+
+
+def _directional(around: Surroundings) -> dict[str | None, Valued]:
+    from flatness.catalogue.engines.step_sharpness import directional_sharpness
+
+    return directional_sharpness(around)
+
+
+def _preconditioned(around: Surroundings) -> dict[str | None, Valued]:
+    from flatness.catalogue.engines.step_sharpness import preconditioned_sharpness
+
+    return preconditioned_sharpness(around)
+
+
+# Objects of Python, which neither the command line nor a study file can name.
+_PYTHON_ONLY = "from Python; the command line and study files have no way to pass one"
+_OPTIMIZER = {
+    "optimizer": Option(
+        None,
+        "an optimizer of torch.optim, as an object, or None",
+        lambda value: value is None or hasattr(value, "param_groups"),
+        example=f"options={{'critical_sharpness': {{'optimizer': optimizer}}}}, {_PYTHON_ONLY}",
+    )
+}
+_STEP = {
+    **_OPTIMIZER,
+    "direction": Option(
+        None,
+        "a tensor, tensors by the names of parameters, a function of gradients by name, or None",
+        lambda value: value is None or callable(value) or isinstance(value, (Tensor, Mapping)),
+        example=f"{{name: p.grad for name, p in model.named_parameters()}}, {_PYTHON_ONLY}",
+    ),
+    "update_data": Option(
+        None,
+        "data as flatness.measure takes them, or None",
+        lambda value: not isinstance(value, (str, int, float)),
+        example=f"a pair of tensors or a DataLoader, {_PYTHON_ONLY}",
+    ),
+    "update_loss": Option(
+        None,
+        "a loss as flatness.measure takes it, or None",
+        lambda value: value is None or isinstance(value, str) or callable(value),
+        example="'mse'",
+    ),
+}
 
 
 def _loss_of(options: Mapping[str, Any]) -> str | None:
@@ -262,6 +263,66 @@ adaptive_sharpness = Measure(
         }
     ),
     loss_of=_loss_of,
+)
+
+critical_sharpness = Measure(
+    name="critical_sharpness",
+    symbol="λ_c",
+    formula="2/η_c, η_c the smallest η > 0 with E(θ − ηΔ) > E(θ), Δ the optimizer's step without its rate",
+    source="Kalra et al. 2026",
+    summary=(
+        "The sharpness along the step that an optimizer takes next, from the rate at which that step would "
+        "no longer lower the risk; Δᵀ H Δ / Δᵀ∇E on a quadratic."
+    ),
+    when=(
+        "To see how close training is to the edge of stability, at any size and during training: compare it "
+        "with 2/η. With update_data or update_loss, Δ comes from other data or another loss."
+    ),
+    misleads=(
+        "It knows one direction only, and bisection finds one crossing, not always the first. It belongs to "
+        "the optimizer's state as much as to the network: rescaling changes it."
+    ),
+    levels=("network",),
+    explore=_critical,
+    cost="one gradient and about ten forward passes",
+    **declared({**_STEP, "width": share(0.01)}),
+)
+
+directional_sharpness = Measure(
+    name="directional_sharpness",
+    symbol="S_Δ",
+    formula="Δᵀ H Δ / ‖Δ‖², Δ the optimizer's step without its rate",
+    source="Pan & Li 2023",
+    summary="The curvature of the risk along the step that an optimizer takes next.",
+    when="To compare optimizers: which of them steps along flatter directions of the same network.",
+    misleads="It knows one direction only, and rescaling changes it.",
+    levels=("network",),
+    explore=_directional,
+    cost="one gradient and one Hessian product",
+    **declared(_STEP),
+)
+
+preconditioned_sharpness = Measure(
+    name="preconditioned_sharpness",
+    symbol="S_P",
+    formula="λ_max(P^-½ H P^-½), P = (1 − β₁^t)(√(ν/(1 − β₂^t)) + ε) from Adam's state; 1 for SGD",
+    source="Cohen et al. 2022",
+    summary=(
+        "The sharpest direction as an adaptive optimizer sees it; the notes give the threshold up to which "
+        "the optimizer is stable."
+    ),
+    when=(
+        "To see whether training with Adam, AdamW, RMSprop or SGD with momentum is at the edge of stability. "
+        "It needs the optimizer: options={'preconditioned_sharpness': {'optimizer': optimizer}}."
+    ),
+    misleads=(
+        "The threshold is that of full-batch training near a quadratic; in small batches training stays "
+        "below it. It says how training behaves, not how well the network generalises."
+    ),
+    levels=("network",),
+    explore=_preconditioned,
+    cost="Hessian products of the whole network: about 20 to 60, in step with other eigenvalues",
+    **declared({**_OPTIMIZER, **EIGENVALUE_OPTIONS}),
 )
 
 minimum_sharpness = Measure(

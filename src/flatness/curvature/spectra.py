@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -18,14 +19,15 @@ class SpectrumRequest:
     """Which spectrum, and how it is found.
 
     Attributes:
-        metric: "euclidean", "layerwise", "nodewise" or "fisher".
+        metric: "euclidean", "layerwise", "nodewise" or "fisher"; or a function that gives D^½ of a
+            `ParameterSpace`.
         parameters: "all", or "weights" for those with two axes or more.
         solver: "lanczos", or the "power" method of the paper, which finds the largest in size.
         tolerance: Relative residual (power method: change of the vector) to stop at; None for the default.
         max_products: Limit of passes over the data.
     """
 
-    metric: Metric = "euclidean"
+    metric: Metric | Callable[[Any], Tensor] = "euclidean"
     parameters: Parameters = "all"
     solver: Solver = "lanczos"
     tolerance: float | None = None

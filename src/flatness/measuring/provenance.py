@@ -16,12 +16,16 @@ from torch import Tensor, nn
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.statistics import Statistics
+from flatness.files import digest
 from flatness.measuring.plan.plan import Plan
+from flatness.problem.batches import describe
 from flatness.problem.problem import Problem
 from flatness.problem.snapshot import dense_parts
 from flatness.report.report import Report
 from flatness.version import __version__
 
+# What a group of an optimizer holds that is no setting of its mathematics.
+_NO_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
 # Numbers of a tensor up to which it is brought to the host as a whole.
 _SMALL = 1 << 16
 
@@ -54,8 +58,21 @@ def provenance(problem: Problem, plan: Plan, statistics: Statistics, seconds: fl
 def _plain(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Options as JSON keeps them, of the measures that have any; what it cannot keep, in words."""
     given = {name: dict(own) for name, own in options.items() if own}
+    return json.loads(json.dumps(given, default=_in_words))
+
+
+def _in_words(value: Any) -> str:
+    """What an object is: an optimizer's settings, a tensor's content, else how it writes itself."""
+    if hasattr(value, "param_groups"):
+        groups = (
+            ", ".join(f"{key}={setting}" for key, setting in group.items() if key not in _NO_SETTINGS)
+            for group in value.param_groups
+        )
+        return f"{type(value).__name__}({'; '.join(groups)})"
+    if isinstance(value, Tensor):
+        return f"{describe(value)} {digest(value)[:8]}"
     # Without addresses in memory, which differ from run to run.
-    return json.loads(json.dumps(given, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value))))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def risk_of(problem: Problem) -> dict[str, Any]:
@@ -80,7 +97,7 @@ def facts(problem: Problem, plan: Plan) -> dict[str, Any]:
         "dtype": str(problem.dtype),
         "weights": model_fingerprint(problem.model),
         "measures": [measure.name for measure in plan.measures],
-        "options": repr(plan.request.options),
+        "options": repr(_plain(plan.request.options)),
         "layers": [(route.name, route.kind, sorted(route.needs)) for route in plan.layer_routes.values()],
         "norm layers": [t.name for t in plan.treatments.values() if t.module is not None],
         "loss": repr(problem.loss),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,6 +108,21 @@ class Problem:
         # Where the samples at hand begin, for messages: number of the batch, place in it, place in the data.
         self._origin = (0, 0, 0)
         self._examples = 0
+
+    def given_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model as the user gave it, by name; those measured may be copies of them."""
+        return dict((self._original or self.model).named_parameters())
+
+    def beside(self, data: Any = None, loss: Any = None) -> Problem:
+        """The same model with other data or another loss, to be used in the guarded context of this one."""
+        other = copy.copy(self)
+        if data is not None:
+            other.source = Source(data, self.seed)
+        if loss is not None:
+            other.loss = resolve_loss(loss)
+        if isinstance(self.forward, DefaultForward):
+            other.forward = DefaultForward(other.loss)
+        return other
 
     def guarded(self) -> Guard:
         """A context in which the model is in evaluation mode, and after which it is as it was."""

@@ -65,7 +65,8 @@ class Result:
         reduction: "max" or "sum" for an aggregate over units (with a layer) or over the measured layers
             (without), or None.
         stderr: Standard error of the estimator; 0 when the value is exact.
-        method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for.
+        method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for, "bisection"
+            where a crossing is.
         loss: Name of the loss.
         curvature: "hessian" or "gauss_newton".
         converged: Whether the iteration behind it, if any, met its tolerance.

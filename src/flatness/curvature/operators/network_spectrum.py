@@ -77,6 +77,8 @@ def inverse_metric_root(
             assert squared_gradients is not None
             squares = squared_gradients().means
             root = torch.where(squares > 0, squares.clamp(min=1e-300).rsqrt(), 0.0)
+        case own:
+            root = own(space)
     if request.parameters == "weights":
         root = root * space.per_parameter(lambda _, value: value.new_tensor(value.dim() >= 2))
     return root

@@ -72,8 +72,12 @@ class ParameterSpace:
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Tensors by name from a vector, in the precision of the model."""
+        return self.split_exactly(vector.to(self.problem.dtype))
+
+    def split_exactly(self, vector: Tensor) -> dict[str, Tensor]:
+        """Tensors by name from a vector, in its own precision."""
         sizes = [value.numel() for value in self.parameters.values()]
-        pieces = vector.to(self.problem.dtype).split(sizes)
+        pieces = vector.split(sizes)
         return {
             name: piece.view_as(value)
             for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
