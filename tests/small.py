@@ -53,16 +53,16 @@ def dataset(n=23):
 
 
 MEASURES = (
-    "hessian_trace",
-    "hessian_top_eigenvalue",
-    "weight_norm",
+    "relative_flatness",
+    "relative_flatness_normalized",
+    "maximal_relative_flatness",
     "layer_flatness",
     "layer_flatness_trace",
     "neuron_flatness",
     "neuron_flatness_incoming",
-    "relative_flatness",
-    "relative_flatness_normalized",
-    "maximal_relative_flatness",
+    "hessian_trace",
+    "hessian_top_eigenvalue",
+    "weight_norm",
 )
 """What one loss and the passes over it give: every route through the engine."""
 

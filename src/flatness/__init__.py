@@ -45,12 +45,15 @@ if TYPE_CHECKING:
     from flatness.report.compare import compare as compare
     from flatness.report.report import Report as Report
     from flatness.report.report import Result as Result
+    from flatness.report.trajectory import Trajectory as Trajectory
+    from flatness.show.plot import plot as plot
     from flatness.symmetry.check.invariance import check_invariance as check_invariance
     from flatness.symmetry.check.verdicts import InvarianceReport as InvarianceReport
     from flatness.symmetry.flow.groups import Symmetries as Symmetries
     from flatness.symmetry.flow.groups import symmetries as symmetries
     from flatness.symmetry.rewriting.rescaling import rescale as rescale
     from flatness.symmetry.rewriting.rescaling import vertical_directions as vertical_directions
+    from flatness.zoo.trajectory import trajectory as trajectory
 
 # Where each public name lives. Names are imported when they are first used: the command line answers `--help`
 # without loading torch. A new name goes here, and into the imports above for type checkers.
@@ -76,10 +79,13 @@ _PUBLIC = {
     "problem.ranks": ("separately",),
     "report.compare": ("Comparison", "compare"),
     "report.report": ("Report", "Result"),
+    "report.trajectory": ("Trajectory",),
+    "show.plot": ("plot",),
     "symmetry.check.invariance": ("check_invariance",),
     "symmetry.check.verdicts": ("InvarianceReport",),
     "symmetry.flow.groups": ("Symmetries", "symmetries"),
     "symmetry.rewriting.rescaling": ("rescale", "vertical_directions"),
+    "zoo.trajectory": ("trajectory",),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 

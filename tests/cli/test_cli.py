@@ -9,9 +9,10 @@ import time
 import pytest
 
 import flatness
-from command import command, environment, longest_line, run
+from command import command, environment, longest_line, run, run_several
 from flatness.catalogue.registry import measures
 from flatness.cli import words
+from flatness.cli.answers import printable
 from flatness.losses import LOSS_NAMES
 from flatness.zoo.models import MODELS
 
@@ -122,6 +123,41 @@ def test_wrong_words_are_answered_in_one_line(arguments, answer, tmp_path):
     (tmp_path / "now.json").touch()
     outcome = run(*arguments, cwd=tmp_path)
     assert (outcome.status, outcome.out, outcome.err) == (2, "", f"error: {answer}\n")
+
+
+def test_gpu_is_no_name_of_a_device(tmp_path):
+    outcome = run("measure", "-m", "mlp", "-d", "digits", "--device", "gpu", cwd=tmp_path)
+    assert outcome.status == 2
+    assert "but got 'gpu'. torch calls a GPU 'cuda'" in outcome.err
+    assert "Did you mean 'cpu'" not in outcome.err
+
+
+def test_one_mistake_in_a_factory_is_one_traceback_that_begins_there(tmp_path):
+    (tmp_path / "mine.py").write_text("def build():\n    raise ValueError('no such width')\n")
+    arguments = ("measure", "-m", "mine:build", "-d", "digits")
+    said = "error: Expected mine:build to work but it raised ValueError: no such width"
+    plain = run(*arguments, cwd=tmp_path)
+    assert (plain.status, plain.err) == (1, f"{said}. --debug shows where.\n")
+    lines = run(*arguments, "--debug", cwd=tmp_path).err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].endswith('mine.py", line 2, in build')
+    assert lines[-2:] == ["ValueError: no such width", said]
+    assert sum("Traceback" in line for line in lines) == 1
+
+
+def test_advice_on_the_command_line_names_options_and_no_python(tmp_path):
+    network = ("-m", "mlp", "--model-arg", "sizes=[64,8,10]", "-d", "digits")
+    given = (*network, "--measures", "weight_norm", "--no-progress")
+    low, few = ("--dtype", "bfloat16"), ("--samples", "20", "--trials", "1")
+    outcomes = run_several(["measure", *given, *low], ["check", *given, *few], cwd=tmp_path)
+    first, second = (" ".join(one.out.split()) for one in outcomes)
+    assert "computed in bfloat16: about two digits; pass --dtype float32 for more" in first
+    assert "none; --samples takes more" in second
+    assert printable("raise max_products in options={'sam_sharpness': {'rho': 0.1}}") == (
+        "raise max_products in --option sam_sharpness.rho=0.1"
+    )
+    assert printable("see report.result(...).notes") == "see notes in --json"
+    assert printable("a layer my.loss=3 and x_samples=2") == "a layer my.loss=3 and x_samples=2"
 
 
 def test_a_number_that_is_none_is_answered_in_one_line(tmp_path):

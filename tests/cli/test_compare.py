@@ -62,7 +62,7 @@ def test_groups_fit_the_terminal(folder, columns):
     if columns == 120:
         assert lines[3].split() == [
             "encoder.layers.11.self_attention.query",
-            *("1.10", "±", "0.06", "2.20", "±", "0.12", "0.5", "…atches_of_sixteen-*"),
+            *("1.10", "±", "0.06", "2.20", "±", "0.12", "0.500", "…atches_of_sixteen-*"),
         ]
 
 

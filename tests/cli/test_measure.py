@@ -402,7 +402,7 @@ def test_wrong_names_are_answered_with_the_nearest(folder):
         (
             ["-m", "mine:broken", "-d", "digits"],
             1,
-            "Expected mine:broken to work but it raised KeyError: 'lost'\n",
+            "Expected mine:broken to work but it raised KeyError: 'lost'. --debug shows where.\n",
         ),
         (["-m", "mine:build", "-d", "digits"], 1, "shapes cannot be multiplied (8x64 and 6x8)."),
         (["-m", "mine:build", "-d", "mine:data", "--limit", "3"], 2, "Let the factory do it.\n"),

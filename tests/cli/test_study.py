@@ -42,8 +42,8 @@ def test_a_smoke_run_goes_through_the_whole_pipeline(folder):
     assert outcome.out.endswith("files), index.html\n")
     assert "8 networks: 8 finished. In the analysis: 8." in (out / "index.html").read_text(encoding="utf-8")
     figures = {path.name for path in (out / "figures").iterdir()}
-    assert {"correlations.png", "correlations.svg", "scatter-hessian_trace-network.png",
-            "scatter-hessian_trace-network-rescaled.svg"} <= figures  # fmt: skip
+    assert {"correlations.png", "correlations.svg", "scatter-relative_flatness-network-sum.png",
+            "scatter-relative_flatness-network-sum-rescaled.svg"} <= figures  # fmt: skip
     assert (out / "figures" / "correlations.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (out / "figures" / "correlations.svg").read_text()
     again, table = run_several(

@@ -1,5 +1,6 @@
 """The bound: its terms, constants and assumptions."""
 
+import dataclasses
 import json
 import math
 
@@ -211,6 +212,7 @@ def test_a_sum_below_the_gap_is_not_called_a_bound():
         for delta in (0.7, 1e-4)
     )
     assert wide.value < wide.representativeness.gap
+    assert "below the cross-validated" in wide.summary() or "is negative" in wide.summary()
     assert wide.notes[0].startswith("no bound here: it lies below the cross-validated gap of ")
     assert narrow.notes == wide.notes[1:]
 
@@ -221,6 +223,26 @@ def test_constants_of_a_sample_without_volume_are_infinite_where_alpha_is():
     z[0] = 0
     plugin = rate_constants(z, kernel_of("uniform"), 1.0, 2.0, 0.05)[1]
     assert (plugin.alpha, plugin.volume, plugin.c2, plugin.value) == (math.inf, 0.0, math.inf, math.inf)
+
+
+def test_the_summary_says_what_the_sum_is_worth(found):
+    held = sum(one.holds is True for one in found.assumptions)
+    end = f"{held} of {len(found.assumptions)} assumptions hold."
+    said = found.summary()
+    assert str(found).splitlines()[1] == said
+    assert said.endswith(end)
+
+    def with_sum(value):
+        terms = [dataclasses.replace(one, value=value) if one.name == "bound" else one for one in found.terms]
+        return dataclasses.replace(found, terms=tuple(terms)).summary()
+
+    gap = found.representativeness.gap
+    assert "an approximation, not a guarantee" in with_sum(abs(gap) + 1)
+    assert "no bound here" in with_sum(gap - 0.1) or "is negative" in with_sum(gap - 0.1)
+    assert with_sum(-0.5).startswith("Nothing is said about the gap: the sum is negative (-0.")
+    assert with_sum(None).startswith("Nothing is said about the gap: there is no flatness term.")
+    negative = dataclasses.replace(found.term("bound"), value=-0.5, stderr=0.0)
+    assert str(negative).startswith("bound: -0.5000 (negative, so no bound) [")
 
 
 def test_it_is_saved_as_json_without_infinities(found, tmp_path):

@@ -8,7 +8,7 @@ from torch import nn
 import flatness
 import oracle
 from flatness.errors import LayerError
-from small import Net, measure
+from small import Net, data, measure
 from untouched import refusal
 
 
@@ -157,3 +157,30 @@ def test_a_loss_that_no_measure_rests_on_need_not_have_second_derivatives():
         progress=False,
     )
     assert report.meta["risk"] == pytest.approx(model(x).square().sum(1).mean().item())
+
+
+class _Residual(nn.Module):
+    """A residual block whose last norm layer is initialised with weight 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        nn.init.zeros_(self.norm.weight)
+
+    def forward(self, x):
+        hidden = self.stem(x).relu()
+        return self.head((hidden + self.norm(self.inner(hidden))).relu())
+
+
+def test_layers_without_any_curvature_are_explained():
+    torch.manual_seed(0)
+    model, pair = _Residual().double().eval(), data()
+    report = flatness.measure(model, pair, measures=["relative_flatness", "weight_norm"], progress=False)
+    assert report.value("relative_flatness", layer="inner") == 0
+    assert report.notes == (
+        "0 at 1 of 3 layers (inner): what they put out does not reach the loss, as behind a norm layer whose "
+        "weight is 0 (residual blocks are often initialised so), or units that are active for no sample",
+    )
+    nn.init.ones_(model.norm.weight)
+    assert flatness.measure(model, pair, measures="relative_flatness", progress=False).notes == ()

@@ -258,7 +258,7 @@ def test_another_dtype_is_measured_on_a_copy():
     assert report.meta["dtype"] == "float64"
     assert_same(report, measure(copy.deepcopy(model).double(), (x, y)))
     low = measure(model, (x, y), dtype=torch.bfloat16)
-    assert low.notes == ("computed in torch.bfloat16: about two digits; pass dtype=torch.float32 for more",)
+    assert low.notes == ("computed in bfloat16: about two digits; pass dtype=torch.float32 for more",)
     assert low.value("hessian_trace") == pytest.approx(report.value("hessian_trace"), rel=0.05)
 
 
@@ -266,7 +266,10 @@ def test_another_dtype_is_measured_on_a_copy():
 def test_half_precision_models_are_measured_to_about_two_digits(dtype):
     model = network(dtype)
     report = measure(model, data())
-    assert report.notes == (f"computed in {dtype}: about two digits; pass dtype=torch.float32 for more",)
+    assert report.notes == (
+        f"computed in {str(dtype).removeprefix('torch.')}: about two digits; pass dtype=torch.float32 for "
+        "more",
+    )
     exact = measure(copy.deepcopy(model).double(), data())
     for name in (
         "hessian_trace",

@@ -389,17 +389,47 @@ def test_empty_batches_count_nothing():
     [
         (lambda: tuple(part.numpy() for part in data()), "tuple(ndarray, ndarray)"),
         (lambda: data()[0], "float64[23, 4]"),
-        (lambda: {"x": data()[0]}, "dict(x: float64[23, 4])"),
+        (lambda: {"x": "mnist"}, "dict(x: str)"),
         (lambda: "mnist", "str"),
         (lambda: 3, "int"),
         (lambda: None, "NoneType"),
     ],
-    ids=["arrays", "inputs only", "dict", "name", "number", "none"],
+    ids=["arrays", "inputs only", "dict of no tensors", "name", "number", "none"],
 )
 def test_what_is_no_data_is_refused(given, arrived):
     assert refusal(DataError, network(), given()) == (
-        f"Expected a DataLoader, a pair of tensors or an iterable of batches but got {arrived}. For example "
-        "flatness.measure(model, (inputs, targets)) with two tensors; torch.as_tensor makes one of an array."
+        "Expected a DataLoader, a pair of tensors, a dict of tensors or an iterable of batches but got "
+        f"{arrived}. For example flatness.measure(model, (inputs, targets)) with two tensors; "
+        "torch.as_tensor makes one of an array, flatness.data.load a data set by name."
+    )
+
+
+class Named(nn.Module):
+    """The small network for an input with a name."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("one_batch", [lambda x, y: {"x": x, "labels": y}, lambda x, y: ({"x": x}, y)])
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_one_dict_is_one_batch_of_all_samples(one_batch, batch_size):
+    x, y = data()
+    found = measure(Named(), one_batch(x, y), measures=["relative_flatness"], batch_size=batch_size)
+    assert found.meta["samples"] == 23
+    for layer in ("fc1", "head"):
+        expected = reference().value("relative_flatness", layer=layer)
+        assert found.value("relative_flatness", layer=f"net.{layer}") == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_dict_without_labels_is_refused_with_what_to_write():
+    assert refusal(DataError, Named(), {"x": data()[0]}) == (
+        "Expected batches (input, target) or dicts with 'labels' but got dict(x: float64[8, 4]). Say how to "
+        "use them, for example forward=lambda model, batch: (model(batch['image']), batch['class'])."
     )
 
 

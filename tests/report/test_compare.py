@@ -115,8 +115,8 @@ def test_a_comparison_prints_as_a_table():
     lines = [line.split() for line in str(comparison).splitlines()]
     assert lines[0] == ["small", "large", "ratio", "flatter"]
     assert lines[2] == ["relative_flatness"]
-    assert lines[3] == ["fc0", "1.000", "2.000", "0.5", "small"]
-    assert lines[4] == ["network", "Σ", "3.000", "3.000", "1", "equal"]
+    assert lines[3] == ["fc0", "1.000", "2.000", "0.500", "small"]
+    assert lines[4] == ["network", "Σ", "3.000", "3.000", "1.00", "equal"]
 
 
 @pytest.mark.parametrize(
@@ -603,3 +603,44 @@ def test_a_comparison_is_saved_whole(tmp_path):
     comparison.to_csv(tmp_path / "c.csv")
     frame = pandas.read_csv(tmp_path / "c.csv")
     assert frame.z.tolist() == pytest.approx(comparison.to_frame().z.tolist())
+
+
+def test_measures_say_what_is_compared_and_in_which_order():
+    def of(trace, flat):
+        rows = (
+            Result("hessian_trace", "network", trace),
+            Result("relative_flatness", "layer", flat, layer="a"),
+        )
+        return Report(rows, META)
+
+    comparison = flatness.compare(of(1.0, 4.0), of(2.0, 2.0), measures=["relative_flatness", "hessian_trace"])
+    assert comparison.to_frame()["measure"].tolist() == ["relative_flatness", "hessian_trace"]
+    assert str(comparison).splitlines()[4:6] == [
+        "hessian_trace†",
+        "  network          1.000  2.000  0.500  A",
+    ]
+    only = flatness.compare(of(1.0, 4.0), of(2.0, 2.0), measures="relative_flatness")
+    assert only.to_frame()["ratio"].tolist() == [2.0]
+    assert "†" not in str(only)
+    with pytest.raises(ReportError) as error:
+        flatness.compare(of(1.0, 4.0), of(2.0, 2.0), measures="relative_flatnes")
+    assert str(error.value) == (
+        "Expected a measure that is compared here but got 'relative_flatnes'. Did you mean "
+        "'relative_flatness'? Compared are: hessian_trace, relative_flatness."
+    )
+
+
+def test_a_comparison_as_latex_is_aligned_and_says_which_is_flatter(tmp_path):
+    a, b = (
+        Report((Result("hessian_trace", "layer", v, layer="f_1", stderr=e),), META)
+        for v, e in [(1, 0), (21.5, 0.3)]
+    )
+    text = flatness.compare(a, b, names=("small", "large_1")).to_latex(tmp_path / "table.tex")
+    assert (tmp_path / "table.tex").read_text() == text
+    assert text.splitlines()[2:5] == [
+        r" & \multicolumn{2}{c}{small} & \multicolumn{3}{c}{large 1} & \multicolumn{2}{c}{ratio} & "
+        r"\multicolumn{2}{c}{flatter} \\",
+        r"\midrule",
+        r"hessian trace$^\dagger$, f\_1 & $1$ & $.000$ & $21$ & $.5$ & ${}\pm 0.3$ & $0$ & $.0465$ & "
+        r"small & \\",
+    ]

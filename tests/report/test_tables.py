@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import flatness
+from flatness.errors import ReportError
 from flatness.report.latex import latex_report
 from flatness.report.report import Report, Result
 from flatness.report.tables import Column, format_report, format_table, format_value
 from flatness.show.pages.page import Page, render
+from small import data, network
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_a_report_fits_the_width(width, stderr):
     layers = [f"encoder.blocks.{i}.attention.projection.linear" for i in range(12)]
     text = format_report(report(layers, stderr), width)
     assert max(map(len, text.splitlines())) <= width
-    assert text.count("…") >= 12
+    assert (text.count("…") >= 12) == (width < 120)  # cut where the columns need the room
     assert ("1.500 ± 0.012" if stderr else "1.500") in text
 
 
@@ -82,12 +84,14 @@ def test_a_report_at_80_columns():
         "Net: 60,000 samples, cross_entropy, risk 0.01235, all values exact",
         "",
         "                      relative    neuron",
-        "           hessian    flatness  flatness",
-        "layer        trace  normalized  incoming  weight norm",
-        "─────────────────────────────────────────────────────",
-        "fc1          1.500       1.500     1.500        1.500",
-        "fc2          2.500       2.500     2.500        2.500",
-        "network Σ    7.250       7.250     7.250        7.250",
+        "           hessian    flatness  flatness  weight",
+        "layer       trace†  normalized  incoming   norm†",
+        "────────────────────────────────────────────────",
+        "fc1          1.500       1.500     1.500   1.500",
+        "fc2          2.500       2.500     2.500   2.500",
+        "network Σ    7.250       7.250     7.250   7.250",
+        "",
+        "† changes when layers are rescaled: an equal network can have any value",
         "",
         "note: a note about something that is long enough to be wrapped in a narrow",
         "      terminal",
@@ -128,14 +132,16 @@ def test_latex_escapes_and_sets_numbers_in_math_mode():
         Result("weight_norm", "layer", 3.0, layer="fc", converged=False),
     )
     assert latex_report(Report(rows)).splitlines() == [
-        r"\begin{tabular}{lr}",
+        r"\begin{tabular}{lr@{}l@{}l}",
         r"\toprule",
-        r"layer & weight norm \\",
+        r"layer & \multicolumn{3}{c}{weight norm$^\dagger$} \\",
         r"\midrule",
         r"block\_1 \& 5\%\#\$\textasciitilde{}\textasciicircum{}\{x\}\textbackslash{} "
-        r"& $(1.50 \pm 0.02) \times 10^{-9}$ \\",
-        r"fc & $3.000^*$ \\",
+        r"& $(1$ & $.50$ & ${}\pm 0.02) \times 10^{-9}$ \\",
+        r"fc & $3$ & $.000^*$ & \\",
         r"\bottomrule",
+        r"\multicolumn{4}{l}{\footnotesize $^\dagger$ changes when layers are rescaled: an equal network can "
+        r"have any value}",
         r"\end{tabular}",
     ]
 
@@ -162,9 +168,9 @@ def test_notebooks_show_a_plan():
 
 
 def _balanced(html: str) -> bool:
-    """Whether every element that opens also closes."""
+    """Whether every element that opens also closes, but for line breaks and pictures."""
     tags = re.findall(r"<(/?)(\w+)[^>]*>", html)
-    names = {name for _, name in tags if name != "br"}
+    names = {name for _, name in tags} - {"br", "img"}
     return all(
         sum(name == found and not slash for slash, found in tags)
         == sum(name == found and slash == "/" for slash, found in tags)
@@ -190,14 +196,15 @@ def test_errors_of_the_data_are_in_every_table():
     assert text.splitlines()[0] == (
         "Net: 10 samples, mse, all values exact, ± is the standard error, that of the data included"
     )
-    cells = [line.split("  ") for line in text.splitlines()[-2:]]
+    cells = [line.split("  ") for line in text.splitlines()[-4:-2]]
     assert [[cell.strip() for cell in line if cell.strip()] for line in cells] == [
         ["fc1", "3.14 ± 0.02", "1234"],
         ["fc2", "2.7 ± 0.3"],
     ]
     latex = report.to_latex()
     assert latex.splitlines()[0] == "% ± is the standard error, that of the data included"
-    assert r"fc1 & $3.14 \pm 0.02$ & $1234$ \\" in latex
+    assert r"fc1 & $3$ & $.14$ & ${}\pm 0.02$ & $1234$ & \\" in latex
+    assert r"fc2 & $2$ & $.7$ & ${}\pm 0.3$ &  & \\" in latex
     assert str(rows[0]) == (
         "relative_flatness of fc1: 3.14 ± 0.02 (exact, hessian of mse, ± with that of the data)"
     )
@@ -250,3 +257,91 @@ def test_what_does_not_fit_goes_below_without_empty_rows():
 def test_cells_are_text_and_never_markup_or_colours():
     shown = format_table(["name"], [["[red]fc1[/red] :smile: 3.14"]])
     assert shown.splitlines()[2] == "[red]fc1[/red] :smile: 3.14"
+
+
+def test_what_is_recommended_comes_first_and_what_rescaling_changes_last_and_marked():
+    names = [measure.name for measure in flatness.measures() if measure.one_pass]
+    assert names[:3] == ["relative_flatness", "relative_flatness_normalized", "layer_flatness_trace"]
+    assert names[-2:] == ["hessian_trace", "weight_norm"]
+    shown = flatness.measure(network(), data(), progress=False)
+    assert list(dict.fromkeys(row.measure for row in shown.results)) == names
+    lines = format_report(shown, 80).splitlines()
+    first_block = lines[: lines.index("", 2)]
+    assert "relative" in " ".join(first_block).split()
+    assert any("trace†" in line and "norm†" in line for line in lines)
+    # One order and one mark, whatever shows the table.
+    headings = ["relative flatness", "hessian trace", "weight norm"]
+    latex = shown.to_latex().splitlines()[2]
+    html, page = shown._repr_html_().replace("<br>", " "), render(Page("One", {"net": shown}))
+    for text, mark in ((latex, r"$^\dagger$"), (html, "†"), (page, "†")):
+        places = [text.index(heading) for heading in headings]
+        assert places == sorted(places)
+        assert text.count(f"hessian trace{mark}") == text.count(f"weight norm{mark}") == 1
+        assert f"relative flatness{mark}" not in text
+    for text in (shown.to_latex(), html, page):
+        assert "changes when layers are rescaled: an equal network can have any value" in text
+
+
+def test_latex_has_the_columns_that_are_asked_for():
+    shown = report(stderr=0.0123)
+    latex = shown.to_latex(measures=["weight_norm", "hessian_trace"])
+    assert latex.splitlines()[2] == (
+        r"layer & \multicolumn{3}{c}{weight norm$^\dagger$} & \multicolumn{3}{c}{hessian trace$^\dagger$} \\"
+    )
+    assert "relative" not in latex
+    assert (
+        shown.to_latex(measures="hessian_trace").splitlines()[4] == r"fc1 & $1$ & $.500$ & ${}\pm 0.012$ \\"
+    )
+    with pytest.raises(ReportError) as error:
+        shown.to_latex(measures=["hesian_trace"])
+    assert str(error.value) == (
+        "Expected a measure of this report but got 'hesian_trace'. Did you mean 'hessian_trace'? It holds: "
+        "hessian_trace, relative_flatness_normalized, neuron_flatness_incoming, weight_norm."
+    )
+
+
+def test_every_latex_row_has_as_many_cells_as_the_table_has_columns():
+    latex = report(stderr=0.0123).to_latex()
+    kinds = re.search(r"\\begin\{tabular\}\{(.*)\}", latex)[1].replace("@{}", "")
+    rows = [line for line in latex.splitlines() if line.endswith(r"\\")]
+    for line in rows[1:]:
+        assert line.count("&") + 1 == len(kinds)
+    spans = sum(int(width) for width in re.findall(r"\\multicolumn\{(\d)\}\{c\}", rows[0]))
+    assert spans + 1 == len(kinds)
+
+
+def test_names_of_layers_are_cut_only_where_the_columns_need_the_room():
+    name = "encoder.layers.11.self_attention.output.dense_projection"
+    shown = Report((Result("relative_flatness", "layer", 1.5, layer=name),))
+    assert f"{name}     1.500" in format_report(shown, 120)
+    assert name in format_report(shown, 80)
+    narrow = format_report(shown, 60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert "….layers.11.self_attention.output.dense_projection" in narrow
+    many = [Result(f"measure_{i}", "layer", 1.5, layer=name) for i in range(12)]
+    assert max(map(len, format_report(Report(tuple(many)), 120).splitlines())) <= 120
+
+
+def test_notebooks_show_comparisons_bounds_landscapes_and_the_catalogue():
+    hostile = "<script>alert(1)</script>"
+    model, pair = network(), data(60)
+    given = {"progress": False}
+    shown = flatness.measure(model, pair, measures=["relative_flatness", "hessian_trace"], **given)
+    comparison = flatness.compare(shown, shown, names=(hostile, "B"))
+    bound = flatness.generalization_bound(model, pair, delta=0.1, **given)
+    line = flatness.landscape.line(model, pair, points=5, **given)
+    catalogue = flatness.measures()
+    parts = [one._repr_html_() for one in (comparison, bound, line, catalogue, catalogue[0])]
+    for html in parts:
+        assert "<script" not in html
+        assert _balanced(html)
+    assert comparison.verdict in parts[0]
+    assert "relative flatness, network Σ" in parts[0]
+    assert "hessian trace†, head" in parts[0]
+    for text in (bound.summary(), "representativeness", "positive semidefinite Hessian"):
+        assert text.replace("'", "&#x27;") in parts[1]
+    assert 'src="data:image/png;base64,iVBOR' in parts[2]
+    assert parts[3].count("<tr>") == len(catalogue) + 1
+    assert repr(catalogue).splitlines()[0].split("  ")[0] == "relative_flatness"
+    assert len(repr(catalogue).splitlines()) == len(catalogue)
+    assert repr(catalogue[0]).startswith("relative_flatness  κ_Tr^φ  (petzka2021, Def. 3)\n")

@@ -150,8 +150,8 @@ def test_a_part_of_the_data_is_enough_and_said():
         report = checked(model, data, measures="weight_norm", samples=10, trials=1)
         assert report.meta["samples"] == 10
         assert report.notes == (
-            "measured on the first 10 samples: an invariance holds for every data set or for none "
-            "(samples=None takes all)",
+            "measured on the first 10 samples: an invariance holds for every data set or for none; "
+            "samples= takes more",
         )
     for samples in (40, 100, None):
         report = checked(model, (x, y), measures="weight_norm", samples=samples, trials=1)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import flatness
 from flatness.errors import DataError
 from flatness.zoo import data
 from flatness.zoo.data import digits
@@ -200,3 +203,29 @@ def test_published_set(name: str, split: str) -> None:
         torch.testing.assert_close(
             std, torch.tensor(known.std), rtol=0, atol=2e-6 if not loaded.notes else 5e-3
         )
+
+
+def test_a_data_set_is_measured_as_it_is_and_by_loaders() -> None:
+    digits = data.load("digits", limit=60)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)).eval()
+    pair = flatness.measure(model, digits.pair, measures="relative_flatness")
+    assert flatness.measure(model, digits, measures="relative_flatness").results == pair.results
+    loader = torch.utils.data.DataLoader(digits, batch_size=17)
+    value = flatness.measure(model, loader, measures="relative_flatness").value(
+        "relative_flatness", layer="1"
+    )
+    assert value == pytest.approx(pair.value("relative_flatness", layer="1"), rel=1e-5)
+
+
+def test_printing_a_data_set_says_what_it_is_and_shows_no_numbers() -> None:
+    assert repr(data.load("digits", split="test")) == "digits (test): 359 samples of 1×8×8, 10 classes"
+    assert str(data.load("digits", limit=5)) == (
+        "digits (train): 5 samples of 1×8×8, 10 classes\n  note: the first 5 of 1,438 samples"
+    )
+
+
+def test_the_module_is_there_after_importing_the_package_alone() -> None:
+    code = "import flatness; print(len(flatness.data.load('digits')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1438\n"

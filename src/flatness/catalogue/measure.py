@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +153,7 @@ class Surroundings:
     seed: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Measure:
     """A declared quantity. The engine computes what it `needs`; its functions turn that into numbers.
 
@@ -228,6 +229,11 @@ class Measure:
         return self if self.adapted is None else self.adapted(options)
 
     @property
+    def invariant(self) -> bool:
+        """Whether rescaling layers leaves it unchanged, at least in chains; tables mark what it changes."""
+        return any(kind.startswith("layerwise") for kind in self.invariances)
+
+    @property
     def one_pass(self) -> bool:
         """Whether the shared streaming pass is all it needs."""
         return self.of_sums and self.loss is None
@@ -253,6 +259,9 @@ class Measure:
         """Whether it has values of layers or units that come from their curvature."""
         return bool(self.needs)
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         """The card of the measure."""
         invariant = ", ".join(sorted(self.invariances)) or "nothing"
@@ -261,3 +270,5 @@ class Measure:
             f"{self.name}  {self.symbol}  ({self.source})\n  {self.formula}\n  {self.summary}\n  levels: "
             f"{', '.join(self.levels)}; invariant to: {invariant}; needs: {needs}"
         )
+
+    __repr__ = __str__

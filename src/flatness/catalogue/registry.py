@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -96,6 +97,11 @@ def get_measure(name: str | Measure) -> Measure:
             f"{listed(_REGISTRY, 40)}."
         )
     return _REGISTRY[name]
+
+
+def known_measure(name: str) -> Measure | None:
+    """What is declared about a measure; None of one that is not in the catalogue, as in old reports."""
+    return _REGISTRY.get(name)
 
 
 def select_measures(measures: str | Measure | Iterable[str | Measure]) -> list[Measure]:
@@ -207,12 +213,25 @@ def reduce_values(reduction: str, values: Tensor) -> Tensor:
     return _REDUCTIONS[reduction](values)
 
 
+class Catalogue(list[Measure]):
+    """A list of measures that prints as a table."""
+
+    def __repr__(self) -> str:
+        """A line per measure, those first that are recommended."""
+        width = max((len(measure.name) for measure in self), default=0)
+        return "\n".join(f"{measure.name:<{width}}  {measure.summary}" for measure in self)
+
+    def _repr_html_(self) -> str:
+        # HTML is made by the room above; only a notebook asks for it.
+        return importlib.import_module("flatness.report.notebook").catalogue_html(self)
+
+
 def measures(name: str | None = None) -> Any:
-    """The catalogue as a list of `Measure` objects, or the one called `name`.
+    """The catalogue as a list of `Measure` objects that prints as a table, or the one called `name`.
 
     Example:
         >>> import flatness
         >>> flatness.measures("relative_flatness").formula
         'Σ_{s,s′} ⟨w_s, w_s′⟩ Tr H_{s,s′}'
     """
-    return list(_REGISTRY.values()) if name is None else get_measure(name)
+    return Catalogue(_REGISTRY.values()) if name is None else get_measure(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,6 +15,18 @@ from flatness.errors import FlatnessError, nearest
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 """Exit statuses: something failed; the command was not understood; Ctrl-C."""
+
+
+# What the library calls arguments that are options here, with the value that it advises. Options of measures
+# and results of reports have a spelling of their own.
+_OPTIONS = (
+    "batch_size|data_stderr|delta|device|dtype|failure|fitter|folds|forward|kernel|kinds|layers?|loss|"
+    "max_passes|measures|method|penalty|precision|samples|seed|statistics_to|trials|weight_decay"
+)
+_VALUE = r"torch\.\w+|'[^']*'|\d[\d.e-]*\d|\d"
+_ARGUMENT = re.compile(rf"(?<![\w.-])(?P<name>{_OPTIONS})=(?P<value>{_VALUE})?")
+_MEASURE_OPTION = re.compile(r"options=\{'(\w+)': \{'(\w+)': '?([^'}]+)'?\}\}")
+_RESULT = re.compile(r"report\.result\(\.\.\.\)\.(\w+)")
 
 
 class UsageError(FlatnessError):
@@ -46,11 +59,12 @@ def choice(value: str, option: str, known: tuple[str, ...]) -> str:
 def answer(error: Exception, debug: bool) -> int:
     """Say what went wrong on standard error and return the exit status."""
     if debug:
-        traceback.print_exception(error)
+        _print_origin(error)
     if isinstance(error, UsageError):
         message, status = str(error), USAGE
     elif isinstance(error, FlatnessError):
-        message, status = str(error), FAILED
+        hint = ". --debug shows where." if _is_of_code(error) and not debug else ""
+        message, status = f"{str(error).rstrip('.')}{hint}" if hint else str(error), FAILED
     elif hasattr(error, "format_message"):  # typer's own; its classes moved between versions
         message, status = _parser_message(error), USAGE
     else:
@@ -61,14 +75,42 @@ def answer(error: Exception, debug: bool) -> int:
 
 
 def printable(text: str) -> str:
-    r"""Text without control characters, which names in a file could use to take over a terminal.
+    r"""Text for a terminal: advice about arguments names the options, and no control characters.
+
+    Names in a file could use those to take over a terminal.
 
     >>> printable("fc1\x1b[2J\nfc2")
     'fc1�[2J\nfc2'
+    >>> printable("pass dtype=torch.float32 for more, or loss='mse'; forward= says how")
+    'pass --dtype float32 for more, or --loss mse; --forward says how'
     """
-    return "".join(
+    plain = "".join(
         letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
+    advised = _MEASURE_OPTION.sub(r"--option \1.\2=\3", _ARGUMENT.sub(_spoken, plain))
+    return _RESULT.sub(r"\1 in --json", advised)
+
+
+def _spoken(found: re.Match[str]) -> str:
+    """An argument of the library as an option."""
+    value = (found["value"] or "").removeprefix("torch.").strip("'")
+    return f"--{found['name'].replace('_', '-')} {value}".rstrip()
+
+
+def _is_of_code(error: Exception) -> bool:
+    """Whether the user's own code raised what this error reports; its class takes seconds to import."""
+    return type(error).__name__ == "SourceError" and error.__cause__ is not None
+
+
+def _print_origin(error: BaseException) -> None:
+    """One traceback for one mistake: of what was raised first, without the way into the user's code."""
+    place = None
+    while error.__cause__ is not None:
+        error = error.__cause__
+        place = error.__traceback__
+    while place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("flatness."):
+        place = place.tb_next
+    traceback.print_exception(type(error), error, place or error.__traceback__, chain=False)
 
 
 def reason(error: Exception) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +30,15 @@ from flatness.report.tables import (
     format_report,
     format_table,
     has_data_errors,
+    legend,
+    overview_columns,
 )
-from flatness.show.pages.page import Page, overview_columns, render
+from flatness.report.trajectory import Trajectory
+from flatness.show.pages.page import Page, render
+from flatness.zoo.checkpoints import entry_names
+
+# So many epochs make a curve.
+_FEWEST = 3
 
 
 @dataclass(frozen=True)
@@ -42,20 +48,6 @@ class Entry:
     name: str
     report: Report | None = None
     error: str = ""
-
-
-def entry_names(paths: Sequence[Path]) -> list[str]:
-    """Short names of files, without their folder where that leaves them distinct.
-
-    >>> entry_names([Path("a/net.pt"), Path("b/net.pt")]), entry_names([Path("a/x.pt"), Path("a/y.pt")])
-    (['a/net.pt', 'b/net.pt'], ['x.pt', 'y.pt'])
-    """
-    names = [path.name for path in paths]
-    if len(set(names)) == len(names):
-        return names
-    parents = [os.path.abspath(path) for path in paths]
-    common = os.path.commonpath(parents)
-    return [os.path.relpath(path, common) for path in parents]
 
 
 def measure_each(
@@ -121,6 +113,15 @@ def check_sort(key: str, measures: Sequence[str]) -> str:
     return column_of(measure, reduction or None)
 
 
+def trajectory_of(entries: Sequence[Entry]) -> Trajectory | None:
+    """The checkpoints as epochs of one training run, where their names count them; else None."""
+    fine = [entry for entry in entries if entry.report is not None]
+    if len(fine) < _FEWEST:
+        return None
+    found = Trajectory.of([entry.name for entry in fine], [entry.report for entry in fine if entry.report])
+    return None if found.unit == "checkpoint" else found
+
+
 def print_entries(entries: Sequence[Entry]) -> None:
     """One checkpoint: the table of its layers. Many: a row each, then failures with reasons, then notes."""
     width = terminal_width()
@@ -132,6 +133,7 @@ def print_entries(entries: Sequence[Entry]) -> None:
     columns = [Column("failed", narrow="start"), Column("reason", narrow="wrap")]
     parts = [
         format_grid(grid, width),
+        folded(legend(grid.columns), width),
         DATA_ERRORS if _know_data_errors(entries) else "",
         format_table(columns, failed, width) if failed else "",
         "\n".join(folded(note, width) for note in _notes(entries)),
@@ -198,6 +200,10 @@ def write_folder(folder: Path, entries: Sequence[Entry], page: Page) -> list[str
         write_text(folder / name, text)
     inside = [name for name in texts if "/" in name]
     names = [name for name in texts if "/" not in name]
+    trajectory = trajectory_of(entries)
+    if trajectory is not None:
+        trajectory.plot(folder / "epochs.png")
+        names.append("epochs.png")
     return [*names, f"reports/ ({len(inside)} JSON files)"] if inside else names
 
 

@@ -21,6 +21,7 @@ from flatness.cli.entries import (
     measure_each,
     print_entries,
     sorted_entries,
+    trajectory_of,
     write_folder,
 )
 from flatness.cli.forms import check_folder, say_written
@@ -38,6 +39,7 @@ from flatness.cli.values import one_or_many
 from flatness.errors import LayerError, MeasureError, OptionError
 from flatness.network.layers import find_layers, select_layers
 from flatness.problem.guard import Guard
+from flatness.show.charts import trajectory_charts
 from flatness.show.pages.page import Page
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 
@@ -131,4 +133,6 @@ def _page(entries: list[Entry]) -> Page:
     subject = entries[0].name if len(entries) == 1 else f"{len(entries)} checkpoints"
     reports = {entry.name: entry.report for entry in entries if entry.report is not None}
     failures = {entry.name: entry.error for entry in entries if entry.report is None}
-    return Page(f"Flatness of {subject}", reports, failures)
+    trajectory = trajectory_of(entries)
+    charts = [] if trajectory is None else trajectory_charts(trajectory)
+    return Page(f"Flatness of {subject}", reports, failures, charts=charts)

@@ -180,9 +180,18 @@ def _device(name: str) -> torch.device:
         usable = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
         raise UsageError(
             f"Expected --device to be one that this machine has ({', '.join(usable)}) but got {name!r}."
-            f"{nearest(name, usable)}"
+            f"{_device_hint(name, usable)}"
         ) from error
     return device
+
+
+def _device_hint(name: str, usable: Sequence[str]) -> str:
+    """What torch calls a GPU, and why there is none; else the nearest name."""
+    if name.lower() in ("gpu", "nvidia", "cuda") or name.startswith("cuda"):
+        if "cuda" in usable:
+            return " torch calls a GPU 'cuda', the second one 'cuda:1'."
+        return " torch calls a GPU 'cuda' and cannot use one here: torch.cuda.is_available() is False."
+    return nearest(name, usable)
 
 
 def chosen_measures(names: list[str] | None) -> Any:

@@ -230,8 +230,8 @@ def _below_the_gap(found: Representativeness, terms: list[BoundTerm], expansion:
 def _label_assumption(labels: LabelConstancy) -> Assumption:
     largest = max(labels.deltas)
     detail = (
-        f"Definition 9's left side is {labels.value:.3g} at δ = {largest:g}, fitted order {labels.order:.2f} "
-        "(wanted 3), with the nearest sample's label for y(·) [heuristic]"
+        f"Definition 9's left side is {labels.value:.3g} at δ = {largest:g}, {labels.order_in_words()}, with "
+        "the nearest sample's label for y(·) [heuristic]"
     )
     holds = None if math.isnan(labels.order) else labels.holds
     return Assumption("locally constant labels", labels.order, holds, detail)

@@ -10,6 +10,7 @@ from flatness.generalization.locally_constant import LabelConstancy
 from flatness.generalization.rate_constants import RateConstants
 from flatness.generalization.representativeness import Representativeness
 from flatness.generalization.storage import Written
+from flatness.report.report import Drawn
 from flatness.report.tables import format_value
 
 
@@ -34,11 +35,13 @@ class BoundTerm:
     def __str__(self) -> str:
         """One line."""
         value = "not available" if self.value is None else format_value(self.value, self.stderr)
+        if self.value is not None and self.value < 0 and "bound" in self.name:
+            value += " (negative, so no bound)"
         return f"{self.name}: {value} [{self.kind}; {self.source}]"
 
 
 @dataclass(frozen=True)
-class GeneralizationBound(Written):
+class GeneralizationBound(Written, Drawn):
     """The bound of petzka2021 and its terms. Print it.
 
     Attributes:
@@ -80,11 +83,29 @@ class GeneralizationBound(Written):
         """The sum of representativeness and δ²/(2m) κ_Tr, which E_gen is at most, approximately."""
         return self.term("bound").value
 
+    def summary(self) -> str:
+        """One sentence: what the sum says about the gap, and on how many assumptions that rests."""
+        whole, gap = self.term("bound"), self.representativeness.gap
+        held = [assumption.holds for assumption in self.assumptions]
+        rests = f"{sum(holds is True for holds in held)} of {len(held)} assumptions hold"
+        if whole.value is None:
+            return f"Nothing is said about the gap: there is no flatness term. {rests}."
+        value, measured = format_value(whole.value, whole.stderr), format_value(gap)
+        if whole.value < 0:
+            return (
+                f"Nothing is said about the gap: the sum is negative ({value}), as the refitted ψ does worse "
+                f"on perturbed features than on new samples. Cross-validated gap: {measured}; {rests}."
+            )
+        above = f"above the cross-validated {measured}: an approximation, not a guarantee"
+        below = f"below the cross-validated {measured}: no bound here"
+        return f"The gap should be at most about {value}, {above if whole.value >= gap else below}; {rests}."
+
     def __str__(self) -> str:
-        """Terms, rate and assumptions."""
+        """The summary; terms, rate and assumptions."""
         lines = [
             f"generalisation bound at {self.layer}: n = {self.samples:,}, m = {self.features}, δ = "
-            f"{self.delta:.4g}"
+            f"{self.delta:.4g}",
+            self.summary(),
         ]
         lines += [f"  {term}" for term in self.terms]
         if self.rate:
@@ -96,3 +117,8 @@ class GeneralizationBound(Written):
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from flatness.report.notebook import bound_html
+
+        return bound_html(self)

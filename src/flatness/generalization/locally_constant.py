@@ -58,15 +58,19 @@ class LabelConstancy(Result):
         """Whether the fitted order is at least three, as the theory asks."""
         return self.order >= _WANTED_ORDER - 0.05
 
+    def order_in_words(self) -> str:
+        """The fitted order beside the one that is wanted, or why there is none."""
+        if math.isnan(self.order):
+            return "no order can be fitted, as one δ alone changes any loss (wanted 3)"
+        return f"fitted order {self.order:.2f} (wanted 3)"
+
     def __str__(self) -> str:
         """The curve in words."""
         verdict = "approximately locally constant" if self.holds else "not locally constant to order three"
-        if math.isnan(self.order):
-            verdict = "unknown whether locally constant, as one δ alone changes any loss"
+        verdict = "unknown whether locally constant" if math.isnan(self.order) else verdict
         lines = [
-            f"labels around the features of {self.subject()}: {verdict} (fitted order {self.order:.2f}, "
-            "wanted 3; y(·) is "
-            f"{'as given' if self.labels == 'given' else 'the label of the nearest sample, a heuristic'})"
+            f"labels around the features of {self.subject()}: {verdict}; {self.order_in_words()}; y(·) is "
+            f"{'as given' if self.labels == 'given' else 'the label of the nearest sample, a heuristic'}"
         ]
         lines += [
             f"δ = {delta:<6g} loss changes by {format_value(value)} on average, {format_value(worst)} at "

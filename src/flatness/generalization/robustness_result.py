@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 from flatness.generalization.storage import Saved
-from flatness.report.report import Result
+from flatness.report.report import Drawn, Result
 from flatness.report.tables import format_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Robustness(Saved, Result):
+class Robustness(Saved, Result, Drawn):
     """E_F, the change of the risk when features are perturbed (petzka2021, eq. 4), at `delta`.
 
     Attributes:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from flatness.errors import ReportError
 from flatness.files import ANY, TEXT, ShapeError, check_shape, json_text, parse_json, replacing
+from flatness.report.report import Drawn
 from flatness.report.unpacking import UNREADABLE, TooLargeError, array_names, check_unpacked, read_array
 
 Array = NDArray[Any]
@@ -18,7 +19,7 @@ _VERSION = 1
 _META = "meta"
 
 
-class Saved:
+class Saved(Drawn):
     """A dataclass of arrays, names and `meta` that saves and loads itself.
 
     Attributes:
@@ -44,6 +45,11 @@ class Saved:
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended the work before all of it was done."""
         return not self.complete
+
+    def _repr_html_(self) -> str:
+        from flatness.report.notebook import picture_html
+
+        return picture_html(self, str(self).splitlines())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write arrays and meta to an .npz file, at once or not at all."""

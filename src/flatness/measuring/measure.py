@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatness.catalogue.registry import LossGroup, by_loss
+from flatness.catalogue.registry import LossGroup, by_loss, select_measures
 from flatness.curvature.sums.statistics import SampleGroups
 from flatness.errors import DataError, LossError, ProcessError, listed
 from flatness.losses import resolve_loss
@@ -21,7 +21,7 @@ from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.provenance import facts, provenance, risk_of, shares, with_risk
 from flatness.measuring.request import MeasureRequest
-from flatness.measuring.rows import missed_precision, relative_error, report_rows
+from flatness.measuring.rows import relative_error, report_rows, row_notes
 from flatness.measuring.run.run import run_plan
 from flatness.measuring.views import Outline, layer_views
 from flatness.problem import setting_of
@@ -66,7 +66,8 @@ def measure(
 
     Args:
         model: The trained network, any `torch.nn.Module`.
-        data: A DataLoader, a pair of tensors, or any re-iterable of batches; normally the training data.
+        data: A DataLoader, a Dataset, a pair of tensors, a dict of tensors with "labels", or any re-iterable
+            of batches; normally the training data.
         loss: "cross_entropy", "mse" (torch's mean), "squared_error" (a sum), "bce",
             "normalized_cross_entropy", "nll", a torch loss module, or a callable
             ``(output, target) -> one loss per sample``.
@@ -149,7 +150,9 @@ def _reported(given: Mapping[str, Any], started: float) -> tuple[Report, float]:
         from flatness.measuring.merge import save_parts
 
         save_parts(statistics_to, [one.part for one in measured], left_out, own_risk)
-    report = with_risk(joined([one.report for one in measured]), own_risk)
+    asked = given["measures"]
+    order = [measure.name for measure in select_measures(asked)] if isinstance(asked, str) else ()
+    report = with_risk(joined([one.report for one in measured], order), own_risk)
     return replace(report, notes=(*report.notes, *left_out)), max(one.error for one in measured)
 
 
@@ -200,7 +203,7 @@ def _measured(given: Mapping[str, Any], group: LossGroup, started: float) -> Mea
     if ranks.count > 1:
         meta |= shares(problem)
     notes = (*problem.notes, *plan.notes, *run.notes, *run.explored.notes)
-    report = Report(tuple(results), meta, (*notes, *missed_precision(outline, run, results)))
+    report = Report(tuple(results), meta, (*notes, *row_notes(outline, run, results)))
     error = 0.0 if given.get("population") is None else relative_error(outline, run, results)
     return Measured(report, {**part, "meta": meta, "notes": notes}, error)
 

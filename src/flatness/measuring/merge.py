@@ -33,7 +33,7 @@ from flatness.files import (
 )
 from flatness.measuring.provenance import joint_fingerprint, with_risk
 from flatness.measuring.request import MeasureRequest
-from flatness.measuring.rows import missed_precision, report_rows
+from flatness.measuring.rows import report_rows, row_notes
 from flatness.measuring.run.run import Run
 from flatness.measuring.scatter import Scatter
 from flatness.measuring.views import LayerOutline, Outline
@@ -291,7 +291,7 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
     if None not in gauss_newton:
         run.gauss_newton = _total([Statistics.of(content) for content in gauss_newton])
     rows = report_rows(outline, run)
-    notes = (*_notes(parts, run), *missed_precision(outline, run, rows))
+    notes = (*_notes(parts, run), *row_notes(outline, run, rows))
     return Report(tuple(rows), _meta(parts, total), notes)
 
 

@@ -45,7 +45,8 @@ def measured_part(
         size = _next(size, error / given["precision"])
     report, _ = measured(given)
     note = f"samples={samples!r} took all {everything.size:,} samples"
-    return replace(report, notes=(*report.notes, note))
+    meta = {**report.meta, "population": everything.size}
+    return replace(report, meta=meta, notes=(*report.notes, note))
 
 
 def _next(size: int, ratio: float) -> int:

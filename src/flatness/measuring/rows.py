@@ -13,6 +13,7 @@ from torch import Tensor
 from flatness.catalogue.measure import SPECTRA, LayerView, Measure, NetworkView, Valued
 from flatness.catalogue.registry import reduce_values
 from flatness.curvature.spectra import Spectrum
+from flatness.errors import listed
 from flatness.measuring.run.run import Explored, Run
 from flatness.measuring.views import Outline, layer_values, layer_views, network_view, number_of
 from flatness.report.report import Address, Result, address
@@ -202,6 +203,28 @@ def _reduced(reduction: str, layers: list[Result], changes: list[Tensor | None])
 
 def _values(rows: list[Result]) -> Tensor:
     return torch.tensor([row.value for row in rows], dtype=torch.float64, device="cpu")
+
+
+def row_notes(outline: Outline, run: Run, results: list[Result]) -> list[str]:
+    """What to say about the rows together: the precision that was missed, layers without any curvature."""
+    return [*missed_precision(outline, run, results), *_silent_layers(outline, results)]
+
+
+def _silent_layers(outline: Outline, results: list[Result]) -> list[str]:
+    """A note on layers whose curvature is exactly 0 in a network that has some."""
+    curved = {measure.name for measure in outline.request.measures if measure.of_layers and measure.flatness}
+    largest: dict[str, float] = {}
+    for row in results:
+        if row.layer is not None and row.measure in curved:
+            largest[row.layer] = max(largest.get(row.layer, 0.0), abs(row.value), row.stderr)
+    silent = [layer for layer, value in largest.items() if value == 0]
+    if not silent or len(silent) == len(largest):
+        return []
+    return [
+        f"0 at {len(silent)} of {len(largest)} layers ({listed(silent, 4)}): what they put out does not "
+        "reach the loss, as behind a norm layer whose weight is 0 (residual blocks are often initialised "
+        "so), or units that are active for no sample"
+    ]
 
 
 def relative_error(outline: Outline, run: Run, results: list[Result]) -> float:

@@ -87,7 +87,8 @@ class Problem:
         parameter = next(self.model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         if self.dtype in (torch.float16, torch.bfloat16):
-            notes.append(f"computed in {self.dtype}: about two digits; pass dtype=torch.float32 for more")
+            kind = str(self.dtype).removeprefix("torch.")
+            notes.append(f"computed in {kind}: about two digits; pass dtype=torch.float32 for more")
         if tf32:
             notes.append(tf32_note(self.device, self.dtype))
         self.tf32 = tf32

@@ -26,8 +26,8 @@ class Source:
     """The user's data as batches; every pass is checked to have seen the same samples as the first.
 
     Args:
-        data: A DataLoader, a pair of tensors, a Dataset (torch's or Hugging Face's), or any re-iterable of
-            batches.
+        data: A DataLoader, a pair of tensors, a Dataset (torch's or Hugging Face's), one batch as a dict of
+            tensors, or any re-iterable of batches.
         seed: Random states that loaders draw from are set to this before every pass.
 
     Attributes:
@@ -197,6 +197,8 @@ def _reiterable(data: Any) -> Any:
         from flatness.problem.tables import Table
 
         return Table(data)
+    if _is_one_batch(data):
+        return [data]
     if hasattr(data, "__next__"):
         raise DataError(
             f"Expected data that can be iterated more than once but got a one-shot {type(data).__name__}. "
@@ -204,11 +206,17 @@ def _reiterable(data: Any) -> Any:
         )
     if not _gives_batches(data):
         raise DataError(
-            "Expected a DataLoader, a pair of tensors or an iterable of batches but got "
+            "Expected a DataLoader, a pair of tensors, a dict of tensors or an iterable of batches but got "
             f"{describe(data)}. For example flatness.measure(model, (inputs, targets)) with two tensors; "
-            "torch.as_tensor makes one of an array."
+            "torch.as_tensor makes one of an array, flatness.data.load a data set by name."
         )
     return data
+
+
+def _is_one_batch(data: Any) -> bool:
+    """Whether this is a dict of tensors, alone or with its targets: all samples in one batch."""
+    named = data[0] if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor) else data
+    return isinstance(named, Mapping) and any(isinstance(part, Tensor) for part in named.values())
 
 
 def _gives_batches(data: Any) -> bool:

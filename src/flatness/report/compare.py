@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatness.catalogue.registry import known_measure
 from flatness.errors import ReportError, listed
-from flatness.report.comparison import VERDICTS, Comparison, Group, Pair, declared
+from flatness.report.comparison import VERDICTS, Comparison, Group, Pair
 from flatness.report.report import Address, Report, Result, address
 
 __all__ = ["Comparison", "compare"]
@@ -30,7 +31,13 @@ _FACTOR = 2.0
 Reports = Report | Sequence[Report]
 
 
-def compare(report_a: Reports, report_b: Reports, *, names: tuple[str, str] = ("A", "B")) -> Comparison:
+def compare(
+    report_a: Reports,
+    report_b: Reports,
+    *,
+    measures: str | Iterable[str] | None = None,
+    names: tuple[str, str] = ("A", "B"),
+) -> Comparison:
     """Is A flatter than B? Pairs every layer- and network-level quantity that all reports hold.
 
     Values from different data or losses are not comparable and are refused; measures whose options or losses
@@ -41,6 +48,7 @@ def compare(report_a: Reports, report_b: Reports, *, names: tuple[str, str] = ("
         report_a: A report, or a list of reports of networks that differ in their seed.
         report_b: Likewise. Of groups the means are compared, with the spread between the networks of each in
             the error, by Welch's t-test; a single network against several is taken to spread as they do.
+        measures: A name or a list of names: what to compare, in this order. None for all that both hold.
         names: What the two are called.
 
     Example:
@@ -67,7 +75,8 @@ def compare(report_a: Reports, report_b: Reports, *, names: tuple[str, str] = ("
     if not kept:
         raise ReportError(_nothing_left(left_out, bool(shared)))
     notes = (*left_out, *_missing(sides.reports), *_warnings(sides, kept))
-    return Comparison(tuple(map(sides.pair, kept)), sides.names, notes)
+    comparison = Comparison(tuple(map(sides.pair, kept)), sides.names, notes)
+    return comparison if measures is None else comparison.only(measures)
 
 
 @dataclass(frozen=True)
@@ -264,7 +273,7 @@ def _warnings(sides: _Sides, kept: Sequence[Address]) -> list[str]:
 def _unrecorded(reports: Sequence[Report], kept: Sequence[Address]) -> list[str]:
     """What reports of earlier versions do not know."""
     taken = "taken to be the same; measure again to be sure"
-    measures = [(name, declared(name)) for name in dict.fromkeys(key[0] for key in kept)]
+    measures = [(name, known_measure(name)) for name in dict.fromkeys(key[0] for key in kept)]
     taking = [name for name, measure in measures if measure is not None and measure.options]
     found = []
     if taking:

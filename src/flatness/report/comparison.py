@@ -12,18 +12,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from flatness.catalogue.measure import Measure
-from flatness.catalogue.registry import get_measure
-from flatness.errors import MeasureError
+from flatness.catalogue.registry import known_measure
+from flatness.errors import ReportError, listed, nearest
 from flatness.files import json_text, write_text
-from flatness.report.report import Result, address
+from flatness.report.report import Drawn, Result, address
 from flatness.report.sheets import csv_text
 from flatness.report.tables import (
     Column,
     column_of,
+    format_ratio,
     format_table,
     format_value,
     larger,
+    legend,
+    marked,
     place_of,
     shortened,
     total_error,
@@ -158,7 +160,7 @@ class Pair:
 
     def verdict(self, names: Sequence[str]) -> str:
         """Which is flatter, "equal" or "undecided"; empty for what is no flatness."""
-        measure = declared(self.measure)
+        measure = known_measure(self.measure)
         if measure is not None and not measure.flatness:
             return ""
         a, b = self.a.value, self.b.value
@@ -172,7 +174,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Drawn):
     """Reports side by side.
 
     Attributes:
@@ -203,10 +205,22 @@ class Comparison:
         pairs = zip(self.names, self.sizes, strict=True)
         return tuple(f"{name} ({size})" if grouped else name for name, size in pairs)
 
-    def only(self, measures: Iterable[str]) -> Comparison:
-        """The same of some measures."""
-        wanted = set(measures)
-        return replace(self, pairs=tuple(pair for pair in self.pairs if pair.measure in wanted))
+    def only(self, measures: str | Iterable[str]) -> Comparison:
+        """The same of some measures, in this order.
+
+        Raises:
+            ReportError: When a measure is not among those compared.
+        """
+        wanted = [measures] if isinstance(measures, str) else list(measures)
+        known = list(dict.fromkeys(pair.measure for pair in self.pairs))
+        for name in wanted:
+            if name not in known:
+                raise ReportError(
+                    f"Expected a measure that is compared here but got {name!r}.{nearest(name, known)} "
+                    f"Compared are: {listed(known, 40)}."
+                )
+        pairs = [pair for name in wanted for pair in self.pairs if pair.measure == name]
+        return replace(self, pairs=tuple(pairs))
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per shared quantity: measure, level, layer, reduction, a, b, ratio, z, flatter.
@@ -258,6 +272,15 @@ class Comparison:
             return sides.pop() if len(sides) == 1 else SPLIT
         return UNDECIDED if UNDECIDED in words else words.pop()
 
+    def to_latex(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Both sides as a LaTeX tabular (booktabs), a row per quantity; written to `path` if given."""
+        from flatness.report.latex import latex_comparison
+
+        text = latex_comparison(self)
+        if path is not None:
+            write_text(path, text)
+        return text
+
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `to_frame` as CSV."""
         write_text(path, csv_text(self.to_frame()))
@@ -275,18 +298,19 @@ class Comparison:
         columns = [Column(narrow="start"), *numbers, Column("flatter", narrow="start")]
         rows: list[tuple[str, ...]] = []
         for measure, pairs in itertools.groupby(self.pairs, key=lambda pair: pair.measure):
-            rows.append((measure, "", "", "", ""))
+            rows.append((marked(measure), "", "", "", ""))
             for pair in pairs:
                 row, a, b = pair.a.results[0], pair.a, pair.b
                 values = format_value(a.value, a.error), format_value(b.value, b.error)
-                ratio = f"{a.value / b.value:.3g}" if b.value else ""
+                ratio = format_ratio(a.value / b.value) if b.value else ""
                 verdict = shortened(pair.verdict(self.names), longest)
                 rows.append((f"  {column_of(place_of(row), row.reduction)}", *values, ratio, verdict))
         return format_table(columns, rows, width)
 
     def remarks(self) -> list[str]:
-        """What stands below the table: notes, and the verdict."""
-        return [*(f"note: {note}" for note in self.notes), self.verdict]
+        """What stands below the table: what its mark means, notes, and the verdict."""
+        mark = legend(pair.measure for pair in self.pairs)
+        return [*([mark] if mark else []), *(f"note: {note}" for note in self.notes), self.verdict]
 
     def __str__(self) -> str:
         """A table as wide as the terminal, what there is to note, and the verdict."""
@@ -294,6 +318,11 @@ class Comparison:
         return "\n".join([self.table(width), "", *self.remarks()])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from flatness.report.notebook import comparison_html
+
+        return comparison_html(self)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -341,13 +370,5 @@ def _needed(df: float) -> float:
 
 
 def _is_invariant(name: str) -> bool:
-    measure = declared(name)
+    measure = known_measure(name)
     return measure is not None and "layerwise" in measure.invariances
-
-
-def declared(name: str) -> Measure | None:
-    """What is declared about a measure; None of one that is not in the catalogue any more."""
-    try:
-        return get_measure(name)
-    except MeasureError:
-        return None

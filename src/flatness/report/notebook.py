@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from flatness.report.tables import cell_of, heading, report_grid, title
+from flatness.report.tables import (
+    Grid,
+    cell_of,
+    column_of,
+    format_ratio,
+    format_value,
+    heading,
+    legend,
+    marked,
+    place_of,
+    report_grid,
+    title,
+)
 
 _TABLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 _NUMBER = "text-align:right;padding:.2em .8em;white-space:nowrap"
-_LABEL = "text-align:left;padding:.2em .8em .2em 0"
+_WORDS = "text-align:left;padding:.2em .8em"
+_LABEL = "text-align:left;padding:.2em .8em .2em 0;white-space:nowrap"
 
 
 def report_html(report: Any) -> str:
     """The table of layers, its title and its notes."""
-    grid = report_grid(report)
-    head = (grid.corner, *map(heading, grid.columns))
-    return _table(title(report), head, grid.lines(), report.notes)
+    return grid_html(report_grid(report), title(report), report.notes)
+
+
+def grid_html(grid: Grid, caption: str, notes: Iterable[str] = ()) -> str:
+    """A grid with its caption above and its notes below."""
+    head = (grid.corner, *(heading(marked(column)) for column in grid.columns))
+    return _table(caption, head, grid.lines(), notes, legend(grid.columns))
 
 
 def result_html(result: Any) -> str:
@@ -30,27 +48,94 @@ def result_html(result: Any) -> str:
     return f"<div>{head}{_list(facts)}</div>"
 
 
+def comparison_html(comparison: Any) -> str:
+    """Both sides, a row per quantity; the verdict above."""
+    rows = []
+    for pair in comparison.pairs:
+        a, b, row = pair.a, pair.b, pair.a.results[0]
+        label = f"{marked(row.measure)}, {column_of(place_of(row), row.reduction)}".replace("_", " ")
+        values = format_value(a.value, a.error), format_value(b.value, b.error)
+        ratio = format_ratio(a.value / b.value) if b.value else ""
+        rows.append((label, *values, ratio, pair.verdict(comparison.names)))
+    head = ("", *comparison.headings, "ratio", "flatter")
+    mark = legend(pair.measure for pair in comparison.pairs)
+    return _table(comparison.verdict, head, rows, comparison.notes, mark)
+
+
+def catalogue_html(measures: Iterable[Any]) -> str:
+    """A row per measure: what it is, what leaves it unchanged, and whether the default pass has it."""
+    head = ("measure", "symbol", "what it is", "unchanged by", "default", "source")
+    rows = [
+        (
+            marked(measure.name),
+            measure.symbol,
+            measure.summary,
+            ", ".join(sorted(measure.invariances)),
+            "yes" if measure.one_pass else "",
+            measure.source.partition(" (")[0],
+        )
+        for measure in measures
+    ]
+    return _table("", head, rows, (), legend(measure.name for measure in measures), _WORDS)
+
+
+def bound_html(found: Any) -> str:
+    """The summary of a bound, its terms, and what is assumed."""
+    values = [str(term).partition(" [")[0].partition(": ")[2] for term in found.terms]
+    rows = [(term.name, value, term.source) for term, value in zip(found.terms, values, strict=True)]
+    holds = {True: "holds", False: "does not hold", None: "unknown"}
+    assumed = [(one.name, holds[one.holds], one.detail) for one in found.assumptions]
+    terms = _table(found.summary(), ("term", "value", "source"), rows, (), style=_WORDS)
+    return terms + _table("", ("assumed", "", ""), assumed, found.notes, style=_WORDS)
+
+
+def picture_html(drawn: Any, lines: Sequence[str]) -> str:
+    """A picture and the lines that go with it."""
+    image = base64.b64encode(drawn.plot()._repr_png_()).decode()
+    words = escape(" ".join(lines[:1]))
+    shown = f'<img alt="{words}" style="max-width:100%" src="data:image/png;base64,{image}">'
+    below = "".join(f'<p style="margin:.3em 0">{escape(line)}</p>' for line in lines)
+    return f"<div>{shown}{below}</div>"
+
+
+def text_html(text: str) -> str:
+    """A text whose columns are aligned by spaces."""
+    return f'<pre style="line-height:1.25;white-space:pre;overflow-x:auto">{escape(text)}</pre>'
+
+
 def terms_html(caption: str, rows: list[tuple[str, str]], notes: tuple[str, ...]) -> str:
     """Names and numbers in two columns, a caption above and notes below."""
     return _table(caption, (), rows, notes)
 
 
-def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str]) -> str:
-    """A table whose first column has labels; columns whose heading has several lines are fine."""
-    styles = (_LABEL, *[_NUMBER] * (len(head) - 1))
+def _table(
+    caption: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    notes: Iterable[str],
+    below: str = "",
+    style: str = _NUMBER,
+) -> str:
+    """A table whose first column has labels and whose others have numbers, or words as `style` says.
+
+    Columns whose heading has several lines are fine.
+    """
+    styles = (_LABEL, *[style] * (len(head) - 1))
     cells = "".join(
-        f'<th scope="col" style="{style};vertical-align:bottom">{escape(text).replace(chr(10), "<br>")}</th>'
-        for text, style in zip(head, styles, strict=False)
+        f'<th scope="col" style="{own};vertical-align:bottom">{escape(text).replace(chr(10), "<br>")}</th>'
+        for text, own in zip(head, styles, strict=False)
     )
     body = "".join(
         f'<tr><th scope="row" style="{_LABEL}">{escape(label)}</th>'
-        + "".join(f'<td style="{_NUMBER}">{escape(cell)}</td>' for cell in numbers)
+        + "".join(f'<td style="{style}">{escape(cell)}</td>' for cell in numbers)
         + "</tr>"
         for label, *numbers in rows
     )
     above = f'<caption style="text-align:left;padding-bottom:.4em">{escape(caption)}</caption>'
+    above = above if caption else ""
     above += f"<thead><tr>{cells}</tr></thead>" if head else ""
-    remarks = _list([f"note: {note}" for note in notes])
+    remarks = f'<p style="margin:.3em 0">{escape(below)}</p>' if below else ""
+    remarks += _list([f"note: {note}" for note in notes])
     return f'<div><table style="{_TABLE}">{above}<tbody>{body}</tbody></table>{remarks}</div>'
 
 

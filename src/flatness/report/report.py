@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from flatness.files import EVERY, NUMBER, TEXT, WHOLE, YES_NO, Optional, json_te
 
 if TYPE_CHECKING:
     import pandas
+
+    from flatness.show.plots.themes import Picture
 
 _FORMAT = "flatness report"
 _VERSION = 1
@@ -137,8 +140,26 @@ def address(row: Result) -> Address:
     return row.measure, row.level, row.layer, row.reduction
 
 
+class Drawn:
+    """A result that has a picture, which the room above draws."""
+
+    __slots__ = ()
+
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        measures: str | Iterable[str] | None = None,
+        dark: bool = False,
+    ) -> Picture:
+        """Its picture, a matplotlib figure that notebooks show as it is; see `flatness.plot`."""
+        from flatness.show.plot import plot
+
+        return plot(self, path, measures=measures, dark=dark)
+
+
 @dataclass(frozen=True)
-class Report:
+class Report(Drawn):
     """All results of one model.
 
     Attributes:
@@ -183,6 +204,13 @@ class Report:
         if len(found) != 1:
             raise _ambiguous(measure, asked, len(matching), matching or rows)
         return found[0]
+
+    def _held(self, measures: str | Iterable[str]) -> list[str]:
+        """Names of measures as a list, each of which the report holds."""
+        names = [measures] if isinstance(measures, str) else list(measures)
+        for name in names:
+            self._rows_of(name)
+        return names
 
     def _rows_of(self, measure: str) -> list[Result]:
         rows = [row for row in self.results if row.measure == measure]
@@ -242,11 +270,18 @@ class Report:
 
         write_text(path, csv_text(self.to_frame()))
 
-    def to_latex(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The table of layers as a LaTeX tabular (booktabs); written to `path` if given."""
+    def to_latex(
+        self, path: str | os.PathLike[str] | None = None, *, measures: str | Iterable[str] | None = None
+    ) -> str:
+        """The table of layers as a LaTeX tabular (booktabs), aligned at decimal points and at ±.
+
+        Args:
+            path: A file to write it to as well.
+            measures: A name or a list of names: the columns, in this order. None for all.
+        """
         from flatness.report.latex import latex_report
 
-        text = latex_report(self)
+        text = latex_report(self, None if measures is None else self._held(measures))
         if path is not None:
             write_text(path, text)
         return text
@@ -261,15 +296,22 @@ def _ambiguous(measure: str, asked: dict[str, Any], count: int, rows: list[Resul
     )
 
 
-def joined(reports: list[Report]) -> Report:
-    """One report from parts on the same model and data, with different losses; `meta` is the first's."""
+def joined(reports: list[Report], order: Iterable[str] = ()) -> Report:
+    """One report from parts on the same model and data, with different losses; `meta` is the first's.
+
+    Args:
+        reports: The parts.
+        order: Names of measures: their rows come in this order.
+    """
     if len(reports) == 1:
         return reports[0]
-    rows = tuple(row for report in reports for row in report.results)
+    places = {name: place for place, name in enumerate(order)}
+    rows = [row for report in reports for row in report.results]
+    rows.sort(key=lambda row: places.get(row.measure, len(places)))
     notes = tuple(dict.fromkeys(note for report in reports for note in report.notes))
     options = {name: own for report in reports for name, own in report.meta.get("options", {}).items()}
     meta = {**reports[0].meta, "options": options, "seconds": reports[-1].meta["seconds"]}
-    return Report(rows, meta, notes)
+    return Report(tuple(rows), meta, notes)
 
 
 def _row(entry: dict[str, Any]) -> Result:

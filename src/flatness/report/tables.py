@@ -12,6 +12,9 @@ from typing import Any, Literal
 REDUCTION_LABEL = {"max": "max", "sum": "Σ"}
 # A model that is one layer has the empty name.
 WHOLE_MODEL = "(model)"
+MARK = "†"
+CHANGES = f"{MARK} changes when layers are rescaled: an equal network can have any value"
+"""What a marked column is."""
 _HEADING_WIDTH = 11
 # A standard error that is as small, relatively, is rounding, and would take more digits than anyone reads.
 _ROUNDING = 1e-9
@@ -69,6 +72,17 @@ def format_value(value: float, stderr: float = 0.0) -> str:
     return f"({_with_error(value / 10**exponent, stderr / 10**exponent)})e{exponent:+03d}"
 
 
+def format_ratio(ratio: float) -> str:
+    """A ratio of two values with three digits.
+
+    >>> format_ratio(0.1), format_ratio(0.0504), format_ratio(1.2), format_ratio(12345)
+    ('0.100', '0.0504', '1.20', '12,345')
+    """
+    if not math.isfinite(ratio):
+        return str(ratio)
+    return f"{ratio:,.0f}" if abs(ratio) >= 100 else f"{ratio:#.3g}"
+
+
 def _four_digits(value: float) -> str:
     if value == 0 or 1e4 <= abs(value) < 1e6:
         return f"{value:.0f}"
@@ -84,6 +98,28 @@ def _with_error(value: float, stderr: float) -> str:
 def column_of(measure: str, reduction: str | None) -> str:
     """How a column of a measure, or of its maximum or sum, is called."""
     return measure if reduction is None else f"{measure} {REDUCTION_LABEL.get(reduction, reduction)}"
+
+
+def is_marked(column: str) -> bool:
+    """Whether a column's measure changes when layers are rescaled; no mark where that is not known."""
+    from flatness.catalogue.registry import known_measure
+
+    measure = known_measure(column.split()[0]) if column else None
+    return measure is not None and not measure.invariant
+
+
+def marked(column: str) -> str:
+    """The name of a column or a measure, with a mark where rescaling layers changes it.
+
+    >>> marked("hessian_trace"), marked("relative_flatness Σ"), marked("risk")
+    ('hessian_trace†', 'relative_flatness Σ', 'risk')
+    """
+    return f"{column}{MARK}" if is_marked(column) else column
+
+
+def legend(columns: Iterable[str]) -> str:
+    """What the mark means, where a column has it; else nothing."""
+    return CHANGES if any(map(is_marked, columns)) else ""
 
 
 def place_of(row: Any) -> str:
@@ -118,16 +154,42 @@ def has_data_errors(report: Any) -> bool:
     return any(row.data_stderr is not None for row in report.results)
 
 
-def report_grid(report: Any) -> Grid:
-    """The table of layers of a report: a row per layer and one for the network, a column per measure."""
+def report_grid(report: Any, measures: Sequence[str] | None = None) -> Grid:
+    """The table of layers of a report: a row per layer and one for the network, a column per measure.
+
+    Args:
+        report: The report.
+        measures: The measures to show, in this order; None for all, in the report's order.
+    """
+    order = list(dict.fromkeys(row.measure for row in report.results)) if measures is None else list(measures)
     grid = Grid("layer")
-    for row in report.results:
+    results = [row for row in report.results if row.measure in order]
+    for row in results:
         if row.level == "layer":
             grid.put(place_of(row), column_of(row.measure, row.reduction), row)
-    _add_network(grid, [row for row in report.results if row.level == "network"])
-    order = list(dict.fromkeys(row.measure for row in report.results))
+    _add_network(grid, [row for row in results if row.level == "network"])
     grid.columns = dict.fromkeys(sorted(grid.columns, key=lambda column: order.index(column.split()[0])))
     return grid
+
+
+def overview_columns(report: Any) -> dict[str, Any]:
+    """What one row about a whole network shows, by column, in tables and on pages.
+
+    The network's values; a layer's where only one was measured, or where there is no other.
+    """
+    rows: dict[str, dict[str, list[Any]]] = {}
+    for result in report.results:
+        rows.setdefault(result.measure, {}).setdefault(result.level, []).append(result)
+    single = len(report.layers()) == 1
+    found: dict[str, Any] = {}
+    for measure, levels in rows.items():
+        network, layers = levels.get("network", []), levels.get("layer", [])
+        if single and layers:
+            network = layers
+        found |= {column_of(measure, one.reduction): one for one in network}
+        if not network:
+            found |= {f"{column_of(measure, one.reduction)} {place_of(one)}": one for one in layers}
+    return found
 
 
 def _add_network(grid: Grid, results: Iterable[Any]) -> None:
@@ -145,7 +207,9 @@ def _add_network(grid: Grid, results: Iterable[Any]) -> None:
 
 def format_report(report: Any, width: int) -> str:
     """The table of layers as text, with a title above and the notes below."""
-    parts = [textwrap.fill(title(report), width), format_grid(report_grid(report), width)]
+    grid = report_grid(report)
+    parts = [textwrap.fill(title(report), width), format_grid(grid, width)]
+    parts.append(textwrap.fill(legend(grid.columns), width))
     if any(not row.converged for row in report.results):
         eigenvalues = all(row.method == "exact" for row in report.results if not row.converged)
         parts.append(
@@ -192,8 +256,12 @@ def heading(column: str) -> str:
 
 def format_grid(grid: Grid, width: int) -> str:
     """A grid as text, in as many blocks of columns as the width asks for."""
-    columns = [Column(grid.corner), *(Column(heading(name), "right") for name in grid.columns)]
-    rows = [[shortened(label, _LONGEST_ROW_LABEL), *cells] for label, *cells in grid.lines()]
+    columns = [Column(grid.corner), *(Column(heading(marked(name)), "right") for name in grid.columns)]
+    rows = list(grid.lines())
+    # Names are cut where the columns would not stand side by side otherwise, and then by as little as that.
+    numbers = sum(size + _GAP for size in _sizes(columns, [["", *cells] for _, *cells in rows], None)[1:])
+    longest = max(_LONGEST_ROW_LABEL, width // 3, width - numbers)
+    rows = [[shortened(label, min(longest, width - _NARROWEST)), *cells] for label, *cells in rows]
     return format_table(columns, rows, width) if rows else ""
 
 

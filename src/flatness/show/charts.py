@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flatness.report.report import Report
+from flatness.report.tables import REDUCTION_LABEL, marked, overview_columns
+from flatness.report.trajectory import Trajectory
 from flatness.symmetry.check.verdicts import InvarianceReport
 
 
@@ -68,6 +71,27 @@ def layers_chart(groups: Mapping[str, Sequence[Report]], measure: str, title: st
             mark = Mark(place, sum(values) / len(values), layer, min(values), max(values))
             series.setdefault(name, []).append(mark)
     return Chart(title, "layer", measure.replace("_", " "), series, True, layers)
+
+
+def trajectory_charts(found: Trajectory, most: int = 2) -> list[Chart]:
+    """Training loss and the first measures of the network against epoch."""
+    rows = [overview_columns(report) for report in found.reports]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    summed = [column for column in columns if column.endswith(REDUCTION_LABEL["sum"])] or columns
+    risks = [report.meta.get("risk") for report in found.reports]
+    curves = {"training loss": [math.nan if risk is None else float(risk) for risk in risks]}
+    curves |= {
+        marked(column).replace("_", " "): [row[column].value if column in row else math.nan for row in rows]
+        for column in summed[:most]
+    }
+    return [_curve(found, name, values) for name, values in curves.items() if any(map(math.isfinite, values))]
+
+
+def _curve(found: Trajectory, name: str, values: Sequence[float]) -> Chart:
+    spots = zip(found.steps, values, found.names, strict=True)
+    marks = [Mark(x, y, label) for x, y, label in spots if math.isfinite(y)]
+    scales, title = ("linear", "auto"), f"{name} against {found.unit}"
+    return Chart(title, found.unit, name, {name: marks}, joined=True, scales=scales)
 
 
 def network_ratios(report: InvarianceReport, kind: str) -> dict[str, tuple[list[float], bool]]:

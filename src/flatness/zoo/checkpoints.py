@@ -8,7 +8,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,20 @@ def natural_order(path: Path) -> list[tuple[int, int, str]]:
     """
     parts = re.split(r"(\d+)", str(path))
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+def entry_names(paths: Sequence[Path]) -> list[str]:
+    """Short names of files, without their folder where that leaves them distinct.
+
+    >>> entry_names([Path("a/net.pt"), Path("b/net.pt")]), entry_names([Path("a/x.pt"), Path("a/y.pt")])
+    (['a/net.pt', 'b/net.pt'], ['x.pt', 'y.pt'])
+    """
+    names = [path.name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    parents = [os.path.abspath(path) for path in paths]
+    common = os.path.commonpath(parents)
+    return [os.path.relpath(path, common) for path in parents]
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:

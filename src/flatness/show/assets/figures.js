@@ -5,9 +5,10 @@ charts.forEach((chart, number) => {
   const marks = names.flatMap((name, group) => chart.series[name].map(([x, y, label]) => ({ x, y, label, name, look: lookOf(group) })))
     .filter((mark) => isNumber(mark.x) && isNumber(mark.y));
   const xs = marks.map((mark) => mark.x), ys = marks.map((mark) => mark.y), places = chart.places;
-  const positive = (values) => values.every((value) => value > 0);
+  const logarithmic = (values, scale) => scale === "log" || (scale === "auto" && values.every((value) => value > 0));
   new Plot(holder, 400).show({
-    x: places ? scaleOf([-0.25, places.length - 0.75], false) : scaleOf(xs, positive(xs)), y: scaleOf(ys, positive(ys)),
+    x: places ? scaleOf([-0.25, places.length - 0.75], false) : scaleOf(xs, logarithmic(xs, chart.scales[0])),
+    y: scaleOf(ys, logarithmic(ys, chart.scales[1])),
     xTicks: places && places.map((place, i) => [i, place]), xLabel: chart.xLabel, yLabel: chart.yLabel, marks,
     lines: chart.joined ? names.map((name, group) => ({ colour: lookOf(group)[0],
       points: marks.filter((mark) => mark.name === name).map(({ x, y }) => [x, y]) })) : [],

@@ -59,13 +59,13 @@ def write_landscape(folder: Path, found: Landscape) -> list[str]:
     return ["index.html", *files]
 
 
-def _pictures(found: Landscape) -> dict[str, tuple[Callable[..., None], str]]:
+def _pictures(found: Landscape) -> dict[str, tuple[Callable[..., object], str]]:
     """What to draw, by the name of the file, with words for those who cannot see it."""
     if isinstance(found, Line):
         return {"line": (save_line, found.caption())}
     if isinstance(found, Density):
         return {"density": (save_density, found.caption())}
-    pictures: dict[str, tuple[Callable[..., None], str]] = {
+    pictures: dict[str, tuple[Callable[..., object], str]] = {
         "contour": (save_contour, f"Contours: {found.caption()}"),
         "relief": (save_relief, f"In relief: {found.caption()}"),
     }

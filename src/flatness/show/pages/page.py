@@ -11,9 +11,11 @@ from flatness.report.report import Report, Result
 from flatness.report.tables import (
     Grid,
     cell_of,
-    column_of,
     format_value,
     has_data_errors,
+    legend,
+    marked,
+    overview_columns,
     place_of,
     report_grid,
     title,
@@ -82,31 +84,12 @@ def _drawn(chart: Chart) -> dict[str, object]:
         "yLabel": chart.y_label,
         "joined": chart.joined,
         "places": list(chart.places) or None,
+        "scales": list(chart.scales),
         "series": {
             name: [(mark.x, float(f"{mark.y:.7g}"), mark.label) for mark in marks]
             for name, marks in chart.series.items()
         },
     }
-
-
-def overview_columns(report: Report) -> dict[str, Result]:
-    """What one row about a whole network shows, by column, in tables and on pages.
-
-    The network's values; a layer's where only one was measured, or where there is no other.
-    """
-    rows: dict[str, dict[str, list[Result]]] = {}
-    for result in report.results:
-        rows.setdefault(result.measure, {}).setdefault(result.level, []).append(result)
-    single = len(report.layers()) == 1
-    found: dict[str, Result] = {}
-    for measure, levels in rows.items():
-        network, layers = levels.get("network", []), levels.get("layer", [])
-        if single and layers:
-            network = layers
-        found |= {column_of(measure, one.reduction): one for one in network}
-        if not network:
-            found |= {f"{column_of(measure, one.reduction)} {place_of(one)}": one for one in layers}
-    return found
 
 
 def _overview(page: Page) -> str:
@@ -164,8 +147,9 @@ def _bars(
         row(name, [*before, *(_value_cell(found.get(c), most) for c, most in largest.items())], link)
         for (name, before, link), found in zip(rows, shown, strict=True)
     ]
-    headings = [(grid.corner, "text"), *((text, "") for text in (*facts, *grid.columns))]
-    return table(caption, headings, "".join([*body, failed]), foot, "bars")
+    headings = [(grid.corner, "text"), *((text, "") for text in (*facts, *map(marked, grid.columns)))]
+    shown = table(caption, headings, "".join([*body, failed]), foot, "bars")
+    return f'{shown}<p class="quiet">{escape(legend(grid.columns))}</p>' if legend(grid.columns) else shown
 
 
 def _failure_list(failures: Mapping[str, str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,11 @@ from flatness.show.charts import Chart, Mark
 from flatness.show.plots.themes import (
     COLOURS,
     DASHES,
+    Picture,
     Theme,
+    Where,
     add_legend,
+    colour_on,
     looks,
     picture,
     scale_axis,
@@ -26,8 +28,8 @@ _WIDTH, _HEIGHT = 5.6, 3.2
 
 
 def save_chart(
-    path: str | os.PathLike[str], chart: Chart, *, level: float | None = None, height: float = _HEIGHT
-) -> None:
+    path: Where, chart: Chart, *, level: float | None = None, height: float = _HEIGHT, dark: bool = False
+) -> Picture:
     """Save a chart: a colour and a shape per group, joined or not, with error bars where marks have a range.
 
     Args:
@@ -35,8 +37,9 @@ def save_chart(
         chart: What to draw. Marks that a logarithmic axis cannot show are left out.
         level: The height of a line to draw across.
         height: Of the picture in inches, without its legend.
+        dark: Whether to draw light on dark.
     """
-    with picture(path, _WIDTH, height) as (figure, theme):
+    with picture(path, _WIDTH, height, dark=dark) as (figure, theme):
         axes = figure.add_subplot()
         if level is not None:
             axes.axhline(level, color=theme.quiet, linewidth=0.8)
@@ -46,10 +49,12 @@ def save_chart(
             for name, members in chart.series.items()
         }
         for number, (name, look) in enumerate(looks(shown).items()):
+            look = colour_on(theme, look[0]), look[1]
             _draw_series(axes, chart, shown[name], *look, DASHES[number % len(DASHES)], written(name))
         _scale(axes, chart, [mark for members in shown.values() for mark in members], logarithmic)
         _label(axes, theme, chart.x_label, chart.y_label, chart.title)
         add_legend(figure, axes, inside=False)
+    return figure
 
 
 def _scale(axes: Axes, chart: Chart, marks: Sequence[Mark], logarithmic: tuple[bool, bool]) -> None:
@@ -109,13 +114,13 @@ def _label(axes: Axes, theme: Theme, x_label: str, y_label: str, title: str) -> 
 
 
 def save_intervals(
-    path: str | os.PathLike[str],
+    path: Where,
     rows: Sequence[Mapping[str, Any]],
     x_label: str,
     title: str,
     chance: float | None = None,
     labels: tuple[str, str] = ("as trained", "after rescaling"),
-) -> None:
+) -> Picture:
     """Save horizontal bars with intervals, the first row on top.
 
     Args:
@@ -149,3 +154,4 @@ def save_intervals(
         axes.set_xlim(-1.05, 1.05)
         _label(axes, theme, x_label, "", title)
         add_legend(figure, axes, inside=False)
+    return figure

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
+from flatness.generalization.bound_result import GeneralizationBound
 from flatness.generalization.locally_constant import LabelConstancy
+from flatness.generalization.robustness_result import Robustness
 from flatness.show.charts import Chart, Mark
 from flatness.show.plots.charts import save_chart
+from flatness.show.plots.themes import COLOURS, WIDTH, Picture, Where, colour_on, picture, tidy, written
 
 
-def save_labels(path: str | os.PathLike[str], found: LabelConstancy) -> None:
+def save_labels(path: Where, found: LabelConstancy, *, dark: bool = False) -> Picture:
     """Save Definition 9's left side over δ, beside C δ³ through its largest value."""
     top = found.curve[-1] / found.deltas[-1] ** 3
     series = {
@@ -20,23 +22,52 @@ def save_labels(path: str | os.PathLike[str], found: LabelConstancy) -> None:
     }
     title = f"How labels change around the features of {found.subject()}"
     scale = "log" if found.curve[-1] > 0 else "linear"
-    save_chart(path, Chart(title, "δ", "change of the loss", series, True, scales=(scale, scale)))
+    chart = Chart(title, "δ", "change of the loss", series, True, scales=(scale, scale))
+    return save_chart(path, chart, dark=dark)
 
 
-def save_correlations(
-    path: str | os.PathLike[str], kinds: Mapping[str, Sequence[Mapping[str, float]]]
-) -> None:
+def save_robustness(path: Where, found: Robustness, *, dark: bool = False) -> Picture:
+    """Save feature robustness over δ with its standard errors, beside what relative flatness predicts."""
+    rows = zip(found.deltas, found.curve, found.curve_stderr, strict=True)
+    series = {"measured": [Mark(x, y, "", y - error, y + error) for x, y, error in rows]}
+    if found.predicted_curve:
+        series["δ²τ₂κ_Tr/(2m), from relative flatness"] = _curve(found.deltas, found.predicted_curve)
+    title = f"Feature robustness of {found.subject()}"
+    return save_chart(path, Chart(title, "δ", "change of the risk", series, True), dark=dark)
+
+
+def save_terms(path: Where, found: GeneralizationBound, *, dark: bool = False) -> Picture:
+    """Save the gap of the refitted networks, the two terms of the bound, and their sum, with their errors."""
+    terms = [found.term(name) for name in ("representativeness", "flatness term", "bound")]
+    rows = [("cross-validated gap", found.representativeness.gap, 0.0)]
+    rows += [(term.name, term.value, term.stderr) for term in terms if term.value is not None]
+    with picture(path, WIDTH + 1.6, 0.9 + 0.22 * len(rows), dark=dark) as (figure, theme):
+        axes = figure.add_subplot()
+        names, values, errors = zip(*rows, strict=True)
+        colours = [colour_on(theme, COLOURS[1 if name == "bound" else 0]) for name in names]
+        axes.barh(range(len(rows)), values, 0.65, color=colours, alpha=0.8)
+        axes.errorbar(values, range(len(rows)), xerr=errors, fmt="none", ecolor=theme.ink, capsize=2)
+        axes.axvline(0, color=theme.ink, linewidth=0.8)
+        axes.set_yticks(range(len(rows)), [written(name) for name in names])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"loss; {written(found.layer)}, δ = {found.delta:.3g}, n = {found.samples:,}")
+        tidy(axes, theme)
+        axes.grid(False, axis="y")
+    return figure
+
+
+def save_correlations(path: Where, kinds: Mapping[str, Sequence[Mapping[str, float]]]) -> Picture:
     """Save Fig. 3: correlation of relative flatness and gap over class separation, with 95 % intervals."""
     series = {
         kind: [Mark(row["separation"], row["correlation"], "", row["low"], row["high"]) for row in rows]
         for kind, rows in kinds.items()
     }
-    _save_separations(
+    return _save_separations(
         path, series, "correlation over data sets", "Relative flatness against generalisation gap"
     )
 
 
-def save_bounds(path: str | os.PathLike[str], rows: Sequence[Mapping[str, float]], published: bool) -> None:
+def save_bounds(path: Where, rows: Sequence[Mapping[str, float]], published: bool) -> Picture:
     """Save Fig. 4: the bound and the gap over class separation, means with two standard errors.
 
     Args:
@@ -52,14 +83,12 @@ def save_bounds(path: str | os.PathLike[str], rows: Sequence[Mapping[str, float]
         means = [(row["separation"], row[name], 2 * row[f"{name}_stderr"]) for row in rows]
         series[label] = [Mark(x, mean, "", mean - error, mean + error) for x, mean, error in means]
     # What the script computes is an error rate for the most part.
-    _save_separations(path, series, "loss" if published else "squared loss", "Bound and gap")
+    return _save_separations(path, series, "loss" if published else "squared loss", "Bound and gap")
 
 
-def _save_separations(
-    path: str | os.PathLike[str], series: Mapping[str, Sequence[Mark]], y_label: str, title: str
-) -> None:
+def _save_separations(path: Where, series: Mapping[str, Sequence[Mark]], y_label: str, title: str) -> Picture:
     chart = Chart(title, "class separation", y_label, series, True, scales=("linear", "linear"))
-    save_chart(path, chart, level=0.0)
+    return save_chart(path, chart, level=0.0)
 
 
 def _curve(deltas: Sequence[float], values: Sequence[float]) -> list[Mark]:

@@ -5,7 +5,6 @@ Colours are safe for the colour-blind, and lines differ in dashes too.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,9 @@ from flatness.landscape.storage import Array
 from flatness.show.plots.themes import (
     DASHES,
     WIDTH,
+    Picture,
     Theme,
+    Where,
     add_legend,
     colour_on,
     is_wide,
@@ -35,7 +36,7 @@ _WIDE = 20.0
 _FAR = 1e100
 
 
-def save_line(path: str | os.PathLike[str], line: Line, *, dark: bool = False) -> None:
+def save_line(path: Where, line: Line, *, dark: bool = False) -> Picture:
     """Save loss, and accuracy where there is one, along the lines: the mean of each group and its band.
 
     Points whose loss is not finite are marked at the upper edge.
@@ -51,6 +52,7 @@ def save_line(path: str | os.PathLike[str], line: Line, *, dark: bool = False) -
         names = list(dict.fromkeys(line.groups))
         if len(names) > 1:
             add_legend(figure, panels[0])
+    return figure
 
 
 def _draw_lines(axes: Axes, line: Line, quantity: str, theme: Theme) -> None:
@@ -93,7 +95,7 @@ def _alone(curve: Array) -> Array:
     return there[1:-1] & ~there[:-2] & ~there[2:]
 
 
-def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool = False) -> None:
+def save_density(path: Where, density: Density, *, dark: bool = False) -> Picture:
     """Save densities of eigenvalues, logarithmic: the mean over runs and two standard errors."""
     with picture(path, WIDTH, 2.6, dark=dark) as (figure, theme):
         axes = figure.add_subplot()
@@ -118,6 +120,7 @@ def save_density(path: str | os.PathLike[str], density: Density, *, dark: bool =
         if len(density.spectra) > 1:
             add_legend(figure, axes)
         tidy(axes, theme)
+    return figure
 
 
 def _density_axis(axes: Axes, density: Density) -> None:

@@ -12,14 +12,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatness.errors import OptionError, listed, nearest
 from flatness.show.charts import Chart, Mark, value_order
 from flatness.show.plots.charts import save_chart, save_intervals
 from flatness.show.plots.generalization import save_bounds, save_correlations
 from flatness.show.plots.landscape import save_line
+from flatness.show.plots.themes import Picture, Where
 from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study
 from flatness.study.folder.environment import code_digest
-from flatness.study.table import AXIS_LABELS
+from flatness.study.table import AXIS_LABELS, measure_columns
 
 if TYPE_CHECKING:
     import pandas
@@ -57,7 +59,7 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
     return written
 
 
-def _drawn(study: Study, stem: str, save: Callable[..., None], *arguments: Any) -> list[str]:
+def _drawn(study: Study, stem: str, save: Callable[..., Picture], *arguments: Any) -> list[str]:
     """Draw a picture in all formats where it has changed; return the names of its files.
 
     What a picture shows is known by a digest of everything that goes into it, the code included; the study
@@ -79,6 +81,13 @@ def _digest(path: Path) -> str:
 
 
 def _scatter(study: Study, part: str, kept: pandas.DataFrame, column: str) -> list[str]:
+    chart = _scatter_chart(study, part, kept, column)
+    if chart is None:
+        return []
+    return _drawn(study, f"{_file(part)}scatter-{_file(column).rstrip('-')}", save_chart, chart)
+
+
+def _scatter_chart(study: Study, part: str, kept: pandas.DataFrame, column: str) -> Chart | None:
     colour = study.colour(part)
     rows: list[dict[str, Any]] = kept.to_dict("records")
     series: dict[str, list[Mark]] = {}
@@ -87,12 +96,39 @@ def _scatter(study: Study, part: str, kept: pandas.DataFrame, column: str) -> li
             group = f"{colour.replace('_', ' ')} {row[colour]}"
             series.setdefault(group, []).append(Mark(float(row[column]), float(row["gap"]), row["key"]))
     if not series:
-        return []
+        return None
     count = sum(map(len, series.values()))
     title = f"{study.spec.name}{f', {part}' if part else ''}: n = {count}"
     gap = AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
-    chart = Chart(title, column.replace("_", " ").replace(":", ", "), gap, series)
-    return _drawn(study, f"{_file(part)}scatter-{_file(column).rstrip('-')}", save_chart, chart)
+    return Chart(title, column.replace("_", " ").replace(":", ", "), gap, series)
+
+
+def save_study(
+    path: Where, study: Study, *, measures: Sequence[str] | None = None, dark: bool = False
+) -> Picture:
+    """A quantity of the study against the generalisation gap, a mark per network: its first headline."""
+    (column, *more) = measures or study.headline() or [""]
+    if measures is not None and more:
+        raise OptionError(f"Expected one column of the study but got {len(measures)}. Draw one by one.")
+    known = measure_columns(study.kept())
+    if column not in known:
+        raise OptionError(
+            f"Expected a column of the study to draw but got {column!r}.{nearest(column, known)} There are: "
+            f"{listed(known, 12)}."
+        )
+    for part in study.spec.parts:
+        chart = _scatter_chart(study, part, study.kept(part), column)
+        if chart is not None:
+            return save_chart(path, chart, dark=dark)
+    raise OptionError(f"Expected networks with a finite {column} and a gap to draw but there are none.")
+
+
+def save_experiment(path: Where, study: ExperimentStudy, *, dark: bool = False) -> Picture:
+    """The first picture of an experiment."""
+    if not study.summary:
+        raise OptionError("Expected an experiment that has finished but it holds no result yet. Run it.")
+    (save, *_) = _PICTURES[study.experiment.name](study.summary).values()
+    return save(path)
 
 
 def _bars(study: Study, part: str) -> list[str]:
@@ -154,7 +190,7 @@ def _experiment(folder: Path, name: str, rows: _Rows) -> list[str]:
     return [f"figures/{file}" for file in files]
 
 
-def _labels(rows: _Rows) -> Mapping[str, Callable[[Path], None]]:
+def _labels(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
     kinds = {
         kind.capitalize(): [
             {"separation": row["separation"], "correlation": row[kind]}
@@ -166,14 +202,14 @@ def _labels(rows: _Rows) -> Mapping[str, Callable[[Path], None]]:
     return {"labels": partial(save_correlations, kinds=kinds)}
 
 
-def _bound(rows: _Rows) -> Mapping[str, Callable[[Path], None]]:
+def _bound(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
     found = {"bound": partial(save_bounds, rows=rows, published=False)}
     if "published_script" in rows[0]:
         found["bound-published"] = partial(save_bounds, rows=rows, published=True)
     return found
 
 
-def _invariance(rows: _Rows) -> Mapping[str, Callable[[Path], None]]:
+def _invariance(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
     """Each rescaling at what it does to the Euclidean norm, and above it what it does on the manifold."""
     names = {
         "published": "the paper",
@@ -193,7 +229,7 @@ def _invariance(rows: _Rows) -> Mapping[str, Callable[[Path], None]]:
     return {"invariance": partial(save_chart, chart=chart)}
 
 
-_PICTURES: dict[str, Callable[[_Rows], Mapping[str, Callable[[Path], None]]]] = {
+_PICTURES: dict[str, Callable[[_Rows], Mapping[str, Callable[[Where], Picture]]]] = {
     "petzka2021_labels": _labels,
     "petzka2021_bound": _bound,
     "rangamani2019_invariance": _invariance,

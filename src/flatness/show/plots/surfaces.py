@@ -5,7 +5,6 @@ Colours rise in lightness, so that a surface reads in grey.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,8 @@ from flatness.landscape.surface_result import Surface
 from flatness.show.plots.themes import (
     DASHES,
     WIDTH,
+    Picture,
+    Where,
     add_legend,
     is_wide,
     looks,
@@ -40,9 +41,7 @@ _RELIEF = 3.0  # inches
 _BETWEEN = 20
 
 
-def save_contour(
-    path: str | os.PathLike[str], surface: Surface, quantity: str = "loss", *, dark: bool = False
-) -> None:
+def save_contour(path: Where, surface: Surface, quantity: str = "loss", *, dark: bool = False) -> Picture:
     """Save a surface as contours, with the network in it and trajectories as paths.
 
     Losses beyond the scale, infinite ones too, have its top colour; what was not computed stays empty, and
@@ -72,9 +71,10 @@ def save_contour(
         axes.set_xlabel(_axis(surface, 0))
         axes.set_ylabel(_axis(surface, 1))
         axes.set_facecolor(theme.rule)
+    return figure
 
 
-def save_relief(path: str | os.PathLike[str], surface: Surface, *, dark: bool = False) -> None:
+def save_relief(path: Where, surface: Surface, *, dark: bool = False) -> Picture:
     """Save the loss over a plane in three dimensions, over its contours."""
     values, levels, norm = _scaled(surface, "loss")
     rise = np.log10 if isinstance(norm, LogNorm) else np.asarray
@@ -119,6 +119,7 @@ def save_relief(path: str | os.PathLike[str], surface: Surface, *, dark: bool = 
         below = add_legend(figure, axes, inside=False) if surface.paths else 0.0
         height = figure.get_figheight()
         axes.set_position((0, (below + 0.2) / height, 0.92, _RELIEF / height))
+    return figure
 
 
 def _axis(surface: Surface, place: int) -> str:

@@ -27,6 +27,8 @@ from flatness.landscape.storage import Array
 
 WIDTH = 3.5
 """Inches: a column."""
+Where = str | os.PathLike[str] | None
+"""A file to save a picture to; None draws it without a file."""
 # Okabe and Ito's palette without the yellow, which is too light on white. A group also has a shape.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777")
 SHAPES = ("o", "s", "^", "D", "X", "*", "v")
@@ -34,7 +36,7 @@ SHAPES = ("o", "s", "^", "D", "X", "*", "v")
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1)), (0, (8, 1, 1, 1, 1, 1)))
 # Dark to light, as brightness alone tells too: for more values of a number than there are colours.
 _SHADES = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
-_DOTS = 240
+_DOTS, _ON_SCREEN = 240, 140
 # Names that leave room for curves beside them: so many at most, of so many letters.
 _FEW, _SHORT = 4, 16
 # Letters of a name that lets another column stand beside its own.
@@ -60,21 +62,39 @@ DARK = Theme("#16181c", "#e8eaee", "#a9b0bc", "#363b45")
 _LIGHTER = {"#0072b2": "#4aa3df", "#777777": "#a5a5a5"}
 
 
+class Picture(Figure):
+    """A figure that is drawn in its theme wherever it is saved, and that notebooks show as it is."""
+
+    theme = LIGHT
+
+    def savefig(self, fname: Any, **choices: Any) -> None:
+        """Save it, as matplotlib's figures are saved."""
+        with matplotlib.rc_context(settings(self.theme)):
+            super().savefig(fname, **choices)
+
+    def _repr_png_(self) -> bytes:
+        drawn = io.BytesIO()
+        self.savefig(drawn, format="png", dpi=_ON_SCREEN)
+        return drawn.getvalue()
+
+
 @contextmanager
 def picture(
-    path: str | os.PathLike[str],
+    path: Where,
     width: float,
     height: float,
     *,
     dark: bool = False,
     layout: Any = "constrained",
-) -> Iterator[tuple[Figure, Theme]]:
-    """An empty picture to draw on, so large in inches; it is saved when all is drawn."""
+) -> Iterator[tuple[Picture, Theme]]:
+    """An empty picture to draw on, so large in inches; it is saved when all is drawn, if there is a path."""
     theme = DARK if dark else LIGHT
     with matplotlib.rc_context(settings(theme)):
-        figure = Figure(figsize=(width, height), layout=layout)
+        figure = Picture(figsize=(width, height), layout=layout)
+        figure.theme = theme
         yield figure, theme
-        save(figure, path)
+        if path is not None:
+            save(figure, path)
 
 
 def settings(theme: Theme) -> Any:
@@ -233,6 +253,11 @@ def written(name: str) -> str:
     if len(name) > 40:
         name = f"{name[:18]}…{name[-21:]}"
     return (" " if name.startswith("_") else "") + name.replace("$", "\\$")
+
+
+def plain(text: str) -> str:
+    """A text as a picture writes it whole: no formulas between dollars."""
+    return text.replace("$", "\\$")
 
 
 def is_wide(finite: Array, ratio: float) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from flatness.errors import OptionError, StudyError, nearest
 from flatness.files import EVERY, TEXT, ShapeError, check_shape, json_text, parse_json, write_text
 from flatness.landscape.line_result import Line
+from flatness.report.report import Drawn
 from flatness.report.sheets import csv_text
 from flatness.study.analysis.correlations import FEWEST, baseline_table, correlation_table
 from flatness.study.analysis.granulated import SEED
@@ -88,7 +89,7 @@ class Memory:
         self._saved = checksum
 
 
-class Records:
+class Records(Drawn):
     """A study with its records, and the way it is shown.
 
     Args:
@@ -119,6 +120,11 @@ class Records:
         return self.text()
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from flatness.report.notebook import text_html
+
+        return text_html(self.text(100))
 
     def _write(self, tables: Mapping[str, pandas.DataFrame]) -> list[str]:
         """Write tables under their names, which are returned."""

@@ -146,7 +146,7 @@ class _Original:
         if cut:
             notes.append(
                 f"measured on the first {samples} samples: an invariance holds for every data set or for "
-                "none (samples=None takes all)"
+                "none; samples= takes more"
             )
 
         def forward(network: nn.Module, batch: Any) -> Any:

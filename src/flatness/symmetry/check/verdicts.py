@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatness.catalogue.measure import Measure
 from flatness.errors import listed
-from flatness.report.report import Address, Report, Result, address
+from flatness.report.report import Address, Drawn, Report, Result, address
 from flatness.report.tables import format_table
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _COLUMNS = tuple(column.name for column in fields(InvarianceRow) if column.name 
 
 
 @dataclass(frozen=True)
-class InvarianceReport:
+class InvarianceReport(Drawn):
     """How far each measure drifts when the network is rewritten into an equal one. Print it.
 
     Attributes:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.utils.data import TensorDataset
 
 from flatness.errors import DataError, nearest
 from flatness.files import digest
@@ -36,9 +37,9 @@ DATASETS = tuple(SOURCES)
 """The names that `load` knows, besides paths of ``.npz`` files."""
 
 
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """One split of a data set, in memory.
+@dataclass(frozen=True, eq=False, repr=False)
+class Dataset(TensorDataset):
+    """One split of a data set, in memory: `flatness.measure` and torch's `DataLoader` take it as it is.
 
     Attributes:
         name: What it was loaded as; for a file, the file's name.
@@ -64,9 +65,21 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.targets)
 
+    def __repr__(self) -> str:
+        """What it holds, in a line."""
+        shape = "×".join(map(str, self.inputs.shape[1:])) or "single numbers"
+        labels = f"{len(self.classes)} classes" if self.classes else "real targets"
+        notes = "".join(f"\n  note: {note}" for note in self.notes)
+        return f"{self.name} ({self.split}): {len(self):,} samples of {shape}, {labels}{notes}"
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        """Inputs and targets, as torch's data sets of tensors hold them."""
+        return self.pair
+
     @property
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, as `flatness.measure` takes them."""
+        """Inputs and targets, a pair of tensors."""
         return self.inputs, self.targets
 
 

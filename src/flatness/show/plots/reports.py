@@ -1,0 +1,192 @@
+"""Pictures of reports: bars layer by layer, and curves against epoch."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from flatness.errors import OptionError, ReportError, listed, nearest
+from flatness.report.report import Report, Result
+from flatness.report.tables import (
+    column_of,
+    marked,
+    overview_columns,
+    place_of,
+    shortened,
+    title,
+    total_error,
+)
+from flatness.report.trajectory import Trajectory
+from flatness.show.plots.themes import (
+    COLOURS,
+    SHAPES,
+    Picture,
+    Theme,
+    Where,
+    colour_on,
+    is_wide,
+    picture,
+    plain,
+    scale_axis,
+    tidy,
+    written,
+)
+
+# So many panels where nobody says which measures.
+_USUAL = 3
+_ROW, _LOWEST_ROW, _TALLEST = 0.2, 0.11, 9.0  # inches
+_LETTERS, _DENSITY = 30, 14  # letters of a name, and of a line per inch
+# Values of a wider range are drawn on a logarithmic axis.
+_WIDE = 30.0
+# What keeps an axis from being empty where all values are 0.
+_TINY = 1e-12
+
+
+def save_report(
+    path: Where, report: Report, *, measures: Sequence[str] | None = None, dark: bool = False
+) -> Picture:
+    """Bars layer by layer with their standard errors, a panel per measure; else values of the network.
+
+    Of a measure with a maximum and a sum over units the sum is drawn.
+    """
+    panels = _panels(report, measures)
+    places = list(dict.fromkeys(place_of(row) for rows in panels.values() for row in rows))
+    step = max(_LOWEST_ROW, min(_ROW, _TALLEST / len(places)))
+    with picture(path, 1.6 + 2.0 * len(panels), 0.95 + step * len(places), dark=dark) as (figure, theme):
+        found = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for number, (axes, (column, rows)) in enumerate(zip(found, panels.items(), strict=True)):
+            heights = [places.index(place_of(row)) for row in rows]
+            _draw_bars(axes, theme, heights, rows, colour_on(theme, COLOURS[number % len(COLOURS)]))
+            axes.set_xlabel(in_words(column))
+        found[0].set_yticks(range(len(places)), [written(shortened(name, _LETTERS)) for name in places])
+        found[0].set_ylim(len(places) - 0.4, -0.6)
+        facts = textwrap.fill(title(report).partition(", ± is")[0], int(_DENSITY * figure.get_figwidth()))
+        figure.suptitle(plain(facts), x=0.01, ha="left", fontsize=8)
+    return figure
+
+
+def _panels(report: Report, measures: Sequence[str] | None) -> dict[str, list[Result]]:
+    """What to draw: rows of layers by column, or those of the network where a measure has no layers."""
+    names = known_measures(measures, [row.measure for row in report.results])
+    layered = {name: rows for name in names if (rows := _rows(report, name, "layer"))}
+    whole = {name: rows for name in names if (rows := _rows(report, name, "network"))}
+    chosen = {**whole, **layered} if measures is not None else layered or whole
+    if not chosen:
+        raise ReportError("Expected a report with values to draw but it holds none.")
+    most = None if measures is not None else _USUAL
+    rows = [chosen[name] for name in names if name in chosen][:most]
+    return {column_of(own[0].measure, own[0].reduction): own for own in rows}
+
+
+def _rows(report: Report, measure: str, level: str) -> list[Result]:
+    rows = [row for row in report.results if (row.measure, row.level) == (measure, level)]
+    return [row for row in rows if row.reduction == "sum"] or rows
+
+
+def known_measures(measures: Sequence[str] | None, there: Sequence[str]) -> list[str]:
+    """The measures to draw, each of which is there; all of those without a choice."""
+    names = list(dict.fromkeys(there))
+    for name in measures or ():
+        if name not in names:
+            raise OptionError(
+                f"Expected a measure that is there to draw but got {name!r}.{nearest(name, names)} There "
+                f"are: {listed(names, 40)}."
+            )
+    return names if measures is None else list(measures)
+
+
+def in_words(column: str) -> str:
+    """A column's name as a label, with its mark."""
+    return plain(marked(column).replace("_", " "))
+
+
+def _draw_bars(axes: Axes, theme: Theme, heights: Sequence[int], rows: Sequence[Result], colour: str) -> None:
+    values, errors = [_finite(row.value) for row in rows], [total_error(row) for row in rows]
+    for height, row in zip(heights, rows, strict=True):
+        if not math.isfinite(row.value):
+            axes.text(0.02, height, f"{row.value:g}", va="center", transform=axes.get_yaxis_transform())
+    axes.barh(heights, values, 0.7, color=colour, alpha=0.8)
+    if any(errors):
+        axes.errorbar(values, heights, xerr=errors, fmt="none", ecolor=theme.ink, elinewidth=0.8, capsize=2)
+    tidy(axes, theme)
+    axes.grid(False, axis="y")
+    _scale_bars(axes, [(value, error) for value, error in zip(values, errors, strict=True) if value == value])
+
+
+def _scale_bars(axes: Axes, bars: Sequence[tuple[float, float]]) -> None:
+    """From 0 to the end of the longest bar and its error, both ways; logarithmic where bars differ widely."""
+    values = [value for value, _ in bars]
+    if is_wide(np.array(values), _WIDE):
+        scale_axis(axes, "x", [min(values) / 2, max(values)], True)
+        return
+    ends = [value + math.copysign(error, value) for value, error in bars]
+    scale_axis(axes, "x", [0.0, _TINY, *filter(math.isfinite, ends)], False)
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.nan
+
+
+def save_trajectory(
+    path: Where, found: Trajectory, *, measures: Sequence[str] | None = None, dark: bool = False
+) -> Picture:
+    """Training loss and measures of the network against epoch, a panel each, with their standard errors."""
+    rows = [overview_columns(report) for report in found.reports]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    names = known_measures(measures, [column.split()[0] for column in columns])
+    panels = [_of_network(name, columns) for name in names][: _USUAL if measures is None else None]
+    with picture(path, 4.6, 0.5 + 1.35 * (1 + len(panels)), dark=dark) as (figure, theme):
+        axes = figure.subplots(1 + len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        risks = [report.meta.get("risk") for report in found.reports]
+        losses = [math.nan if risk is None else float(risk) for risk in risks]
+        _draw_curve(axes[0], theme, 0, found.steps, losses, [0.0] * len(losses))
+        axes[0].set_ylabel("training loss")
+        for number, (panel, column) in enumerate(zip(axes[1:], panels, strict=True), 1):
+            _draw_curve(panel, theme, number, found.steps, *_curve([row.get(column) for row in rows]))
+            panel.set_ylabel(in_words(column).replace(" ", "\n", 1))
+        axes[-1].set_xlabel(found.unit)
+        axes[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
+        if found.unit == "checkpoint":
+            axes[-1].set_xticks(found.steps, [written(shortened(name, 16)) for name in found.names])
+        figure.align_ylabels(axes)
+    return figure
+
+
+def _curve(results: Sequence[Result | None]) -> tuple[list[float], list[float]]:
+    """Values and errors; NaN where a checkpoint has none."""
+    values = [math.nan if result is None else result.value for result in results]
+    return values, [0.0 if result is None else total_error(result) for result in results]
+
+
+def _of_network(measure: str, columns: Sequence[str]) -> str:
+    """The column of a measure that is about the whole network: the sum where there is one."""
+    own = [column for column in columns if column.split()[0] == measure]
+    return next((column for column in own if column == column_of(measure, "sum")), own[0])
+
+
+def _draw_curve(
+    axes: Axes,
+    theme: Theme,
+    number: int,
+    steps: Sequence[float],
+    values: Sequence[float],
+    errors: Sequence[float],
+) -> None:
+    colour, shape = colour_on(theme, COLOURS[number % len(COLOURS)]), SHAPES[number % len(SHAPES)]
+    drawn = errors if any(error > 0 for error in errors) else None
+    axes.errorbar(
+        steps, values, yerr=drawn, color=colour, marker=shape, markersize=4, linewidth=1.2, capsize=2
+    )
+    tidy(axes, theme)
+    axes.margins(x=0.03)
+    pairs = zip(values, errors, strict=True)
+    ends = [end for value, error in pairs for end in (value - error, value + error) if math.isfinite(end)]
+    if ends:
+        flat = min(ends) == max(ends)
+        wide = is_wide(np.array(ends), _WIDE / 3)
+        scale_axis(axes, "y", [0.0, *ends, _TINY] if flat else ends, wide)
