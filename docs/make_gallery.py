@@ -15,6 +15,7 @@ import shutil
 import statistics
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def counts(name: str) -> str:
     """How many networks there are, how they ended, and which are in the analysis."""
     found = study(name)
     ends = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in sorted(found.counts().items()))
-    left = "; ".join(f"{n} {reason}" for reason, n in found.filtered_out().items())
+    reasons = Counter(reason.partition(": ")[0] for reason in found.left_out().values())
+    left = "; ".join(f"{n} {reason}" for reason, n in reasons.items())
     kept = f"In the analysis: **n = {len(found.kept())}**; left out: {left or 'none'}."
     return f"{len(found.networks)} networks: {ends}. {kept}\n"
 

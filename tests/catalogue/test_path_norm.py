@@ -331,7 +331,7 @@ NO_PATHS = {
     "clamp": (lambda net, x: net.a(x).clamp(0, 1), "Clamp"),
     "clamp above": (lambda net, x: net.a(x).clamp(max=6), "Clamp"),
     "hardtanh": (lambda net, x: F.hardtanh(net.a(x)), "Hardtanh"),
-    "hardsigmoid": (lambda net, x: F.hardsigmoid(net.a(x)), "Hardsigmoid"),
+    "hardsigmoid": (lambda net, x: F.hardsigmoid(net.a(x)), "Add of a constant, Hardtanh"),
     "shrinkage": (lambda net, x: F.softshrink(net.a(x)) + F.hardshrink(net.b(x)), "Hardshrink, Softshrink"),
     "steep": (lambda net, x: F.leaky_relu(net.a(x), 2.0), "LeakyRelu"),
     "steep parameter": (lambda net, x: F.prelu(net.a(x), (40 * net.slope)[None]), "PreluKernel"),
