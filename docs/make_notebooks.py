@@ -12,12 +12,15 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parent / "notebooks").glob("*.ipynb"))
 
+_ENVIRONMENT = {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "COLUMNS": "100"}
+
 
 def run_notebook(path: Path, folder: Path) -> Any:
     """A notebook, run anew from its first cell in a folder."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
-    client.execute(env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"})
+    # Tables as wide as a page of the site, whatever terminal this runs in.
+    client.execute(env={**os.environ, **_ENVIRONMENT})
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it ran
         if cell.cell_type == "code":

@@ -41,6 +41,8 @@ ITEM = re.compile(
     r"^<!-- (?P<mark>python\n.*?\n|[^>\n]*?) ?-->\n|^```(?P<language>\S*)\n(?P<body>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
+# Numbers as small are rounding, which differs between machines.
+_ROUNDING = 1e-13
 NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 TOKEN = re.compile(rf"{NUMBER.pattern}|[^\s\d─█]+")
 
@@ -231,7 +233,7 @@ def _margin(wanted: list[str], place: int, tolerance: float) -> float:
         return max(4 * abs(_value(wanted[place + 2])), tolerance * number)
     if place and wanted[place - 1] == "±":
         return number
-    return max(tolerance * number, 1.01 * _unit(wanted[place]))
+    return max(tolerance * number, 1.01 * _unit(wanted[place]), _ROUNDING)
 
 
 def _value(number: str) -> float:

@@ -44,10 +44,16 @@ def mean_risk(x: Tensor, y: Tensor, loss: Loss) -> Risk:
     return risk
 
 
-class _WeightNormWrittenOut(TorchFunctionMode):
-    """`torch._weight_norm` by its definition: g times v over its length along all axes but one, or all."""
+class _WrittenOut(TorchFunctionMode):
+    """Two functions by their definitions, as torch's own have a wrong or no second derivative.
+
+    `torch._weight_norm` is g times v over its length along all axes but one, or all; `hardsigmoid` is
+    min(max(x + 3, 0), 6) / 6.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is nn.functional.hardsigmoid:
+            return (args[0] + 3).clamp(0, 6) / 6
         if func is not torch._weight_norm:
             return func(*args, **(kwargs or {}))
         v, g, dim = args
@@ -68,7 +74,7 @@ def hessian(model: nn.Module, risk: Risk, names: Sequence[str]) -> Tensor:
     """
     parameters = _parameters(model, names)
     # Fused attention kernels have no second derivative, that of weight normalisation a wrong one.
-    with sdpa_kernel(SDPBackend.MATH), _WeightNormWrittenOut():
+    with sdpa_kernel(SDPBackend.MATH), _WrittenOut():
         gradients = torch.autograd.grad(risk(model), parameters, create_graph=True, materialize_grads=True)
         gradient = torch.cat([part.flatten() for part in gradients])
         rows = torch.zeros(len(gradient), len(gradient), dtype=torch.float64)

@@ -517,10 +517,10 @@ def test_losses_measures_layers_and_seeds_that_cannot_be():
         "penalty; it need not be the loss that you train with."
     )
     assert "but got 'distance'." in refusal(LossError, model, batch, loss=distance)
-    message = refusal(MeasureError, model, batch, "layer_flatness")
-    assert message.startswith(
+    assert refusal(MeasureError, model, batch, "layer_flatness") == (
         "Expected a measure whose layer values follow from one pass, as these have a cheap gradient, but got "
-        "'layer_flatness'. Use hessian_trace, layer_flatness_trace, "
+        "'layer_flatness'. Use relative_flatness, layer_flatness_trace, neuron_flatness, "
+        "neuron_flatness_incoming, hessian_trace."
     )
     assert "Did you mean 'relative_flatness'?" in refusal(MeasureError, model, batch, "relative_flatnes")
     assert refusal(LayerError, model, batch, layers="haed") == (

@@ -42,7 +42,7 @@ def test_the_layers_of_a_report_are_bars_of_the_chosen_measure(opened):
     assert texts(driver, "ul.bars li .much") == ["2.0 ± 0.2", "1.00 ± 0.10"]
     widths = "return Array.from(document.querySelectorAll('.fill'), (fill) => fill.style.width)"
     assert driver.execute_script(widths) == ["100%", "50%"]
-    choose(driver, "Measure", "weight norm")
+    choose(driver, "Measure", "weight norm†")
     assert driver.execute_script(widths) == ["75%", "100%"]
     assert len(every(driver, ".error")) == 0
     one(driver, "table.bars thead th:nth-child(2) button").click()

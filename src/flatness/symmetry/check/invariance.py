@@ -98,7 +98,8 @@ def check_invariance(
     wanted, draw = _checked_kinds(kinds), Draw(low=low, high=high, condition=condition)
     _check_numbers(trials, samples, weight_decay)
     _check_arguments(arguments)
-    options = {"loss": loss, "measures": [item.name for item in chosen], "seed": seed, **arguments}
+    asked = "all" if measures == "all" else [item.name for item in chosen]
+    options = {"loss": loss, "measures": asked, "seed": seed, **arguments}
     with Kept(checked(model)):
         original = _Original(model, data, samples, dtype, options)
         draws = [replace(draw, seed=number) for number in range(seed, seed + trials)]
@@ -141,8 +142,10 @@ class _Original:
         with problem.guarded():
             self._part, cut = _first_samples(problem, samples)
             example = problem.example(_EXAMPLE)
-        self._options = options
         self._model, self.report, notes = _measured(problem.model, self._part, dtype, options)
+        # "all" leaves out what this network cannot have, once.
+        found = list(dict.fromkeys(row.measure for row in self.report.results))
+        self._options = {**options, "measures": found}
         if cut:
             notes.append(
                 f"measured on the first {samples} samples: an invariance holds for every data set or for "
