@@ -69,10 +69,14 @@ def test_help_starts_fast_and_without_torch(tmp_path):
     assert min(seconds) < 1.5  # 0.1 s on an idle machine; tests share theirs
 
 
-def test_no_command_at_all_is_answered_with_the_help(tmp_path):
-    outcome = run(cwd=tmp_path)
-    assert outcome.status == 2
-    assert "Commands:" in outcome.err
+@pytest.mark.parametrize("group", [[], ["study"], ["landscape"]])
+def test_no_command_at_all_is_answered_with_the_help(group, tmp_path):
+    bare, asked = run_several(group, [*group, "--help"], cwd=tmp_path)
+    assert bare == asked
+    assert bare.status == 0
+    assert "\nCommands:\n" in bare.out
+
+
 
 
 @pytest.mark.parametrize(

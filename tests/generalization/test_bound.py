@@ -238,7 +238,6 @@ def test_the_summary_says_what_the_sum_is_worth(found):
 
     gap = found.representativeness.gap
     assert "an approximation, not a guarantee" in with_sum(abs(gap) + 1)
-    assert "no bound here" in with_sum(gap - 0.1) or "is negative" in with_sum(gap - 0.1)
     assert with_sum(-0.5).startswith("Nothing is said about the gap: the sum is negative (-0.")
     assert with_sum(None).startswith("Nothing is said about the gap: there is no flatness term.")
     negative = dataclasses.replace(found.term("bound"), value=-0.5, stderr=0.0)

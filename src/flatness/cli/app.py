@@ -58,7 +58,7 @@ _STUDY = {
 
 def _group(about: str, commands: dict[str, tuple[Callable[..., None], str]], **more: Any) -> typer.Typer:
     """Commands under one word; plain help starts in a third of the time."""
-    group = typer.Typer(cls=Group, help=about, no_args_is_help=True, rich_markup_mode=None, **more)
+    group = typer.Typer(cls=Group, help=about, rich_markup_mode=None, **more)
     for name, (function, short) in commands.items():
         group.command(name, cls=Command, short_help=short)(grouped(function))
     return group

@@ -28,7 +28,11 @@ class _Paragraphs:
 
 
 class Group(_Paragraphs, TyperGroup):
-    """The root command."""
+    """Commands under one word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The words, where none at all ask for help."""
+        return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the first word names."""
