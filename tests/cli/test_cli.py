@@ -77,8 +77,6 @@ def test_no_command_at_all_is_answered_with_the_help(group, tmp_path):
     assert "\nCommands:\n" in bare.out
 
 
-
-
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
