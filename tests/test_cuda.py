@@ -106,7 +106,7 @@ def test_running_out_of_memory_halves_the_micro_batch():
 
     report = measure(Wasteful(), (x, y), measures=["hessian_trace", "relative_flatness"])
     (note,) = [
-        note for note in report.notes if note.startswith("out of memory: went on with micro-batches of ")
+        note for note in report.notes if note.startswith("out of memory: continued with micro-batches of ")
     ]
     assert 8 <= int(note.split()[-1]) <= 256
     expected = measure(model, (x, y), measures=["hessian_trace", "relative_flatness"])
@@ -142,9 +142,9 @@ def test_labels_out_of_range_never_reach_the_loss_of_a_model_on_a_gpu():
     model, batch = Tokens().cuda(), sentences(8)
     batch["labels"][2, 3] = 9
     assert refusal(DataError, model, [batch]) == (
-        "Expected class indices from 0 to 4, as the model has 5 outputs, but got 9 for sample 2, prediction "
-        "3 of the batch. Number the classes from 0, or give the model 10 outputs. Seen on the first 8 "
-        "samples."
+        "Expected class indices from 0 to 4, since the model has 5 outputs, but got 9 for sample 2, "
+        "prediction 3 of the batch. Number the classes from 0, or give the model 10 outputs. Seen on the "
+        "first 8 samples."
     )
     report = flatness.measure(model, [sentences()], measures="hessian_trace", progress=False)
     assert report.meta["alignment"] == "labels shifted by one: as in the model's own loss"

@@ -148,7 +148,7 @@ def test_a_zero_gradient_gives_no_direction():
     )
     assert refusal(UndefinedMeasureError, *dead(), measures="sam_sharpness") == message
     report = flatness.measure(*dead(), measures="all", progress=False)
-    assert f"left out for the network: sam_sharpness. {message}" in report.notes
+    assert f"not computed for the whole network: sam_sharpness. {message}" in report.notes
     assert report.value(NAME) == 0.0
     assert report.value("epsilon_sharpness") == 0.0
     assert report.value("fisher_rao") == 0.0

@@ -86,7 +86,7 @@ def test_no_accuracy_to_drop_is_refused():
     )
     assert refusal(UndefinedMeasureError, model, data, measures=NAME) == message
     report = flatness.measure(model, data, measures="all", progress=False)
-    assert f"left out for the network: {NAME}. {message}" in report.notes
+    assert f"not computed for the whole network: {NAME}. {message}" in report.notes
     assert NAME not in {row.measure for row in report.results}
 
 
@@ -124,7 +124,7 @@ def test_a_loss_without_classes_is_refused():
     )
     assert refusal(LossError, model, data, "mse", measures=NAME) == message
     report = flatness.measure(model, data, "mse", measures="all", progress=False)
-    assert f"left out for the network: {NAME}. {message}" in report.notes
+    assert f"not computed for the whole network: {NAME}. {message}" in report.notes
 
 
 @pytest.mark.parametrize(

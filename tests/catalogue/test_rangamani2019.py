@@ -128,7 +128,7 @@ def test_a_network_of_zeros_has_no_metric():
         )
         assert str(caught.value) == message
     report = measure(model, data(), measures="all")
-    assert f"left out for the network: riemannian_spectral_norm_nodewise. {message}" in report.notes
+    assert f"not computed for the whole network: riemannian_spectral_norm_nodewise. {message}" in report.notes
     assert not [row for row in report.results if row.measure.startswith("riemannian")]
     # The curvature of the last bias is left: diag p − ppᵀ of three equal classes.
     assert report.value("hessian_top_eigenvalue", layer=None, reduction=None) == pytest.approx(1 / 3)
@@ -302,6 +302,6 @@ def test_vertical_directions_ask_for_symmetries():
     with pytest.raises(OptionError) as caught:
         flatness.vertical_directions(model, torch.zeros(2, 4))
     assert str(caught.value) == (
-        "Expected what flatness.symmetries returned but got Tensor. Write flatness.vertical_directions("
+        "Expected the result of flatness.symmetries but got Tensor. Write flatness.vertical_directions("
         "model, flatness.symmetries(model, example))."
     )

@@ -346,7 +346,7 @@ def test_preconditioned_sharpness_needs_an_optimizer():
         measured(smooth(), data(), PRECONDITIONED)
     assert str(caught.value) == message
     notes = flatness.measure(smooth(), data(), measures="all", progress=False).notes
-    assert f"left out for the network: preconditioned_sharpness. {message}" in notes
+    assert f"not computed for the whole network: preconditioned_sharpness. {message}" in notes
 
 
 def test_a_saved_report_tells_the_optimizers_settings(tmp_path):

@@ -298,7 +298,7 @@ def test_parts_are_merged(folder):
     assert (folder / "merged" / "report.json").exists()
     assert (outcomes[2].status, outcomes[2].err) == (
         1,
-        "error: Expected every part of the data once but front.pt and front.pt hold the same samples. "
+        "error: Expected every part of the data once, but front.pt and front.pt hold the same samples. "
         "Leave one out, or give each job its own part.\n",
     )
     assert (outcomes[3].status, outcomes[3].err) == (

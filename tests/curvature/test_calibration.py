@@ -126,7 +126,7 @@ def test_a_clipped_value_says_how_large_it_may_be(monkeypatch):
     assert root.stderr == pytest.approx(math.sqrt(0.4 * norm * trace.stderr), rel=0.3)
     off = root.notes[-1].split("about ")[1].split(",")[0]
     assert root.notes[-1] == (
-        f"not linear in what was sampled: for that reason alone it is off by about {off}, which the standard "
-        "error covers"
+        f"not linear in what was sampled: this alone biases it by about {off}, which the "
+        "standard error includes"
     )
     assert 0 < float(off) < root.stderr

@@ -85,9 +85,9 @@ def test_finite_differences_need_a_weight_that_is_a_parameter():
     model, (x, y) = sine(Sine.apply), inputs((4,))
     nn.utils.parametrizations.weight_norm(model.second)
     assert refusal(flatness.errors.NotExactError, model, (x, y), curvature="finite_differences") == (
-        "Expected layers whose weight is a parameter, as finite differences move it, but the weight of "
-        "second is made from others. Remove the parametrisation, which leaves its weight in place "
-        "(torch.nn.utils.parametrize.remove_parametrizations), and measure again."
+        "Expected layers whose weight is a parameter, since finite differences move it, but the weight of "
+        "second is made from others. Remove the parametrisation, which keeps the weight as it "
+        "is (torch.nn.utils.parametrize.remove_parametrizations), and measure again."
     )
 
 

@@ -244,7 +244,7 @@ def test_noise_needs_a_weight_that_is_a_parameter():
         "Expected the weight of '0' to be a parameter, as this puts noise on it, but it is made from others. "
         "Remove the parametrisation, or leave the layer out with layers=."
     )
-    assert f"left out for the network: normalized_sharpness_direct. {message}" in report.notes
+    assert f"not computed for the whole network: normalized_sharpness_direct. {message}" in report.notes
     assert report.value("normalized_sharpness", layer="0") > 0
 
 

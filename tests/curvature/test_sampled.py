@@ -617,7 +617,7 @@ class OnceOnly(torch.autograd.Function):
 def test_an_operator_without_second_derivative_is_named_and_gauss_newton_offered():
     model = Net(lambda self, x: self.head(OnceOnly.apply(self.fc1(x))))
     assert refusal(flatness.errors.DifferentiabilityError, model, data()) == (
-        "Expected operators that can be differentiated twice but OnceOnly is not one. Write its backward "
+        "Expected operators that can be differentiated twice but OnceOnly is not. Write its backward "
         "with differentiable operations, or pass curvature='finite_differences', which takes first "
         "derivatives at two points, or curvature='gauss_newton' for that part of the Hessian."
     )

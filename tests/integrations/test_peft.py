@@ -94,7 +94,7 @@ def test_without_layers_the_frozen_base_is_measured_too():
     assert {*ADAPTERS, f"{ATTENTION}.q_proj.base_layer", "base_model.model.lm_head"} <= {*report.layers()}
     (note,) = (note for note in report.notes if note.startswith("frozen"))
     assert note.startswith(
-        "frozen (requires_grad=False) and measured like all others: base_model.model.model"
+        "frozen (requires_grad=False) but measured like the others: base_model.model.model"
     )
 
 

@@ -155,8 +155,8 @@ def test_weights_of_what_is_no_known_layer_are_named_where_all_layers_are_asked_
     assert list(found.spectra) == ["head"]
     assert found.notes == (
         "left out, without a weight of their own: middle",
-        "not a supported layer and left out: the model itself (Reader), rnn (LSTM); flatness.register_layer "
-        "can teach it",
+        "left out, because the layer type is not supported: the model itself (Reader), rnn (LSTM); "
+        "flatness.register_layer adds support",
     )
     assert density(model, data, layers="head", runs=1, steps=2, **QUIET).notes == ()
 

@@ -221,9 +221,10 @@ def test_a_model_that_cannot_run_on_one_sample_is_refused_in_words(call):
     with untouched(model), pytest.raises(ModelError) as refusal:
         call(model, batch, points=2, **QUIET)
     assert str(refusal.value) == (
-        "Expected a model that runs on one sample as it does on several but on a single sample it "
-        "raises ValueError: Expected more than 1 value per channel when training, got input size "
-        "torch.Size([1, 5]). A squeeze() without dim drops the batch, too: write squeeze(-1), for example."
+        "The model runs on several samples, but on a single sample "
+        "it raises ValueError: Expected more than 1 value per channel when training, got input size "
+        "torch.Size([1, 5]). A squeeze() without dim also drops the batch dimension: write squeeze(-1), for "
+        "example."
     )
 
 

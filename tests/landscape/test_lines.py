@@ -298,7 +298,7 @@ def test_several_networks_make_curves_with_mean_and_band():
 def test_frozen_parameters_move_with_a_word_about_it(directions):
     model, data = smooth()
     model[0].requires_grad_(False)
-    note = "frozen (requires_grad=False) and moved like all others: 0.weight"
+    note = "frozen (requires_grad=False) but moved like the others: 0.weight"
     note += ", 0.bias" if directions in ("layer", "eigenvectors") else ""
     options = {"directions": directions, "count": 1, "points": 3, **QUIET}
     found = line(model, data, **options)

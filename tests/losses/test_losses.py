@@ -705,13 +705,13 @@ UNREADABLE = (
         ),
         (
             nn.MSELoss(reduction="sum"),
-            "Expected a loss with reduction 'mean', as the risk is a mean over samples, but got "
+            "Expected a loss with reduction 'mean', since the risk is a mean over samples, but got "
             "MSELoss(reduction='sum'). Write MSELoss(reduction='mean'), or pass a function of (output, "
             "target) that returns one loss per sample.",
         ),
         (
             nn.HuberLoss(reduction="sum"),
-            "Expected a loss with reduction 'mean', as the risk is a mean over samples, but got "
+            "Expected a loss with reduction 'mean', since the risk is a mean over samples, but got "
             "HuberLoss(reduction='sum'). Write HuberLoss(reduction='mean'), or pass a function of (output, "
             "target) that returns one loss per sample.",
         ),
@@ -728,7 +728,7 @@ UNREADABLE = (
         ),
         (
             Temperature(),
-            "Expected a loss without trainable parameters, as no measure would see them, but got "
+            "Expected a loss without trainable parameters, since no measure would include them, but got "
             "Temperature with temperature. Move them into the model, or freeze them with "
             "requires_grad_(False).",
         ),
@@ -743,7 +743,7 @@ UNREADABLE = (
         ),
         (
             nn.CrossEntropyLoss(label_smoothing=1.5),
-            "Expected label_smoothing between 0 and 1 but got 1.5. Write 0.1, say.",
+            "Expected label_smoothing between 0 and 1 but got 1.5. For example label_smoothing=0.1.",
         ),
         (
             nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, torch.inf])),
@@ -881,14 +881,14 @@ SAME = "Let the model return its predictions, not the loss or a mean over the ba
             "cross_entropy",
             torch.zeros(3, 4),
             torch.tensor([0, 4, 7]),
-            "Expected class indices from 0 to 3, as the model has 4 outputs, but got 4 for sample 1 of the "
-            "batch. Number the classes from 0, or give the model 5 outputs.",
+            "Expected class indices from 0 to 3, since the model has 4 outputs, but got 4 for sample 1 of "
+            "the batch. Number the classes from 0, or give the model 5 outputs.",
         ),
         (
             nn.CrossEntropyLoss(ignore_index=-1),
             torch.zeros(2, 3, 4),
             torch.tensor([[0, 1, -1], [2, -100, 0]]),
-            "Expected class indices from 0 to 3, as the model has 4 outputs, but got -100 for sample 1, "
+            "Expected class indices from 0 to 3, since the model has 4 outputs, but got -100 for sample 1, "
             "prediction 1 of the batch. Number the classes from 0, or mark targets to skip with -1.",
         ),
         (
@@ -916,25 +916,25 @@ SAME = "Let the model return its predictions, not the loss or a mean over the ba
             "normalized_cross_entropy",
             normal(3, 2),
             classes(2, 3),
-            "Expected at least 3 classes, as normalized cross-entropy of 2 is piecewise constant, but got "
-            "outputs of shape (3, 2). Use another loss; measures that bring this one along, such as "
-            "normalized_sharpness, take yours with the option loss='same'.",
+            "Expected at least 3 classes, since normalized cross-entropy of 2 classes is piecewise constant, "
+            "but got outputs of shape (3, 2). Use another loss; measures that always use this one, "
+            "such as normalized_sharpness, use yours with the option loss='same'.",
         ),
         (
             "normalized_cross_entropy",
             normal(3, 1),
             normal(3, 1),
-            "Expected at least 3 classes, as normalized cross-entropy compares the logits of classes, but "
-            "got outputs of shape (3, 1). Use another loss; measures that bring this one along, such as "
-            "normalized_sharpness, take yours with the option loss='same'.",
+            "Expected at least 3 classes, since normalized cross-entropy compares the logits of classes, but "
+            "got outputs of shape (3, 1). Use another loss; measures that always use this one, "
+            "such as normalized_sharpness, use yours with the option loss='same'.",
         ),
         (
             "normalized_cross_entropy",
             normal(2, 3),
             torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 1.0]]),
             "Expected class probabilities that sum to 1 but got 2 for sample 1 of the batch: normalized "
-            "cross-entropy is for classification. Use another loss; measures that bring this one along, "
-            "such as normalized_sharpness, take yours with the option loss='same'.",
+            "cross-entropy is for classification. Use another loss; measures that always use this "
+            "one, such as normalized_sharpness, use yours with the option loss='same'.",
         ),
         (
             "normalized_cross_entropy",
@@ -942,8 +942,8 @@ SAME = "Let the model return its predictions, not the loss or a mean over the ba
             torch.tensor([0, 1]),
             "Expected logits that differ between the classes but got the same value, 0.1, for all classes "
             "in sample 1 of the batch: normalized cross-entropy divides by their standard deviation. Use "
-            "another loss; measures that bring this one along, such as "
-            "normalized_sharpness, take yours with the option loss='same'.",
+            "another loss; measures that always use this one, such as "
+            "normalized_sharpness, use yours with the option loss='same'.",
         ),
         (
             "mse",
@@ -1105,7 +1105,7 @@ def test_custom_losses_without_second_derivative_are_refused():
         LossError, lambda: root.rank(root.items(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), None))
     ) == (
         "Expected lambda to have finite second derivatives but got NaN or infinity for sample 1 of the "
-        "batch. Smooth it where it has none, such as a square root at 0."
+        "batch. Smooth it where it has none, such as at the 0 of a square root."
     )
 
 

@@ -91,7 +91,7 @@ BAD = {
     ),
     "targets out of range": Bad(
         errors.DataError,
-        "Expected class indices from 0 to 2, as the model has 3 outputs, but got 3 for sample 5 of the "
+        "Expected class indices from 0 to 2, since the model has 3 outputs, but got 3 for sample 5 of the "
         "batch. Number the classes from 0, or give the model 4 outputs. Seen on the first 8 samples.",
         data=lambda: changed(5, None, 3),
     ),
@@ -120,13 +120,13 @@ BAD = {
         errors.DataError,
         "Expected the same samples whenever the data are read but the first 18, read twice, differ by up to "
         "4.06. Measure without random augmentation: switch off random crops, flips, noise and mixing in the "
-        "data set and its collation, or pass list(loader), which draws them once.",
+        "data set and its collation, or pass list(loader), which draws the samples once.",
         data=lambda: DataLoader(Noisy(), batch_size=6),
     ),
     "batch norm without running statistics": Bad(
         errors.ModelError,
-        "Expected batch norm with running statistics but got none in 1: there each sample's output depends "
-        "on its batch, and a loss per sample does not exist. Train with track_running_stats=True, or set "
+        "Expected batch norm with running statistics but got none in 1: each sample's output depends "
+        "on its batch, so there is no loss per sample. Train with track_running_stats=True, or set "
         "running_mean and running_var.",
         model=lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False)).double(),
     ),
@@ -181,7 +181,7 @@ BAD = {
         errors.ModelError,
         "Expected real floating-point parameters but got 0.weight (torch.complex128), 0.bias "
         "(torch.complex128). Second derivatives of complex or integer parameters are not defined here; "
-        "dequantise or use a real model.",
+        "dequantise the model or use a real one.",
         model=lambda: nn.Sequential(nn.Linear(4, 3, dtype=torch.complex128)),
     ),
     "an output that is a tuple": Bad(
@@ -193,8 +193,8 @@ BAD = {
     "a wrong number of inputs": Bad(
         errors.ModelError,
         "Expected the model to take batches like tuple(tuple(float64[8, 4], float64[8, 4]), int64[8]) but "
-        "it raised TypeError: Sequential.forward() takes 2 positional arguments but 3 were given. Try it on "
-        "one batch yourself, or say how to use a batch with forward=.",
+        "it raised TypeError: Sequential.forward() takes 2 positional arguments but 3 were given. Try it "
+        "on one batch yourself, or pass forward= to say how to use a batch.",
         data=lambda: [((data()[0], data()[0]), data()[1])],
     ),
 }
@@ -239,7 +239,7 @@ FINE = {
         data,
         {},
         (
-            "frozen (requires_grad=False) and measured like all others: fc1.weight, fc1.bias, head.weight, "
+            "frozen (requires_grad=False) but measured like the others: fc1.weight, fc1.bias, head.weight, "
             "head.bias",
         ),
     ),

@@ -102,8 +102,8 @@ def test_a_cut_that_moves_is_refused():
         flatness.measure(model, data, layers="last", forward=forward, progress=False)
     assert str(caught.value) == (
         "Expected every batch to take the same path through the network but on a later one something follows "
-        "'head', which was last for the first samples. Exact curvature needs a path that does not depend on "
-        "the data."
+        "'head', which was the last layer for the first samples. Exact curvature requires a path that does "
+        "not depend on the data."
     )
 
 

@@ -35,7 +35,7 @@ def curved(monkeypatch, *arguments, **options):
     return refusal(NotExactError, *arguments, method="exact", **options)
 
 
-HOPELESS = "Expected layers whose curvature can be found but got {}. No method measures these{}."
+HOPELESS = "Expected layers whose curvature can be found but got {}. No method can measure these{}."
 
 
 def plain(self, x):
@@ -323,7 +323,7 @@ def test_tied_weights():
     model.tied.weight = model.fc2.weight
     report = assert_exact(model)
     assert report.layers() == ["fc1", "fc2", "head"]
-    assert report.notes == ("tied has the weight of fc2 and is measured under that name",)
+    assert report.notes == ("tied shares the weight of fc2 and is measured under that name",)
     # Under its other name, and left to the trace over the whole network alone.
     assert assert_exact(model, layers=["fc1", "tied"]).layers() == ["fc1", "tied"]
     assert_exact(model, layers=["fc1", "head"])
@@ -334,7 +334,7 @@ def test_frozen_parameters_are_measured_and_noted():
     model.fc1.requires_grad_(False)
     report = assert_exact(Net(plain))
     frozen = measure(model, data(), batch_size=5)
-    assert "frozen (requires_grad=False) and measured like all others: fc1.weight, fc1.bias" in frozen.notes
+    assert "frozen (requires_grad=False) but measured like the others: fc1.weight, fc1.bias" in frozen.notes
     assert_same(frozen, report)
     assert not model.fc1.weight.requires_grad
 
@@ -353,7 +353,7 @@ class Cosine(nn.Linear):
 
 
 LEFT_OUT = (
-    "compute something else than their class says and are left out: fc1; flatness.register_layer can teach it"
+    "left out, because their forward is not that of their class: fc1; flatness.register_layer adds support"
 )
 
 
@@ -361,7 +361,7 @@ LEFT_OUT = (
 def test_a_subclass_that_computes_something_else_is_left_out(kind):
     report = assert_exact(Net(plain, fc1=kind(4, 6)))
     assert report.layers() == ["head"]
-    assert report.notes == ("never called in the forward pass and left out: fc2", LEFT_OUT)
+    assert report.notes == ("left out, because the forward pass never calls them: fc2", LEFT_OUT)
     assert refusal(LayerError, Net(plain, fc1=kind(4, 6)), data(), layers="fc1") == (
         f"Expected the name of a supported layer but got 'fc1', which is a {kind.__name__}. Supported layers "
         "of this model: head, fc2."
@@ -430,7 +430,7 @@ def test_norm_layers_that_compute_something_else_are_part_of_the_trace():
 def test_unused_layers_are_left_out():
     report = assert_exact(Net(plain))
     assert report.layers() == ["fc1", "head"]
-    assert report.notes == ("never called in the forward pass and left out: fc2",)
+    assert report.notes == ("left out, because the forward pass never calls them: fc2",)
 
 
 def test_an_auxiliary_head_has_no_curvature_and_is_not_the_last_layer():
@@ -444,7 +444,7 @@ def test_an_auxiliary_head_has_no_curvature_and_is_not_the_last_layer():
     assert report.layers() == ["fc1", "head", "fc2"]
     assert report.notes[0] == "the output does not depend on: fc2"
     assert report.result("hessian_trace", layer="fc2").notes == (
-        "the output does not depend on it: no curvature",
+        "the output does not depend on it, so it has no curvature",
     )
     zeros = [row.value for row in report.results if row.layer == "fc2" and row.measure != "weight_norm"]
     assert set(zeros) == {0.0}
@@ -454,10 +454,12 @@ def test_an_auxiliary_head_has_no_curvature_and_is_not_the_last_layer():
 def test_weights_used_without_calling_their_layer_are_part_of_the_trace():
     report = assert_exact(Net(lambda self, x: self.head(F.linear(self.fc1(x).relu(), self.fc2.weight))))
     assert report.layers() == ["fc1", "head"]
-    assert report.notes == ("their weights are used without calling them, and they are left out: fc2",)
+    assert report.notes == ("left out, because their weights are used without calling the layer: fc2",)
 
 
-CUT_OFF = "fc1: no gradient reaches it (torch.no_grad, detach or reentrant checkpointing in the forward pass)"
+CUT_OFF = (
+    "fc1: no gradient reaches it (the forward pass uses torch.no_grad, detach or reentrant checkpointing)"
+)
 
 
 def no_grad_trunk(self, x):
@@ -483,8 +485,8 @@ def test_layers_that_no_gradient_reaches_are_refused(compute):
 
 def test_an_output_without_a_graph_is_refused():
     assert refusal(ModelError, Net(lambda self, x: plain(self, x).detach()), data()) == (
-        "Expected an output that can be differentiated but the forward pass runs under torch.no_grad or "
-        "detaches it. Take that out of the model's code: measuring needs the graph."
+        "Expected an output that can be differentiated, but the forward pass runs under torch.no_grad "
+        "or detaches it. Remove that from the model's code: measuring needs the graph."
     )
 
 
@@ -493,9 +495,9 @@ def test_activation_checkpointing_is_refused():
         return self.head(checkpoint(lambda h: self.fc1(h).relu(), x, use_reentrant=False))
 
     assert refusal(ModelError, Net(compute), data()) == (
-        "Expected layers that run in the forward pass only but the backward pass runs them again: "
-        "activation checkpointing. Switch it off in the model and measure again; memory is kept by smaller "
-        "micro-batches here."
+        "The backward pass runs the layers again, as activation checkpointing does, "
+        "so they cannot be recorded. Switch it off in the model and measure again; smaller "
+        "micro-batches save memory here."
     )
 
 
@@ -549,7 +551,7 @@ def test_norm_layers_over_flattened_tokens_are_part_of_the_trace():
 
     report = assert_exact(Net(compute, norm=nn.BatchNorm1d(6)), sequences())
     assert report.layers() == ["fc1", "head"]
-    assert report.notes == ("never called in the forward pass and left out: fc2",)
+    assert report.notes == ("left out, because the forward pass never calls them: fc2",)
 
 
 # Paths that depend on the data
@@ -564,7 +566,7 @@ def test_a_later_batch_that_meets_another_operator_is_refused():
     model = Net(lambda self, x: self.head(self.fc1(x).relu() if len(x) != 3 else self.fc1(x).tanh()))
     assert refusal(NotExactError, model, batches()) == (
         "Expected every batch to take the same path through the network but a later one meets Tanh, which "
-        "the first samples did not. Exact curvature needs a path that does not depend on the data."
+        "the first samples did not. Exact curvature requires a path that does not depend on the data."
     )
 
 
@@ -574,8 +576,8 @@ def test_a_later_batch_that_calls_another_layer_is_refused():
     )
     assert refusal(LayerError, model, batches()) == (
         "Expected every batch to take the same path through the network but a later one calls 'fc2', which "
-        "the first samples did not. Name the layers to measure with layers=, without those used now and "
-        "then."
+        "the first samples did not. Name the layers to measure with layers=, leaving out those that are "
+        "used only sometimes."
     )
     report = measure(model, batches(), layers=["fc1", "head"], measures="relative_flatness")
     assert report.layers() == ["fc1", "head"]
@@ -625,7 +627,7 @@ def test_a_model_without_supported_layers_is_refused():
     assert refusal(LayerError, Bilinear(), data()) == (
         "Expected at least one supported layer (Linear, Conv1d to Conv3d, ConvTranspose1d to 3d, "
         "MultiheadAttention, GPT-2's Conv1D) but Bilinear has none. "
-        "Teach the library yours with flatness.register_layer."
+        "Add support for yours with flatness.register_layer."
     )
 
 
@@ -647,9 +649,9 @@ def test_unsupported_layers_are_listed():
     model.scale = nn.Parameter(torch.zeros(6, dtype=torch.float64))
     report = measure(model, data(), layers="head")
     assert report.notes == (
-        "never called in the forward pass and left out: fc2",
-        "not a supported layer and left out: the model itself (Net), mix (Bilinear); "
-        "flatness.register_layer can teach it",
+        "left out, because the forward pass never calls them: fc2",
+        "left out, because the layer type is not supported: the model itself (Net), mix (Bilinear); "
+        "flatness.register_layer adds support",
     )
     x, y = data()
     row = report.result("hessian_trace", layer=None, reduction=None)
@@ -743,7 +745,7 @@ def test_a_later_batch_that_meets_a_known_operator_in_another_way_is_refused(nam
 
     assert refusal(NotExactError, Net(compute), batches()) == (
         f"Expected every batch to take the same path through the network but a later one meets {operator}, "
-        "which the first samples did not. Exact curvature needs a path that does not depend on the data."
+        "which the first samples did not. Exact curvature requires a path that does not depend on the data."
     )
 
 
@@ -758,8 +760,8 @@ def test_a_later_batch_in_which_the_last_layer_is_not_last_is_refused(change):
     model = Net(lambda self, x: plain(self, x) if len(x) != 3 else change(plain(self, x)))
     assert refusal(NotExactError, model, batches(), layers="last", measures="relative_flatness") == (
         "Expected every batch to take the same path through the network but on a later one something follows "
-        "'head', which was last for the first samples. Exact curvature needs a path that does not depend on "
-        "the data."
+        "'head', which was the last layer for the first samples. Exact curvature requires a path that does "
+        "not depend on the data."
     )
 
 
@@ -781,7 +783,8 @@ def test_a_later_batch_that_uses_a_weight_once_more_is_refused():
 
     assert refusal(NotExactError, Net(compute), batches()) == (
         "Expected every batch to take the same path through the network but a later one uses a parameter of "
-        "'fc1' 2 times, the first samples 1. Exact curvature needs a path that does not depend on the data."
+        "'fc1' 2 times, the first samples 1. Exact curvature requires a path that does not depend on the "
+        "data."
     )
 
 

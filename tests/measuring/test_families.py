@@ -148,6 +148,6 @@ def test_an_expert_that_no_sample_reaches_is_left_out_with_a_note():
         progress=False,
     )  # fmt: skip
     assert (
-        "never called in the forward pass and left out: mlp.experts.2.gate, mlp.experts.2.up, "
+        "left out, because the forward pass never calls them: mlp.experts.2.gate, mlp.experts.2.up, "
         "mlp.experts.2.down" in report.notes
     )

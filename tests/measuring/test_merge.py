@@ -251,7 +251,9 @@ def test_parts_that_were_not_measured_alike_are_refused(tmp_path, what):
     start = rf"Expected parts of one measurement but {second} and {first} differ in their "
     first = {"loss": "losses", "layers": "measured layers"}.get(what, what)
     assert re.match(
-        f"{re.escape(start)}{first}: .* and .*. Measure all parts alike.", str(caught.value), re.DOTALL
+        f"{re.escape(start)}{first}: .* and .*. Measure all parts in the same way.",
+        str(caught.value),
+        re.DOTALL,
     )
 
 
@@ -274,8 +276,8 @@ def test_a_part_that_is_given_twice_is_refused(tmp_path):
         with pytest.raises(DataError) as caught:
             flatness.merge(paths)
         assert str(caught.value) == (
-            f"Expected every part of the data once but {paths[2]} and {second} hold the same samples. "
-            "Leave one out, or give each job its own part."
+            f"Expected every part of the data once, but {paths[2]} and {second} hold the same "
+            "samples. Leave one out, or give each job its own part."
         )
 
 

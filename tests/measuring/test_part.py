@@ -129,7 +129,7 @@ def test_what_is_no_sum_over_samples_has_no_error_for_the_choice():
     )
     row = report.result("layer_flatness", layer="0")
     assert row.stderr == 0
-    assert "of these samples, without an error for the choice of them" in row.notes
+    assert "for these samples only; the choice of samples adds no error" in row.notes
     assert report.result("weight_norm", layer="0").method == "exact"
 
 

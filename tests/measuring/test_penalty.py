@@ -493,8 +493,8 @@ def test_a_penalty_needs_gradients():
     model, batch = network(), data()
     with torch.no_grad():
         assert refusal(DifferentiabilityError, model, batch) == (
-            "Expected gradients to be recorded but torch.no_grad() is on, under which a penalty has none. "
-            "Call it outside, or use flatness.measure for the value alone."
+            "Expected gradients to be recorded but torch.no_grad() is on, which leaves a penalty without "
+            "a gradient. Call it outside, or use flatness.measure for the value alone."
         )
     with torch.inference_mode(), pytest.raises(DifferentiabilityError) as caught:
         flatness.penalty(model, batch)
@@ -514,12 +514,12 @@ def test_losses_measures_layers_and_seeds_that_cannot_be():
     assert refusal(LossError, model, batch, loss="normalized_cross_entropy") == (
         "Expected a loss whose second derivatives have a closed form, 'cross_entropy', 'nll', 'mse', "
         "'squared_error' or 'bce', but got 'normalized_cross_entropy'. Pass one of these as loss= of the "
-        "penalty; it need not be the loss that you train with."
+        "penalty; it need not be the loss you train with."
     )
     assert "but got 'distance'." in refusal(LossError, model, batch, loss=distance)
     assert refusal(MeasureError, model, batch, "layer_flatness") == (
-        "Expected a measure whose layer values follow from one pass, as these have a cheap gradient, but got "
-        "'layer_flatness'. Use relative_flatness, layer_flatness_trace, neuron_flatness, "
+        "Expected a measure whose layer values follow from one pass, since only these have a cheap gradient, "
+        "but got 'layer_flatness'. Use relative_flatness, layer_flatness_trace, neuron_flatness, "
         "neuron_flatness_incoming, hessian_trace."
     )
     assert "Did you mean 'relative_flatness'?" in refusal(MeasureError, model, batch, "relative_flatnes")
@@ -558,8 +558,9 @@ def test_layers_that_are_not_what_they_seem_are_refused():
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), Doubled(5, 3)).double(), data()
     assert refusal(LayerError, model, batch) == (
-        "Expected '2' to compute WΦ + b but this Doubled returned something else: it has a forward of its "
-        "own, or a hook on its output. Pass layers= without it, or describe it with flatness.register_layer."
+        "Expected '2' to compute WΦ + b but this Doubled returned something else: it has its own "
+        "forward, or a hook on its output. Pass layers= without it, or describe it with "
+        "flatness.register_layer."
     )
     overwrites = Net(
         lambda self, x: self.head(self.fc1(x).relu()) + 0 * x.requires_grad_(False).mul_(2).sum()
@@ -585,8 +586,9 @@ def test_a_view_without_a_differentiable_matrix_is_refused(monkeypatch):
     flatness.register_layer(Turned, TurnedLayer)
     model, batch = nn.Sequential(Turned(4, 3)).double(), data()
     assert refusal(LayerError, model, batch) == (
-        "Expected TurnedLayer to say by arranged() how a weight becomes W but it overrides matrix(), which "
-        "has no gradient. Call that method arranged(self, weight), and write weight for self.weight.detach()."
+        "Expected TurnedLayer to define arranged(), which turns a weight into W, but it overrides matrix(), "
+        "which has no gradient. Call that method arranged(self, weight), and write weight for "
+        "self.weight.detach()."
     )
 
 

@@ -62,8 +62,8 @@ def test_a_plan_shows_groups_positions_spread_and_notes():
         "measures: relative_flatness_normalized\nshared pass: 1 forward and 2 backward passes per "
         "micro-batch of 3 after 1 forward pass for the features' spread\n  0  W 2 × 3 × 6, 2 positions: "
         "exact, passes; the network is piecewise linear after it\n  3  W 3 × 12, 1 position: exact, softmax "
-        "head; last layer: the output is linear in its weight\nnote: never called in the forward pass and "
-        "left out: spare"
+        "head; last layer: the output is linear in its weight\nnote: left out, because the forward pass "
+        "never calls them: spare"
     )
 
 
@@ -187,8 +187,8 @@ def test_the_zoo_is_exact_where_it_is_and_refused_where_not(name, monkeypatch):
         ),
         (
             {"max_passes": 1},
-            "Expected max_passes to be an integer of at least 2 but got 1. Two probes of each sample are the "
-            "fewest that have a standard error.",
+            "Expected max_passes to be an integer of at least 2 but got 1. A standard error needs "
+            "at least two probes per sample.",
         ),
         (
             {"curvature": "gauss-newton"},
@@ -231,7 +231,7 @@ def test_a_network_trace_that_is_not_exact_is_left_out_with_the_reason(monkeypat
     model = Net(lambda self, x: self.head(self.fc1(x).tanh()))
     report = measure(model, data(), layers="head", method="exact")
     assert report.notes == (
-        "never called in the forward pass and left out: fc2",
+        "left out, because the forward pass never calls them: fc2",
         "no trace over the whole network. Expected layers whose Hessian is exact, which needs a network that "
         "is piecewise linear after the layer and uses its weight once, but got fc1: Tanh after it. All "
         "directions would take 6 products per batch, more than 0: pass method='auto' for an estimate with "

@@ -179,8 +179,9 @@ def test_layers_without_any_curvature_are_explained():
     report = flatness.measure(model, pair, measures=["relative_flatness", "weight_norm"], progress=False)
     assert report.value("relative_flatness", layer="inner") == 0
     assert report.notes == (
-        "0 at 1 of 3 layers (inner): what they put out does not reach the loss, as behind a norm layer whose "
-        "weight is 0 (residual blocks are often initialised so), or units that are active for no sample",
+        "0 at 1 of 3 layers (inner): their output does not reach the loss, as behind a norm layer whose "
+        "weight is 0 (residual blocks are often initialised that way), or units that are inactive for every "
+        "sample",
     )
     nn.init.ones_(model.norm.weight)
     assert flatness.measure(model, pair, measures="relative_flatness", progress=False).notes == ()

@@ -238,7 +238,9 @@ def test_packed_projections_make_up_the_trace_over_the_whole_network():
 
 def test_fused_attention_runs_in_plain_operators_and_the_user_is_told():
     model, (x, y) = built(lambda: nets.attention(batch_first=True, fused=True)), inputs(SEQUENCE)
-    note = "attention runs as its math kernel, which has second derivatives; fused kernels have none"
+    note = (
+        "attention is computed by torch's math kernel, because the fused kernels have no second derivatives"
+    )
     report = flatness.measure(
         model, (x, y), measures=["hessian_top_eigenvalue"], layers="last", progress=False
     )
@@ -311,5 +313,5 @@ def test_an_effective_weight_that_is_used_elsewhere_too_is_refused():
     )
     assert refusal(NotExactError, built(lambda: model), inputs((4,))) == (
         "Expected layers whose curvature can be found but got hidden: its weight is used 2 times. No method "
-        "measures these: pass layers=['head']."
+        "can measure these: pass layers=['head']."
     )

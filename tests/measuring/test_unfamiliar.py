@@ -17,7 +17,7 @@ from small import Net, data, measure
 from untouched import untouched
 
 LEFT_OUT = (
-    "compute something else than their class says and are left out: fc1; flatness.register_layer can teach it"
+    "left out, because their forward is not that of their class: fc1; flatness.register_layer adds support"
 )
 
 

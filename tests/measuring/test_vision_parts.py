@@ -56,7 +56,7 @@ def test_norms_over_channels_are_norm_layers(norm, size):
             progress=False,
         )  # fmt: skip
     (note,) = (note for note in report.notes if "left out" in note)
-    assert note.startswith("not a supported layer and left out: the model itself (ConvNeXt)")
+    assert note.startswith("left out, because the layer type is not supported: the model itself (ConvNeXt)")
     by_sample = oracle.output_hessian(y, F.cross_entropy)
     total = 0.0
     for name, _ in model.named_parameters():

@@ -229,7 +229,7 @@ def test_trainable_projections_of_attention():
 def test_nothing_that_is_trained_is_refused():
     assert refusal(LayerError, network().requires_grad_(False), data(), layers="trainable") == (
         "Expected layers that are trained but every layer that runs is frozen (requires_grad=False): fc1, "
-        "head. Leave layers= out to measure them all the same, or unfreeze what was trained: PEFT loads "
+        "head. Leave layers= out to measure them anyway, or unfreeze what was trained: PEFT loads "
         "adapters frozen unless from_pretrained gets is_trainable=True."
     )
 
@@ -256,8 +256,7 @@ def test_an_output_size_given_to_a_transposed_convolution_is_seen():
     report = measure(model, (torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])))
     assert report.layers() == ["head"]
     assert report.notes[0] == (
-        "compute something else than their class says and are left out: up; "
-        "flatness.register_layer can teach it"
+        "left out, because their forward is not that of their class: up; flatness.register_layer adds support"
     )
 
 
@@ -324,8 +323,7 @@ def test_registration_refuses_what_is_no_module_or_no_view():
     with pytest.raises(LayerError) as error:
         flatness.register_layer(Scaled, Scaled)
     assert str(error.value) == (
-        f"Expected a subclass of flatness.Layer but got {Scaled!r}. Derive a class that says what W, Φ and δ "
-        "are."
+        f"Expected a subclass of flatness.Layer but got {Scaled!r}. Derive a class that defines W, Φ and δ."
     )
 
 

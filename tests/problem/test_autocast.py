@@ -136,8 +136,8 @@ def test_casts_that_only_autocast_makes_fit_are_refused_with_the_reason():
 
     assert refusal(ModelError, Net(compute).float(), data(dtype=torch.float32)) == (
         "Expected the model to take batches like tuple(float32[8, 4], int64[8]) but it raised RuntimeError: "
-        "mat1 and mat2 must have the same dtype, but got BFloat16 and Float. It turns autocast on, which is "
-        "off while measuring: let it cast to the type of its weights, x.to(weight.dtype), or pass "
+        "mat1 and mat2 must have the same dtype, but got BFloat16 and Float. It turns autocast on, which "
+        "is switched off while measuring: cast to the type of the weights, x.to(weight.dtype), or pass "
         "dtype=torch.float32."
     )
 
@@ -180,7 +180,7 @@ def test_a_function_in_place_of_a_forward_cannot_be_copied(held):
         model.forward = names["forward"]
     assert measure(model, data(dtype=torch.float32)).meta["samples"] == 23
     assert refusal(ModelError, model, data(), dtype=torch.float64) == (
-        "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got a "
+        "Expected a model that copy.deepcopy can copy, since device= and dtype= work on a copy, but got a "
         "function in place of the forward of the model itself, which would run the original. Convert the "
         "model yourself and leave device and dtype out."
     )

@@ -303,7 +303,7 @@ def test_a_model_that_cannot_be_copied_is_refused():
 
     message = refusal(ModelError, nn.Sequential(Uncopyable(4, 3)), data(), dtype=torch.float64)
     assert message == (
-        "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got: "
+        "Expected a model that copy.deepcopy can copy, since device= and dtype= work on a copy, but got: "
         "cannot pickle 'module' object. Convert the model yourself and leave device and dtype out."
     )
 
@@ -400,8 +400,8 @@ def test_sharded_parameters_are_refused():
     model = network()
     model.head.weight = Sharded(model.head.weight.detach())
     assert refusal(ModelError, model, data()) == (
-        "Expected whole parameters but got sharded ones (DTensor): head.weight. Gather them into an "
-        "unsharded copy of the model and measure that."
+        "Expected whole parameters but got sharded ones (DTensor): head.weight. Gather them in "
+        "an unsharded copy of the model and measure that."
     )
 
 
@@ -411,8 +411,8 @@ def test_complex_and_integer_parameters_are_refused():
     model.codes = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
     assert refusal(ModelError, model, data()) == (
         "Expected real floating-point parameters but got phase (torch.complex64), codes (torch.int8). "
-        "Second derivatives of complex or integer parameters are not defined here; dequantise or use a real "
-        "model."
+        "Second derivatives of complex or integer parameters are not defined here; dequantise the model "
+        "or use a real one."
     )
 
 
@@ -433,8 +433,8 @@ def test_batch_norm_without_running_statistics_is_refused():
         lambda self, x: self.head(self.norm(self.fc1(x))), norm=nn.BatchNorm1d(6, track_running_stats=False)
     )
     assert refusal(ModelError, model, data()) == (
-        "Expected batch norm with running statistics but got none in norm: there each sample's output "
-        "depends on its batch, and a loss per sample does not exist. Train with track_running_stats=True, "
+        "Expected batch norm with running statistics but got none in norm: each sample's output "
+        "depends on its batch, so there is no loss per sample. Train with track_running_stats=True, "
         "or set running_mean and running_var."
     )
 

@@ -209,8 +209,7 @@ def test_a_loss_that_the_user_asks_for_is_measured_with_the_models_pairing_and_n
     report = measure(model, [batch], nn.CrossEntropyLoss(label_smoothing=0.1))
     assert report.meta["alignment"] == SHIFTED
     assert (
-        "measured with cross_entropy(label_smoothing=0.1); the loss that the model returns by itself is "
-        "cross_entropy"
+        "measured with cross_entropy(label_smoothing=0.1); the model's own loss is cross_entropy"
     ) in report.notes
     assert_own_loss(
         report,
@@ -226,8 +225,7 @@ def test_where_shapes_leave_no_choice_any_loss_may_be_asked_for():
     report = measure(model, [batch], nn.CrossEntropyLoss(label_smoothing=0.1))
     assert report.meta["alignment"] == "labels not shifted: no other fits the shapes"
     assert (
-        "measured with cross_entropy(label_smoothing=0.1), which is not the loss that the model returns by "
-        "itself"
+        "measured with cross_entropy(label_smoothing=0.1), which is not the model's own loss"
     ) in report.notes
 
 
@@ -266,8 +264,8 @@ def test_outputs_that_no_gradient_connects_with_the_loss_are_compared_by_value()
         model.head.bias.zero_()
     assert refusal(LossError, model, [batch]) == (
         "Expected one way of pairing outputs and labels to give the model's own loss, 1.60944 for the first "
-        "8 samples, but got it for cross_entropy both with labels shifted by one and with labels not "
-        f"shifted. Put samples first on which they differ, or say what the risk is, for example {INSTEAD}"
+        "8 samples, but got it for cross_entropy both with labels shifted by one and with labels "
+        f"not shifted. Put samples on which they differ first, or say what the risk is, for example {INSTEAD}"
     )
 
 
@@ -292,9 +290,9 @@ def test_labels_that_do_not_count_say_nothing():
     model, batch = Tokens(), sentences(8)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     assert refusal(LossError, model, [batch, sentences()]) == (
-        "Expected a finite loss from the model itself but got nan for the first 8 samples: it does not tell "
-        "which output predicts which label. Put samples first whose labels count (-100 does not), or say "
-        f"what the risk is, for example {INSTEAD}"
+        "Expected a finite loss from the model itself but got nan for the first 8 samples, which does not "
+        "show which output predicts which label. Put samples whose labels count (-100 does not) first, or "
+        f"say what the risk is, for example {INSTEAD}"
     )
 
 
@@ -302,9 +300,9 @@ def test_labels_out_of_range_are_refused_before_the_model_sees_them():
     model, batch = Tokens(), sentences(8)
     batch["labels"][2, 3] = 9
     assert refusal(DataError, model, [batch]) == (
-        "Expected class indices from 0 to 4, as the model has 5 outputs, but got 9 for sample 2, prediction "
-        "3 of the batch. Number the classes from 0, or give the model 10 outputs. Seen on the first 8 "
-        "samples."
+        "Expected class indices from 0 to 4, since the model has 5 outputs, but got 9 for sample 2, "
+        "prediction 3 of the batch. Number the classes from 0, or give the model 10 outputs. Seen on the "
+        "first 8 samples."
     )
     assert not any(model.given)
 
@@ -343,8 +341,9 @@ def test_tokens_that_are_their_own_labels_are_noted_where_no_loss_says_whether_t
     report = measure(Plain(), [{"input_ids": tokens, "labels": tokens}])
     assert report.meta["alignment"] == "labels not shifted: the model returns no loss of its own"
     assert (
-        "labels are input_ids itself and were not shifted, as the model returns no loss of its own: if it "
-        "predicts the next token, pass a forward= that returns (output[:, :-1], batch['labels'][:, 1:])"
+        "labels are input_ids itself and were not shifted, since the model returns no loss of its "
+        "own: if it predicts the next token, pass a forward= that returns (output[:, :-1], "
+        "batch['labels'][:, 1:])"
     ) in report.notes
     other = measure(Plain(), [{"input_ids": tokens, "labels": tokens.flip(1)}])
     assert not any("itself" in note for note in other.notes)

@@ -102,7 +102,7 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(largest, error, went_o
         report = measure(model, (x, y))
     assert model.seen_failures() == failures
     assert [note for note in report.notes if "memory" in note] == [
-        f"out of memory: went on with micro-batches of {went_on}"
+        f"out of memory: continued with micro-batches of {went_on}"
     ]
     names = {"net.fc1": "fc1", "net.head": "head"}
     for row in report.results:
@@ -320,8 +320,8 @@ def test_a_forward_that_forgets_the_target_is_refused():
 def test_outputs_without_a_row_per_sample_are_refused(compute):
     shape = "[3, 8]" if compute.__code__.co_names[-1] == "T" else "[3]"
     assert refusal(ModelError, Net(compute), data()) == (
-        f"Expected one output row per sample, 8 here, but got outputs of shape {shape}. Pass forward= to lay "
-        "inputs and outputs out with samples first."
+        f"Expected one output row per sample, 8 here, but got outputs of shape {shape}. Pass forward= to "
+        "arrange inputs and outputs with samples first."
     )
 
 
@@ -330,8 +330,8 @@ def test_samples_in_the_second_dimension_are_refused():
     model = Net(lambda self, x: self.head(self.fc1(x).relu().mean(0)))
     x, y = torch.randn(8, 8, 4, dtype=torch.float64), torch.randint(3, (8,))
     assert refusal(ModelError, model, [(x, y)]) == (
-        "Expected one output row per sample, 1 here, but got outputs of shape [8, 3]. Pass forward= to lay "
-        "inputs and outputs out with samples first."
+        "Expected one output row per sample, 1 here, but got outputs of shape [8, 3]. Pass forward= to "
+        "arrange inputs and outputs with samples first."
     )
 
 
@@ -354,14 +354,14 @@ def test_a_model_that_fails_on_a_batch_shows_what_it_was_given():
     x, y = data()
     assert refusal(ModelError, network(), (x[:, :3], y)) == (
         "Expected the model to take batches like tuple(float64[8, 3], int64[8]) but it raised RuntimeError: "
-        "mat1 and mat2 shapes cannot be multiplied (8x3 and 4x6). Try it on one batch yourself, or say how "
-        "to use a batch with forward=."
+        "mat1 and mat2 shapes cannot be multiplied (8x3 and 4x6). Try it on one batch yourself, or pass "
+        "forward= to say how to use a batch."
     )
     images = (torch.zeros(9, 4, dtype=torch.uint8), y[:9])
     assert refusal(ModelError, network(), images) == (
         "Expected the model to take batches like tuple(uint8[8, 4], int64[8]) but it raised RuntimeError: "
-        "mat1 and mat2 must have the same dtype, but got Byte and Double. Try it on one batch yourself, or "
-        "say how to use a batch with forward=."
+        "mat1 and mat2 must have the same dtype, but got Byte and Double. Try it on one batch yourself, "
+        "or pass forward= to say how to use a batch."
     )
 
 
@@ -434,7 +434,7 @@ def test_targets_out_of_range_are_refused():
     x, y = data()
     y[3] = 7
     assert refusal(DataError, network(), (x, y)) == (
-        "Expected class indices from 0 to 2, as the model has 3 outputs, but got 7 for sample 3 of the "
+        "Expected class indices from 0 to 2, since the model has 3 outputs, but got 7 for sample 3 of the "
         "batch. Number the classes from 0, or give the model 8 outputs. Seen on the first 8 samples."
     )
 
@@ -444,7 +444,7 @@ def test_targets_out_of_range_in_a_later_batch_are_located():
     y[18] = -1
     batches = [(x[:10], y[:10]), (x[10:], y[10:])]
     message = (
-        "Expected class indices from 0 to 2, as the model has 3 outputs, but got -1 for sample {} of the "
+        "Expected class indices from 0 to 2, since the model has 3 outputs, but got -1 for sample {} of the "
         "batch. Number the classes from 0, or mark targets to skip with -100. Counted from sample {} of "
         "batch {}, number {} of the data."
     )
@@ -468,7 +468,7 @@ def test_targets_of_the_wrong_type_are_refused():
 def test_targets_that_are_all_ignored_are_refused():
     x, y = data()
     assert refusal(DataError, network(), (x, torch.full_like(y, -100))) == (
-        "Expected targets that count but all 23 samples weigh 0: every target is ignored, or its class has "
+        "No target counts: all 23 samples weigh 0: every target is ignored, or its class has "
         "weight 0. Check ignore_index and the class weights of the loss."
     )
 

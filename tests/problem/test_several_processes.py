@@ -203,7 +203,7 @@ def failing(rank):
 def test_an_error_in_one_process_is_raised_in_all(answers):
     first, second = answers["failing"]
     own = (
-        "Expected class indices from 0 to 2, as the model has 3 outputs, but got 7 for sample 3 of the "
+        "Expected class indices from 0 to 2, since the model has 3 outputs, but got 7 for sample 3 of the "
         "batch. Number the classes from 0, or give the model 8 outputs. Seen on the first 8 samples."
     )
     assert second == ("DataError", own)
@@ -229,7 +229,8 @@ def test_different_models_are_refused(answers):
     assert first == (
         "ProcessError",
         f"Expected the same weights in every process but got {prints[0]} in process 0 and {prints[1]} in "
-        "process 1. Give all processes the same model and arguments, and each its own part of the data.",
+        "process 1. Give all processes the same model and arguments, and each process its own part of the "
+        "data.",
     )
 
 
@@ -255,8 +256,8 @@ def test_the_same_data_everywhere_is_noted_and_one_process_can_measure_alone(ans
     first, second = answers["alone"]
     assert first[0] == second[0]
     assert (
-        "summed over 2 processes with 23, 23 samples, all of them the same: pass each process its own part "
-        "of the data" in first[0]
+        "summed over 2 processes with 23, 23 samples, which are all the same: give each process its "
+        "own part of the data" in first[0]
     )
     assert first[1] == pytest.approx(first[2], rel=1e-12)
     assert (second[2], first[3], second[3]) == (None, True, True)

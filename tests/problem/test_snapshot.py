@@ -315,8 +315,8 @@ def test_weights_that_a_forward_pass_normalises_are_measured_as_it_leaves_them_a
     other = flatness.measure(plain, (x, y), measures="fisher_rao", progress=False)
     assert report.value("fisher_rao") == pytest.approx(other.value("fisher_rao"), rel=1e-10)
     assert report.notes == (
-        "forward passes write to net.fc1.weight: measured at the weights that they leave, without "
-        "derivatives of the writing, and restored",
+        "forward passes write to net.fc1.weight: measured at the weights they leave behind, "
+        "without derivatives of that update, then restored",
     )
 
 
@@ -362,8 +362,8 @@ def test_weights_that_change_at_every_pass_are_refused():
         weight.data = 0.9 * weight.data
 
     assert refusal(ModelError, Renormalized(shrink), data()) == (
-        "Expected weights that stay as they are while the model runs, or that its first pass brings to where "
-        "they stay, but net.fc1.weight changed later on. Move the change out of forward, or write it as a "
+        "Expected weights that stay as they are while the model runs, or that settle after its "
+        "first pass, but net.fc1.weight changed later on. Move the change out of forward, or write it as a "
         "parametrization (torch.nn.utils.parametrize), which derivatives go through."
     )
 

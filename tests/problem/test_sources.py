@@ -105,7 +105,7 @@ def test_sampling_with_replacement_is_made_once():
 AUGMENTED = (
     "Expected the same samples whenever the data are read but the first {samples}, read twice, {change}. "
     "Measure without random augmentation: switch off random crops, flips, noise and mixing in the data set "
-    "and its collation, or pass list(loader), which draws them once."
+    "and its collation, or pass list(loader), which draws the samples once."
 )
 OWN = np.random.default_rng(0)
 # Signs: of 20 samples some change theirs, so that the largest change is 2, unless all 20 agree (1 in 10^6).
@@ -176,7 +176,7 @@ BUFFER = torch.zeros(8, 4, dtype=torch.float64)
                 Rewritten(lambda i, x, y: (x[: random.choice([3, 4])], y)), batch_size=1, collate_fn=None
             ),
             16,
-            "have other shapes",
+            "have different shapes",
         ),
         (lambda: DataLoader(dataset(), batch_size=1, collate_fn=mixed), 16, "differ by up to 2"),
     ],
@@ -239,8 +239,8 @@ class Noisy(DataLoader):
 
 
 BEGIN_ANEW = (
-    "Expected the data to begin anew on every iteration but the sample that came first was not seen again. "
-    "Pass data that can be iterated more than once, and whose samples stay the same: a DataLoader without "
+    "Expected the data to start again on every iteration, but the first sample was not seen "
+    "again. Pass data that can be iterated repeatedly and whose samples stay the same: a DataLoader without "
     "random augmentation, a pair of tensors, or list(batches)."
 )
 
@@ -353,8 +353,8 @@ class OneShotDataset(IterableDataset):
 def test_hidden_one_shot_data_is_refused_also_where_one_pass_would_do(given):
     """What was looked at beforehand would be missing from the pass."""
     assert refusal(DataError, network(), given(), measures="hessian_trace") == (
-        "Expected the data to begin anew on every iteration but the sample that came first was not seen "
-        "again. Pass data that can be iterated more than once, and whose samples stay the same: a "
+        "Expected the data to start again on every iteration, but the first sample was not "
+        "seen again. Pass data that can be iterated repeatedly and whose samples stay the same: a "
         "DataLoader without random augmentation, a pair of tensors, or list(batches)."
     )
 
@@ -400,7 +400,7 @@ def test_what_is_no_data_is_refused(given, arrived):
     assert refusal(DataError, network(), given()) == (
         "Expected a DataLoader, a pair of tensors, a dict of tensors or an iterable of batches but got "
         f"{arrived}. For example flatness.measure(model, (inputs, targets)) with two tensors; "
-        "torch.as_tensor makes one of an array, flatness.data.load a data set by name."
+        "torch.as_tensor converts an array, flatness.data.load loads a data set by name."
     )
 
 

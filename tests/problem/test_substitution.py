@@ -107,7 +107,7 @@ def test_weights_that_a_function_has_around_it_are_refused(name):
     with untouched(model, x, y), pytest.raises(ModelError) as caught:
         calls[name]()
     assert str(caught.value) == (
-        "Expected parameters that the model reads from its modules but it has head.weight from elsewhere, "
-        "such as a variable around a function, so that no other value can be tried. Read them as "
+        "Expected parameters that the model reads from its modules, but it reads head.weight from elsewhere, "
+        "such as a variable of an enclosing function, so no other value can be tried. Read them as "
         "attributes of a module in forward."
     )

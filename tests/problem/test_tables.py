@@ -110,23 +110,24 @@ def test_rows_of_one_length_need_no_mask_and_label_means_labels():
         ),
         (
             Stream(),
-            "Expected a datasets.Dataset but got IterableDataset, which can be read once. Pass "
+            "Expected a datasets.Dataset but got IterableDataset, which can be read only once. Pass "
             "datasets.Dataset.from_list(list(data)).",
         ),
         (
             Table([{"text": "a", "labels": 1}]),
-            "Expected columns of numbers but got others in text. Pass data.remove_columns(['text']).",
+            "Expected columns of numbers but these hold something else: text. Pass "
+            "data.remove_columns(['text']).",
         ),
         (
             Table([{"input_ids": [1] * length, "labels": [1] * length} for length in (2, 3)]),
             "Expected sequences of one length in the column 'input_ids', or a column 'attention_mask' that "
-            "tells what is padding, but there is neither. Pad when tokenising: tokenizer(text, "
+            "marks padding, but there is neither. Pad when tokenising: tokenizer(text, "
             "padding=True).",
         ),
         (
             Table([{"pixel_values": torch.ones(3, size, size), "labels": 1} for size in (2, 3)]),
-            "Expected entries of one shape in the column 'pixel_values' but got [3, 2, 2], [3, 3, 3]. Bring "
-            "them to one shape with data.map(...), or pass a DataLoader with a collate_fn of your own.",
+            "Expected entries of one shape in the column 'pixel_values' but got [3, 2, 2], [3, 3, 3]. Give "
+            "them one shape with data.map(...), or pass a DataLoader with your own collate_fn.",
         ),
         (
             Table([]),

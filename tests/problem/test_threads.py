@@ -19,9 +19,9 @@ from untouched import untouched
 
 MEASURES = ["hessian_trace", "pac_bayes_flatness"]
 REFUSED = (
-    "Expected a model that nothing else is measuring but another thread is measuring this Sequential, or a "
-    "model that shares parts with it. Wait for it to end, or give each thread a copy, made beforehand with "
-    "copy.deepcopy(model)."
+    "Another thread is already measuring this Sequential, or "
+    "a model that shares parts with it. Wait until it has finished, or give each thread its own copy, made "
+    "beforehand with copy.deepcopy(model)."
 )
 
 

@@ -13,7 +13,7 @@ from property.test_entry_points import ENTRY_POINTS
 from untouched import refusal, untouched
 
 UNWEIGHTED = (
-    "Expected targets that count but all {} samples weigh 0: every target is ignored, or its class has "
+    "No target counts: all {} samples weigh 0: every target is ignored, or its class has "
     "weight 0. Check ignore_index and the class weights of the loss."
 )
 
@@ -162,9 +162,9 @@ class Squeezing(nn.Module):
 def test_a_model_that_cannot_run_on_one_sample_is_refused_in_words():
     model, data = Squeezing(), (torch.randn(6, 4), torch.arange(6) % 2)
     assert refusal(ModelError, model, data) == (
-        "Expected a model that runs on one sample as it does on several but on a single sample it "
-        "raises IndexError: Dimension out of range (expected to be in range of [-1, 0], but got 1). A "
-        "squeeze() without dim drops the batch, too: write squeeze(-1), for example."
+        "The model runs on several samples, but on a single sample "
+        "it raises IndexError: Dimension out of range (expected to be in range of [-1, 0], but got 1). A "
+        "squeeze() without dim also drops the batch dimension: write squeeze(-1), for example."
     )
 
 

@@ -147,13 +147,13 @@ def test_reports_on_different_things_are_refused(meta, message):
 
 
 def test_labels_paired_alike_compare_however_that_is_known():
-    reasons = "as in the model's own loss", "the model's class says so"
+    reasons = "as in the model's own loss", "according to the model's class"
     reports = [report(1.0, meta={"options": {}, "alignment": f"labels shifted by one: {r}"}) for r in reasons]
     assert flatness.compare(*reports).notes == ()
     # An earlier version paired them too, and did not say how.
     assert (
-        "not every report recorded how outputs and labels are paired: this is taken to be the same; measure "
-        "again to be sure"
+        "not every report recorded how outputs and labels are paired; this is assumed to be the same; "
+        "measure again to be sure"
     ) in flatness.compare(report(1.0), reports[0]).notes
 
 
@@ -279,8 +279,8 @@ def test_sums_over_other_layers_are_left_out_in_words():
 def test_reports_without_options_are_compared_with_a_word():
     old = report(Result("sam_sharpness", "network", 1.0))
     assert flatness.compare(old, old).notes == (
-        "not every report recorded the options of sam_sharpness: they are taken to be the same; measure "
-        "again to be sure",
+        "not every report recorded the options of sam_sharpness: they are assumed to be the same; "
+        "measure again to be sure",
     )
     # Nothing to say where there are no options to differ in.
     assert flatness.compare(report(1.0), report(2.0)).notes == ()
@@ -302,8 +302,8 @@ def test_reports_without_options_are_compared_with_a_word():
 def test_training_losses_that_differ_are_warned_of(a, b, said):
     notes = flatness.compare(report(1.0, meta={"risk": a}), report(2.0, meta={"risk": b})).notes
     expected = (
-        f"{said}: curvature falls with the loss whatever the minimum is like, so flatter may only mean "
-        "trained further; normalized_sharpness takes most of that out"
+        f"{said}: curvature falls with the loss whatever the minimum is like, so flatter may only "
+        "mean trained for longer; normalized_sharpness removes most of this effect"
     )
     assert notes == ((expected,) if said else ())
 
@@ -312,7 +312,7 @@ def test_other_architectures_are_warned_of():
     notes = flatness.compare(
         report(1.0, meta={"parameters": {"fc0": [1]}}), report(2.0, meta={"parameters": {"fc0": [2]}})
     ).notes
-    assert notes == ("the networks have different parameters: their values are on different scales",)
+    assert notes == ("the networks have different parameters, so their values are on different scales",)
 
 
 # Errors
@@ -327,7 +327,7 @@ def test_errors_of_the_data_count(stderr, data_stderr, z):
     comparison = flatness.compare(a, b)
     assert comparison.to_frame().z.tolist() == pytest.approx([z])
     assert comparison.notes == (
-        "errors include that of the data; both sides share the samples, so it is rather too large",
+        "errors include that of the data; both sides share the samples, so it is probably too large",
     )
 
 
@@ -345,15 +345,17 @@ def test_exact_values_differ_beyond_their_samples_only_if_the_data_say_so():
 def test_a_data_error_of_one_side_alone_is_pointed_out():
     comparison = flatness.compare(report(1.0), report(2.0, data_stderr=0.5))
     assert comparison.to_frame().z.tolist() == [-2.0]
-    assert comparison.notes == ("not every network of A was measured with data_stderr: errors are too small",)
+    assert comparison.notes == (
+        "not every network of A was measured with data_stderr, so the errors are too small",
+    )
 
 
 def test_measures_without_an_error_of_the_data_are_named():
     ascent = Result("sam_sharpness", "network", 2.0)
     a, b = (report(v, ascent, data_stderr=0.5, meta={"options": {}}) for v in (1.0, 2.0))
     assert flatness.compare(a, b).notes == (
-        "errors include that of the data, except for sam_sharpness; both sides share the samples, so it is "
-        "rather too large",
+        "errors include that of the data, except for sam_sharpness; both sides share the samples, so "
+        "it is probably too large",
     )
 
 
@@ -394,9 +396,9 @@ def test_a_measure_that_some_reports_lack_is_left_out_with_a_note():
         (("a", "b", "c"), "Expected two names, such as names=('small', 'large'), but got ('a', 'b', 'c')."),
         (
             ("equal", "b"),
-            "Expected names that cannot be taken for a verdict but got 'equal'. Pass names=.",
+            "Expected names that cannot be mistaken for a verdict but got 'equal'. Pass names=.",
         ),
-        (("a", ""), "Expected names that cannot be taken for a verdict but got ''. Pass names=."),
+        (("a", ""), "Expected names that cannot be mistaken for a verdict but got ''. Pass names=."),
     ],
 )
 def test_names_that_no_table_could_show_are_refused(names, message):
@@ -457,7 +459,7 @@ def test_one_network_against_several_spreads_as_they_do():
     assert row.z == pytest.approx(t)
     assert row.df == pytest.approx(3)
     assert row.p_value == pytest.approx(2 * stats.t.sf(abs(t), 3))
-    assert comparison.notes == ("A is a single network: its spread is taken to be that of the others",)
+    assert comparison.notes == ("A is a single network: it is assumed to vary as much as the others",)
     mirrored = flatness.compare(seeds(*b), seeds(1.5)).to_frame().iloc[0]
     assert (mirrored.z, mirrored.df) == pytest.approx((-row.z, row.df))
 

@@ -25,7 +25,7 @@ from flatness.zoo.data.idx import read_idx
 
 MIB = 2**20
 LIFT = (
-    "on the disk. If you know where it comes from, set the environment variable FLATNESS_MAX_UNPACKED, for "
+    "on disk. If you trust its source, set the environment variable FLATNESS_MAX_UNPACKED, for "
     "example to 64G."
 )
 
@@ -48,8 +48,8 @@ def test_a_bound_is_the_larger_of_a_size_and_fifty_times_the_file(tmp_path, monk
     with pytest.raises(OptionError) as caught:
         unpacked_limit(path, 10)
     assert str(caught.value) == (
-        "Expected FLATNESS_MAX_UNPACKED to be a number of bytes, perhaps with K, M, G or T behind, but got "
-        "'much'."
+        "Expected FLATNESS_MAX_UNPACKED to be a number of bytes, optionally followed by K, M, G or T, but "
+        "got 'much'."
     )
 
 
@@ -64,8 +64,8 @@ def test_an_archive_of_a_study_that_swells(tmp_path, monkeypatch, read):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert str(caught.value) == (
-        f"Expected an archive of a usual size but {path} unpacks to more than the 1.0 MiB that are allowed "
-        f"for {size(path)} {LIFT}"
+        f"Expected an archive of a usual size but {path} unpacks to more than the 1.0 MiB allowed for "
+        f"a file of {size(path)} {LIFT}"
     )
     assert peak < 8 * MIB
     monkeypatch.setenv(VARIABLE, "17M")
@@ -80,8 +80,8 @@ def test_images_whose_header_asks_for_much(tmp_path):
     with pytest.raises(DataError) as caught:
         read_idx(path, 3)
     assert str(caught.value) == (
-        f"Expected {path} to be of a usual size, but it unpacks to more than the 1.0 GiB that are allowed "
-        f"for {size(path)} {LIFT}"
+        f"Expected {path} to be of a usual size, but it unpacks to more than the 1.0 GiB allowed for "
+        f"a file of {size(path)} {LIFT}"
     )
     plain = tmp_path / "images"
     plain.write_bytes(header + bytes(1000))
@@ -110,8 +110,8 @@ def test_an_archive_with_a_header_that_swells(tmp_path, monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert str(caught.value) == (
-        f"Expected {path} to be of a usual size, but it unpacks to more than the 2.0 MiB that are allowed "
-        f"for {size(path)} {LIFT}"
+        f"Expected {path} to be of a usual size, but it unpacks to more than the 2.0 MiB allowed for "
+        f"a file of {size(path)} {LIFT}"
     )
     assert peak < 16 * MIB
 
@@ -180,8 +180,8 @@ def test_an_array_that_swells(tmp_path, monkeypatch):
     with pytest.raises(DataError) as caught:
         load(path)
     assert str(caught.value) == (
-        f"Expected 'x' in {path} to be of a usual size, but it unpacks to more than the 1.0 MiB that are "
-        f"allowed for {size(path)} {LIFT}"
+        f"Expected 'x' in {path} to be of a usual size, but it unpacks to more than the 1.0 MiB allowed "
+        f"for a file of {size(path)} {LIFT}"
     )
     assert len(load(path, limit=100)) == 100
     monkeypatch.setenv(VARIABLE, "4M")
@@ -202,8 +202,8 @@ def test_a_checkpoint_that_was_compressed(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(path)
     assert str(caught.value) == (
-        f"Expected a checkpoint of a usual size but {path} unpacks to more than the 1.0 MiB that are allowed "
-        f"for {size(path)} {LIFT}"
+        f"Expected a checkpoint of a usual size but {path} unpacks to more than the 1.0 MiB allowed for "
+        f"a file of {size(path)} {LIFT}"
     )
 
 
@@ -225,7 +225,7 @@ def test_a_landscape_that_swells_or_lacks_something(tmp_path, monkeypatch):
         with pytest.raises(ReportError) as caught:
             Line.load(path)
     assert str(caught.value) == (
-        f"Expected a line of a usual size but {path} unpacks to more than the 1.0 MiB that are allowed for "
+        f"Expected a line of a usual size but {path} unpacks to more than the 1.0 MiB allowed for a file of "
         f"{size(path)} {LIFT}"
     )
     with np.load(path) as held:

@@ -142,7 +142,7 @@ def test_a_layers_factor_is_made_up_for_by_the_keys():
         rescale(model, x, factors={"attn.q": 2.0, "attn.k": 3.0})
     assert str(error.value) == (
         "Expected factors that leave the function as it is but got 3 for attn.k, where the other factors "
-        "allow only 0.5. Leave 'attn.k' out to have it worked out."
+        "allow only 0.5. Leave 'attn.k' out to have it computed."
     )
 
 

@@ -14,8 +14,8 @@ from flatness.symmetry.rewriting.rescaling import rescale
 from transformer_models import Compute
 
 ELSEWHERE = (
-    "otherwise it treats other values in another way than the example (a branch, an index or a rounding that "
-    "depends on values): leave this kind out, or rescale a part of the network only."
+    "otherwise it treats other values differently from the example (a branch, an index or a rounding "
+    "depends on values): leave this kind out, or rescale only a part of the network."
 )
 
 
@@ -91,8 +91,8 @@ class Ends(nn.Module):
 
 
 NOTE = (
-    "compared the networks on the example only, also in another order, as the model does not run on random "
-    "inputs like it (every row needs an end)"
+    "the networks were compared on the example only (also in another order), since the model does not run on "
+    "similar random inputs (every row needs an end)"
 )
 
 

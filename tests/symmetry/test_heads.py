@@ -261,10 +261,10 @@ def refused(model, x, error, **arguments):
 def test_a_network_without_attention_is_told_what_was_looked_for():
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     assert refused(model, torch.randn(2, 4), ModelError) == (
-        "Expected a network with attention for kind='attention' but found none in Sequential. What is looked "
-        "for: scaled_dot_product_attention (as in nn.MultiheadAttention), or a product of two values, a "
-        "softmax and a product with a third value. Print flatness.symmetries(model, example) for what may be "
-        "rescaled."
+        "Expected a network with attention for kind='attention' but found none in Sequential. What is "
+        "recognised: scaled_dot_product_attention (as in nn.MultiheadAttention), or a product of two values, "
+        "a softmax and a product with a third value. Print flatness.symmetries(model, example) for what may "
+        "be rescaled."
     )
 
 

@@ -150,8 +150,8 @@ def test_a_part_of_the_data_is_enough_and_said():
         report = checked(model, data, measures="weight_norm", samples=10, trials=1)
         assert report.meta["samples"] == 10
         assert report.notes == (
-            "measured on the first 10 samples: an invariance holds for every data set or for none; "
-            "samples= takes more",
+            "measured on the first 10 samples: an invariance holds for every data set or "
+            "for none; samples= uses more",
         )
     for samples in (40, 100, None):
         report = checked(model, (x, y), measures="weight_norm", samples=samples, trials=1)
@@ -168,7 +168,7 @@ def test_kinds_that_a_network_does_not_allow_are_noted():
     assert report.notes == (
         "no output rewriting: Expected logits that can be scaled by the parameters of the last layer but in "
         "Sequential they cannot: "
-        "log_softmax in out is not positively homogeneous. Leave a final softmax to the loss.",
+        "log_softmax in out is not positively homogeneous. Leave the final softmax to the loss.",
     )
 
 
@@ -256,9 +256,9 @@ def test_the_model_comes_back_as_it_was():
         (
             {"weight_decay": 0.1},
             OptionError,
-            "Expected weight_decay=0 but got 0.1: a penalty on the weights notices every rescaling, so that "
-            "no measure with it is "
-            "invariant. Leave it out.",
+            "Expected weight_decay=0 but got 0.1: with a penalty on the weights no measure is "
+            "invariant, because rescaling "
+            "changes the penalty. Leave it out.",
         ),
         ({"trials": 0}, OptionError, "Expected trials to be a positive integer but got 0."),
         ({"trials": True}, OptionError, "Expected trials to be a positive integer but got True."),
@@ -309,7 +309,7 @@ def test_values_that_are_zero_throughout_are_said_to_show_nothing():
     report = checked(model.eval(), data, measures="weight_norm", trials=1, kinds="layerwise")
     layers = [name for name, module in model.named_modules() if hasattr(module, "weight")]
     places = ", ".join(f"weight_norm ({place})" for place in [*layers, "network"])
-    assert report.notes == (f"0 before and after, which shows nothing: {places}",)
+    assert report.notes == (f"0 before and after, which proves nothing: {places}",)
 
 
 def test_every_rewritten_network_counts_in_one_bar(monkeypatch):

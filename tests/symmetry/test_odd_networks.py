@@ -397,7 +397,7 @@ REASONS = {
     "index_put": ("fc1", "index_put is not known to keep channels apart"),
     "branch on the input": (
         "other",
-        "Python code reads the data (bool()), so that other data may take another way",
+        "Python code reads the data (bool()), so other data may take another path",
     ),
     "embedding of argmax": ("gate", "argmax turns it into whole numbers"),
     "float() beside it": ("fc1", "Python code reads its values (float())"),

@@ -317,7 +317,7 @@ def test_a_softmax_inside_the_model_has_no_logits_to_scale():
     assert str(raised.value) == (
         "Expected logits that can be scaled by the parameters of the last layer but in Sequential they "
         "cannot: log_softmax in out is not "
-        "positively homogeneous. Leave a final softmax to the loss."
+        "positively homogeneous. Leave the final softmax to the loss."
     )
 
 
@@ -479,14 +479,14 @@ def test_whatever_is_found_in_a_random_network_leaves_its_function_as_it_is(mode
             OptionError,
             "Expected factors that leave the function as it is but got 3 for fc3, where the other factors "
             "allow only 0.05 (the network's "
-            "output). Leave 'fc3' out to have it worked out.",
+            "output). Leave 'fc3' out to have it computed.",
         ),
         (
             {"factors": {"fc3": [1.0, 2.0, 1.0]}, "kind": "neuronwise"},
             OptionError,
             "Expected factors that leave the function as it is but got 2 for unit 1 of fc3, where the other "
             "factors allow only 1 (the "
-            "network's output). Leave 'fc3' out to have it worked out.",
+            "network's output). Leave 'fc3' out to have it computed.",
         ),
         (
             {"factors": {"fc1": [0, 1, 2]}, "kind": "permutation"},
@@ -554,7 +554,7 @@ def test_outputs_that_do_not_agree_are_refused():
     assert rest.split(" ", 1)[1] == (
         "of their size, more than rounding (1e-08 in float64). Convert the model with model.double() if it "
         "is badly conditioned; otherwise "
-        "an operator in it does not do what its name says, or the rewriting itself is wrong."
+        "an operator does not do what its name says, or the rewriting itself is wrong."
     )
 
 

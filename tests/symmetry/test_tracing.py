@@ -120,13 +120,13 @@ def test_examples_that_say_nothing_are_refused():
     with pytest.raises(ModelError) as raised:
         symmetries(model, torch.randn(0, 4))
     assert message(raised) == (
-        "Expected an example of at least one sample but got float32[0, 4], for which the model puts out "
-        "nothing (float32[0, 3]). Pass one sample or more."
+        "Expected an example of at least one sample but got float32[0, 4], for which the model "
+        "returns nothing (float32[0, 3]). Pass at least one sample."
     )
     with pytest.raises(ModelError) as raised:
         symmetries(model, torch.full((2, 4), float("nan")))
     assert message(raised) == (
-        "Expected finite outputs but the model puts out NaN or infinity for the example, float32[2, 4]. Look "
+        "Expected finite outputs but the model returns NaN or infinity for the example, float32[2, 4]. Look "
         "for NaN in the example, or for weights that overflow."
     )
 
@@ -162,9 +162,10 @@ def test_computing_outside_of_torch_is_refused():
     with pytest.raises(ModelError) as raised:
         symmetries(model, torch.randn(2, 4))
     assert message(raised) == (
-        "Expected a forward pass made of torch operations but the output of Formula was computed where they "
-        "cannot be followed (TorchScript, "
-        "numpy, another library). Pass the eager torch model, or wrap only the torch part of it."
+        "Expected a forward pass made of torch operations but the output of Formula was computed where "
+        "torch operations cannot be followed "
+        "(TorchScript, numpy, another library). Pass the eager torch model, or wrap only the torch part of "
+        "it."
     )
 
 
@@ -202,10 +203,10 @@ def test_where_recording_breaks_is_said():
     with pytest.raises(ModelError) as raised:
         symmetries(Formula(picky), torch.randn(2, 4))
     assert message(raised) == (
-        "Expected a forward pass whose calls into torch can be recorded but Formula after relu stopped with "
+        "Expected a forward pass whose calls to torch can be recorded but Formula after relu stopped with "
         "RuntimeError: no modes, please. "
-        "The model runs when nothing is recorded: replace that part by plain torch operations, or check the "
-        "part of the model before it."
+        "The model runs when nothing is recorded: replace that part with plain torch operations, or check "
+        "only the part of the model before it."
     )
 
 

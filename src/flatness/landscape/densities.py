@@ -256,6 +256,7 @@ def _weights(problem: Problem, wanted: Any) -> dict[str, str]:
     unknown = unknown_layers(model, layers) if everything else []
     if unknown:
         problem.notes.append(
-            f"not a supported layer and left out: {listed(unknown)}; flatness.register_layer can teach it"
+            f"left out, because the layer type is not supported: {listed(unknown)}; flatness.register_layer "
+            f"adds support"
         )
     return weights

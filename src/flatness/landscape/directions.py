@@ -154,7 +154,7 @@ def _notes(model: nn.Module, direction: Mapping[str, Tensor]) -> list[str]:
     frozen = [name for name in moved if not parameters[name].requires_grad]
     notes = [f"not moved: {listed(still)}"] if still else []
     if frozen:
-        notes.append(f"frozen (requires_grad=False) and moved like all others: {listed(frozen, 4)}")
+        notes.append(f"frozen (requires_grad=False) but moved like the others: {listed(frozen, 4)}")
     return notes
 
 

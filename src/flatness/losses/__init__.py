@@ -127,7 +127,7 @@ def _from_module(module: nn.Module) -> Loss:
     reduction = getattr(module, "reduction", None)
     if reduction == "sum":
         raise LossError(
-            "Expected a loss with reduction 'mean', as the risk is a mean over samples, but got "
+            "Expected a loss with reduction 'mean', since the risk is a mean over samples, but got "
             f"{name}(reduction='sum'). Write {name}(reduction='mean'), or pass a function of "
             "(output, target) that returns one loss per sample."
         )
@@ -138,8 +138,9 @@ def _from_module(module: nn.Module) -> Loss:
     trainable = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
     if trainable:
         raise LossError(
-            f"Expected a loss without trainable parameters, as no measure would see them, but got {name} "
-            f"with {listed(trainable)}. Move them into the model, or freeze them with requires_grad_(False)."
+            f"Expected a loss without trainable parameters, since no measure would include them, but got "
+            f"{name} with {listed(trainable)}. Move them into the model, or freeze them with "
+            f"requires_grad_(False)."
         )
     if reduction not in ("mean", "none", "batchmean") or not _takes_two(module.forward):
         raise _unreadable(name)

@@ -157,7 +157,7 @@ def counted(normaliser: Tensor | float, samples: int | None = None) -> float:
     if C == 0:
         all_samples = "all samples weigh" if samples is None else f"all {samples} samples weigh"
         raise DataError(
-            f"Expected targets that count but {all_samples} 0: every target is ignored, or its class has "
+            f"No target counts: {all_samples} 0: every target is ignored, or its class has "
             "weight 0. Check ignore_index and the class weights of the loss."
         )
     return C

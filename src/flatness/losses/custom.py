@@ -179,7 +179,7 @@ class CustomLoss(Loss):
     def _not_finite(self, index: tuple[int, ...]) -> LossError:
         return LossError(
             f"Expected {self.name} to have finite second derivatives but got NaN or infinity for "
-            f"{place(index, 1)}. Smooth it where it has none, such as a square root at 0."
+            f"{place(index, 1)}. Smooth it where it has none, such as at the 0 of a square root."
         )
 
     def _row(self, entry: Tensor, logits: Tensor) -> Tensor:

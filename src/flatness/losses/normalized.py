@@ -16,8 +16,8 @@ from flatness.losses.signs import Signs
 from flatness.losses.softmax import CrossEntropy, softmax_factors, softmax_probe
 
 _INSTEAD = (
-    "Use another loss; measures that bring this one along, such as normalized_sharpness, take yours with the "
-    "option loss='same'."
+    "Use another loss; measures that always use this one, such as normalized_sharpness, use yours with "
+    "the option loss='same'."
 )
 # Probabilities are often stored with two or three digits.
 _ROUNDED = 0.02
@@ -45,14 +45,14 @@ class NormalizedCrossEntropy(CrossEntropy):
         """Lay out as cross-entropy does; refuse two classes, where f/σ is ±1 whatever f."""
         if torch.is_tensor(output) and output.dim() == 2 and output.shape[1] == 1:
             raise DataError(
-                "Expected at least 3 classes, as normalized cross-entropy compares the logits of classes, "
-                f"but got outputs of shape {tuple(output.shape)}. {_INSTEAD}"
+                "Expected at least 3 classes, since normalized cross-entropy compares the "
+                f"logits of classes, but got outputs of shape {tuple(output.shape)}. {_INSTEAD}"
             )
         items = super().lay_out(output, target)
         if items.logits.shape[2] < 3:
             raise DataError(
-                "Expected at least 3 classes, as normalized cross-entropy of 2 is piecewise constant, "
-                f"but got outputs of shape {items.shape}. {_INSTEAD}"
+                "Expected at least 3 classes, since normalized cross-entropy of 2 classes is "
+                f"piecewise constant, but got outputs of shape {items.shape}. {_INSTEAD}"
             )
         return items
 

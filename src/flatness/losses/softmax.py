@@ -49,7 +49,8 @@ class CrossEntropy(Loss):
             )
         if not 0.0 <= label_smoothing <= 1.0:
             raise LossError(
-                f"Expected label_smoothing between 0 and 1 but got {label_smoothing}. Write 0.1, say."
+                f"Expected label_smoothing between 0 and 1 but got {label_smoothing}. For example "
+                f"label_smoothing=0.1."
             )
         self.weight = None if weight is None else weight.detach()
         self.ignore_index = ignore_index
@@ -188,7 +189,7 @@ class CrossEntropy(Loss):
             skip = f"mark targets to skip with {self.ignore_index}"
             widen = f"give the model {value + 1} outputs"
             return DataError(
-                f"Expected class indices from 0 to {K - 1}, as the model has {K} outputs, but got {value} "
+                f"Expected class indices from 0 to {K - 1}, since the model has {K} outputs, but got {value} "
                 f"for {place(index, T)}. Number the classes from 0, or {skip if value < 0 else widen}."
             )
 

@@ -211,8 +211,8 @@ def _read(path: Path) -> dict[str, Any]:
         )
     if CHECKSUM not in content or not intact(content):
         raise DataError(
-            f"Expected statistics as they were saved but {path} has changed since, on the disk or on the way "
-            "here. Copy it again, or measure this part again."
+            f"Expected statistics as they were saved, but {path} has changed since, on the disk or on the "
+            "way here. Copy it again, or measure this part again."
         )
     return content
 
@@ -227,7 +227,8 @@ def _check_same(files: list[Path], contents: list[dict[str, Any]]) -> None:
             if facts.get(what) != first.get(what):
                 raise DataError(
                     f"Expected parts of one measurement but {path} and {files[0]} differ in their {what}: "
-                    f"{_short(facts.get(what))} and {_short(first.get(what))}. Measure all parts alike."
+                    f"{_short(facts.get(what))} and {_short(first.get(what))}. Measure all parts in the same "
+                    f"way."
                 )
 
 
@@ -262,8 +263,8 @@ def _check_once(files: list[Path], contents: list[dict[str, Any]]) -> None:
         key = path.resolve() if code == "0" else (code, meta["samples"])
         if key in seen:
             raise DataError(
-                f"Expected every part of the data once but {path} and {seen[key]} hold the same samples. "
-                "Leave one out, or give each job its own part."
+                f"Expected every part of the data once, but {path} and {seen[key]} hold the same "
+                "samples. Leave one out, or give each job its own part."
             )
         seen[key] = path
 
@@ -351,7 +352,7 @@ def _notes(parts: Sequence[Mapping[str, Any]], run: Run) -> tuple[str, ...]:
     notes = [f"merged from {len(parts)} parts of {listed(samples, 20)} samples"]
     if run.scatter and run.scatter.folds and len({meta["seed"] for meta in metas}) < len(parts):
         notes.append(
-            "some parts were sampled with the same seed, so that their errors go together; the standard "
-            "errors count that. Give every job a seed of its own for smaller ones"
+            "some parts were sampled with the same seed, so their errors are correlated; the "
+            "standard errors account for that. For smaller errors give every job its own seed"
         )
     return tuple(dict.fromkeys([*notes, *(note for part in parts for note in part["notes"])]))

@@ -58,8 +58,8 @@ def _next(size: int, ratio: float) -> int:
 def _described(report: Report, population: int) -> Report:
     drawn = report.meta["samples"]
     note = (
-        f"measured on a random {drawn:,} of {population:,} samples; standard errors count which of them were "
-        "drawn, and values are estimates for all"
+        f"measured on a random {drawn:,} of {population:,} samples; values are estimates for all of them, "
+        "and standard errors include the choice of samples"
     )
     return replace(report, meta={**report.meta, "population": population}, notes=(*report.notes, note))
 
@@ -73,5 +73,5 @@ def _check(samples: Any, statistics_to: Any) -> None:
     if statistics_to is not None:
         raise OptionError(
             "Expected samples=None with statistics_to=, which keeps the sums of a part of the data, but got "
-            f"samples={samples!r}. Give every job a random part of its own instead."
+            f"samples={samples!r}. Give every job its own random part instead."
         )

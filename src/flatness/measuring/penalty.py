@@ -132,8 +132,8 @@ def _differentiable(name: str | Measure) -> Measure:
         return measure
     known = [each.name for each in measures() if _has_gradient(each)]
     raise MeasureError(
-        "Expected a measure whose layer values follow from one pass, as these have a cheap gradient, "
-        f"but got {measure.name!r}. Use {listed(known)}."
+        "Expected a measure whose layer values follow from one pass, since only these have a cheap "
+        f"gradient, but got {measure.name!r}. Use {listed(known)}."
     )
 
 
@@ -150,7 +150,7 @@ def _check_loss(loss: Loss) -> None:
         raise LossError(
             "Expected a loss whose second derivatives have a closed form, 'cross_entropy', 'nll', 'mse', "
             f"'squared_error' or 'bce', but got {loss.name!r}. Pass one of these as loss= of the penalty; it "
-            "need not be the loss that you train with."
+            "need not be the loss you train with."
         )
 
 
@@ -168,8 +168,8 @@ def _check_gradients(model: nn.Module) -> None:
     if not torch.is_grad_enabled():
         off = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
         raise DifferentiabilityError(
-            f"Expected gradients to be recorded but {off} is on, under which a penalty has none. Call it "
-            "outside, or use flatness.measure for the value alone."
+            f"Expected gradients to be recorded but {off} is on, which leaves a penalty without a "
+            "gradient. Call it outside, or use flatness.measure for the value alone."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise DifferentiabilityError(

@@ -114,7 +114,7 @@ def shares(problem: Problem) -> dict[str, Any]:
     counts = [samples for samples, _ in parts]
     note = f"summed over {len(parts)} processes with {', '.join(map(str, counts))} samples"
     if len({code for _, code in parts}) == 1:
-        note += ", all of them the same: pass each process its own part of the data"
+        note += ", which are all the same: give each process its own part of the data"
     problem.notes.append(note)
     return {"processes": len(parts), "data_fingerprint": joint_fingerprint(code for _, code in parts)}
 

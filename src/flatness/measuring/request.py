@@ -52,8 +52,8 @@ class MeasureRequest:
             )
         if not hasattr(self.max_passes, "__index__") or self.max_passes < 2:
             raise OptionError(
-                f"Expected max_passes to be an integer of at least 2 but got {self.max_passes!r}. Two probes "
-                "of each sample are the fewest that have a standard error."
+                f"Expected max_passes to be an integer of at least 2 but got {self.max_passes!r}. A "
+                "standard error needs at least two probes per sample."
             )
 
     @property

@@ -221,9 +221,9 @@ def _silent_layers(outline: Outline, results: list[Result]) -> list[str]:
     if not silent or len(silent) == len(largest):
         return []
     return [
-        f"0 at {len(silent)} of {len(largest)} layers ({listed(silent, 4)}): what they put out does not "
+        f"0 at {len(silent)} of {len(largest)} layers ({listed(silent, 4)}): their output does not "
         "reach the loss, as behind a norm layer whose weight is 0 (residual blocks are often initialised "
-        "so), or units that are active for no sample"
+        "that way), or units that are inactive for every sample"
     ]
 
 
@@ -253,7 +253,7 @@ def missed_precision(outline: Outline, run: Run, results: list[Result]) -> list[
     reached = f"{worst.stderr / size:.2g}" if size else "a value of 0"
     part = "" if run.gauss_newton is None else " (or of its Gauss-Newton part, if that is larger)"
     used_up = run.probes > _USED_UP * most
-    advice = "The pilot underestimated the noise: ask for a smaller precision"
+    advice = "The pilot run underestimated the noise: ask for a smaller precision"
     if run.groups is not None and run.groups.population is not None:
         used_up, advice = False, f"Raise samples, now {run.statistics.samples}, or pass samples='enough'"
     return [
@@ -333,7 +333,7 @@ def _of_population(row: Result, error: float, left: float, known: bool) -> Resul
         known: Whether the row is a function of sums over samples.
     """
     if not known:
-        return replace(row, notes=(*row.notes, "of these samples, without an error for the choice of them"))
+        return replace(row, notes=(*row.notes, "for these samples only; the choice of samples adds no error"))
     chosen = left * max(0.0, error**2 - row.stderr**2)
     method = "sampled" if chosen else row.method
     return replace(row, stderr=math.sqrt(row.stderr**2 + chosen), method=method)

@@ -183,6 +183,6 @@ def bias_note(deviations: Tensor) -> tuple[str, ...]:
     if not error or abs(bias) < 0.5 * error:
         return ()
     return (
-        f"not linear in what was sampled: for that reason alone it is off by about {abs(bias):.2g}, which "
-        "the standard error covers",
+        f"not linear in what was sampled: this alone biases it by about {abs(bias):.2g}, which "
+        "the standard error includes",
     )

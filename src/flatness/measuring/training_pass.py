@@ -151,15 +151,15 @@ def _check_call(use: Use, call: LiveCall, n: int) -> None:
     view, kind = use.view, type(use.view.module).__name__
     if not (is_familiar(view) or view.explains(call.x.detach(), call.z.detach(), n)):
         raise LayerError(
-            f"Expected {use.name!r} to compute WΦ + b but this {kind} returned something else: it has a "
-            "forward of its own, or a hook on its output. Pass layers= without it, or describe it with "
+            f"Expected {use.name!r} to compute WΦ + b but this {kind} returned something else: it has "
+            "its own forward, or a hook on its output. Pass layers= without it, or describe it with "
             "flatness.register_layer."
         )
     if type(view).matrix is not Layer.matrix:
         raise LayerError(
-            f"Expected {type(view).__name__} to say by arranged() how a weight becomes W but it overrides "
-            "matrix(), which has no gradient. Call that method arranged(self, weight), and write weight for "
-            "self.weight.detach()."
+            f"Expected {type(view).__name__} to define arranged(), which turns a weight into W, but it "
+            "overrides matrix(), which has no gradient. Call that method arranged(self, weight), and write "
+            "weight for self.weight.detach()."
         )
     if call.x._version != call.x_version:
         raise LayerError(

@@ -61,13 +61,14 @@ def _by_name(model: nn.Module, batch: Mapping[str, Any]) -> Alignment:
     """Causal language models of transformers predict the next token: their labels are the tokens."""
     kinds = [kind for kind in type(model).__mro__ if kind.__module__.split(".")[0] == "transformers"]
     if any(kind.__name__.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
-        return Alignment(shift=1, known_by="the model's class says so")
+        return Alignment(shift=1, known_by="according to the model's class")
     inputs = [name for name, value in batch.items() if name != "labels" and _is(value, batch["labels"])]
     if not inputs:
         return Alignment()
     return Alignment(
-        note=f"labels are {inputs[0]} itself and were not shifted, as the model returns no loss of its own: "
-        "if it predicts the next token, pass a forward= that returns (output[:, :-1], batch['labels'][:, 1:])"
+        note=f"labels are {inputs[0]} itself and were not shifted, since the model returns no loss of "
+        "its own: if it predicts the next token, pass a forward= that returns (output[:, :-1], "
+        "batch['labels'][:, 1:])"
     )
 
 
@@ -85,16 +86,16 @@ def _chosen(own: OwnLoss, labels: Tensor, loss: Loss) -> Alignment:
     risks = {name: _risks(each, fitting, own.logits, labels) for name, each in losses.items()}
     if any(risks.values()) and not own.value.isfinite():
         raise LossError(
-            f"Expected a finite loss from the model itself but got {own}: it does not tell which output "
-            f"predicts which label. Put samples first whose labels count (-100 does not), {_OR_SAY}"
+            f"Expected a finite loss from the model itself but got {own}, which does not show which "
+            f"output predicts which label. Put samples whose labels count (-100 does not) first, {_OR_SAY}"
         )
     for name, found in risks.items():
         same = [alignment for alignment, risk in found.items() if own.equals(*risk)]
         if len(same) > 1:
             raise LossError(
                 "Expected one way of pairing outputs and labels to give the model's own loss, "
-                f"{own}, but got it for {name} both with labels shifted by one and with labels not shifted. "
-                f"Put samples first on which they differ, {_OR_SAY}"
+                f"{own}, but got it for {name} both with labels shifted by one and with labels "
+                f"not shifted. Put samples on which they differ first, {_OR_SAY}"
             )
         if same:
             return _agreed(own, same[0], name, loss)
@@ -109,7 +110,7 @@ def _agreed(own: OwnLoss, alignment: Alignment, name: str, loss: Loss) -> Alignm
             f"Expected to measure the model's own loss, {own}, which is {name}, but got loss={str(loss)!r}. "
             f"Pass loss={name!r}, {_OR_SAY}"
         )
-    note = f"measured with {loss}; the loss that the model returns by itself is {name}" if other else ""
+    note = f"measured with {loss}; the model's own loss is {name}" if other else ""
     return replace(alignment, known_by="as in the model's own loss", note=note)
 
 
@@ -124,7 +125,7 @@ def _unlike(own: OwnLoss, fitting: list[Alignment], loss: Loss, risks: dict[Alig
             "the loss that the model computes, with its class weights or label smoothing, as loss=, "
             f"{_OR_SAY}"
         )
-    note = f"measured with {loss}, which is not the loss that the model returns by itself"
+    note = f"measured with {loss}, which is not the model's own loss"
     return replace(fitting[0], known_by="no other fits the shapes", note=note)
 
 

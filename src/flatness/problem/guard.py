@@ -147,8 +147,8 @@ class Guard(Kept):
 def changing_weights(names: list[str]) -> ModelError:
     """The error about parameters that keep changing."""
     return ModelError(
-        "Expected weights that stay as they are while the model runs, or that its first pass brings to where "
-        f"they stay, but {listed(names)} changed later on. Move the change out of forward, or write it as "
+        "Expected weights that stay as they are while the model runs, or that settle after its "
+        f"first pass, but {listed(names)} changed later on. Move the change out of forward, or write it as "
         "a parametrization (torch.nn.utils.parametrize), which derivatives go through."
     )
 
@@ -158,9 +158,9 @@ def refuse_measured(model: nn.Module) -> None:
     others = [ids for thread, ids in list(Kept._at_work.values()) if thread != threading.get_ident()]
     if others and not frozenset().union(*others).isdisjoint(_parts_of(model)):
         raise ModelError(
-            "Expected a model that nothing else is measuring but another thread is measuring this "
-            f"{type(model).__name__}, or a model that shares parts with it. Wait for it to end, or give each "
-            "thread a copy, made beforehand with copy.deepcopy(model)."
+            "Another thread is already measuring this "
+            f"{type(model).__name__}, or a model that shares parts with it. Wait until it has finished, or "
+            "give each thread its own copy, made beforehand with copy.deepcopy(model)."
         )
 
 

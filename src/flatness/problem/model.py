@@ -83,13 +83,13 @@ def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
     )
     _refuse(
         [name for name, value in held if hasattr(value, "full_tensor")],
-        "Expected whole parameters but got sharded ones (DTensor): {}. Gather them into an unsharded copy of "
-        "the model and measure that.",
+        "Expected whole parameters but got sharded ones (DTensor): {}. Gather them in an unsharded copy "
+        "of the model and measure that.",
     )
     _refuse(
         [f"{name} ({value.dtype})" for name, value in held if not value.is_floating_point()],
         "Expected real floating-point parameters but got {}. Second derivatives of complex or integer "
-        "parameters are not defined here; dequantise or use a real model.",
+        "parameters are not defined here; dequantise the model or use a real one.",
     )
 
 
@@ -97,8 +97,8 @@ def _check_batch_norm(model: nn.Module) -> None:
     norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     _refuse(
         [name for name, module in norms if module.running_mean is None],
-        "Expected batch norm with running statistics but got none in {}: there each sample's output depends "
-        "on its batch, and a loss per sample does not exist. Train with track_running_stats=True, or set "
+        "Expected batch norm with running statistics but got none in {}: each sample's output depends "
+        "on its batch, so there is no loss per sample. Train with track_running_stats=True, or set "
         "running_mean and running_var.",
     )
 
@@ -157,7 +157,7 @@ def converted(model: nn.Module, device: torch.device | None, dtype: torch.dtype 
             duplicate = copy.deepcopy(model)
     except Exception as error:
         raise ModelError(
-            "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got: "
+            "Expected a model that copy.deepcopy can copy, since device= and dtype= work on a copy, but got: "
             f"{error}. Convert the model yourself and leave device and dtype out."
         ) from error
     return duplicate.to(device=device, dtype=dtype)
@@ -181,7 +181,7 @@ def _check_own_forward(model: nn.Module) -> None:
     own = [(name, vars(module).get("forward")) for name, module in model.named_modules()]
     _refuse(
         [name for name, forward in own if isinstance(forward, FunctionType) and _knows_modules(forward)],
-        "Expected a model that copy.deepcopy can copy, as device= and dtype= work on a copy, but got a "
+        "Expected a model that copy.deepcopy can copy, since device= and dtype= work on a copy, but got a "
         "function in place of the forward of {}, which would run the original. Convert the model yourself "
         "and leave device and dtype out.",
     )

@@ -215,7 +215,7 @@ class Problem:
         if output.shape[:1] != (n,):
             raise ModelError(
                 f"Expected one output row per sample, {n} here, but got outputs of shape "
-                f"{list(output.shape)}. Pass forward= to lay inputs and outputs out with samples first."
+                f"{list(output.shape)}. Pass forward= to arrange inputs and outputs with samples first."
             )
         if output.is_floating_point() and output.dtype != self.dtype:
             # Some networks in half precision return their outputs in single; engines compute in one type.
@@ -291,7 +291,7 @@ class Problem:
             self.micro_batch = before  # another step may take less
             raise
         if self.micro_batch < before:
-            self.notes.append(f"out of memory: went on with micro-batches of {self.micro_batch}")
+            self.notes.append(f"out of memory: continued with micro-batches of {self.micro_batch}")
 
     def _pass(self, step: Callable[[Any], None], label: str, first: int | None) -> None:
         seen, length = 0, self.micro_batch
@@ -349,8 +349,8 @@ class Problem:
 def tf32_note(device: torch.device, dtype: torch.dtype) -> str:
     """What to say where the user asks for TF32."""
     if device.type != "cuda" or dtype != torch.float32:
-        return f"tf32=True changes nothing for {dtype} on {device.type}: it is for torch.float32 on a GPU"
-    return "matrix products and convolutions in TF32: about three digits, also of what is called exact"
+        return f"tf32=True has no effect for {dtype} on {device.type}: it applies to torch.float32 on a GPU"
+    return "matrix products and convolutions in TF32: about three digits, even for values called exact"
 
 
 _PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

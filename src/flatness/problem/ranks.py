@@ -56,8 +56,8 @@ def _together() -> Iterator[None]:
         reason = (str(error).splitlines() or [""])[0]
         raise ProcessError(
             f"Expected all {dist.get_world_size()} processes to measure together but one did not answer: "
-            f"{reason}. It has ended, or never called this: inside flatness.separately() a process "
-            "measures alone."
+            f"{reason}. It has ended or never made this call. Inside flatness.separately() "
+            "a process measures alone."
         ) from error
 
 
@@ -134,6 +134,6 @@ class Ranks:
                 if others.get(name) != value:
                     raise ProcessError(
                         f"Expected the same {name} in every process but got {value} in process 0 and "
-                        f"{others.get(name)} in process {rank}. Give all processes the same model and "
-                        "arguments, and each its own part of the data."
+                        f"{others.get(name)} in process {rank}. Give all processes the same "
+                        "model and arguments, and each process its own part of the data."
                     )

@@ -124,9 +124,10 @@ class Source:
     def _check(self, seen: int, code: int, met_first: bool) -> None:
         if not met_first:
             raise DataError(
-                "Expected the data to begin anew on every iteration but the sample that came first was not "
-                "seen again. Pass data that can be iterated more than once, and whose samples stay the "
-                "same: a DataLoader without random augmentation, a pair of tensors, or list(batches)."
+                "Expected the data to start again on every iteration, but the first "
+                "sample was not seen again. Pass data that can be iterated repeatedly and whose "
+                "samples stay the same: a DataLoader without random augmentation, a pair of tensors, or "
+                "list(batches)."
             )
         if self.samples is None:
             if seen == 0:
@@ -208,7 +209,7 @@ def _reiterable(data: Any) -> Any:
         raise DataError(
             "Expected a DataLoader, a pair of tensors, a dict of tensors or an iterable of batches but got "
             f"{describe(data)}. For example flatness.measure(model, (inputs, targets)) with two tensors; "
-            "torch.as_tensor makes one of an array, flatness.data.load a data set by name."
+            "torch.as_tensor converts an array, flatness.data.load loads a data set by name."
         )
     return data
 
@@ -265,7 +266,8 @@ def check_second_reading(loader: DataLoader) -> None:
         raise DataError(
             f"Expected the same samples whenever the data are read but the first {sum(map(size_of, first))}, "
             f"read twice, {change}. Measure without random augmentation: switch off random crops, flips, "
-            "noise and mixing in the data set and its collation, or pass list(loader), which draws them once."
+            "noise and mixing in the data set and its collation, or pass list(loader), which draws the "
+            "samples once."
         )
 
 
@@ -308,7 +310,7 @@ def _change(batch: Any, again: Any) -> str | None:
     largest = 0.0
     for one, other in zip(tensors_in(batch), tensors_in(again), strict=False):
         if one.shape != other.shape:
-            return "have other shapes"
+            return "have different shapes"
         changed = (one != other) & ((one == one) | (other == other))
         if bool(changed.any()):
             kind = torch.complex128 if one.is_complex() else torch.float64

@@ -82,9 +82,9 @@ def refuse_read_elsewhere(output: Tensor, parameters: Mapping[str, nn.Parameter]
     odd = [name for name, slope in zip(parameters, found, strict=True) if slope is not None]
     if odd:
         raise ModelError(
-            f"Expected parameters that the model reads from its modules but it has {listed(odd)} from "
-            "elsewhere, such as a variable around a function, so that no other value can be tried. Read them "
-            "as attributes of a module in forward."
+            f"Expected parameters that the model reads from its modules, but it reads {listed(odd)} from "
+            "elsewhere, such as a variable of an enclosing function, so no other value can be tried. Read "
+            "them as attributes of a module in forward."
         )
 
 

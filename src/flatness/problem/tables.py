@@ -36,15 +36,15 @@ class Table:
             )
         if not hasattr(dataset, "__getitem__"):
             raise DataError(
-                f"Expected a datasets.Dataset but got {type(dataset).__name__}, which can be read once. Pass "
-                "datasets.Dataset.from_list(list(data))."
+                f"Expected a datasets.Dataset but got {type(dataset).__name__}, which can be read only once. "
+                "Pass datasets.Dataset.from_list(list(data))."
             )
         self.dataset = dataset.with_format("torch")
         rows = self.dataset[:1]
         words = [name for name, values in rows.items() if not all(isinstance(one, Tensor) for one in values)]
         if words:
             raise DataError(
-                f"Expected columns of numbers but got others in {listed(words)}. Pass "
+                f"Expected columns of numbers but these hold something else: {listed(words)}. Pass "
                 f"data.remove_columns({words!r})."
             )
 
@@ -64,13 +64,13 @@ class Table:
         if any(value.dim() != 1 for value in values):
             shapes = listed(dict.fromkeys(str(list(value.shape)) for value in values), 3)
             raise DataError(
-                f"Expected entries of one shape in the column {name!r} but got {shapes}. Bring them to one "
-                "shape with data.map(...), or pass a DataLoader with a collate_fn of your own."
+                f"Expected entries of one shape in the column {name!r} but got {shapes}. Give them one "
+                "shape with data.map(...), or pass a DataLoader with your own collate_fn."
             )
         if "attention_mask" not in rows:
             raise DataError(
                 f"Expected sequences of one length in the column {name!r}, or a column 'attention_mask' that "
-                "tells what is padding, but there is neither. Pad when tokenising: tokenizer(text, "
+                "marks padding, but there is neither. Pad when tokenising: tokenizer(text, "
                 "padding=True)."
             )
         labels = _renamed(name, rows) == "labels"

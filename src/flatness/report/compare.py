@@ -128,7 +128,7 @@ def _checked_names(names: Any) -> tuple[str, str]:
     taken = next((name for name in names if name in VERDICTS), None)
     if taken is not None:
         raise ReportError(
-            f"Expected names that cannot be taken for a verdict but got {taken!r}. Pass names=."
+            f"Expected names that cannot be mistaken for a verdict but got {taken!r}. Pass names=."
         )
     return first, second
 
@@ -258,13 +258,13 @@ def _warnings(sides: _Sides, kept: Sequence[Address]) -> list[str]:
     """What to beware of in the values that are compared."""
     found = _similar_risks(sides)
     if _have_different_parameters(sides.reports):
-        found.append("the networks have different parameters: their values are on different scales")
+        found.append("the networks have different parameters, so their values are on different scales")
     if any(map(_is_old, sides.reports)):
         found += _unrecorded(sides.reports, kept)
     found += _data_errors(sides, kept)
     if (len(sides.a) == 1) != (len(sides.b) == 1):
         single = sides.names[0 if len(sides.a) == 1 else 1]
-        found.append(f"{single} is a single network: its spread is taken to be that of the others")
+        found.append(f"{single} is a single network: it is assumed to vary as much as the others")
     if not all(math.isfinite(rows[key].value) for rows in sides.rows for key in kept):
         found.append("values that are not finite are undecided")
     return found
@@ -272,14 +272,14 @@ def _warnings(sides: _Sides, kept: Sequence[Address]) -> list[str]:
 
 def _unrecorded(reports: Sequence[Report], kept: Sequence[Address]) -> list[str]:
     """What reports of earlier versions do not know."""
-    taken = "taken to be the same; measure again to be sure"
+    taken = "assumed to be the same; measure again to be sure"
     measures = [(name, known_measure(name)) for name in dict.fromkeys(key[0] for key in kept)]
     taking = [name for name, measure in measures if measure is not None and measure.options]
     found = []
     if taking:
         found.append(f"not every report recorded the options of {listed(taking)}: they are {taken}")
     if any(_alignment(report) for report in reports):
-        found.append(f"not every report recorded how outputs and labels are paired: this is {taken}")
+        found.append(f"not every report recorded how outputs and labels are paired; this is {taken}")
     return found
 
 
@@ -292,11 +292,13 @@ def _data_errors(sides: _Sides, kept: Sequence[Address]) -> list[str]:
     without = [name for name, half in zip(sides.names, halves, strict=True) if not all(half)]
     if without:
         whose = " and ".join(without)
-        return [f"not every network of {whose} was measured with data_stderr: errors are too small"]
+        return [f"not every network of {whose} was measured with data_stderr, so the errors are too small"]
     measures = {key[0] for key in set.intersection(*known)}
     others = [name for name in dict.fromkeys(key[0] for key in kept) if name not in measures]
     but = f", except for {listed(others)}" if others else ""
-    return [f"errors include that of the data{but}; both sides share the samples, so it is rather too large"]
+    return [
+        f"errors include that of the data{but}; both sides share the samples, so it is probably too large"
+    ]
 
 
 def _similar_risks(sides: _Sides) -> list[str]:
@@ -309,8 +311,9 @@ def _similar_risks(sides: _Sides) -> list[str]:
     times = f" by a factor of {large / small:.3g}" if a * b > 0 else ""
     shown = ", ".join(f"{name} {risk:.4g}" for name, risk in zip(sides.names, risks, strict=True))
     return [
-        f"the training losses differ{times} ({shown}): curvature falls with the loss whatever the minimum is "
-        "like, so flatter may only mean trained further; normalized_sharpness takes most of that out"
+        f"the training losses differ{times} ({shown}): curvature falls with the loss whatever the minimum "
+        "is like, so flatter may only mean trained for longer; normalized_sharpness removes most of this "
+        "effect"
     ]
 
 

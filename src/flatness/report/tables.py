@@ -213,9 +213,9 @@ def format_report(report: Any, width: int) -> str:
     if any(not row.converged for row in report.results):
         eigenvalues = all(row.method == "exact" for row in report.results if not row.converged)
         parts.append(
-            "* an eigenvalue iteration did not meet its tolerance: see report.result(...).residual"
+            "* an eigenvalue iteration did not reach its tolerance: see report.result(...).residual"
             if eigenvalues
-            else "* a search or an iteration did not arrive: see report.result(...).notes"
+            else "* a search or an iteration did not converge: see report.result(...).notes"
         )
     notes = [textwrap.fill(f"note: {note}", width, subsequent_indent="      ") for note in report.notes]
     parts.append("\n".join(notes))

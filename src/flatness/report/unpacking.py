@@ -65,7 +65,7 @@ def unpacked_limit(path: str | os.PathLike[str], least: int = GIB) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?B)?", said.strip(), re.IGNORECASE)
     if found is None:
         raise OptionError(
-            f"Expected {VARIABLE} to be a number of bytes, perhaps with K, M, G or T behind, but got "
+            f"Expected {VARIABLE} to be a number of bytes, optionally followed by K, M, G or T, but got "
             f"{said!r}."
         )
     # What is on the disk as it is has not been packed at all.
@@ -81,8 +81,8 @@ def check_unpacked(path: str | os.PathLike[str], size: int, least: int = GIB) ->
     limit = unpacked_limit(path, least)
     if size > limit:
         raise TooLargeError(
-            f"unpacks to more than the {_words(limit)} that are allowed for {_words(os.path.getsize(path))} "
-            f"on the disk. If you know where it comes from, set the environment variable {VARIABLE}, for "
+            f"unpacks to more than the {_words(limit)} allowed for a file of {_words(os.path.getsize(path))} "
+            f"on disk. If you trust its source, set the environment variable {VARIABLE}, for "
             "example to 64G"
         )
 

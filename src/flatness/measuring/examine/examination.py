@@ -29,10 +29,12 @@ from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
 
 _SAMPLES = (8, 4, 2, 1)
-_CUT_OFF = "no gradient reaches it (torch.no_grad, detach or reentrant checkpointing in the forward pass)"
+_CUT_OFF = "no gradient reaches it (the forward pass uses torch.no_grad, detach or reentrant checkpointing)"
 # Only the math kernel of fused attention has this operator.
 _FUSED = "SafeSoftmax"
-_MATH_ATTENTION = "attention runs as its math kernel, which has second derivatives; fused kernels have none"
+_MATH_ATTENTION = (
+    "attention is computed by torch's math kernel, because the fused kernels have no second derivatives"
+)
 
 
 def examine(problem: Problem, *, last_only: bool = False) -> Examined:
@@ -165,8 +167,8 @@ def _send_back(problem: Problem, run: Examined, views: Mapping[str, View], last_
     """Send one signal back, so that what cannot be differentiated is known before any data is read."""
     if not run.items.logits.requires_grad:
         raise ModelError(
-            "Expected an output that can be differentiated but the forward pass runs under torch.no_grad or "
-            "detaches it. Take that out of the model's code: measuring needs the graph."
+            "Expected an output that can be differentiated, but the forward pass runs under torch.no_grad "
+            "or detaches it. Remove that from the model's code: measuring needs the graph."
         )
     reached, found = [name for name in run.recorded if name in run.graph.reached], _SentBack()
     last = [name for name in reached if is_layer(views[name])][-1:]
@@ -175,9 +177,9 @@ def _send_back(problem: Problem, run: Examined, views: Mapping[str, View], last_
         found.differentiate(run, sorted(only))
         if again.calls:
             raise ModelError(
-                "Expected layers that run in the forward pass only but the backward pass runs them again: "
-                "activation checkpointing. Switch it off in the model and measure again; memory is kept by "
-                "smaller micro-batches here."
+                "The backward pass runs the layers again, as activation checkpointing "
+                "does, so they cannot be recorded. Switch it off in the model and measure again; "
+                "smaller micro-batches save memory here."
             )
     return found
 

@@ -143,14 +143,17 @@ def _left_out(model: nn.Module, examined: Examined, misread: list[str]) -> Itera
     """What to say of layers that are not measured, and which these are."""
     not_called = [name for name in examined.layers if name not in examined.recorded]
     unused = [name for name in not_called if examined.records[name].unused]
-    teach = "flatness.register_layer can teach it"
-    yield "never called in the forward pass and left out: {}", unused
+    teach = "flatness.register_layer adds support"
+    yield "left out, because the forward pass never calls them: {}", unused
     yield (
-        "their weights are used without calling them, and they are left out: {}",
+        "left out, because their weights are used without calling the layer: {}",
         [name for name in not_called if name not in unused],
     )
-    yield f"compute something else than their class says and are left out: {{}}; {teach}", misread
-    yield f"not a supported layer and left out: {{}}; {teach}", _unknown(model, examined, misread)
+    yield f"left out, because their forward is not that of their class: {{}}; {teach}", misread
+    yield (
+        f"left out, because the layer type is not supported: {{}}; {teach}",
+        _unknown(model, examined, misread),
+    )
 
 
 def _otherwise(model: nn.Module, examined: Examined) -> Iterator[tuple[str, list[str]]]:
@@ -163,7 +166,7 @@ def _otherwise(model: nn.Module, examined: Examined) -> Iterator[tuple[str, list
 def frozen_note(model: nn.Module) -> list[str]:
     """What to say where frozen parameters are measured."""
     frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
-    return [f"frozen (requires_grad=False) and measured like all others: {listed(frozen, 4)}"] * bool(frozen)
+    return [f"frozen (requires_grad=False) but measured like the others: {listed(frozen, 4)}"] * bool(frozen)
 
 
 def _unknown(model: nn.Module, examined: Examined, misread: Collection[str]) -> list[str]:

@@ -23,9 +23,9 @@ from flatness.problem.problem import Problem
 # Largest accepted changes of an output, relative to the largest output. Kernels differ between batch sizes.
 _SAME_BATCH = 1e-4
 _OTHER_BATCH = 1e-2
-_TRY = "Try it on one batch yourself, or say how to use a batch with forward=."
+_TRY = "Try it on one batch yourself, or pass forward= to say how to use a batch."
 _TYPES = (
-    "It turns autocast on, which is off while measuring: let it cast to the type of its weights, "
+    "It turns autocast on, which is switched off while measuring: cast to the type of the weights, "
     "x.to(weight.dtype), or pass dtype=torch.float32."
 )
 
@@ -54,8 +54,8 @@ def settled_run(problem: Problem, example: Any) -> Items:
     if again:
         raise changing_weights(again)
     problem.notes.append(
-        f"forward passes write to {listed(names)}: measured at the weights that they leave, without "
-        "derivatives of the writing, and restored"
+        f"forward passes write to {listed(names)}: measured at the weights they leave behind, "
+        "without derivatives of that update, then restored"
     )
     return items
 
@@ -155,9 +155,9 @@ def _sample_alone(problem: Problem, example: Any, at: int) -> Tensor:
         if isinstance(error, RuntimeError) and ran_out(error):
             raise
         raise ModelError(
-            "Expected a model that runs on one sample as it does on several but on a single sample it "
-            f"raises {type(error).__name__}: {error}. A squeeze() without dim drops the batch, too: write "
-            "squeeze(-1), for example."
+            "The model runs on several samples, but on a single "
+            f"sample it raises {type(error).__name__}: {error}. A squeeze() without dim also drops the batch "
+            "dimension: write squeeze(-1), for example."
         ) from error
 
 

@@ -39,7 +39,7 @@ def check_twice(examined: Examined, edges: list[Any]) -> None:
     without = once_differentiable(output)
     if without:
         raise DifferentiabilityError(
-            f"Expected operators that can be differentiated twice but {listed(without)} is not one. Write "
+            f"Expected operators that can be differentiated twice but {listed(without)} is not. Write "
             f"its backward with differentiable operations, {_INSTEAD}"
         )
     try:
@@ -85,6 +85,6 @@ def hidden_curvature(problem: Problem, examined: Examined) -> list[str]:
         return []
     return [
         f"second derivatives through {listed(operators)} are not those of the network: a Hessian product "
-        f"differs by {off:.0%} from differences of gradients, so that its backward hides a part, or "
-        "replaces the derivative on purpose. curvature='finite_differences' rests on first derivatives"
+        f"differs by {off:.0%} from differences of gradients, so its backward hides a part "
+        "or replaces the derivative on purpose. curvature='finite_differences' rests on first derivatives"
     ]

@@ -110,7 +110,7 @@ def _selected_layers(
     if not examined.layers:
         raise LayerError(
             f"Expected at least one supported layer ({SUPPORTED}) but "
-            f"{type(problem.model).__name__} has none. Teach the library yours with flatness.register_layer."
+            f"{type(problem.model).__name__} has none. Add support for yours with flatness.register_layer."
         )
     if not examined.called:
         raise LayerError(
@@ -121,7 +121,7 @@ def _selected_layers(
     for name in select_layers(examined.layers, examined.called, layers, last=examined.last, modules=kinds):
         same = kept.setdefault(_weight_key(problem, examined, name), name)
         if same != name:
-            notes.append(f"{name} has the weight of {same} and is measured under that name")
+            notes.append(f"{name} shares the weight of {same} and is measured under that name")
     return list(kept.values())
 
 
@@ -154,9 +154,9 @@ def _refuse_made_weights(problem: Problem, examined: Examined, names: list[str])
     made = [name for name in curved if own_parameter(problem.model, examined.layers[name]) is None]
     if made:
         raise NotExactError(
-            "Expected layers whose weight is a parameter, as finite differences move it, but the weight of "
-            f"{listed(made)} is made from others. Remove the parametrisation, which leaves its weight in "
-            "place (torch.nn.utils.parametrize.remove_parametrizations), and measure again."
+            "Expected layers whose weight is a parameter, since finite differences move it, but the weight "
+            f"of {listed(made)} is made from others. Remove the parametrisation, which keeps the weight "
+            "as it is (torch.nn.utils.parametrize.remove_parametrizations), and measure again."
         )
 
 

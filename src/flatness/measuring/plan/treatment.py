@@ -233,7 +233,7 @@ def output_directions(problem: Problem, examined: Examined, method: str) -> int:
 
 def _exact_reason(examined: Examined, name: str, curvature: str) -> str:
     if examined.records[name].idle:
-        return "the output does not depend on it: no curvature"
+        return "the output does not depend on it, so it has no curvature"
     if curvature == "gauss_newton":
         return "Gauss-Newton part, as asked"
     if name == examined.last:
@@ -269,7 +269,7 @@ def refuse(examined: Examined, names: list[str]) -> None:
     instead = f": pass {', or '.join(advice)}." if advice else "."
     raise NotExactError(
         f"Expected layers whose curvature can be found but got {listed(reasons, separator='; ')}. No method "
-        f"measures these{instead}"
+        f"can measure these{instead}"
     )
 
 

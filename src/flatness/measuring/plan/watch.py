@@ -20,7 +20,7 @@ from flatness.network.layers import own_parameters
 from flatness.problem.problem import Problem
 
 _PATH = "Expected every batch to take the same path through the network but "
-_NEEDED = "Exact curvature needs a path that does not depend on the data."
+_NEEDED = "Exact curvature requires a path that does not depend on the data."
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Watch:
             z = call.z
             if z is None or z._version != call.version or not _same_up_to_shifts(route, z, logits.detach()):
                 raise NotExactError(
-                    f"{_PATH}on a later one something follows {name!r}, which was last for the first "
-                    f"samples. {_NEEDED}"
+                    f"{_PATH}on a later one something follows {name!r}, which was the last "
+                    f"layer for the first samples. {_NEEDED}"
                 )
         self._calls.clear()
 
@@ -171,7 +171,7 @@ class Watch:
 def _refuse_call(name: str, *_: object) -> None:
     raise LayerError(
         f"{_PATH}a later one calls {name!r}, which the first samples did not. Name the layers to "
-        "measure with layers=, without those used now and then."
+        "measure with layers=, leaving out those that are used only sometimes."
     )
 
 

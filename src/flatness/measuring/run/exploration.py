@@ -122,4 +122,4 @@ class _Exploration:
             kind = error.kind if isinstance(error, ProcessError) else type(error).__name__
             if not allowed or kind not in [one.__name__ for one in _WITHOUT]:
                 raise
-            self.notes.append(f"left out for the network: {listed(names)}. {error}")
+            self.notes.append(f"not computed for the whole network: {listed(names)}. {error}")

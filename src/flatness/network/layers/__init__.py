@@ -70,8 +70,7 @@ def register_layer(module_type: type[nn.Module], view: type[Layer]) -> None:
         )
     if not (isinstance(view, type) and issubclass(view, Layer)):
         raise LayerError(
-            f"Expected a subclass of flatness.Layer but got {view!r}. Derive a class that says what W, Φ and "
-            "δ are."
+            f"Expected a subclass of flatness.Layer but got {view!r}. Derive a class that defines W, Φ and δ."
         )
     _VIEWS[module_type] = view
 
@@ -162,8 +161,8 @@ def _trainable(available: Mapping[str, Layer], called: list[str]) -> list[str]:
     if not found:
         raise LayerError(
             "Expected layers that are trained but every layer that runs is frozen (requires_grad=False): "
-            f"{listed(called, 6)}. Leave layers= out to measure them all the same, or unfreeze what was "
-            "trained: PEFT loads adapters frozen unless from_pretrained gets is_trainable=True."
+            f"{listed(called, 6)}. Leave layers= out to measure them anyway, or unfreeze "
+            "what was trained: PEFT loads adapters frozen unless from_pretrained gets is_trainable=True."
         )
     return found
 

@@ -148,8 +148,8 @@ class _Original:
         self._options = {**options, "measures": found}
         if cut:
             notes.append(
-                f"measured on the first {samples} samples: an invariance holds for every data set or for "
-                "none; samples= takes more"
+                f"measured on the first {samples} samples: an invariance holds for every data "
+                "set or for none; samples= uses more"
             )
 
         def forward(network: nn.Module, batch: Any) -> Any:
@@ -250,7 +250,7 @@ def _zero_values(rows: Iterable[InvarianceRow]) -> list[str]:
     """A note on values that are 0 throughout: no factor could move them, so that they show nothing."""
     zero = [row for row in rows if row.level != "unit" and not any((row.value, *row.values))]
     names = dict.fromkeys(f"{row.measure} ({row.layer or 'network'})" for row in zero)
-    return [f"0 before and after, which shows nothing: {listed(names, 6)}"] if names else []
+    return [f"0 before and after, which proves nothing: {listed(names, 6)}"] if names else []
 
 
 def _checked_kinds(kinds: str | Iterable[str]) -> list[str]:
@@ -284,7 +284,7 @@ def _check_numbers(trials: int, samples: int | None, weight_decay: float) -> Non
         raise OptionError(f"Expected samples to be a positive integer or None but got {samples!r}.")
     if weight_decay != 0:
         raise OptionError(
-            f"Expected weight_decay=0 but got {weight_decay!r}: a penalty on the weights notices every "
-            "rescaling, so that no measure with it "
-            "is invariant. Leave it out."
+            f"Expected weight_decay=0 but got {weight_decay!r}: with a penalty on the weights "
+            "no measure is invariant, because rescaling "
+            "changes the penalty. Leave it out."
         )

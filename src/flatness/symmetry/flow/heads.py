@@ -1,6 +1,6 @@
 """Heads of attention whose channels may be mixed by a matrix, and why others may not.
 
-In a head queries and keys meet only in products ⟨q, k⟩, so that (q, k) → (Aᵀq, A⁻¹k) changes nothing for any
+In a head queries and keys meet only in products ⟨q, k⟩, so that (q, k) → (Aᵀq, A⁻¹k) has no effect for any
 invertible A; values only pass to the output projection, so that v → Bv may be undone there. Channel scales
 are the diagonal part of that. It holds where every operator between the projections treats the channels of a
 head alike. Rotary embeddings turn channels in pairs and leave a scaled rotation of each pair.

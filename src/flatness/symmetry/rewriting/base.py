@@ -342,5 +342,5 @@ def _contradiction(found: Symmetries, name: str, where: str, value: float, force
     why = f" ({fixed[0].reasons[0]})" if fixed else ""
     return OptionError(
         f"Expected factors that leave the function as it is but got {value:g} for {where}, where the other "
-        f"factors allow only {forced:g}{why}. Leave {name!r} out to have it worked out."
+        f"factors allow only {forced:g}{why}. Leave {name!r} out to have it computed."
     )

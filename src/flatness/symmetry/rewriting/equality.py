@@ -25,10 +25,10 @@ _EXAMPLE, _NEW, _SHUFFLED, _DATA = (
     " on the example in another order",
     " on the measured data",
 )
-_ADVICE = "an operator in it does not do what its name says, or the rewriting itself is wrong"
+_ADVICE = "an operator does not do what its name says, or the rewriting itself is wrong"
 _ADVICE_ELSEWHERE = (
-    "it treats other values in another way than the example (a branch, an index or a rounding that depends "
-    "on values): leave this kind out, or rescale a part of the network only"
+    "it treats other values differently from the example (a branch, an index or a rounding depends "
+    "on values): leave this kind out, or rescale only a part of the network"
 )
 
 
@@ -81,15 +81,15 @@ class Comparison:
         generator = torch.Generator().manual_seed(0)
         found = []
         for _ in range(max(2, min(_BATCHES, _SAMPLES // samples))):
-            inputs, output, reason = inputs_like(example, generator), None, "it puts out NaN or infinity"
+            inputs, output, reason = inputs_like(example, generator), None, "it returns NaN or infinity"
             try:
                 output = self._output(self._model, inputs)
             except ModelError as error:
                 reason = first_line(error.__cause__ or error)
             if output is None or not bool(output.isfinite().all()):
                 self.notes.append(
-                    "compared the networks on the example only, also in another order, as the model does not "
-                    f"run on random inputs like it ({reason})"
+                    "the networks were compared on the example only (also in another order), since "
+                    f"the model does not run on similar random inputs ({reason})"
                 )
                 shuffled = batches.picked(example, torch.randperm(samples, generator=generator))
                 return [(_SHUFFLED, shuffled, self._output(self._model, shuffled))]

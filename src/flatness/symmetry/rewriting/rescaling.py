@@ -158,7 +158,7 @@ def vertical_directions(
     """
     if not isinstance(found, Symmetries):
         raise OptionError(
-            f"Expected what flatness.symmetries returned but got {type(found).__name__}. Write "
+            f"Expected the result of flatness.symmetries but got {type(found).__name__}. Write "
             "flatness.vertical_directions(model, flatness.symmetries(model, example))."
         )
     scalings = {name: one for name in KINDS if issubclass(one := kind_named(name), ChannelScaling)}

@@ -95,9 +95,9 @@ def _stopped(where: str, example: Any, recorder: Recorder | None, error: Excepti
         )
     after = f" after {recorder.calls[-1]}" if recorder.calls else ""
     return ModelError(
-        f"Expected a forward pass whose calls into torch can be recorded but {where}{after} stopped with "
-        f"{what}. The model runs when nothing is recorded: replace that part by plain torch operations, or "
-        "check the part of the model before it."
+        f"Expected a forward pass whose calls to torch can be recorded but {where}{after} stopped with "
+        f"{what}. The model runs when nothing is recorded: replace that part with plain torch operations, "
+        "or check only the part of the model before it."
     )
 
 
@@ -130,8 +130,8 @@ def trace(model: nn.Module, example: Any, forward: Forward) -> Trace:
     if known is None or known.kind == "constant":
         raise ModelError(
             f"Expected a forward pass made of torch operations but the output of {type(model).__name__} was "
-            "computed where they cannot be followed (TorchScript, numpy, another library). Pass the eager "
-            "torch model, or wrap only the torch part of it."
+            "computed where torch operations cannot be followed (TorchScript, numpy, another library). Pass "
+            "the eager torch model, or wrap only the torch part of it."
         )
     shapes = {name: tuple(value.shape) for name, value in [*model.named_parameters(), *model.named_buffers()]}
     return Trace(recorder.values, recorder.calls, known, type(model).__name__, shapes)
@@ -150,12 +150,12 @@ def _check_values(output: Tensor, example: Any) -> None:
     """Refuse examples that say nothing about the model."""
     if output.numel() == 0:
         raise ModelError(
-            f"Expected an example of at least one sample but got {describe(example)}, for which the model "
-            f"puts out nothing ({describe(output)}). Pass one sample or more."
+            f"Expected an example of at least one sample but got {describe(example)}, for which the "
+            f"model returns nothing ({describe(output)}). Pass at least one sample."
         )
     if output.is_floating_point() and not bool(output.isfinite().all()):
         raise ModelError(
-            f"Expected finite outputs but the model puts out NaN or infinity for the example, "
+            f"Expected finite outputs but the model returns NaN or infinity for the example, "
             f"{describe(example)}. Look for NaN in the example, or for weights that overflow."
         )
 
@@ -181,7 +181,7 @@ def way_through(trace: Trace) -> str | None:
     for call in trace.calls:
         given = [data[value] for value in call.operands() if value in data]
         if given and _is_read(call) and (any(given) or not trace.complete):
-            return f"Python code reads the data ({call}), so that other data may take another way"
+            return f"Python code reads the data ({call}), so other data may take another path"
         data |= _made_of(given, call.outputs)
     return None
 

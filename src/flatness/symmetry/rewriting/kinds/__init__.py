@@ -33,7 +33,9 @@ def kind_named(name: str) -> type[Rescaling]:
     called = name.title().replace("_", "")
     kind = getattr(module, called, None)
     if kind is None:
-        raise OptionError(f"Expected a class {called} in {module.__name__} but there is none. Call it so.")
+        raise OptionError(
+            f"Expected a class {called} in {module.__name__} but there is none. Rename the class."
+        )
     if inspect.isabstract(kind):
         raise OptionError(
             f"Expected a complete kind of rewriting but {called} in {module.__name__} lacks "

@@ -49,7 +49,7 @@ class Attention(Rescaling):
         if not found.attention.calls:
             raise ModelError(
                 f"Expected a network with attention for kind='attention' but found none in {found.model}. "
-                f"What is looked for: {LOOKED_FOR}. Print flatness.symmetries(model, example) for what may "
+                f"What is recognised: {LOOKED_FOR}. Print flatness.symmetries(model, example) for what may "
                 "be rescaled."
             )
         if not found.attention.heads:

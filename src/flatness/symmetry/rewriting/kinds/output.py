@@ -53,7 +53,7 @@ class Output(Scaling):
             why = listed(freed.reasons, 3) or "no parameter acts on them alone"
             raise ModelError(
                 "Expected logits that can be scaled by the parameters of the last layer but in "
-                f"{found.model} they cannot: {why}. Leave a final softmax to the loss."
+                f"{found.model} they cannot: {why}. Leave the final softmax to the loss."
             )
         return freed
 
