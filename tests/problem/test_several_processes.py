@@ -285,7 +285,7 @@ def test_a_process_that_ends_ends_the_others_in_words(tmp_path, monkeypatch):
     alone = rows(flatness.measure(network(), data(), progress=False))
     assert together == {key: pytest.approx(value, rel=1e-6) for key, value in alone.items()}
     assert message.startswith("Expected all 2 processes to measure together but one did not answer: ")
-    assert message.endswith("inside flatness.separately() a process measures alone.")
+    assert message.endswith("Inside flatness.separately() a process measures alone.")
 
 
 def test_without_a_group_there_is_one_process():

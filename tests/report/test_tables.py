@@ -102,7 +102,7 @@ def test_what_did_not_converge_is_marked():
     row = Result("layer_flatness", "layer", 2.0, layer="fc1", converged=False)
     text = format_report(Report((row,)), 80)
     assert "2.000*" in text
-    assert "* an eigenvalue iteration did not meet its tolerance" in text
+    assert "* an eigenvalue iteration did not reach its tolerance" in text
 
 
 def test_the_terminal_shows_a_result_as_a_sentence():

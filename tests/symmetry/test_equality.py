@@ -99,7 +99,7 @@ NOTE = (
 def test_a_model_that_does_not_run_on_random_inputs_is_compared_on_the_example_with_a_warning():
     torch.manual_seed(0)
     model, x = Ends().double(), torch.tensor([[1, 2, 9], [4, 9, 0]])
-    with pytest.warns(UserWarning, match="compared the networks") as warned:
+    with pytest.warns(UserWarning, match="compared on the example only") as warned:
         changed = rescale(model, x, "neuronwise")
     assert [str(warning.message) for warning in warned] == [f"flatness.rescale {NOTE}"]
     other = torch.tensor([[5, 9, 3], [8, 8, 9], [9, 9, 9]])
