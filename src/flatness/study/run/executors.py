@@ -184,7 +184,10 @@ def execute(
         jobs: Processes at a time.
         do: What does a task; it can be called in another process.
     """
-    if executor == "local" and min(jobs, len(tasks)) <= 1:
+    if not tasks:
+        return
+    jobs = min(jobs, len(tasks))
+    if executor == "local" and jobs == 1:
         yield from (do(task, orders) for task in tasks)
         return
     from joblib import Parallel, delayed, parallel_config

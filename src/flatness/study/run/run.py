@@ -168,18 +168,27 @@ def _all_done(
 def _networks_done(
     planned: Sequence[Sequence[Configuration]], orders: Orders, executor: str, jobs: int, progress: bool
 ) -> bool:
-    """Train cohorts, all of them, then measure networks; False when time ran out."""
+    """Train cohorts, all of them, then measure networks; False when time ran out.
+
+    Only work that is left starts processes, so a finished study answers at once.
+    """
+    folder = orders.folder
     networks = {one.key: one for cohort in planned for one in cohort}
     # A single cohort on a CPU has all of its cores for itself, in one process, also when it is measured.
     single = len(planned) == 1 and torch.device(orders.device).type == "cpu"
     if executor == "local" and not done_alone(networks, orders, tasks.do_network, tasks.give_up):
         return False
-    measuring = 1 if single else min(jobs, len(networks))
-    with Watch(orders.folder, list(networks), progress):
-        trained = list(execute(planned, orders, executor, min(jobs, len(planned)), tasks.train_cohort))
-        return all(trained) and all(
-            list(execute(list(networks.values()), orders, executor, measuring, tasks.measure_network))
-        )
+    with Watch(folder, list(networks), progress):
+        training = [cohort for cohort in planned if tasks.untrained(cohort, folder)]
+        if not all(list(execute(training, orders, executor, jobs, tasks.train_cohort))):
+            return False
+        measuring = [
+            one
+            for one in networks.values()
+            if not tasks.is_final(folder.record(one.key), orders.parts[one.part])
+        ]
+        at_once = 1 if single else jobs
+        return all(list(execute(measuring, orders, executor, at_once, tasks.measure_network)))
 
 
 def _units_done(

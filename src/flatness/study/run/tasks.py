@@ -31,20 +31,22 @@ from flatness.study.training.train import CONVERGED, DIVERGED, Cohort, OutOfTime
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 
 
+def untrained(cohort: Sequence[Configuration], folder: Folder) -> list[Configuration]:
+    """The networks of a cohort that still have to be trained: those without a record."""
+    return [one for one in cohort if not one.checkpoint and folder.record(one.key) is None]
+
+
 @in_time
 def train_cohort(cohort: Sequence[Configuration], orders: Orders) -> None:
     """Train the networks of a cohort that have no record; half of them at a time when memory runs out."""
     folder = orders.folder
 
-    def without_record(networks: Sequence[Configuration]) -> list[Configuration]:
-        return [one for one in networks if not one.checkpoint and folder.record(one.key) is None]
-
     def fail(reason: str) -> None:
-        for one in without_record(now):
+        for one in untrained(now, folder):
             _fail(one, orders, f"training: {reason}")
 
     at_once = len(cohort)
-    while left := without_record(cohort):
+    while left := untrained(cohort, folder):
         now = left[:at_once]
         split = _split(now[0].data, orders)
         # By all networks of the cohort, so that a run finds the state that an earlier one left.
@@ -88,7 +90,7 @@ def measure_network(one: Configuration, orders: Orders) -> None:
     record = folder.record(one.key)
     if record is None:
         record = {**_head(one, orders), "status": CONVERGED, "reason": "trained elsewhere"}
-    elif _is_final(record, orders.parts[one.part]):
+    elif is_final(record, orders.parts[one.part]):
         return
     orders.check_time()
     split = _split(one.data, orders)
@@ -108,8 +110,10 @@ def do_network(one: Configuration, orders: Orders) -> bool:
     return train_cohort((one,), orders) and measure_network(one, orders)
 
 
-def _is_final(record: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether there is nothing left to do for a network that has this record."""
+def is_final(record: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> bool:
+    """Whether a network with this record, or None for none, needs no more work."""
+    if record is None:
+        return False
     if record["status"] in (FAILED, DIVERGED):
         return True
     if not _is_measured(record, settings):
