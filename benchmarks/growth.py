@@ -40,8 +40,8 @@ VARIED = {
     "samples": (32, 64),
     "width": (16, 32),
     "blocks": (1,),
-    "length": (8,16),
-    "tokens": (128,512),
+    "length": (8, 16),
+    "tokens": (128, 512),
 }
 NAMES = {
     "samples": "sequences n",
