@@ -13,9 +13,8 @@ import numpy as np
 from flatness.landscape import Surface
 from flatness.report.report import Report, Result
 from flatness.show.charts import Chart, Mark
-from flatness.show.pages.invariance_page import render_invariance
 from flatness.show.pages.landscape_page import write_landscape
-from flatness.show.pages.page import Page, render
+from flatness.show.pages.page import Page, render, render_invariance
 from flatness.show.pages.study_page import render_study
 from flatness.study.analysis.correlations import baseline_table, correlation_table
 from flatness.study.analysis.results import Study

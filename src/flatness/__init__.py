@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from flatness.symmetry.flow.groups import symmetries as symmetries
     from flatness.symmetry.rewriting.rescaling import rescale as rescale
     from flatness.symmetry.rewriting.rescaling import vertical_directions as vertical_directions
-    from flatness.zoo.trajectory import trajectory as trajectory
+    from flatness.zoo.checkpoints import trajectory as trajectory
 
 # Where each public name lives. Names are imported when they are first used: the command line answers `--help`
 # without loading torch. A new name goes here, and into the imports above for type checkers.
@@ -85,7 +85,7 @@ _PUBLIC = {
     "symmetry.check.verdicts": ("InvarianceReport",),
     "symmetry.flow.groups": ("Symmetries", "symmetries"),
     "symmetry.rewriting.rescaling": ("rescale", "vertical_directions"),
-    "zoo.trajectory": ("trajectory",),
+    "zoo.checkpoints": ("trajectory",),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import flatness
 from flatness.errors import MeasureError, OptionError, ProcessError
 from flatness.integrations import monitor as module
-from flatness.integrations.held_data import HeldData
 from flatness.integrations.monitor import Monitor, values_of
+from flatness.integrations.time_share import HeldData
 from small import data, network
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import flatness
 from flatness.errors import OptionError
-from flatness.problem.population import Population
+from flatness.measuring.part import Population
 from flatness.problem.ranks import Ranks
 
 MEASURES = ["relative_flatness", "hessian_trace"]

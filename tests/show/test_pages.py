@@ -9,7 +9,7 @@ import re
 import pytest
 
 from flatness.show.pages.document import json_text
-from flatness.show.pages.study_data import study_data
+from flatness.show.pages.study_page import study_data
 from html_checker import Checker
 from pages import HOSTILE, PAGES, odd_study, small_study
 

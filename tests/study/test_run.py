@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import flatness
 from flatness.errors import DataError, OptionError, StudyError
 from flatness.problem.problem import Problem
-from flatness.show.pages.study_data import study_data
+from flatness.show.pages.study_page import study_data
 from flatness.study.folder import records
 from flatness.study.run import measurement, tasks
 from flatness.study.table import GAPS

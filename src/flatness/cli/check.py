@@ -70,7 +70,7 @@ def _written(out: Path, report: InvarianceReport) -> list[str]:
     """Table, plots and a page in a folder; returns the names of the files."""
     from flatness.files import write_text
     from flatness.show.charts import invariance_chart
-    from flatness.show.pages.invariance_page import render_invariance
+    from flatness.show.pages.page import render_invariance
     from flatness.show.plots.charts import save_chart
 
     out.mkdir(parents=True, exist_ok=True)

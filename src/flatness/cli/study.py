@@ -79,9 +79,8 @@ def run(
     import math
     import os
 
+    import flatness.study as studies
     from flatness.errors import SpecError
-    from flatness.study import read_spec
-    from flatness.study import run as run_study
     from flatness.study.spec.spec import usual_scale
 
     if data_dir is not None:
@@ -89,11 +88,11 @@ def run(
             raise UsageError(f"Expected --data-dir to be a folder but {data_dir} is not one.")
         os.environ["FLATNESS_DATA"] = data_dir  # workers look there too
     with blamed_on_words(SpecError):
-        spec = read_spec(study, scale or usual_scale(study))
+        spec = studies.read_spec(study, scale or usual_scale(study))
     folder = out or Path(f"{spec.name}-{spec.scale}")
     if progress and usual_scale(study) == "small" and not folder.exists():
         _say_costs(spec.name, spec.scale, device, jobs)
-    done = run_study(
+    done = studies.run(
         spec,
         folder,
         executor,

@@ -20,7 +20,7 @@ from flatness.generalization.chosen_layer import ChosenLayer
 from flatness.generalization.fitting import Predictor, sample_losses
 from flatness.generalization.kernels import Kernel, bandwidth, check_delta
 from flatness.generalization.local_losses import local_losses
-from flatness.generalization.worst import weight_gradient
+from flatness.generalization.perturbations import weight_gradient
 from flatness.losses import Loss
 
 _GRADIENT = 0.01

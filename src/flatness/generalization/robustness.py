@@ -15,12 +15,13 @@ from flatness.generalization.kernels import Kernel, check_delta, kernel_of
 from flatness.generalization.matrices import given_matrices, operator_norms
 from flatness.generalization.perturbations import (
     LossChanges,
+    first_order_bound,
     given_perturbations,
     loss_changes,
     random_perturbations,
+    worst_matrices,
 )
 from flatness.generalization.robustness_result import Robustness
-from flatness.generalization.worst import first_order_bound, worst_matrices
 from flatness.problem import setting_of
 from flatness.problem.forward import Forward
 from flatness.problem.problem import Problem

@@ -22,8 +22,7 @@ from flatness.errors import (
     ProcessError,
     UndefinedMeasureError,
 )
-from flatness.integrations.held_data import PARTS, HeldData
-from flatness.integrations.time_share import TimeShare
+from flatness.integrations.time_share import PARTS, HeldData, TimeShare
 from flatness.measuring.measure import measure
 from flatness.problem.ranks import Ranks
 from flatness.report.report import Report, joined

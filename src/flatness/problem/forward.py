@@ -12,7 +12,7 @@ from flatness.losses import Loss
 from flatness.problem.batches import describe, logits_of
 
 if TYPE_CHECKING:
-    from flatness.problem.own_loss import Alignment
+    from flatness.problem.alignment import Alignment
 
 Forward = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 """``forward(model, batch) -> (output, target)``."""

@@ -25,7 +25,7 @@ from flatness.problem.ranks import Ranks
 from flatness.problem.sources import Source, different_lengths
 
 if TYPE_CHECKING:
-    from flatness.problem.own_loss import Alignment
+    from flatness.problem.alignment import Alignment
 
 _DEFAULT_BATCH = 256
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _DRAWN_BY = {
     "Report": ("reports", "save_report"),
     "Trajectory": ("reports", "save_trajectory"),
-    "Comparison": ("comparisons", "save_comparison"),
-    "InvarianceReport": ("comparisons", "save_check"),
+    "Comparison": ("reports", "save_comparison"),
+    "InvarianceReport": ("reports", "save_check"),
     "Line": ("landscape", "save_line"),
     "Surface": ("surfaces", "save_contour"),
     "Density": ("landscape", "save_density"),

@@ -1,7 +1,8 @@
-"""Checkpoints: found by path, folder or pattern, read without running anything in them, fitted to a model."""
+"""Checkpoints: found by path, read without running anything in them, fitted to a model, measured in turn."""
 
 from __future__ import annotations
 
+import copy
 import glob
 import os
 import pickle
@@ -9,6 +10,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from torch import Tensor, nn
 
 from flatness.errors import CheckpointError, listed, nearest
 from flatness.files import DamagedFileError, read_tensors
+from flatness.measuring.measure import measure
+from flatness.problem.progress import ProgressBar
+from flatness.report.trajectory import Trajectory
 from flatness.report.unpacking import TooLargeError, check_unpacked
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -226,3 +231,50 @@ def _without_wrappers(
         shorter = {key.removeprefix(prefix): value for key, value in shorter.items()}
         taken.append(f"took {_WRAPPERS.get(prefix, 'the prefix')} {prefix!r} off the checkpoint's names")
     return shorter, [*notes, *taken]
+
+
+def trajectory(
+    model: nn.Module,
+    checkpoints: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    data: Any,
+    loss: Any = "cross_entropy",
+    *,
+    progress: bool = True,
+    **arguments: Any,
+) -> Trajectory:
+    """Measure every checkpoint of a training run: flatness against epoch.
+
+    Args:
+        model: The network that the checkpoints fit; a copy is measured.
+        checkpoints: A folder, a pattern such as "runs/*.pt", a file, or a list of these. Files of a folder or
+            a pattern come in natural order, epoch 2 before 10.
+        data: As for `flatness.measure`; the same for all.
+        loss: As for `flatness.measure`.
+        progress: Whether to show a bar.
+        **arguments: Whatever else `flatness.measure` takes.
+
+    Returns:
+        A `Trajectory`: print it, or use ``.plot()``, ``.to_frame()``, ``.reports``.
+
+    Example:
+        >>> import tempfile, torch, flatness
+        >>> _ = torch.manual_seed(0)
+        >>> model, data = torch.nn.Linear(4, 3), (torch.randn(50, 4), torch.randint(3, (50,)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for epoch in (1, 2):
+        ...         torch.save(model.state_dict(), f"{folder}/epoch-{epoch}.pt")
+        ...     found = flatness.trajectory(model, folder, data, measures="relative_flatness")
+        >>> found.unit, found.steps
+        ('epoch', (1.0, 2.0))
+    """
+    given = [checkpoints] if isinstance(checkpoints, str | os.PathLike) else checkpoints
+    paths = find_checkpoints(given)
+    network, reports = copy.deepcopy(model), []
+    with ProgressBar("checkpoints", len(paths), progress) as bar:
+        for path in paths:
+            notes = fit_checkpoint(network, read_checkpoint(path), str(path))
+            report = measure(network.eval(), data, loss, progress=False, **arguments)
+            meta = {**report.meta, "checkpoint": str(path)}
+            reports.append(replace(report, meta=meta, notes=(*notes, *report.notes)))
+            bar.advance()
+    return Trajectory.of(entry_names(paths), reports)

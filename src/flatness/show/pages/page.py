@@ -1,4 +1,4 @@
-"""The page of reports: one HTML file that needs no network, for keyboards and screen readers too."""
+"""The pages of reports and of checks: one HTML file, self-contained, for keyboards and screen readers too."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 from flatness.report.report import Report, Result
 from flatness.report.tables import (
     Grid,
     cell_of,
+    column_of,
     format_value,
     has_data_errors,
     legend,
@@ -23,8 +25,18 @@ from flatness.report.tables import (
 )
 from flatness.show.charts import Chart
 from flatness.show.pages.document import FOOT, Cell, document, note_list, provenance, row, table
+from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow
 
 _OPEN_SECTIONS = 3
+_OF_CHECKS = ("tables", "plot", "invariance")
+_REWRITTEN = """<section aria-labelledby="explore-name">
+<h2 id="explore-name">Equal networks, written differently</h2>
+<div id="controls" class="controls"></div>
+<p id="count" class="quiet" role="status" aria-live="polite"></p>
+<div id="plot" class="plot"></div>
+<p class="quiet">A line at 1 is a measure that does not notice; dashed lines move.</p>
+</section>
+"""
 
 
 @dataclass(frozen=True)
@@ -205,3 +217,58 @@ def _value(result: Result, of_data: bool) -> str:
         Cell("; ".join(result.notes), kind="text"),
     ]
     return row(place_of(result), cells)
+
+
+def render_invariance(report: InvarianceReport) -> str:
+    """The page of a check: how far each measure moves when the network is rewritten into an equal one."""
+    meta = report.meta or {}
+    lead = [_about(meta), report.summary()]
+    rows = [one for one in report.rows if one.level != "unit" or one.verdict == "broken"]
+    body = f"{_REWRITTEN}{_verdicts(rows)}{note_list(report.notes)}{provenance(meta)}"
+    data = {"rows": [_plain(one) for one in rows]}
+    return document("Which measures notice a rewritten network?", lead, body, _OF_CHECKS, data)
+
+
+def _about(meta: dict[str, Any]) -> str:
+    words = {"model": "", "samples": " samples", "loss": ""}
+    said = [f"{meta[key]}{word}" for key, word in words.items() if key in meta]
+    return (
+        f"{', '.join(said)}; each kind of rewriting {meta.get('trials', '?')} times, with factors drawn at "
+        "random. The function stays the same; a measure of the minimum's flatness should too."
+    )
+
+
+def _name(one: InvarianceRow) -> str:
+    if one.level == "unit":
+        return f"{one.measure} units"
+    return column_of(one.measure, one.reduction)
+
+
+def _plain(one: InvarianceRow) -> dict[str, Any]:
+    facts = {name: getattr(one, name) for name in ("holds", "verdict", "drift", "value", "values")}
+    return {"name": _name(one), "kind": one.kind, "place": place_of(one), **facts}
+
+
+def _verdicts(rows: Sequence[InvarianceRow]) -> str:
+    words = ("measure", "of", "rewritten", "declared", "largest drift", "allowed", "verdict", "value")
+    headings = [(word, "" if word in ("largest drift", "allowed", "value") else "text") for word in words]
+    lines = [
+        row(
+            _name(one),
+            [
+                Cell(place_of(one), kind="word"),
+                Cell(one.kind, kind="word"),
+                Cell("unchanged" if one.declared else "may change", kind="word"),
+                Cell(f"{one.drift:.1e}", one.drift),
+                Cell(f"{one.tolerance:.1e}", one.tolerance),
+                Cell(one.verdict, kind="word failed" if one.verdict == "broken" else "word"),
+                Cell(format_value(one.value), one.value),
+            ],
+        )
+        for one in rows
+    ]
+    return table(
+        "Every measure under every kind of rewriting: relative change and what rounding allows",
+        headings,
+        "".join(lines),
+    )
