@@ -391,6 +391,56 @@ def relative_flatness_normalized(W: Tensor, H: Tensor, V: Tensor, taps: int = 1)
     return total
 
 
+def whitened_metric(W: Tensor, C: Tensor, taps: int = 1) -> Tensor:
+    """D = (W Ĉ Wᵀ) ⊗ Ĉ⁺ of every group, Ĉ = C ⊗ 1_taps: (G, d, m, d, m).
+
+    Args:
+        W: (G, d, m).
+        C: (G, u, u), the second moment of the u = m / taps input channels of every group.
+        taps: Kernel positions per input channel.
+    """
+    groups, d, m = W.shape
+    D = torch.zeros(groups, d, m, d, m, dtype=W.dtype)
+    for group in range(groups):
+        wide = torch.kron(C[group], torch.eye(taps, dtype=C.dtype))
+        inverse = torch.linalg.pinv(wide, hermitian=True, rtol=1e-12)
+        D[group] = torch.einsum("ab,st->asbt", W[group] @ wide @ W[group].T, inverse)
+    return D
+
+
+def second_moment(phi: Tensor, groups: int = 1, weights: Tensor | None = None) -> Tensor:
+    """C = Σ_i c_i φ_i φ_iᵀ / Σ_i c_i of the input channels of every group: (G, u, u).
+
+    Args:
+        phi: (observations, channels).
+        groups: G, which share out the channels in order.
+        weights: One per observation; all alike when None.
+    """
+    weights = torch.ones(len(phi), dtype=phi.dtype) if weights is None else weights
+    parts = phi.reshape(len(phi), groups, -1)
+    total = sum(
+        weight * torch.einsum("gi,gj->gij", row, row) for row, weight in zip(parts, weights, strict=True)
+    )
+    assert isinstance(total, Tensor)
+    return total / weights.sum()
+
+
+def in_metric(D: Tensor, H: Tensor) -> Tensor:
+    """All eigenvalues of D H of all groups, which are those of D^½ H D^½, in ascending order.
+
+    Args:
+        D: (G, d, m, d, m).
+        H: (G, d, m, d, m).
+    """
+    values = []
+    for metric, curvature in zip(D, H, strict=True):
+        size = metric.shape[0] * metric.shape[1]
+        moments, directions = torch.linalg.eigh(metric.reshape(size, size))
+        root = directions * moments.clamp(min=0).sqrt()
+        values.append(torch.linalg.eigvalsh(root.T @ curvature.reshape(size, size) @ root))
+    return torch.cat(values).sort().values
+
+
 def maximal_relative_flatness(W: Tensor, H: Tensor) -> float:
     """κ = Σ_s ‖w_s‖² λ_max(H_{s,s}) over the rows of all groups."""
     groups, d, _ = W.shape

@@ -87,9 +87,13 @@ def test_a_new_statistic_is_summed_by_every_engine(measured, network, activation
 def test_every_statistic_of_the_identity_is_that_of_its_entries_in_turn():
     """With q = a = e_ij for every entry, the pairs add up to H = 1."""
     from flatness.curvature.sums.frame import Frame
+    from flatness.curvature.sums.spread import Whitening
 
     torch.manual_seed(0)
-    frame = Frame(torch.randn(2, 3, 4, dtype=torch.float64), 2, torch.rand(2, 4, dtype=torch.float64) + 0.5)
+    Y = torch.randn(2, 2, 2, dtype=torch.float64)
+    whitening = Whitening(Y, torch.linalg.inv(Y).mT, (2, 2), 99)
+    V = torch.rand(2, 4, dtype=torch.float64) + 0.5
+    frame = Frame(torch.randn(2, 3, 4, dtype=torch.float64), 2, V, whitening)
     basis = torch.eye(24, dtype=torch.float64).reshape(24, 2, 3, 4)
     for name, statistic in STATISTICS.items():
         each, one = statistic.of_pair(frame, basis, basis), statistic.of_identity(frame)

@@ -14,9 +14,9 @@ import oracle
 from flatness.curvature.sums import sampled
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.folds import FOLDS
-from flatness.curvature.sums.frame import feature_spreads
 from flatness.curvature.sums.kinds import STATISTICS
 from flatness.curvature.sums.sampled import Budget, _rounds, sampled_statistics
+from flatness.curvature.sums.spread import feature_spreads
 from flatness.losses.signs import Signs
 from flatness.measuring.plan import plan as plan_module
 from flatness.measuring.plan.planner import make_plan
@@ -78,7 +78,7 @@ def routed(problem, **arguments):
     for route in chosen.layer_routes.values():
         route.needs = frozenset(STATISTICS)
     layers = {name: route.layer for name, route in chosen.layer_routes.items()}
-    return chosen, feature_spreads(problem, layers, False)
+    return chosen, feature_spreads(problem, layers, False, whitened=layers)
 
 
 @pytest.mark.parametrize("name", ["cnn_grouped", "token_mixer", "residual_batch_norm", "log_softmax"])

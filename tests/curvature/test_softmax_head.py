@@ -7,12 +7,18 @@ import torch.nn.functional as F
 import flatness
 from flatness.curvature.sums.layer_sums import PlainSums, PositionSums, SoftmaxHead
 from flatness.curvature.sums.routes import LayerRoute
+from flatness.curvature.sums.spread import Spread, Whitening
 from flatness.losses import resolve_loss
 from flatness.network.layers import LinearLayer
 
-NEEDS = frozenset(
-    {"row_traces", "relative", "relative_normalized", "outgoing", "incoming", "diagonal", "block_traces"}
-)
+OF_BLOCKS = frozenset({"block_traces", "relative_whitened"})
+NEEDS = OF_BLOCKS | {"row_traces", "relative", "relative_normalized", "outgoing", "incoming", "diagonal"}
+
+
+def spread_of(V):
+    """Features of this spread, and some whitening of as many."""
+    Y = torch.randn(1, len(V), len(V), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return Spread(V, Whitening(Y, torch.linalg.inv(Y).mT, (len(V),), 99))
 
 
 def head(K=6, m=5, n=11, gap=1.0, dtype=torch.float64):
@@ -25,7 +31,7 @@ def head(K=6, m=5, n=11, gap=1.0, dtype=torch.float64):
 
 def by_factors(layer, phi, logits, spread):
     """The same statistics from the loss's factors, one direction at a time."""
-    alone = LayerRoute("head", layer, "passes", frozenset({"block_traces"}), 1, phi.shape[1])
+    alone = LayerRoute("head", layer, "passes", OF_BLOCKS, 1, phi.shape[1])
     plain = PlainSums(layer, NEEDS - alone.needs, phi, spread)
     blocks = PositionSums(alone, phi, len(phi), spread, layer.features)
     loss = resolve_loss("cross_entropy")
@@ -37,7 +43,7 @@ def by_factors(layer, phi, logits, spread):
 
 def test_every_statistic_agrees_with_the_factors():
     layer, phi, logits = head()
-    spread = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+    spread = spread_of(torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0], dtype=torch.float64))
     expected = by_factors(layer, phi, logits, spread)
     got = SoftmaxHead(layer, NEEDS | {"bias"}, spread).sums(
         phi, logits, torch.ones(len(phi), dtype=torch.float64)
@@ -67,7 +73,9 @@ def test_float32_keeps_its_digits_for_confident_samples(gap):
     p, W64 = logits.double().softmax(1), W.double()
     moments = p @ W64.square().sum(1) - (p @ W64).square().sum(1)
     expected = (phi.double().square().sum(1) * moments).sum()
-    sums = SoftmaxHead(LinearLayer("head", module), NEEDS, torch.ones(7)).sums(phi, logits, torch.ones(5))
+    sums = SoftmaxHead(LinearLayer("head", module), NEEDS, spread_of(torch.ones(7))).sums(
+        phi, logits, torch.ones(5)
+    )
     # float64 itself cancels to about 1e-16/e^-gap; float32 arithmetic without cancellation gives 1e-6
     assert sums["relative"].item() == pytest.approx(
         expected.item(), rel=max(1e-5, 1e-15 / torch.tensor(-gap).exp().item())
@@ -80,9 +88,9 @@ def test_float32_keeps_its_digits_for_confident_samples(gap):
 def test_chunks_of_rows_add_up(monkeypatch):
     layer, phi, logits = head(n=23)
     a = torch.ones(23, dtype=torch.float64)
-    whole = SoftmaxHead(layer, NEEDS, torch.ones(5)).sums(phi, logits, a)
+    whole = SoftmaxHead(layer, NEEDS, spread_of(torch.ones(5))).sums(phi, logits, a)
     monkeypatch.setattr("flatness.curvature.sums.layer_sums._CHUNK", 4 * logits.shape[1])
-    parts = SoftmaxHead(layer, NEEDS, torch.ones(5)).sums(phi, logits, a)
+    parts = SoftmaxHead(layer, NEEDS, spread_of(torch.ones(5))).sums(phi, logits, a)
     for name in whole:
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-12, atol=1e-14)
 

@@ -193,6 +193,7 @@ NOT_SUMS = {
     "pac_bayes_flatness": "computed apart, with about 12 forward passes per draw of the noise",
     "path_norm": "computed apart, with one forward pass of one sample",
     "relative_flatness_normalized": "needs the spread of features over all the data",
+    "relative_flatness_whitened": "needs the spread of features over all the data",
 }
 
 

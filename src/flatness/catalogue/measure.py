@@ -18,6 +18,7 @@ from flatness.network.layers import Layer
 if TYPE_CHECKING:
     from flatness.curvature.parameters.hessian_operator import HessianOperator
     from flatness.curvature.parameters.parameter_space import ParameterSpace
+    from flatness.curvature.sums.spread import Whitening
     from flatness.curvature.sums.squared_gradients import SquaredGradients
 
 Level = Literal["unit", "layer", "network"]
@@ -43,6 +44,7 @@ class LayerView:
         options: The measure's own options.
         taps: Columns of W per input unit (kernel positions of a convolution).
         layer: The layer itself, for what moves its weight.
+        whitening: Coordinates in which the layer's features are white, for what is measured in them.
     """
 
     name: str
@@ -52,6 +54,7 @@ class LayerView:
     options: Mapping[str, Any] = field(default_factory=dict)
     taps: int = 1
     layer: Layer | None = None
+    whitening: Whitening | None = None
 
     @cached_property
     def W(self) -> Tensor:
@@ -185,6 +188,7 @@ class Measure:
             with a loss of its own gets a pass of its own; its option ``loss="same"`` takes the user's.
         loss_of: The same where it depends on the options: called with them.
         check_option: Called with an option's name and value; raises `OptionError` when the value is no good.
+        on_request: Whether "default" leaves it out although the shared pass is all it needs.
         clips: What the value clips at 0: "entries" of statistics, or "sums" of them, which are then under a
             root; None for nothing.
         adapted: Called with all options; the measure as these options make it, where they change what it
@@ -214,6 +218,7 @@ class Measure:
     check_option: Callable[[str, Any], None] | None = None
     loss: str | None = None
     loss_of: Callable[[Mapping[str, Any]], str | None] | None = None
+    on_request: bool = False
     clips: Clips | None = None
     adapted: Callable[[Mapping[str, Any]], Measure] | None = None
 

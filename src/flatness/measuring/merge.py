@@ -136,7 +136,7 @@ def _why_no_sum(measure: Measure) -> str | None:
         return f"computed apart, with {measure.cost or 'passes of its own'}"
     if not measure.of_sums:
         return "eigenvalues"
-    if any(statistic.scaled for statistic in statistics_of(measure.needs)):
+    if any(statistic.units for statistic in statistics_of(measure.needs)):
         return "needs the spread of features over all the data"
     return None
 

@@ -142,7 +142,7 @@ def _has_gradient(measure: Measure) -> bool:
         return False
     if measure.layer is None and "sum" not in measure.reductions:
         return False
-    return not any(statistic.scaled for statistic in statistics_of(measure.needs))
+    return not any(statistic.units for statistic in statistics_of(measure.needs))
 
 
 def _check_loss(loss: Loss) -> None:

@@ -14,6 +14,7 @@ from flatness.curvature.spectra import Spectrum
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import STATISTICS
 from flatness.curvature.sums.routes import LayerRoute
+from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import Statistics
 from flatness.errors import MeasureError
 from flatness.measuring.plan.plan import Plan
@@ -96,25 +97,28 @@ def layer_views(
     outline: Outline,
     statistics: Statistics,
     spectra: Mapping[tuple[str, str], Spectrum],
-    spreads: Mapping[str, Tensor],
+    spreads: Mapping[str, Spread],
 ) -> list[LayerView]:
     """One view per measured layer, in network order."""
     views = []
     decay = outline.weight_decay
     for name, own in outline.layers.items():
         W = own.weight
-        V = own.layer.spread_per_column(spreads[name]).cpu() if own.layer and name in spreads else None
+        spread, V, whitening = spreads.get(name), None, None
+        if own.layer and spread is not None:
+            V = own.layer.spread_per_column(spread.V).cpu()
+            whitening = None if spread.whitening is None else spread.whitening.to(V)
         means = {key: statistics.mean(name, key) for key in statistics.sums.get(name, {})}
         # Where nothing was summed no signal arrived: the output does not depend on the layer.
         wanted = means.keys() | own.needs if decay else own.needs - means.keys()
         if wanted:
-            means |= _with_decay(means, wanted, Frame(W.double().cpu(), own.taps, V), decay)
+            means |= _with_decay(means, wanted, Frame(W.double().cpu(), own.taps, V, whitening), decay)
         found = {
             need: spectra[name, part].shifted(decay)
             for need, part in SPECTRUM_PARTS.items()
             if (name, part) in spectra
         }
-        views.append(LayerView(name, W, means, found, taps=own.taps, layer=own.layer))
+        views.append(LayerView(name, W, means, found, taps=own.taps, layer=own.layer, whitening=whitening))
     return views
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flatness.curvature.sums.layer_sums import AffineSums, LayerSums, PlainSums, PositionSums, SoftmaxHead
 from flatness.curvature.sums.routes import LayerRoute, Routes
+from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import SampleGroups, Statistics, streamed
 from flatness.losses import Items
 from flatness.network.affine import AffineModule
@@ -34,14 +35,14 @@ BLOCK = 16
 
 
 def exact_statistics(
-    problem: Problem, routes: Routes, spreads: dict[str, Tensor], groups: SampleGroups | None = None
+    problem: Problem, routes: Routes, spreads: dict[str, Spread], groups: SampleGroups | None = None
 ) -> Statistics:
     """All statistics that the routes ask for, summed over the data.
 
     Args:
         problem: The model, data and loss, already guarded.
         routes: How each layer is to be measured.
-        spreads: V per input unit of the layers that need `relative_normalized`.
+        spreads: How the features spread of layers whose statistics need that.
         groups: Filled with the statistics of groups of samples, where that is asked for.
     """
     traced = frozenset({"bias"}) if routes.network else frozenset()
@@ -70,7 +71,7 @@ def _batch_statistics(
     recording: Recording,
     items: Items,
     heads: dict[str, SoftmaxHead],
-    spreads: dict[str, Tensor],
+    spreads: dict[str, Spread],
 ) -> Statistics:
     part, n = Statistics(), items.logits.shape[0]
     for route in routes.kind("softmax head"):
@@ -95,7 +96,7 @@ def sums_of(
     to: LayerRoute | AffineModule,
     recording: Recording,
     n: int,
-    spread: Tensor | None = None,
+    spread: Spread | None = None,
     predictions: int = 1,
 ) -> LayerSums:
     """What sums the statistics of a layer or a norm layer over the samples of a micro-batch."""

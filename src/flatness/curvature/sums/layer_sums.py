@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from flatness.curvature.sums.frame import Frame
+from flatness.curvature.sums.frame import Frame, Units
 from flatness.curvature.sums.kinds import statistics_of
 from flatness.curvature.sums.routes import LayerRoute, forms_g, holds_one_block
 from flatness.curvature.sums.softmax_rows import SoftmaxRows, SoftmaxWeight
+from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistic import (
     BlockStatistic,
     SquaredSignals,
@@ -46,10 +47,10 @@ class SoftmaxHead:
     Args:
         layer: The last layer, W (1, K, m).
         needs: The statistics to compute; "bias" for the diagonal of the bias.
-        spread: V per input unit, for statistics that need it.
+        spread: How its features spread, for statistics that need it.
     """
 
-    def __init__(self, layer: Layer, needs: frozenset[str], spread: Tensor | None) -> None:
+    def __init__(self, layer: Layer, needs: frozenset[str], spread: Spread | None) -> None:
         self._statistics, self._bias = statistics_of(needs), "bias" in needs and layer.bias is not None
         self._weight = SoftmaxWeight(Frame.of(layer, spread))
         self._blocks = 1 if holds_one_block(needs) else 3
@@ -122,10 +123,10 @@ class PlainSums(LayerSums):
         layer: The layer.
         needs: The statistics to accumulate, all of which follow from squared signals.
         phi: φ (n, m).
-        spread: V per input unit, for statistics that need it.
+        spread: How its features spread, for statistics that need it.
     """
 
-    def __init__(self, layer: Layer, needs: frozenset[str], phi: Tensor, spread: Tensor | None) -> None:
+    def __init__(self, layer: Layer, needs: frozenset[str], phi: Tensor, spread: Spread | None) -> None:
         super().__init__()
         self.layer, self.statistics, self.frame = layer, statistics_of(needs), Frame.of(layer, spread)
         self.phi = phi
@@ -160,11 +161,11 @@ class PositionSums(LayerSums):
         to: The layer, and the statistics to accumulate.
         x: Its input.
         n: Number of samples.
-        spread: V per input unit, for statistics that need it.
+        spread: How its features spread, for statistics that need it.
         features: What makes Φ of an input and a number of samples.
     """
 
-    def __init__(self, to: LayerRoute, x: Tensor, n: int, spread: Tensor | None, features: Features) -> None:
+    def __init__(self, to: LayerRoute, x: Tensor, n: int, spread: Spread | None, features: Features) -> None:
         super().__init__()
         self.layer, self.needs, self.frame = to.layer, to.needs, Frame.of(to.layer, spread)
         self.x, self.n, self._features = x, n, features
@@ -172,8 +173,8 @@ class PositionSums(LayerSums):
         self._of_blocks = [one for one in found if isinstance(one, BlockStatistic)]
         self._of_signals = [one for one in found if isinstance(one, SquaredStatistic) and one.from_signals]
         self._of_gradients = [one for one in found if one not in (*self._of_blocks, *self._of_signals)]
-        # Whether Tr H_ss' are summed, for features as they are and for V⁻¹Φ.
-        self._blocks = {scaled: f"T scaled {scaled}" for scaled in {one.scaled for one in self._of_blocks}}
+        # In which units of the features Tr H_ss' are summed, by the name of the sum.
+        self._blocks: dict[Units, str] = {one.units: f"T {one.units}" for one in self._of_blocks}
 
     def add(self, delta: Tensor, dx: Tensor | None, c: Tensor | None) -> None:
         """Take signals δ (n, G, R, d, P); dx (R, …) is shaped like the layer's input."""
@@ -207,11 +208,11 @@ class PositionSums(LayerSums):
     def _add_blocks(self, values: Tensor, c: Tensor | None, Phi: Tensor | None) -> None:
         """Σ g gᵀ of derivatives g, or Σ δ K δᵀ of signals δ at features Φ."""
         weighted = values if c is None or not self._blocks else values * c[:, None, :, None, None]
-        for scaled, name in self._blocks.items():
+        for units, name in self._blocks.items():
             if Phi is None:
-                product = weighted * self.frame.inverse_V2[:, None, None] if scaled else weighted
+                product = self.frame.twice_in_columns(units, weighted)
             else:
-                features = Phi * self.frame.inverse_V2.sqrt()[:, :, None] if scaled else Phi
+                features = self.frame.features(units, Phi)
                 product = (weighted.flatten(2, 3) @ (features.mT @ features)).view(values.shape)
             self._put(name, _group_product(product, values))
 
@@ -231,8 +232,8 @@ class PositionSums(LayerSums):
         """The statistics of this micro-batch; "bias" is the diagonal of the bias."""
         if self.layer.bias is None:
             self.totals.pop("bias", None)
-        blocks = {scaled: self.totals.pop(name, None) for scaled, name in self._blocks.items()}
-        known = ((one, blocks[one.scaled]) for one in self._of_blocks)
+        blocks = {units: self.totals.pop(name, None) for units, name in self._blocks.items()}
+        known = ((one, blocks[one.units]) for one in self._of_blocks)
         return self.totals | {one.name: one.of_blocks(self.frame, T) for one, T in known if T is not None}
 
 

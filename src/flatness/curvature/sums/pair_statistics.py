@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.sums.folds import Collector
-from flatness.curvature.sums.frame import Frame
+from flatness.curvature.sums.frame import Frame, Units
 from flatness.curvature.sums.kinds import statistics_of
 from flatness.curvature.sums.layer_sums import working_numbers
 from flatness.curvature.sums.routes import LayerRoute
+from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistic import BlockStatistic, SignalPair
 from flatness.losses.signs import Signs
 from flatness.network.affine import AffineModule
@@ -35,11 +36,11 @@ class LayerPairs:
         route: The layer and the statistics wanted of it.
         x: Its input.
         n: Number of samples.
-        spread: V per input unit, for statistics that need it.
+        spread: How its features spread, for statistics that need it.
         bias: Whether the diagonal of the bias is wanted too.
     """
 
-    def __init__(self, route: LayerRoute, x: Tensor, n: int, spread: Tensor | None, bias: bool) -> None:
+    def __init__(self, route: LayerRoute, x: Tensor, n: int, spread: Spread | None, bias: bool) -> None:
         self.route, self.layer, self.x, self.n, self.name = route, route.layer, x, n, route.name
         self.statistics, self.frame = statistics_of(route.needs), Frame.of(route.layer, spread)
         self.W = self.frame.W
@@ -110,12 +111,12 @@ class WeightSigns:
         self._shift: Tensor | None = None
         self._of_blocks = [one for one in pairs.statistics if isinstance(one, BlockStatistic)]
         self._others = [one for one in pairs.statistics if not isinstance(one, BlockStatistic)]
-        scales = {False} | {one.scaled for one in self._of_blocks}
-        self._eta = {scaled: torch.cat(list(self._along(scaled=scaled))) for scaled in sorted(scales)}
+        kinds: set[Units] = {"", *(one.units for one in self._of_blocks)}
+        self._eta = {units: torch.cat(list(self._along(units))) for units in sorted(kinds)}
 
     def signal(self, shape: torch.Size) -> Tensor:
         """η, plus signs of its own for the bias at all positions, shaped like the layer's output."""
-        pairs, eta = self._pairs, self._eta[False]
+        pairs, eta = self._pairs, self._eta[""]
         if pairs.bias is not None:
             self._shift = self._signs.at(1).like(eta[..., :1])
             eta = eta + self._shift
@@ -127,7 +128,7 @@ class WeightSigns:
         h = pairs.layer.signals(h, pairs.n)
         if pairs.bias is not None and self._shift is not None:
             collector.put(pairs.bias, {"diagonal": (self._shift[..., 0] * h.sum(3)).flatten(1)})
-        blocks = {one.name: one.of_product(pairs.frame, self._eta[one.scaled], h) for one in self._of_blocks}
+        blocks = {one.name: one.of_product(pairs.frame, self._eta[one.units], h) for one in self._of_blocks}
         collector.put(pairs.name, blocks)
         if self._others:
             for part, Phi, V in self._drawn():
@@ -135,10 +136,10 @@ class WeightSigns:
                 values = {one.name: one.of_pair(pairs.frame, V, q) for one in self._others}
                 collector.put(pairs.name, values, part.start)
 
-    def _along(self, *, scaled: bool) -> Iterator[Tensor]:
-        """The signal VΦ, or V diag(V_t⁻²) Φ for features of unit spread."""
+    def _along(self, units: Units) -> Iterator[Tensor]:
+        """The signal VΦ, or V diag(V_t⁻²) Φ for features of unit spread, V C⁺ Φ for white ones."""
         for _, Phi, V in self._drawn():
-            yield V @ (Phi * self._pairs.frame.inverse_V2[:, :, None] if scaled else Phi)
+            yield V @ self._pairs.frame.twice(units, Phi)
 
     def _drawn(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         pairs = self._pairs

@@ -27,6 +27,7 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.sums.folds import Collector, FoldedSums, SampledSums
 from flatness.curvature.sums.pair_statistics import LayerPairs
 from flatness.curvature.sums.routes import ParameterRoutes
+from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import SampleGroups, Statistics, streamed
 from flatness.losses.signs import Signs
 from flatness.problem import batches
@@ -46,7 +47,7 @@ class ParameterEngine:
     Args:
         problem: The model, data and loss, already guarded.
         routes: What to measure.
-        spreads: V per input unit of the layers that need `relative_normalized`.
+        spreads: How the features spread of layers whose statistics need that.
         probes: Random directions per unit, even.
         folds: Degrees of freedom of standard errors.
         error: Told how far finite differences are off.
@@ -60,7 +61,7 @@ class ParameterEngine:
         self,
         problem: Problem,
         routes: ParameterRoutes,
-        spreads: dict[str, Tensor],
+        spreads: dict[str, Spread],
         probes: int,
         folds: int,
         error: DifferenceError | None = None,
@@ -119,7 +120,7 @@ class ParameterEngine:
             self.found.statistics = streamed(self.problem, self.probed, label, groups, first)
         return self.found
 
-    def _made(self, spreads: dict[str, Tensor]) -> Iterator[_Block]:
+    def _made(self, spreads: dict[str, Spread]) -> Iterator[_Block]:
         starts, start = {}, 0
         for name, value in self.space.parameters.items():
             starts[name] = start

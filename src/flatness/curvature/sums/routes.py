@@ -83,7 +83,12 @@ class LayerRoute:
     @property
     def needs_spread(self) -> bool:
         """Whether the spread of the layer's features is used."""
-        return any(statistic.scaled for statistic in statistics_of(self.needs))
+        return any(statistic.units for statistic in statistics_of(self.needs))
+
+    @property
+    def needs_whitening(self) -> bool:
+        """Whether its features are whitened."""
+        return any(statistic.units == "whitened" for statistic in statistics_of(self.needs))
 
     @property
     def forms_g(self) -> bool:
@@ -200,7 +205,7 @@ def forms_g(needs: frozenset[str], d: int, m: int, P: int) -> bool:
         P: Positions.
     """
     statistics = statistics_of(needs)
-    products = len({one.scaled for one in statistics if isinstance(one, BlockStatistic)}) or 1
+    products = len({one.units for one in statistics if isinstance(one, BlockStatistic)}) or 1
     forming = 0 if any(not one.from_signals for one in statistics) else _SIGNALS * d * m * P
     through_g = forming + products * _SIGNALS * d * d * m
     return through_g <= products * (P * P * m + _SIGNALS * d * P * (P + d))

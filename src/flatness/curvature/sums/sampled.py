@@ -44,6 +44,7 @@ from flatness.curvature.sums.pair_statistics import (
     Target,
 )
 from flatness.curvature.sums.routes import Routes
+from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import SampleGroups, Statistics, streamed
 from flatness.curvature.sums.weight_copies import WeightCopies
 from flatness.losses import Items
@@ -99,7 +100,7 @@ class Budget:
 def sampled_statistics(
     problem: Problem,
     routes: Routes,
-    spreads: dict[str, Tensor],
+    spreads: dict[str, Spread],
     budget: Budget,
     groups: SampleGroups | None = None,
 ) -> SampledSums:
@@ -108,7 +109,7 @@ def sampled_statistics(
     Args:
         problem: The model, data and loss, already guarded.
         routes: The layers; `curved` says where there is a residual.
-        spreads: V per input unit of the layers that need `relative_normalized`.
+        spreads: How the features spread of layers whose statistics need that.
         budget: How many probes.
         groups: Filled with the statistics of groups of samples, where that is asked for.
     """
@@ -152,7 +153,7 @@ class SampledEngine:
         found: What was summed; the folds by `probed`, the statistics by whoever calls it.
     """
 
-    def __init__(self, problem: Problem, routes: Routes, spreads: dict[str, Tensor], budget: Budget) -> None:
+    def __init__(self, problem: Problem, routes: Routes, spreads: dict[str, Spread], budget: Budget) -> None:
         self.problem, self.routes, self.spreads, self.budget = problem, routes, spreads, budget
         self._recording = Recording(routes.modules(), copy_inputs=routes.copy_inputs)
         self._copies = WeightCopies(routes.shared)

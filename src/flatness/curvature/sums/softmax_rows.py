@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flatness.curvature.sums.frame import Frame
+from flatness.curvature.sums.frame import Frame, Units
 
 # Entries of W above which it is not copied without need.
 LARGE = 4_000_000
@@ -50,6 +50,22 @@ class SoftmaxWeight:
         """‖V w_k‖² (K,), centred."""
         assert self.frame.V is not None
         return torch.linalg.vector_norm(self.centred * self.frame.V[0], dim=1).square()
+
+    @cached_property
+    def whitened_norms(self) -> Tensor:
+        """‖Yᵀw_k‖² (K,), centred."""
+        return torch.linalg.vector_norm(self.whitened(self.centred), dim=1).square()
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        """Rows (N, m) like those of W as they act on whitened features."""
+        assert self.frame.whitening is not None
+        return self.frame.whitening.of_weight(rows[None])[0]
+
+    def norms_in(self, units: Units) -> Tensor:
+        """‖w_k‖² (K,) where features are measured in these units, centred."""
+        if units == "whitened":
+            return self.whitened_norms
+        return self.scaled_norms if units else self.norms
 
 
 def _centred(W: Tensor) -> Tensor:
@@ -101,12 +117,17 @@ class SoftmaxRows:
         """φ∘φ (N, m)."""
         return self.phi.square()
 
-    def total_variance(self, *, scaled: bool = False) -> Tensor:
-        """Weighted by a, Σ_t Var_p(W_·t) or Σ_t V_t² Var_p(W_·t) (N,); one product of (N, K) and (K, m)."""
-        norms, r = self._weight.scaled_norms if scaled else self._weight.norms, self.r
+    def total_variance(self, units: Units = "") -> Tensor:
+        """Weighted by a, Σ_t Var_p(W_·t) (N,), W as it acts on features in these units: W, W V or W Y.
+
+        One product of (N, K) and (K, m); for W Y two more of (N, m) and (m, m).
+        """
+        norms, r, mean, w_top = self._weight.norms_in(units), self.r, self._mean, self._w_top
+        if units == "whitened":
+            mean, w_top = self._weight.whitened(mean), self._weight.whitened(w_top)
         # ‖v‖² and what is mixed in Σ q ‖w − w_j‖², gathered: every term is O(r).
-        mixed = torch.addcmul(self._mean, self._w_top, 1 - r, value=2) * self._mean
-        mixed = mixed @ self.frame.V2[0].to(mixed) if scaled else mixed.sum(1)
+        mixed = torch.addcmul(mean, w_top, 1 - r, value=2) * mean
+        mixed = mixed @ self.frame.V2[0].to(mixed) if units == "spread" else mixed.sum(1)
         second = torch.addcmul(self._averaged(norms), (r * (1 - r))[:, 0], norms[self.top[:, 0]])
         return second.sub_(mixed).clamp_(min=0) * self.a
 

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flatness.curvature.sums.frame import Frame
+from flatness.curvature.sums.frame import Frame, Units
 from flatness.curvature.sums.softmax_rows import SoftmaxRows
 
 
@@ -40,10 +40,9 @@ class SignalPair:
         """ηΦᵀΦ (n, G, d, P)."""
         return _through_gram(self.eta, self.Phi)
 
-    @cached_property
-    def weighted_V(self) -> Tensor:
-        """The same for features V⁻¹Φ."""
-        return _through_gram(self.eta, self.Phi * self.frame.inverse_V2.sqrt()[:, :, None])
+    def weighted_in(self, units: Units) -> Tensor:
+        """The same for features in these units."""
+        return _through_gram(self.eta, self.frame.features(units, self.Phi)) if units else self.weighted
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Statistic(ABC):
     Attributes:
         name: What measures call it in their `needs`.
         large: Whether it is as large as the weight, so that fewer folds of it are kept.
-        scaled: Whether it needs the spread V of the features.
+        units: What features are measured in; in other units than their own it needs to know how they spread.
         from_signals: Whether `of_signals` and `of_directions` are given.
         from_squares: Whether `of_squares` is given, and `of_signals` for one position.
         closed_form: Whether `of_softmax` is given.
@@ -93,7 +92,7 @@ class Statistic(ABC):
 
     name: ClassVar[str]
     large: ClassVar[bool] = False
-    scaled: ClassVar[bool] = False
+    units: ClassVar[Units] = ""
     from_signals: ClassVar[bool] = False
     from_squares: ClassVar[bool] = False
     closed_form: ClassVar[bool] = False
@@ -130,7 +129,7 @@ class Statistic(ABC):
 class BlockStatistic(Statistic):
     """A statistic that follows from the traces of blocks, T_ss' = Tr H_ss', T (G, d, d).
 
-    With `scaled`, T is that of features V⁻¹Φ.
+    T is that of the features in the statistic's `units`.
     """
 
     from_signals = closed_form = True
@@ -145,11 +144,11 @@ class BlockStatistic(Statistic):
 
     def of_pair(self, frame: Frame, a: Tensor, q: Tensor) -> Tensor:
         """Its value for each of n pairs (n, G, d, m) of derivatives."""
-        return self.of_product(frame, a * frame.inverse_V2[:, None] if self.scaled else a, q)
+        return self.of_product(frame, frame.twice_in_columns(self.units, a), q)
 
     def of_signals(self, pair: SignalPair) -> Tensor | Outer:
         """Its value for each of n pairs of signals."""
-        return self.of_product(pair.frame, pair.weighted_V if self.scaled else pair.weighted, pair.h)
+        return self.of_product(pair.frame, pair.weighted_in(self.units), pair.h)
 
 
 class SquaredStatistic(Statistic):

@@ -133,6 +133,11 @@ class Plan:
         return [name for name, route in self.layer_routes.items() if route.needs_spread]
 
     @property
+    def needs_whitening(self) -> list[str]:
+        """Those of them whose features are whitened."""
+        return [name for name, route in self.layer_routes.items() if route.needs_whitening]
+
+    @property
     def streams(self) -> bool:
         """Whether the shared pass has anything to compute beyond the risk."""
         return any(route.needs for route in self.routes.layers) or bool(self.routes.affine)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.sums.parameter_probes import ParameterEngine, unit_length
+from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.run.pilot import CAUTION, PROBES, fold_count, pilot_size, relative_variances
@@ -38,14 +39,14 @@ class Directions:
 
 
 def choose_directions(
-    problem: Problem, plan: Plan, spreads: dict[str, Tensor], known: Statistics
+    problem: Problem, plan: Plan, spreads: dict[str, Spread], known: Statistics
 ) -> Directions:
     """Random directions that promise the precision, within `max_passes`, and what is cheaper without.
 
     Args:
         problem: The model, data and loss.
         plan: What to measure.
-        spreads: V per input unit of the layers that need `relative_normalized`.
+        spreads: How the features spread of layers whose statistics need that.
         known: The statistics of everything that does not go through parameters.
     """
     folds = fold_count(plan.by_parameters.layers)

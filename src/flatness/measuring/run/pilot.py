@@ -15,6 +15,7 @@ from flatness.catalogue.measure import SPECTRA, LayerView, Measure
 from flatness.curvature.sums.folds import FOLDS, FOLDS_OF_LARGE, LARGE, SampledSums
 from flatness.curvature.sums.routes import LayerRoute
 from flatness.curvature.sums.sampled import PARTS, Budget, SampledEngine, balance, slope_norms
+from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.scatter import Scatter, standard_error
@@ -42,7 +43,7 @@ _NEAR = 1.05
 _PER_OCTAVE, _HALF_DOUBLINGS, _STEPS = 8, 24, 24
 
 
-def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Tensor]) -> Budget:
+def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Spread]) -> Budget:
     """The cheapest numbers of probes that promise the precision, within `max_passes`."""
     slopes, curved = _slopes(problem), sorted(plan.sampling.curved)
     # Samples that are ignored have no slope, and nothing to say.
@@ -205,7 +206,7 @@ def _even(number: float) -> int:
 
 
 def _probed(
-    problem: Problem, plan: Plan, spreads: dict[str, Tensor], budget: Budget, samples: Tensor
+    problem: Problem, plan: Plan, spreads: dict[str, Spread], budget: Budget, samples: Tensor
 ) -> SampledSums:
     """Probe some samples, by their numbers; nothing of it enters the results."""
     engine = SampledEngine(problem, plan.sampling, spreads, budget)
@@ -222,7 +223,7 @@ def _probed(
     return engine.found
 
 
-def _variances(problem: Problem, plan: Plan, spreads: dict[str, Tensor], sums: SampledSums) -> Tensor:
+def _variances(problem: Problem, plan: Plan, spreads: dict[str, Spread], sums: SampledSums) -> Tensor:
     """Relative variance of every value per probe of all samples of a pilot, by part: (2, values)."""
     names = [route.name for route in plan.sampling.layers if not plan.treatments[route.name].complete]
     variances, nothing = [], torch.zeros(1, dtype=torch.float64, device="cpu")
@@ -248,7 +249,7 @@ def fold_count(routes: Iterable[LayerRoute]) -> int:
 def relative_variances(
     problem: Problem,
     plan: Plan,
-    spreads: dict[str, Tensor],
+    spreads: dict[str, Spread],
     statistics: Statistics,
     scatter: Scatter,
     names: Collection[str],

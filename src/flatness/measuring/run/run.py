@@ -11,13 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from flatness.catalogue.measure import Valued
 from flatness.curvature.spectra import NetworkSpectrum, Spectrum
 from flatness.curvature.sums.exact import exact_statistics
-from flatness.curvature.sums.frame import feature_spreads
 from flatness.curvature.sums.routes import Routes
+from flatness.curvature.sums.spread import Spread, feature_spreads
 from flatness.curvature.sums.statistics import SampleGroups, Statistics
 from flatness.errors import NotFiniteError, listed
 from flatness.losses import counted
@@ -53,7 +52,7 @@ class Run:
     Attributes:
         statistics: The sums.
         methods: The word "exact" or "sampled" for every layer.
-        spreads: V per input unit of the layers that need `relative_normalized`.
+        spreads: How the features spread of layers whose statistics need that.
         groups: The statistics of groups of samples, where they were asked for.
         scatter: How far sampled statistics scatter; None where nothing is random.
         remarks: More to say about the curvature of single layers.
@@ -66,7 +65,7 @@ class Run:
 
     statistics: Statistics
     methods: dict[str, str]
-    spreads: dict[str, Tensor] = field(default_factory=dict)
+    spreads: dict[str, Spread] = field(default_factory=dict)
     groups: SampleGroups | None = None
     scatter: Scatter | None = None
     remarks: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -95,6 +94,7 @@ def run_plan(problem: Problem, plan: Plan, groups: SampleGroups | None = None) -
             {name: routes[name].layer for name in plan.needs_spread},
             plan.copy_inputs,
             plan.by_parameters.parameters,
+            plan.needs_whitening,
         )
     if plan.streams or not (plan.samples or plan.by_parameters):
         exact = plan.routes if plan.streams else Routes([])

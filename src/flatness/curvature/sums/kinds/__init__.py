@@ -5,6 +5,7 @@
 | `row_traces`          | (rows,)        | Tr H_ss for every row s of W                            |
 | `relative`            | ()             | κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss'                       |
 | `relative_normalized` | ()             | the same for features of unit spread                    |
+| `relative_whitened`   | ()             | the same for white features                             |
 | `outgoing`            | (input units,) | w(j)ᵀ H w(j), the outgoing weights of input unit j      |
 | `incoming`            | (rows,)        | w_sᵀ H_ss w_s for every row s                           |
 | `diagonal`            | (G, d, m)      | the diagonal of H; a vector for biases and norm scales  |

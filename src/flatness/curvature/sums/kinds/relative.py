@@ -54,7 +54,7 @@ class RelativeNormalized(Relative):
     """κ_Tr of W V on V⁻¹φ: the product of the traces of blocks, those of features V⁻¹φ, with W V² Wᵀ."""
 
     name = "relative_normalized"
-    scaled = True
+    units = "spread"
 
     def gram(self, frame: Frame) -> Tensor:
         """The matrix that traces are multiplied with."""
@@ -75,4 +75,4 @@ class RelativeNormalized(Relative):
 
     def of_softmax(self, rows: SoftmaxRows) -> Tensor:
         """Σ ‖V⁻¹φ‖² a Σ_t V_t² Var_p(W_·t)."""
-        return (rows.phi2 @ rows.frame.inverse_V2[0]) @ rows.total_variance(scaled=True)
+        return (rows.phi2 @ rows.frame.inverse_V2[0]) @ rows.total_variance(self.units)

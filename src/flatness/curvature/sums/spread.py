@@ -1,0 +1,281 @@
+"""How a layer's features spread, from one forward pass: in single units, and in all directions together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatness.network.layers import Layer
+from flatness.network.layers.shared import SharedLayer
+from flatness.network.recording import Recording
+from flatness.problem.problem import Problem
+
+# A feature whose standard deviation is below this share of its root mean square counts as constant.
+_CONSTANT = 1e-5
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Coordinates Zᵀφ of features φ in which C = mean φφᵀ is the identity, on the range of C.
+
+    C is uncentred and of input units: u per group, and for a convolution the channels, at all positions of
+    the input. With r its rank, C = YYᵀ, C⁺ = ZZᵀ and ZᵀY = 1, where the last u − r columns of Y and Z are 0.
+    A weight W acts on whitened features as WY. All taps of a channel are whitened alike.
+
+    Attributes:
+        Y: (G, u, u).
+        Z: (G, u, u).
+        ranks: The rank r of C in every group.
+        rows: How many features φ it is the mean of.
+    """
+
+    Y: Tensor
+    Z: Tensor
+    ranks: tuple[int, ...]
+    rows: int
+
+    @property
+    def units(self) -> int:
+        """The number u of input units of a group."""
+        return self.Y.shape[1]
+
+    def to(self, like: Tensor) -> Whitening:
+        """The same in the type and on the device of a tensor."""
+        return replace(self, Y=self.Y.to(like), Z=self.Z.to(like))
+
+    def of_weight(self, W: Tensor) -> Tensor:
+        """WY (G, d, m) of a weight (G, d, m)."""
+        return self._across(self.Y.mT, W.mT).mT
+
+    def of_features(self, Phi: Tensor) -> Tensor:
+        """ZᵀΦ (…, G, m, P) of features (…, G, m, P)."""
+        return self._across(self.Z.mT, Phi)
+
+    def inverse_times(self, Phi: Tensor) -> Tensor:
+        """C⁺Φ (…, G, m, P)."""
+        return self._across(self.inverse, Phi)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """C⁺ (G, u, u)."""
+        return self.Z @ self.Z.mT
+
+    def _across(self, matrix: Tensor, values: Tensor) -> Tensor:
+        """A matrix (G, u, u) of units times values (…, G, u · taps, P)."""
+        units = values.unflatten(-2, (self.units, -1)).flatten(-2)
+        return (matrix @ units).reshape(values.shape)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What is known of a layer's features.
+
+    Attributes:
+        V: The spread of every input unit: its standard deviation; |mean| of a constant one; 0 of a dead one.
+        whitening: Coordinates in which they are white, where that is asked for.
+    """
+
+    V: Tensor
+    whitening: Whitening | None = None
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """How many values there are per input unit, their mean and Σ(x − mean)²."""
+
+    count: int
+    mean: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> _Moments:
+        """Those of values (n, units, positions)."""
+        # Around their mean the variance of a constant feature is exactly that of rounding, also in float32.
+        reference, count = values.mean((0, 2)), values.shape[0] * values.shape[2]
+        centred = values - reference[:, None]
+        shift = centred.sum((0, 2), dtype=torch.float64) / count
+        squares = centred.square().sum((0, 2), dtype=torch.float64) - count * shift.square()
+        return cls(count, reference.double() + shift, squares)
+
+    def __add__(self, other: _Moments) -> _Moments:
+        """Those of all values together (Chan, Golub & LeVeque 1983)."""
+        share, apart = other.count / (self.count + other.count), other.mean - self.mean
+        squares = self.squares + other.squares + self.count * share * apart.square()
+        return _Moments(self.count + other.count, self.mean + share * apart, squares)
+
+    def on_host(self) -> _Moments:
+        """The same, for other processes to read."""
+        return _Moments(self.count, self.mean.cpu(), self.squares.cpu())
+
+    def spread(self) -> Tensor:
+        """V per unit: the standard deviation; |mean| for a constant feature; 0 for a dead one."""
+        variance = (self.squares / self.count).clamp(min=0)
+        rms = (variance + self.mean.square()).sqrt()
+        return torch.where(variance.sqrt() > _CONSTANT * rms, variance.sqrt(), self.mean.abs())
+
+
+@dataclass(frozen=True)
+class _SecondMoment:
+    """Σ w φφᵀ (G, u, u) over features, with Σ w, how many there are, and how finely they are rounded."""
+
+    total: Tensor
+    weight: Tensor
+    rows: int
+    eps: float
+
+    @classmethod
+    def of(cls, values: Tensor, groups: int, weights: Tensor) -> _SecondMoment:
+        """That of values (n, units, positions) of samples that weigh so much (n,)."""
+        n, _, positions = values.shape
+        # Features side by side for every group, (G, u, n · positions).
+        beside = values.double().reshape(n, groups, -1, positions).permute(1, 2, 0, 3).flatten(2)
+        each = weights.double().repeat_interleave(positions)
+        total = (beside * each) @ beside.mT
+        return cls(total, each.sum(), int((each > 0).sum()), torch.finfo(values.dtype).eps)
+
+    def __add__(self, other: _SecondMoment) -> _SecondMoment:
+        """That of all values together."""
+        total, weight = self.total + other.total, self.weight + other.weight
+        return _SecondMoment(total, weight, self.rows + other.rows, max(self.eps, other.eps))
+
+    def on_host(self) -> _SecondMoment:
+        """The same, for other processes to read."""
+        return replace(self, total=self.total.cpu(), weight=self.weight.cpu())
+
+    def whitening(self, device: torch.device) -> Whitening:
+        """C = total / weight taken apart on a device.
+
+        Units are brought to the same size first, so that neither the rank nor rounding depends on their
+        scales. What is below the rounding of the features, and of C itself, is taken to be 0.
+        """
+        C = self.total.to(device) / self.weight.to(device)
+        scale = C.diagonal(dim1=1, dim2=2).sqrt()
+        inverse = torch.where(scale > 0, 1 / scale, 0.0)
+        values, vectors = torch.linalg.eigh((C * inverse[:, None] * inverse[:, :, None]).nan_to_num())
+        values, vectors = values.flip(1), vectors.flip(2)
+        smallest = max(10 * C.shape[1] * torch.finfo(torch.float64).eps, 4 * self.eps**2)
+        kept = values > smallest * values[:, :1]
+        roots = torch.where(kept, values, 0.0).sqrt()[:, None]
+        inverse_roots = torch.where(kept, values, torch.inf).rsqrt()[:, None]
+        Y, Z = scale[:, :, None] * vectors * roots, inverse[:, :, None] * vectors * inverse_roots
+        if not bool(kept.all()):
+            # The pseudo-inverse has the range of C, which is that of Y.
+            basis = torch.linalg.qr(torch.where(kept[:, None], scale[:, :, None] * vectors, 0.0))[0]
+            basis = basis * kept[:, None]
+            Z = basis @ (basis.mT @ Z)
+        return Whitening(Y, Z, tuple(kept.sum(1).tolist()), self.rows)
+
+
+def feature_spreads(
+    problem: Problem,
+    layers: Mapping[str, Layer],
+    copy_inputs: bool,
+    loose: Collection[str] = (),
+    whitened: Collection[str] = (),
+) -> dict[str, Spread]:
+    """How the features of every layer spread, over samples and positions.
+
+    petzka2021's Theorem 4 says "variance"; only the standard deviation makes the normalised measure
+    invariant. V counts all samples alike, C as the risk does, so that a sample without weight in the risk
+    has none in C.
+
+    Args:
+        problem: The model, data and loss.
+        layers: The layers.
+        copy_inputs: Whether inputs are overwritten later on.
+        loose: Those whose inputs are not laid out sample by sample; every row counts as one. An expert of a
+            mixture need not run for every batch.
+        whitened: Those whose features are to be whitened.
+    """
+    moments: dict[str, _Found] = {}
+    modules = {name: layer.module for name, layer in layers.items()}
+    for layer in layers.values():
+        if isinstance(layer, SharedLayer):
+            modules |= layer.modules
+    with Recording(modules, edges=False, copy_inputs=copy_inputs) as recording:
+
+        def step(batch: Any) -> None:
+            recording.clear()
+            with torch.no_grad():
+                items = problem.items(batch)
+                weights = problem.loss.items_weighed(items)[1].sum(1) if whitened else None
+            n = items.logits.shape[0]
+            found = {
+                name: _Found.of(
+                    _values(layer, recording, None if name in loose else n),
+                    layer.groups,
+                    weights if name in whitened else None,
+                )
+                for name, layer in layers.items()
+                if name not in loose or isinstance(layer, SharedLayer) or recording.calls.get(name)
+            }
+            # Only now: when memory runs out above, the same samples come again in smaller batches.
+            for name, own in found.items():
+                moments[name] = moments[name] + own if name in moments else own
+
+        with problem.ranks.stage():
+            problem.stream(step, "features")
+    everyone = problem.ranks.gathered({name: own.on_host() for name, own in moments.items()})
+    seen = {name: [own[name] for own in everyone if name in own] for name in layers}
+    return {name: reduce(add, own).spread(problem.device) for name, own in seen.items() if own}
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a pass finds of one layer."""
+
+    moments: _Moments
+    second: _SecondMoment | None
+
+    @classmethod
+    def of(cls, values: Tensor, groups: int, weights: Tensor | None) -> _Found:
+        """That of values (n, units, positions); weights of the samples where C is wanted."""
+        if weights is None:
+            return cls(_Moments.of(values), None)
+        # Without a number of samples all rows are positions of one.
+        weights = weights if len(weights) == len(values) else weights.new_ones(len(values))
+        return cls(_Moments.of(values), _SecondMoment.of(values, groups, weights))
+
+    def __add__(self, other: _Found) -> _Found:
+        second = None
+        if self.second is not None and other.second is not None:
+            second = self.second + other.second
+        return _Found(self.moments + other.moments, second)
+
+    def on_host(self) -> _Found:
+        """The same, for other processes to read."""
+        return _Found(self.moments.on_host(), None if self.second is None else self.second.on_host())
+
+    def spread(self, device: torch.device) -> Spread:
+        """What statistics get of it."""
+        whitening = None if self.second is None else self.second.whitening(device)
+        return Spread(self.moments.spread(), whitening)
+
+
+def _values(layer: Layer, recording: Recording, n: int | None) -> Tensor:
+    """What enters a layer, (n, units, positions); all calls side by side where the weight is shared.
+
+    Without a number of samples every value is a position of its own.
+    """
+    if not isinstance(layer, SharedLayer):
+        return _units(layer, recording.one(layer.name).x, n)
+    inputs = [
+        _units(use.view, call.x, n)
+        for use in layer.uses
+        if not use.transposed
+        for call in recording.calls.get(use.name, [])
+    ]
+    return torch.cat(inputs, dim=2)
+
+
+def _units(layer: Layer, x: Tensor, n: int | None) -> Tensor:
+    if n is not None:
+        return layer.per_input_unit(x, n)
+    values = layer.per_input_unit(x, len(x) if x.dim() > 1 else 1)
+    return values.transpose(0, 1).flatten(1)[None]
