@@ -182,7 +182,7 @@ def test_version(tmp_path):
         ("flatness measure --data ", words.data_set_names()),
         ("flatness measure --model lenet", ["lenet5", "lenet5_mnist"]),
         (
-            "flatness measure --measures weight_norm,relative_flatness_",
+            "flatness measure --measures weight_norm,relative_flatness_n",
             ["weight_norm,relative_flatness_normalized"],
         ),
         ("flatness measure --method e", ["exact"]),
