@@ -260,7 +260,7 @@ def test_cells_are_text_and_never_markup_or_colours():
 
 
 def test_what_is_recommended_comes_first_and_what_rescaling_changes_last_and_marked():
-    names = [measure.name for measure in flatness.measures() if measure.one_pass]
+    names = [measure.name for measure in flatness.measures() if measure.by_default]
     assert names[:3] == ["relative_flatness", "relative_flatness_normalized", "layer_flatness_trace"]
     assert names[-2:] == ["hessian_trace", "weight_norm"]
     shown = flatness.measure(network(), data(), progress=False)

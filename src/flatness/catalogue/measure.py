@@ -244,6 +244,11 @@ class Measure:
         return self.of_sums and self.loss is None
 
     @property
+    def by_default(self) -> bool:
+        """Whether "default" has it."""
+        return self.one_pass and not self.on_request
+
+    @property
     def of_sums(self) -> bool:
         """Whether its values are functions of sums over the samples, and no eigenvalues or explorations."""
         return not (self.needs & SPECTRA or "spectrum" in self.network_needs or self.explore)

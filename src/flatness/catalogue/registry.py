@@ -107,11 +107,7 @@ def known_measure(name: str) -> Measure | None:
 def select_measures(measures: str | Measure | Iterable[str | Measure]) -> list[Measure]:
     """Resolve the `measures` argument: a name, a list of names, "default" or "all"."""
     if measures in ("default", "all"):
-        return [
-            measure
-            for measure in _REGISTRY.values()
-            if measures == "all" or (measure.one_pass and not measure.on_request)
-        ]
+        return [measure for measure in _REGISTRY.values() if measures == "all" or measure.by_default]
     if isinstance(measures, (str, Measure)):
         measures = [measures]
     if not isinstance(measures, Iterable):

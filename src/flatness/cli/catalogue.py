@@ -56,7 +56,7 @@ def _list(known: list[Any], width: int) -> str:
         symbol = measure.symbol if roomy else shortened(measure.symbol, _SYMBOL, "end")
         unchanged = " ".join(marks.get(kind) or kind for kind in sorted(measure.invariances))
         told = measure.summary if roomy else measure.source.partition(" (")[0]
-        rows.append((measure.name, symbol, unchanged, "yes" if measure.one_pass else "", told))
+        rows.append((measure.name, symbol, unchanged, "yes" if measure.by_default else "", told))
     legend = f"inv.: unchanged when {'; '.join(f'{kind.mark} {kind.when}' for kind in kinds)}. {_LEGEND}"
     return f"{format_table(columns, rows, width)}\n\n{textwrap.fill(legend, width)}"
 

@@ -71,7 +71,7 @@ def catalogue_html(measures: Iterable[Any]) -> str:
             measure.symbol,
             measure.summary,
             ", ".join(sorted(measure.invariances)),
-            "yes" if measure.one_pass else "",
+            "yes" if measure.by_default else "",
             measure.source.partition(" (")[0],
         )
         for measure in measures
