@@ -98,16 +98,16 @@ def test_errors_shrink_with_the_samples_that_are_left_out():
     assert row.stderr == pytest.approx(row.data_stderr * 0.5**0.5)
 
 
-@pytest.mark.parametrize(("activation", "precision"), [(nn.ReLU, 0.1), (nn.Tanh, 0.2)])
-def test_errors_of_enough_samples_are_calibrated(activation, precision):
+@pytest.mark.parametrize(("activation", "precision", "seeds"), [(nn.ReLU, 0.1, 30), (nn.Tanh, 0.2, 16)])
+def test_errors_of_enough_samples_are_calibrated(activation, precision, seeds):
     """Under the rule that decides how many are drawn.
 
-    20 groups give z a variance of 19/17 where values are normal. Over 30 seeds its standard error is about
-    0.28, and the rows of a report go together.
+    20 groups give z a variance of 19/17 where values are normal. Over 30 seeds the standard error of its mean
+    square is about 0.28, over 16 about 0.38, and the rows of a report go together.
     """
     data = population()
     truth, z, drawn = values(measured(data, activation=activation, method="exact")), [], set()
-    for seed in range(30):
+    for seed in range(seeds):
         report = measured(data, 1000 * seed, activation, samples="enough", precision=precision)
         drawn.add(report.meta["samples"])
         pairs = zip(report.results, truth, strict=True)
@@ -118,7 +118,7 @@ def test_errors_of_enough_samples_are_calibrated(activation, precision):
     assert drawn <= {256, 512, 1024, 2048, 4096, 6000}
     assert len(drawn) > 1
     z = torch.tensor(z)
-    assert (z.mean(0).abs() < 0.7).all()  # 3.5 standard errors
+    assert (z.mean(0).abs() < 3.7 / seeds**0.5).all()  # 3.5 standard errors
     assert (z.square().mean(0) < 2.4).all()
     assert (z.square().mean(0) > 0.3).all()
 
