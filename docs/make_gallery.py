@@ -20,12 +20,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import flatness
 from flatness.show.plots.charts import save_intervals
 from flatness.show.plots.study import write_figures
 from flatness.study import Study
+from flatness.study.analysis.correlations import settings_of
 from flatness.study.analysis.experiment import ExperimentStudy, belongs, cell
 from flatness.study.correlate import Correlation, correlation
+from flatness.study.within import partial
 
 GALLERY = Path(__file__).parent / "gallery"
 RECORDS = GALLERY / "records"
@@ -249,6 +253,50 @@ def again(name: str) -> str:
     )
 
 
+def beyond(name: str) -> str:
+    """What measures say beyond setting and training loss, and beyond epochs, in both runs."""
+    runs = [name] + [f"{name}{AGAIN}"] * (RECORDS / f"{name}{AGAIN}.json.xz").is_file()
+    tables = [{row["quantity"]: row for row in correlations(run)} for run in runs]
+    wanted = [row["quantity"] for row in correlations(name) if row["quantity"] in study(name).headline()]
+    wanted.sort(key=lambda quantity: -tables[0][quantity]["partial_pearson"])
+    length = [beyond_epochs(run, wanted) for run in runs]
+    ends = ["", ", second run"][: len(runs)]
+    head = ["quantity", "τ", "τ expected by setting (95 %)"]
+    head += [text for end in ends for text in (f"r given setting and loss{end} (95 %)", "p, best of all")]
+    head += [f"r given epochs too{end}" for end in ends]
+    lines = []
+    for quantity in wanted:
+        rows = [found[quantity] for found in tables]
+        expected = {"within": rows[0]["within_expected"]}
+        expected |= {f"within_{end}": rows[0][f"within_{end}"] for end in ("low", "high")}
+        cells = [f"`{quantity}`", number(rows[0]["kendall"]), between(expected, "within")]
+        for row in rows:
+            cells += [between(row, "partial_pearson"), chance(row["partial_pearson_p_family"])]
+        lines.append(cells + [number(found[quantity]) for found in length])
+    last = [between(found["epochs"], "partial_pearson") for found in length]
+    lines.append(["*epochs*", "", "", *(text for one in last for text in (one, "–")), *["–"] * len(runs)])
+    heights = [next(iter(rows.values()))["partial_pearson_null_95_family"] for rows in tables]
+    known = " and ".join(number(height) for height in heights)
+    return (
+        f"{table(head, lines)}\n"
+        f"Where gaps are dealt out within settings, the largest |r| of all {len(tables[0])} quantities stays "
+        f"below {known} in 95 % of the cases{' (first and second run)' if len(runs) > 1 else ''}.\n"
+    )
+
+
+def beyond_epochs(name: str, wanted: list[str]) -> dict[str, Any]:
+    """Partial correlations given setting, training loss and epochs; of the epochs, given the first two."""
+    kept: Any = study(name).kept()
+    settings = settings_of(kept, study(name).axes())
+    gap, loss, epochs = (kept[key].to_numpy(float) for key in ("gap", "train_loss", "epochs"))
+    known = np.log([loss, epochs])
+    found = partial(kept[wanted].to_numpy(float).T, gap, settings, known, resamples=0, permutations=0)
+    one = partial(epochs[None], gap, settings, known[:1], permutations=0).found["pearson"][0]
+    told = {"partial_pearson": one.value, "partial_pearson_low": one.low, "partial_pearson_high": one.high}
+    values = (own.value for own in found.found["pearson"])
+    return dict(zip(wanted, values, strict=True)) | {"epochs": told}
+
+
 def cost(name: str) -> str:
     """What the run took, as the records say."""
     devices: dict[str, list[Mapping[str, Any]]] = {}
@@ -294,6 +342,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "summary": summary,
     "settings": settings,
     "again": again,
+    "beyond": beyond,
     "cost": cost,
     "claims": claims,
 }

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from flatness.study.analysis.granulated import granulated
+from flatness.study.analysis.granulated import Pairs, granulated, pair_weights
 
 # Batch size 1 or 2, learning rate 1 or 2, one network each. The measure follows the gap along the batch size
 # at both rates, along the rate at one batch size only.
@@ -27,7 +27,12 @@ def test_psi_by_hand():
 def test_sign_error_by_hand():
     found = granulated(MEASURE, GAP, AXES)
     assert found.sign_error == {"batch": 0.0, "rate": 0.5}
-    assert found.worst_sign_error == 0.5
+    # The rate at batch size 1 is one of four environments, and ordered wrongly.
+    assert {axis: list(errors) for axis, errors in found.environments.items()} == {
+        "batch": [0.0, 0.0],
+        "rate": [1.0, 0.0],
+    }
+    assert found.worst_sign_error == 1.0
 
 
 def test_information_by_hand():
@@ -97,7 +102,7 @@ def test_a_measure_that_only_knows_one_hyperparameter_is_found_out():
                 measure.append(batch + next(noise))
                 gap.append(batch + 0.3 * rate)
     found = granulated(measure, gap, axes)
-    assert found.psi["batch"] == 1.0
+    assert found.psi["batch"] == pytest.approx(1.0)
     assert abs(found.psi["rate"]) < 1e-12
     assert found.psi["seed"] == 0.0  # equal gaps: no order to predict
     assert found.sign_error["rate"] == pytest.approx(0.5)
@@ -121,3 +126,117 @@ def test_a_value_that_is_not_a_number_tells_nothing():
     expected = granulated(x, gap, axes)
     assert found.information == expected.information
     assert 0 < expected.least_information < 1
+
+
+def design(generator, missing=3):
+    """Networks of a grid of which a few are missing, a gap and a measure that follows it somewhat."""
+    rows = [(a, b, seed) for a in range(3) for b in range(2) for seed in range(4)]
+    rows = [rows[i] for i in sorted(generator.permutation(len(rows))[missing:])]
+    axes = {name: [row[place] for row in rows] for place, name in enumerate(("a", "b", "seed"))}
+    gap = np.array([a + 0.5 * b for a, b, _ in rows]) + generator.normal(size=len(rows))
+    return axes, gap + generator.normal(size=len(rows)), gap
+
+
+def test_what_resampled_settings_say_is_what_loops_over_pairs_say():
+    generator = np.random.default_rng(8)
+    axes, measure, gap = design(generator)
+    pairs = Pairs(axes, len(gap), 3, seed=1)
+    found = {
+        axis: pairs._psi(np.sign(measure[:, None] - measure) * np.sign(gap[:, None] - gap), axis)
+        for axis in axes
+    }
+    wrong = {
+        axis: pairs._sign_error(np.sign(measure[:, None] - measure) * np.sign(gap[:, None] - gap), axis)
+        for axis in axes
+    }
+    given = pairs._information(measure, gap)
+    for resample, draw in enumerate(pairs.draws):
+        often = draw[pairs.settings]
+        for axis in axes:
+            cells, error = {}, [0.0, 0.0]
+            for i, j in itertools.combinations(range(len(gap)), 2):
+                sign = np.sign(measure[i] - measure[j]) * np.sign(gap[i] - gap[j])
+                differ = [name for name in axes if axes[name][i] != axes[name][j]]
+                if differ == [axis]:
+                    place = tuple(axes[name][i] for name in axes if name != axis)
+                    cells.setdefault(place, []).append((often[i] * often[j], sign, often[i]))
+                if [name for name in differ if name != "seed"] == [axis] or (
+                    axis == "seed" and differ == ["seed"]
+                ):
+                    weight = draw[pairs.settings[i]] if axis == "seed" else often[i] * often[j]
+                    error[0] += weight * (1 - sign) / 2
+                    error[1] += weight
+            taus = [
+                (
+                    sum(w * s for w, s, _ in own) / sum(w for w, _, _ in own),
+                    own[0][2] if axis == "seed" else 1,
+                )
+                for own in cells.values()
+                if sum(w for w, _, _ in own) > 0
+            ]
+            expected = sum(t * w for t, w in taus) / sum(w for _, w in taus) if taus else math.nan
+            assert found[axis][resample] == pytest.approx(expected, nan_ok=True)
+            share = error[0] / error[1] if error[1] else math.nan
+            assert wrong[axis][resample] == pytest.approx(share, nan_ok=True)
+        for names in ((), ("a",)):
+            tables = {}
+            for i, j in itertools.permutations(range(len(gap)), 2):
+                same = pairs.settings[i] == pairs.settings[j]
+                weight = often[i] if same else often[i] * often[j]
+                place = tuple((axes[name][i], axes[name][j]) for name in names)
+                table = tables.setdefault(place, np.zeros((2, 2)))
+                table[int(measure[i] > measure[j]), int(gap[i] > gap[j])] += weight
+            shared = sum(entropy(t.sum(0)) + entropy(t.sum(1)) - entropy(t) for t in tables.values())
+            whole = sum(entropy(t.sum(0)) for t in tables.values())
+            assert given[names][resample] == pytest.approx(shared / whole if whole else math.nan, nan_ok=True)
+
+
+def entropy(counts):
+    """In bits, times the number."""
+    fine = counts[counts > 0]
+    return float(-(fine * np.log2(fine / fine.sum())).sum())
+
+
+def test_intervals_are_those_of_the_resamples_and_hold_the_value():
+    generator = np.random.default_rng(9)
+    axes, measure, gap = design(generator, 0)
+    found = granulated(measure, gap, axes, resamples=300)
+    for name, value in (
+        ("granulated", found.coefficient),
+        ("psi_a", found.psi["a"]),
+        ("information_b", found.information["b"]),
+    ):
+        low, high = found.intervals[name]
+        assert low <= value <= high
+        assert low < high
+
+
+def test_the_noise_filter_by_hand():
+    # (1 − 2 exp(−n Δ²/2))² − ½ with n = 10,000: Δ = 0.01 gives less than nothing, 0.03 gives 0.456.
+    weights = pair_weights(np.array([0.0, 0.01, 0.03]), 10_000)
+    sure = (1 - 2 * math.exp(-10_000 * 0.03**2 / 2)) ** 2 - 0.5
+    np.testing.assert_allclose(weights[0], [0, 0, sure])
+    assert weights[1, 2] == pytest.approx((1 - 2 * math.exp(-2)) ** 2 - 0.5)
+
+
+def test_environments_without_enough_pairs_that_are_sure_are_left_out():
+    # Two batch sizes at two rates, four seeds each: sixteen pairs in each environment.
+    axes = {name: [] for name in ("batch", "rate", "seed")}
+    for batch, rate, seed in itertools.product(range(2), range(2), range(4)):
+        for name, value in (("batch", batch), ("rate", rate), ("seed", seed)):
+            axes[name].append(value)
+    batch, rate = np.array(axes["batch"]), np.array(axes["rate"])
+    gap = batch + 0.001 * rate + 1e-5 * np.array(axes["seed"])
+    measure = batch - 10 * rate
+    pairs = Pairs(axes, 16)
+    free = pairs.environments(measure, gap)
+    assert {axis: list(errors) for axis, errors in free.items()} == {"batch": [0, 0], "rate": [1, 1]}
+    filtered = pairs.environments(measure, gap, pair_weights(gap, 10_000))
+    assert {axis: list(errors) for axis, errors in filtered.items()} == {"batch": [0, 0], "rate": []}
+    # Eleven sure pairs of sixteen are too few.
+    noise = np.zeros((16, 16))
+    first, second = np.nonzero((batch[:, None] < batch) & (rate[:, None] == rate) & (rate[:, None] == 0))
+    noise[first[:11], second[:11]] = noise[second[:11], first[:11]] = 0.5
+    assert list(pairs.environments(measure, gap, noise)["batch"]) == []
+    noise[first[:12], second[:12]] = noise[second[:12], first[:12]] = 0.5
+    assert list(pairs.environments(measure, gap, noise)["batch"]) == [0]

@@ -133,6 +133,7 @@ def test_tables_hold_what_they_should(finished):
     assert {path.name for path in found.path.glob("*.csv")} == {
         "networks.csv",
         "correlations.csv",
+        "differences.csv",
         "groups.csv",
     }
     assert "n = 12. Left out: none." in str(found)

@@ -1,5 +1,8 @@
 """Correlations with bootstrap intervals and a permutation null, for all resamples at once.
 
+Networks that differ in nothing but the seed are one *setting*. They resemble one another, so that settings,
+not networks, are drawn and dealt out as units wherever a function takes them.
+
 A bootstrap resample is a vector of counts w (how often each network was drawn). Means, mid-ranks and pair
 counts of the resample are sums weighted by w, so that all resamples of a coefficient are a few products of
 matrices and exactly what one would get from drawing them one by one.
@@ -14,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Codes = NDArray[np.int64]
 COEFFICIENTS = ("pearson", "spearman", "kendall")
 _CHUNK = 50  # permutations at a time, of which all pairs of networks are in memory
 
@@ -24,7 +28,7 @@ class Correlation:
 
     Attributes:
         value: The coefficient; NaN when one side is constant.
-        low: Lower end of the 95 % percentile bootstrap interval over networks.
+        low: Lower end of the 95 % percentile bootstrap interval over settings.
         high: Upper end.
         n: Number of networks.
     """
@@ -40,6 +44,7 @@ def correlation(
     y: ArrayLike,
     kind: str = "kendall",
     *,
+    settings: ArrayLike | None = None,
     resamples: int = 2000,
     seed: int = 0,
 ) -> Correlation:
@@ -47,8 +52,9 @@ def correlation(
 
     Args:
         x: One value per network.
-        y: Likewise.
+        y: One value per network.
         kind: One of `COEFFICIENTS`.
+        settings: The setting of each network, as a number; None where every network is one of its own.
         resamples: Bootstrap resamples; those in which one side is constant do not count.
         seed: Of the resamples.
 
@@ -62,52 +68,112 @@ def correlation(
     if n < 3:
         return Correlation(np.nan, np.nan, np.nan, n)
     value = float(weighted(a, b, np.ones((1, n)), kind)[0])
-    drawn = weighted(a, b, _drawn(n, resamples, seed), kind)
-    drawn = drawn[np.isfinite(drawn)]
-    low, high = np.quantile(drawn, (0.025, 0.975)) if len(drawn) else (np.nan, np.nan)
-    return Correlation(value, float(low), float(high), n)
+    codes = units(n, None if settings is None else np.asarray(settings))
+    low, high = interval(weighted(a, b, counts(codes, resamples, seed), kind, codes))
+    return Correlation(value, low, high, n)
 
 
-@functools.lru_cache(maxsize=2)
+def interval(drawn: Array) -> tuple[float, float]:
+    """The ends of the 95 % percentile interval of what resamples give, those that give nothing left out."""
+    fine = drawn[np.isfinite(drawn)]
+    low, high = np.quantile(fine, (0.025, 0.975)) if len(fine) else (np.nan, np.nan)
+    return float(low), float(high)
+
+
+def units(n: int, settings: Codes | None) -> Codes:
+    """What is drawn: the setting of each of n networks, numbered from 0.
+
+    Where there is only one setting, or none are told apart, its networks are drawn.
+    """
+    codes = np.arange(n) if settings is None else np.unique(settings, return_inverse=True)[1]
+    return codes if codes.max(initial=0) > 0 else np.arange(n)
+
+
+def counts(codes: Codes, resamples: int, seed: int = 0) -> Array:
+    """How often each resample draws each network, with all of its unit: (resamples, networks)."""
+    return _drawn(int(codes.max(initial=-1)) + 1, resamples, seed)[:, codes]
+
+
+@functools.lru_cache(maxsize=8)
 def _drawn(n: int, resamples: int, seed: int) -> Array:
-    """How often each resample draws each network."""
+    """How often each resample draws each of n things."""
     # All measures of a study are resampled alike: drawing takes longer than what is done with the draws.
     generator = np.random.default_rng(seed)
-    counts = generator.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.float64)
-    counts.flags.writeable = False
-    return counts
+    share = np.full(max(n, 1), 1 / max(n, 1))
+    found = generator.multinomial(n, share, size=resamples).astype(np.float64)
+    found.flags.writeable = False
+    return found
 
 
-def weighted(x: Array, y: Array, counts: Array, kind: str) -> Array:
-    """The coefficient of every resample, for whole counts (resamples, networks)."""
+def weighted(x: Array, y: Array, counts: Array, kind: str, codes: Codes | None = None) -> Array:
+    """The coefficient of every resample, for whole counts (resamples, networks).
+
+    Args:
+        x: A value per network.
+        y: A value per network.
+        counts: How often each resample draws each network.
+        kind: One of `COEFFICIENTS`.
+        codes: The unit of each network, where units are drawn whole. Kendall's τ does not compare the copies
+        of
+            a unit with one another: their networks are closer than those of different units.
+    """
     if kind == "kendall":
-        return _kendall(x, y, counts)
+        return _kendall(x, y, counts, np.arange(len(x)) if codes is None else codes)
     if kind == "spearman":
         return _product_moment(_ranks(x, counts), _ranks(y, counts), counts)
     return _product_moment(_standard(x), _standard(y), counts)
 
 
-def family_null(xs: Array, y: Array, permutations: int, generator: np.random.Generator) -> Array:
+def family_null(
+    xs: Array, y: Array, permutations: int, generator: np.random.Generator, settings: Codes | None = None
+) -> Array:
     """Kendall's τ_b of many measures with the same random orders of y: (measures, permutations).
 
     The largest size over the measures of one permutation is what the best of so many measures reaches by
     chance. A measure that is not finite for some networks goes by the others.
+
+    Args:
+        xs: A row per measure.
+        y: A value per network.
+        permutations: How many orders.
+        generator: Of the orders.
+        settings: The setting of each network: y is dealt out within settings only, so that all that settings
+            tell about y stays as it is. None deals it out among all networks.
     """
-    first, second = np.triu_indices(len(y), 1)
+    return against(xs, y[orders(len(y), settings, permutations, generator)])
+
+
+def orders(
+    n: int, settings: Codes | None, permutations: int, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Random orders of n networks, in which each takes the place of one of its setting: (permutations, n)."""
+    keys = generator.random((permutations, n))
+    if settings is None:
+        return np.argsort(keys, axis=1)
+    codes = np.unique(settings, return_inverse=True)[1]
+    # Sorted by setting, then at random: the k-th is a random member of the k-th network's setting.
+    found = np.empty((permutations, n), np.int64)
+    found[:, np.argsort(codes, kind="stable")] = np.argsort(codes + keys, axis=1)
+    return found
+
+
+def against(xs: Array, ys: Array) -> Array:
+    """Kendall's τ_b of every row of xs with every row of ys: (rows of xs, rows of ys)."""
+    first, second = np.triu_indices(xs.shape[1], 1)
     known = np.isfinite(xs)
     both = known[:, first] & known[:, second]
     signs = np.zeros(both.shape, np.float32)
     np.sign(np.subtract(xs[:, first], xs[:, second], where=both, out=np.zeros(both.shape)), out=signs)
     gappy = ~known.all(axis=1)
-    ranks = np.unique(y, return_inverse=True)[1].astype(np.float32)
-    untied = _untied(y)
-    squares = np.full((len(xs), permutations), untied)
-    orders = np.argsort(generator.random((permutations, len(y))), axis=1)
+    # Equal values have equal ranks: that of the first of them.
+    ranks = np.stack([np.searchsorted(np.sort(row), row) for row in ys]).astype(np.float32)
+    squares = np.empty((len(xs), len(ys)))
     found = []
-    for start in range(0, permutations, _CHUNK):
-        shuffled = _pair_signs(ranks[orders[start : start + _CHUNK]])
+    for start in range(0, len(ys), _CHUNK):
+        shuffled = _pair_signs(ranks[start : start + _CHUNK])
         # Whole numbers, exact in float32 below 2^24. Every pair counts twice, once in either order.
         found.append(2.0 * (signs @ shuffled.T).astype(np.float64))
+        squares[:, start : start + _CHUNK] = 2.0 * np.count_nonzero(shuffled, axis=1)
         if gappy.any():
             squares[gappy, start : start + _CHUNK] = 2.0 * (both[gappy].astype(np.float32) @ (shuffled**2).T)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -158,17 +224,24 @@ def _signs(values: Array) -> Array:
     return np.sign(values[:, None] - values[None, :])
 
 
-def _kendall(x: Array, y: Array, counts: Array) -> Array:
-    """τ_b = Σ_{i,j} w_i w_j s_x s_y / √(Σ w_i w_j s_x² · Σ w_i w_j s_y²), s the sign of a difference.
+def _kendall(x: Array, y: Array, counts: Array, codes: Codes) -> Array:
+    """τ_b = Σ_{i,j} w_ij s_x s_y / √(Σ w_ij s_x² · Σ w_ij s_y²), s the sign of a difference.
 
-    Counts and signs are whole numbers, so that no order of summation changes a digit, nor does float32 while
-    a resample has fewer than 2^24 networks.
+    w_ij = w_i w_j, and w_i within a unit. Counts and signs are whole numbers, so that no order of summation
+    changes a digit, nor does float32 while a resample has fewer than 2^24 networks.
     """
     signs = (_signs(x) * _signs(y)).astype(np.float32)
     agreement = np.einsum("bi,bi->b", counts.astype(np.float32) @ signs, counts)
-    pairs_x, pairs_y = (_weighted_pairs(values, counts) for values in (x, y))
+    first, sizes = np.unique(codes, return_index=True, return_counts=True)[1:]
+    copies = counts[:, first] ** 2 - counts[:, first]
+    first, second = np.nonzero((codes[:, None] == codes) & (sizes[codes] > 1))
+    same = np.bincount(codes[first], signs[first, second], len(sizes))
+    pairs = []
+    for values in (x, y):
+        untied = np.bincount(codes[first], values[first] != values[second], len(sizes))
+        pairs.append(_weighted_pairs(values, counts) - copies @ untied)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return agreement / np.sqrt(pairs_x * pairs_y)
+        return (agreement - copies @ same) / np.sqrt(pairs[0] * pairs[1])
 
 
 def _weighted_pairs(values: Array, counts: Array) -> Array:
@@ -177,8 +250,3 @@ def _weighted_pairs(values: Array, counts: Array) -> Array:
     starts = np.unique(values[order], return_index=True)[1]
     within = np.add.reduceat(np.take(counts, order, axis=1), starts, axis=1)
     return counts.sum(1) ** 2 - np.einsum("bi,bi->b", within, within)
-
-
-def _untied(values: Array) -> float:
-    """Ordered pairs of networks whose values differ."""
-    return float(len(values) ** 2 - np.sum(np.unique(values, return_counts=True)[1] ** 2))

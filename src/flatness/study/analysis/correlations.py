@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from flatness.study.analysis.granulated import SEED, granulated
-from flatness.study.correlate import COEFFICIENTS, correlation, family_null
+from flatness.study.analysis.granulated import SEED, Pairs, pair_weights
+from flatness.study.correlate import (
+    COEFFICIENTS,
+    Array,
+    Codes,
+    correlation,
+    counts,
+    family_null,
+    interval,
+    units,
+    weighted,
+)
 from flatness.study.table import measure_columns
+from flatness.study.within import KINDS, Partial, codes_of, partial, shares
 
 if TYPE_CHECKING:
     import pandas
@@ -19,6 +31,7 @@ FEWEST = 3
 """Networks that a correlation needs at least."""
 # Products of matrices of this size gain little from threads, and wait for one another where cores are busy.
 _THREADS = 1
+_PAIR_RESAMPLES = 400  # of statistics over pairs, each of which is a table of its own in every resample
 
 
 def correlation_table(
@@ -30,31 +43,63 @@ def correlation_table(
 ) -> pandas.DataFrame:
     """How every measure goes with the gap, over the networks of `kept`.
 
+    Networks that differ in nothing but the seed are one setting. Intervals, ending in ``_low`` and ``_high``,
+    are 95 % percentile bootstrap intervals from drawing settings.
+
     Args:
         kept: Networks, a row each, with a column ``gap``.
         axes: The hyperparameters that vary and the columns of each.
-        resamples: Bootstrap resamples.
+        resamples: Bootstrap resamples; at most 400 of them for statistics over pairs.
         permutations: Random orders of the gaps.
 
     Returns:
-        A row per quantity, the largest Kendall coefficient first. ``n``; ``pearson``, ``spearman`` and
-        ``kendall``, each with ``_low`` and ``_high``, its 95 % bootstrap interval; ``null_95``, the size of
-        Kendall's τ that 95 % of the permutations stay below; ``p_value``, two-sided; ``p_family``, the same
-        for the best of all these measures by chance; ``granulated`` (Ψ), ``psi_AXIS``,
-        ``sign_error_AXIS``, ``worst_sign_error``, ``information_AXIS`` and ``least_information``;
-        ``X_rescaled`` for each coefficient of the rescaled copies.
+        A row per quantity, the largest Kendall coefficient first.
+
+        - ``n`` networks in ``settings``;
+        - ``pearson``, ``spearman`` and ``kendall``, and ``X_rescaled`` for each of the rescaled copies;
+        - where gaps are dealt out to the networks at random: ``null_95``, the size of Kendall's τ that 95 %
+          of the orders stay below, ``p_value``, two-sided, and ``null_95_family`` and ``p_family`` for the
+          best of all these measures;
+        - where gaps are dealt out within settings: ``within_expected``, the mean τ, which settings alone
+          bring about, ``within_low`` and ``within_high``, which hold 95 %, and ``within_p``, two-sided;
+        - ``partial_pearson`` and ``partial_kendall``, the coefficients given setting and logarithm of the
+          training loss (`partial`), each with ``_null_95``, ``_p``, ``_null_95_family`` and ``_p_family``,
+          for the best of the measures that are known for the same networks;
+        - ``granulated`` (Ψ), ``psi_AXIS``, ``sign_error_AXIS``, ``information_AXIS`` and
+          ``least_information``, with intervals;
+        - ``worst_sign_error``, ``high_sign_error`` (90 % are below) and ``median_sign_error`` over
+          ``environments``, pairs of settings that differ in one hyperparameter; the same with ``_filtered``
+          for those that are left where pairs of networks count whose accuracy gaps differ surely
+          (`pair_weights`).
     """
     import pandas as pd
 
     columns = [name for name in measure_columns(kept) if _usable(kept, name)]
+    settings = settings_of(kept, axes)
     with threadpool_limits(_THREADS, user_api="blas"):
         table = pd.DataFrame(
-            [{**_place(name), **_coefficients(kept, name, axes, resamples)} for name in columns]
+            [{**_place(name), **_coefficients(kept, name, settings, resamples)} for name in columns]
         )
         if len(table) == 0:
             return table
         _add_null(table, kept, columns, permutations)
+        _add_within(table, kept, columns, settings, permutations)
+        found = partials(kept, columns, settings, resamples, permutations)
+        more = [found[name] for name in columns]
+        if axes:
+            more = [
+                one | pairs for one, pairs in zip(more, _pairs(kept, axes, columns, resamples), strict=True)
+            ]
+        table = pd.concat([table, pd.DataFrame(more)], axis=1)
     return table.sort_values("kendall", ascending=False, ignore_index=True, na_position="last")
+
+
+def settings_of(kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]]) -> Codes:
+    """The setting of each network: what it has in all columns of the axes but the seed, and its part."""
+    names = [name for axis, columns in axes.items() if axis != SEED for name in columns]
+    names = [name for name in ("part", *names) if name in kept]
+    frame: Any = kept[names]
+    return codes_of([tuple(map(str, row)) for row in frame.itertuples(index=False)])
 
 
 def baseline_table(
@@ -75,14 +120,88 @@ def baseline_table(
     names = {axis: columns[0] for axis, columns in axes.items() if axis != SEED} | {
         "train_loss": "train_loss"
     }
+    columns = {
+        name: column
+        for name, column in names.items()
+        if column in kept and _numbers_that_vary(kept[column]) and _usable(kept, column)
+    }
+    settings = settings_of(kept, axes)
     with threadpool_limits(_THREADS, user_api="blas"):
+        pairs = _pairs(kept, axes, list(columns.values()), resamples) if axes else [{}] * len(columns)
         rows = [
-            {"quantity": name, **_coefficients(kept, column, axes, resamples)}
-            for name, column in names.items()
-            if column in kept and _numbers_that_vary(kept[column]) and _usable(kept, column)
+            {"quantity": name, **_coefficients(kept, column, settings, resamples), **own}
+            for (name, column), own in zip(columns.items(), pairs, strict=True)
         ]
     table = pd.DataFrame(rows, columns=None if rows else ["quantity", "n", *COEFFICIENTS])
     return table.sort_values("kendall", key=abs, ascending=False, ignore_index=True)
+
+
+def difference_table(
+    kept: pandas.DataFrame,
+    axes: Mapping[str, Sequence[str]],
+    *,
+    quantities: Sequence[str] = (),
+    resamples: int = 2000,
+) -> pandas.DataFrame:
+    """How much further ahead one quantity is than another, over the same networks and the same resamples.
+
+    What is known without a measure is among them: the hyperparameters and the training loss, with the sign
+    with which they go with the gap, since nobody would read them the other way round.
+
+    Args:
+        kept: Networks, a row each, with a column ``gap``.
+        axes: The hyperparameters that vary and the columns of each.
+        quantities: The measures to compare.
+        resamples: Bootstrap resamples of the settings.
+
+    Returns:
+        A row per pair: ``quantity``, ``other``; ``kendall``, the difference of their τ, and
+        ``partial_kendall``, that of their τ given setting and training loss, each with ``_low`` and
+        ``_high``.
+    """
+    import pandas as pd
+
+    settings = settings_of(kept, axes)
+    known = {axis: columns[0] for axis, columns in axes.items() if axis != SEED} | {
+        "train_loss": "train_loss"
+    }
+    known = {name: column for name, column in known.items() if _numbers_that_vary(kept[column])}
+    columns = {name: name for name in quantities if name in kept} | known
+    frame: Any = kept[[*dict.fromkeys([*columns.values(), "gap", "train_loss"])]].astype(float)
+    whole = np.isfinite(frame.to_numpy()).all(axis=1)
+    frame, settings = frame[whole], settings[whole]
+    if len(frame) < FEWEST:
+        return pd.DataFrame(columns=["quantity", "other", "kendall", "partial_kendall"])
+    gap, loss = frame["gap"].to_numpy(), np.log(frame["train_loss"].to_numpy())
+    codes = units(len(frame), settings)
+    drawn = np.vstack([np.ones(len(frame)), counts(codes, resamples)])
+    with threadpool_limits(_THREADS, user_api="blas"):
+        taus = {
+            name: weighted(frame[column].to_numpy(), gap, drawn, "kendall", codes)
+            for name, column in columns.items()
+        }
+        rows = frame[list(columns.values())].to_numpy().T
+        given = partial(rows, gap, settings, loss, resamples=resamples, permutations=0)
+    own = {
+        name: np.append(one.value, draws)
+        for name, one, draws in zip(columns, given.found["kendall"], given.drawn["kendall"], strict=True)
+    }
+    for name in known:
+        taus[name] = taus[name] * np.sign(taus[name][0])
+    pairs = itertools.combinations(columns, 2)
+    return pd.DataFrame(
+        [
+            {"quantity": one, "other": other}
+            | _difference("kendall", taus[one] - taus[other])
+            | _difference("partial_kendall", own[one] - own[other])
+            for one, other in pairs
+        ]
+    )
+
+
+def _difference(name: str, values: Array) -> dict[str, float]:
+    low, high = interval(values[1:])
+    return {name: float(values[0]), f"{name}_low": low, f"{name}_high": high}
 
 
 def _numbers_that_vary(column: Any) -> bool:
@@ -106,40 +225,150 @@ def _place(name: str) -> dict[str, Any]:
     }
 
 
-def _coefficients(
-    kept: pandas.DataFrame, name: str, axes: Mapping[str, Sequence[str]], resamples: int
-) -> dict[str, Any]:
+def _coefficients(kept: pandas.DataFrame, name: str, settings: Codes, resamples: int) -> dict[str, Any]:
     """How one column goes with the gap, and its rescaled twin where there is one."""
     x, gap = (kept[column].to_numpy(float) for column in (name, "gap"))
     fine = np.isfinite(x) & np.isfinite(gap)
-    row: dict[str, Any] = {"n": int(fine.sum())}
+    row: dict[str, Any] = {"n": int(fine.sum()), "settings": len(np.unique(settings[fine]))}
     sides = {"": (x, fine)}
     if f"{name}:rescaled" in kept:
         moved = kept[f"{name}:rescaled"].to_numpy(float)
         sides["_rescaled"] = (moved, fine & np.isfinite(moved))
     for end, (values, known) in sides.items():
         for kind in COEFFICIENTS:
-            found = correlation(values[known], gap[known], kind, resamples=resamples)
+            found = correlation(
+                values[known], gap[known], kind, settings=settings[known], resamples=resamples
+            )
             label = f"{kind}{end}"
             row |= {label: found.value, f"{label}_low": found.low, f"{label}_high": found.high}
-    return row | _pairs(kept, axes, x, fine) if axes else row
+    return row
+
+
+def _by_networks(
+    kept: pandas.DataFrame, columns: Sequence[str], more: Sequence[str]
+) -> dict[bytes, list[str]]:
+    """Columns that are known for the same networks, by which these are."""
+    fine = np.isfinite(kept[list(more)].to_numpy(float)).all(axis=1)
+    found: dict[bytes, list[str]] = {}
+    for name in columns:
+        found.setdefault((fine & np.isfinite(kept[name].to_numpy(float))).tobytes(), []).append(name)
+    return found
+
+
+def partials(
+    kept: pandas.DataFrame, columns: Sequence[str], settings: Codes, resamples: int, permutations: int
+) -> dict[str, dict[str, float]]:
+    """Columns of the partial correlations, by quantity."""
+    found: dict[str, dict[str, float]] = {}
+    for mask, names in _by_networks(kept, columns, ("gap", "train_loss")).items():
+        known: Any = kept[np.frombuffer(mask, bool)]
+        loss = known["train_loss"].to_numpy(float)
+        told = partial(
+            known[names].to_numpy(float).T,
+            known["gap"].to_numpy(float),
+            settings[np.frombuffer(mask, bool)],
+            np.log(loss) if (loss > 0).all() else loss,
+            resamples=resamples,
+            permutations=permutations,
+        )
+        found |= {name: _partial(told, place) for place, name in enumerate(names)}
+    return found
+
+
+def _partial(told: Partial, place: int) -> dict[str, float]:
+    row: dict[str, float] = {}
+    for kind in KINDS:
+        label, one = f"partial_{kind}", told.found[kind][place]
+        row |= {label: one.value, f"{label}_low": one.low, f"{label}_high": one.high}
+        row |= {f"{label}_p": told.p_value[kind][place], f"{label}_p_family": told.p_family[kind][place]}
+        row |= {f"{label}_null_95": told.null_95[kind][place]}
+        row |= {f"{label}_null_95_family": told.null_95_family[kind]}
+    return row
 
 
 def _pairs(
-    kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], x: np.ndarray, fine: np.ndarray
-) -> dict[str, Any]:
-    """Columns of the statistics over pairs of networks."""
-    known: Any = kept[fine]
-    places = {
-        axis: list(known[list(columns)].itertuples(index=False, name=None)) for axis, columns in axes.items()
-    }
-    found = granulated(x[fine], known["gap"].to_numpy(float), places)
+    kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], columns: Sequence[str], resamples: int
+) -> list[dict[str, Any]]:
+    """Columns of the statistics over pairs of networks, a row for each of the columns."""
+    found: dict[str, dict[str, Any]] = {}
+    for mask, names in _by_networks(kept, columns, ("gap",)).items():
+        known: Any = kept[np.frombuffer(mask, bool)]
+        gap = known["gap"].to_numpy(float)
+        places = {
+            axis: list(known[list(own)].itertuples(index=False, name=None)) for axis, own in axes.items()
+        }
+        pairs = Pairs(places, len(known), min(resamples, _PAIR_RESAMPLES))
+        noise = _noise(known)
+        found |= {name: _about(pairs, known[name].to_numpy(float), gap, noise) for name in names}
+    return [found[name] for name in columns]
+
+
+def _noise(known: pandas.DataFrame) -> Array | None:
+    """The weights of the noise filter, where accuracies and the number of test samples are known."""
+    if not {"test_error", "train_error", "test_samples"} <= set(known.columns):
+        return None
+    errors = (known["test_error"] - known["train_error"]).to_numpy(float)
+    samples = known["test_samples"].to_numpy(float)
+    fine = len(errors) > 0 and np.isfinite(errors).all() and np.isfinite(samples).all()
+    return pair_weights(errors, int(samples.min())) if fine else None
+
+
+def _about(pairs: Pairs, x: Array, gap: Array, noise: Array | None) -> dict[str, Any]:
+    found = pairs.about(x, gap)
     row: dict[str, Any] = {"granulated": found.coefficient}
     row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
-    row |= {"worst_sign_error": found.worst_sign_error}
     row |= {f"sign_error_{axis}": value for axis, value in found.sign_error.items()}
     row |= {"least_information": found.least_information}
-    return row | {f"information_{axis}": value for axis, value in found.information.items()}
+    row |= {f"information_{axis}": value for axis, value in found.information.items()}
+    row |= {f"{name}_{end}": ends[i] for name, ends in found.intervals.items() for i, end in enumerate(_ENDS)}
+    row |= _distribution(found.environments, "")
+    if noise is not None:
+        row |= _distribution(pairs.environments(x, gap, noise), "_filtered")
+    return row
+
+
+_ENDS = ("low", "high")
+
+
+def _distribution(environments: Mapping[str, Array], end: str) -> dict[str, Any]:
+    """How the sign errors of environments lie."""
+    errors = np.concatenate([np.empty(0), *environments.values()])
+    at = {"worst": 1.0, "high": 0.9, "median": 0.5}
+    found = {
+        f"{name}_sign_error{end}": float(np.quantile(errors, share))
+        for name, share in at.items()
+        if len(errors)
+    }
+    return {
+        **dict.fromkeys([f"{name}_sign_error{end}" for name in at], np.nan),
+        **found,
+        f"environments{end}": len(errors),
+    }
+
+
+def _add_within(
+    table: pandas.DataFrame,
+    kept: pandas.DataFrame,
+    columns: Sequence[str],
+    settings: Codes,
+    permutations: int,
+) -> None:
+    """Columns of τ where gaps are dealt out within settings, which leaves all that settings bring about."""
+    known: Any = kept[["gap", *columns]].astype(float)
+    whole = np.isfinite(known["gap"].to_numpy())
+    names = ["within_expected", "within_low", "within_high", "within_p"]
+    if whole.sum() < FEWEST or permutations < 1:
+        table[names] = np.nan
+        return
+    xs, gap = known[list(columns)].to_numpy()[whole].T, known["gap"].to_numpy()[whole]
+    taus = family_null(xs, gap, permutations, np.random.default_rng(0), settings[whole])
+    observed = table["kendall"].to_numpy(float)
+    usual = np.isfinite(taus).all(axis=1) & np.isfinite(observed)
+    taus = np.where(np.isfinite(taus), taus, 0.0)
+    low, high = np.quantile(taus, (0.025, 0.975), axis=1)
+    sides = np.minimum(shares(observed, taus), shares(-observed, -taus))
+    found = [taus.mean(axis=1), low, high, np.minimum(2 * sides, 1.0)]
+    table[names] = np.where(usual, found, np.nan).T
 
 
 def _add_null(
@@ -157,6 +386,5 @@ def _add_null(
     best = np.broadcast_to(own.max(axis=0), own.shape)
     observed = np.abs(table["kendall"].to_numpy(float))
     for share, height, null in (("p_value", "null_95", own), ("p_family", "null_95_family", best)):
-        reached = (null >= observed[:, None] - 1e-9).sum(axis=1)
-        table[share] = np.where(np.isfinite(observed), (1 + reached) / (1 + permutations), np.nan)
+        table[share] = shares(observed, null)
         table[height] = np.quantile(null, 0.95, axis=1)

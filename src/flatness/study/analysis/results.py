@@ -16,7 +16,7 @@ from flatness.files import EVERY, TEXT, ShapeError, check_shape, json_text, pars
 from flatness.landscape.line_result import Line
 from flatness.report.report import Drawn
 from flatness.report.sheets import csv_text
-from flatness.study.analysis.correlations import FEWEST, baseline_table, correlation_table
+from flatness.study.analysis.correlations import FEWEST, baseline_table, correlation_table, difference_table
 from flatness.study.analysis.granulated import SEED
 from flatness.study.analysis.lines import lines_together
 from flatness.study.analysis.summary import summary_text
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MEMORY = ".analysis.json"
 _FORMAT = "flatness study analysis 2"
-_MOST_TABLES = 32  # two of every part, and what a study had before it grew
+_MOST_TABLES = 32  # three of every part, and what a study had before it grew
 _LARGEST = 1 << 26
 
 
@@ -236,6 +236,14 @@ class Study(Records):
         """A row per hyperparameter and for the training loss: how they go with the gap, without a measure."""
         return self._table(baseline_table, part, {"resamples": self._analysis(part).get("resamples", 2000)})
 
+    def differences(self, part: str | None = None) -> pandas.DataFrame:
+        """How far the headline's quantities are ahead of one another; see `correlations.difference_table`."""
+        settings = {
+            "quantities": self.headline(),
+            "resamples": self._analysis(part).get("resamples", 2000),
+        }
+        return self._table(difference_table, part, settings)
+
     def _table(
         self, compute: Callable[..., pandas.DataFrame], part: str | None, settings: dict[str, Any]
     ) -> pandas.DataFrame:
@@ -301,7 +309,7 @@ class Study(Records):
         return found or [name for name in measure_columns(self._frame) if ":network" in name][:6]
 
     def write_tables(self) -> list[str]:
-        """Write ``networks.csv``, ``correlations.csv``, ``groups.csv``, ``lines.csv``; return their names."""
+        """Write the networks, groups, correlations, differences and lines as CSV; return the names."""
         written = {"networks.csv": self._frame}
         if len(self.kept()):
             flat = self.groups()
@@ -311,6 +319,7 @@ class Study(Records):
             end, lines = f"-{part}.csv" if part else ".csv", self.lines(part)
             if len(self.kept()) >= FEWEST:
                 written[f"correlations{end}"] = self.correlations(part)
+                written[f"differences{end}"] = self.differences(part)
             if lines is not None:
                 written[f"lines{end}"] = lines.to_frame()
         self.memory.save()  # a packed study has a folder only now
