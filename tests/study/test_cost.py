@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from flatness.study.objects import Split
-from flatness.study.run import cost
+from flatness.study.run import watch
 
 CPU = torch.device("cpu")
 
 
 def test_an_experiment_has_sizes_only():
-    lines = cost.scale_costs("petzka2021-labels", CPU, 2)
+    lines = watch.scale_costs("petzka2021-labels", CPU, 2)
     assert [line.split(":")[0] for line in lines] == ["smoke", "small", "gallery", "paper"]
     assert lines[-1] == "paper: 1000 data sets"
 
@@ -23,10 +23,10 @@ def test_times_are_steps_of_every_model_times_samples(monkeypatch):
     split = Split(
         (inputs, torch.zeros(1000, dtype=torch.long)), (inputs[:9], torch.zeros(9, dtype=torch.long))
     )
-    monkeypatch.setattr(cost, "load_split", lambda table: split)
-    monkeypatch.setattr(cost, "_step", lambda model, inputs, targets: len(inputs) / 128)
-    lines = cost.scale_costs("tsuzuku2020-mlp-mnist", CPU, 2)
-    spec = cost.read_spec("tsuzuku2020-mlp-mnist", "paper")
+    monkeypatch.setattr(watch, "load_split", lambda table: split)
+    monkeypatch.setattr(watch, "_step", lambda model, inputs, targets: len(inputs) / 128)
+    lines = watch.scale_costs("tsuzuku2020-mlp-mnist", CPU, 2)
+    spec = watch.read_spec("tsuzuku2020-mlp-mnist", "paper")
     hours = sum(one.stop["epochs"] * 1000 for one in spec.configurations) / 128 / 2 / 3600
     [told] = re.findall(r"at most ([\d.]+) h of training", lines[-1])
     assert float(told) == pytest.approx(hours, abs=0.05)

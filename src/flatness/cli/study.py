@@ -109,8 +109,8 @@ def run(
 
 def _say_costs(name: str, scale: str, device: str | None, jobs: int | None) -> None:
     """Which scale of a study of the package runs, what it takes here, and what the others would."""
-    from flatness.study.run.cost import scale_costs
     from flatness.study.run.run import training_place
+    from flatness.study.run.watch import scale_costs
 
     lines = [f"{name}, scale {scale}. On this machine:", *scale_costs(name, *training_place(device, jobs))]
     typer.echo("\n  ".join(lines), err=True)
