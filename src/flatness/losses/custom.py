@@ -10,8 +10,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flatness.errors import LossError
-from flatness.losses.base import LARGEST_OUTPUT, Items, Loss, promote, refuse
-from flatness.losses.layout import lay_out_values, place, shape, validate_output
+from flatness.losses.base import (
+    LARGEST_OUTPUT,
+    Items,
+    Loss,
+    lay_out_values,
+    place,
+    promote,
+    refuse,
+    shape,
+    validate_output,
+)
 from flatness.losses.signs import Signs
 
 

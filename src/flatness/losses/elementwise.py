@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, promote
-from flatness.losses.layout import finite, lay_out_values, place, shape
+from flatness.losses.base import Check, Items, Loss, finite, lay_out_values, place, promote, shape
 from flatness.losses.signs import Signs
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import DataError
-from flatness.losses.base import Check, Items, Loss, promote
-from flatness.losses.layout import place
+from flatness.losses.base import Check, Items, Loss, place, promote
 from flatness.losses.signs import Signs
 from flatness.losses.softmax import CrossEntropy, softmax_factors, softmax_probe
 

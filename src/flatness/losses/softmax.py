@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flatness.errors import DataError, LossError
-from flatness.losses.base import Check, Items, Loss, promote
-from flatness.losses.layout import lay_out_classes, place, shape
+from flatness.losses.base import Check, Items, Loss, lay_out_classes, place, promote, shape
 
 if TYPE_CHECKING:
     from flatness.losses.signs import Signs
