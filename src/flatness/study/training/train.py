@@ -286,8 +286,18 @@ def _reached(stop: Mapping[str, Any], loss: float, accuracy: float) -> bool:
     return loss < stop.get("loss", math.inf) and accuracy >= stop.get("accuracy", 0.0)
 
 
+_SPIKE = 2.0  # times the least loss
+
+
 def _stalled(losses: Sequence[float], epochs: int | None) -> bool:
-    """Whether the least loss fell by less than 1 % in the last epochs."""
-    return (
-        epochs is not None and len(losses) > epochs and min(losses[-epochs:]) > 0.99 * min(losses[:-epochs])
-    )
+    """Whether the least loss fell by less than 1 % in the last epochs.
+
+    After a spike, a loss of twice the least one, a network is given as many epochs anew, and goes on while it
+    falls from there: with large rates most spikes are overcome.
+    """
+    if epochs is None or len(losses) <= epochs:
+        return False
+    best = min(range(len(losses)), key=losses.__getitem__)
+    peak = max(range(best, len(losses)), key=losses.__getitem__)
+    since = losses[peak:] if losses[peak] >= _SPIKE * losses[best] else losses
+    return len(since) > epochs and min(since[-epochs:]) > 0.99 * min(since[:-epochs])
