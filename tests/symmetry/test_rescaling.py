@@ -407,7 +407,7 @@ def networks(draw):
 
 
 @given(networks(), st.sampled_from(KINDS))
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_whatever_is_found_in_a_random_network_leaves_its_function_as_it_is(model, kind):
     x = torch.randn(2, 2, 4, 4, dtype=torch.float64)
     found = symmetries(model, x)
