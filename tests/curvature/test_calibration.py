@@ -17,7 +17,7 @@ from flatness.curvature.sums.folds import replicates
 from flatness.curvature.sums.sampled import Budget
 from flatness.measuring.run import pilot
 
-SEEDS = 48
+SEEDS = 32
 # Seed, factor of the weights, and the traces of the first two layers, to two digits.
 NETWORKS = {
     "ordinary": (0, 1.0, (0.30, 0.26)),
@@ -97,7 +97,7 @@ def test_every_sampled_measure_has_an_honest_standard_error(name, budget, monkey
         least = 0.0 if certain else 0.6 if clipped else 0.7
         assert least < rms(pooled) < 1.5, (measure, rms(pooled))
         assert max(map(abs, pooled)) < 6, measure
-        # 48 scores of unit variance have a root mean square of 1 ± 0.1; maxima and roots are biased besides.
+        # 32 scores of unit variance have a root mean square of 1 ± 0.13; maxima and roots are biased besides.
         assert all(rms(row) < 1.6 for row in rows.values()), (measure, rows)
 
 

@@ -181,12 +181,26 @@ def test_workers_end_with_a_killed_run(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize(("parent", "ended"), [("os.getppid()", 0), ("os.getppid() + 1", 1), ("0", 0)])
-def test_a_worker_that_begins_when_its_run_is_gone_ends_at_once(parent, ended):
-    code = "import os, time; from flatness.study.run.executors import end_with"
-    code += f"; end_with({parent}); time.sleep(1); print('at work')"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (found.returncode, found.stdout) == (ended, "" if ended else "at work\n")
+# A worker for each parent that is named, forked from one process, and how each ended.
+WORKERS = """
+import os, sys, time
+from flatness.study.run.executors import end_with
+for parent in sys.argv[1:]:
+    worker = os.fork()
+    if worker == 0:
+        end_with(eval(parent))
+        time.sleep(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+"""
+
+
+def test_a_worker_that_begins_when_its_run_is_gone_ends_at_once():
+    parents = ["os.getppid()", "os.getppid() + 1", "0"]
+    found = subprocess.run(
+        [sys.executable, "-c", WORKERS, *parents], capture_output=True, text=True, timeout=120
+    )
+    assert (found.returncode, found.stdout.split()) == (0, ["0", "1", "0"])
 
 
 def _until(condition, seconds):
