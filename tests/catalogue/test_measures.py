@@ -296,8 +296,8 @@ def test_a_network_measure_sees_all_parameters():
         (
             {"needs": frozenset({"row_traces", "third_moment"})},
             "Expected 'mean_curvature' to need statistics the engine has but got third_moment. Known: "
-            "block_traces, diagonal, incoming, layer_eigenvalue, outgoing, relative, relative_normalized, "
-            "relative_whitened, row_eigenvalues, row_traces.",
+            "block_traces, diagonal, incoming, layer_eigenvalue, outgoing, relative, relative_eigenvalue, "
+            "relative_normalized, relative_whitened, row_eigenvalues, row_traces, whitened_eigenvalue.",
         ),
         (
             {"reductions": ("mean",)},

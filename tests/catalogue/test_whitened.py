@@ -235,3 +235,97 @@ def test_the_check_of_invariance_finds_what_is_declared(kind):
     assert report.ok
     assert {row.layer for row in report.rows} > {f"attention.{part}" for part in PARTS}
     assert all(row.declared and row.drift < 1e-7 for row in report.rows)
+
+
+# The largest eigenvalue in the same metrics
+
+SPECTRAL = "relative_spectral_norm"
+
+
+def spectral(model, data, layer, *, whitened, **options):
+    how = {SPECTRAL: {"whitened": whitened, "tolerance": 1e-9}}
+    return measured(model, data, SPECTRAL, layers=layer, options=how, **options).result(SPECTRAL, layer=layer)
+
+
+def in_metric(model, x, risk, layer, *, whitened, decay):
+    """λ_max of the whole D^½ (H + decay) D^½ of a layer, terms between groups included."""
+    parameter, entries = oracle.layer_entries(model, layer)
+    W, flat = oracle.layer_weight(model, layer), entries.flatten()
+    H = oracle.hessian(model, risk, [parameter])[flat][:, flat] + decay * torch.eye(len(flat))
+    groups, d, m = W.shape
+    if whitened:
+        phi = oracle.channel_inputs(model, x, layer)
+        D = oracle.whitened_metric(W, oracle.second_moment(phi, groups), taps_of(model, layer))
+    else:
+        D = torch.stack([torch.einsum("ab,st->asbt", w @ w.T, torch.eye(m, dtype=W.dtype)) for w in W])
+    whole = torch.block_diag(*(part.reshape(d * m, d * m) for part in D))
+    return float(
+        oracle.in_metric(whole.reshape(1, 1, len(flat), 1, len(flat)), H.reshape(1, 1, len(flat), 1, -1))[-1]
+    )
+
+
+@pytest.mark.parametrize("whitened", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "cnn_grouped", "mlp_tanh", "cnn_tanh", "siamese"])
+def test_the_largest_eigenvalue_in_the_metric(name, whitened):
+    case = CASES[name]
+    model = case.build()
+    for layer in case.layers:
+        if whitened and layer in case.reused:
+            continue  # the oracle sees the inputs of one name alone
+        expected = in_metric(model, case.x, risk_of(case), layer, whitened=whitened, decay=0.03)
+        found = spectral(model, (case.x, case.y), layer, whitened=whitened, weight_decay=0.03)
+        assert found.converged
+        assert found.value == pytest.approx(expected, rel=1e-7), layer
+
+
+@pytest.mark.parametrize("whitened", [False, True])
+def test_where_the_hessian_has_no_positive_direction_it_is_0(whitened):
+    """A weight with more rows than columns: D has directions of length 0."""
+    model = nn.Linear(2, 4, bias=False).double()
+    x, y = torch.randn(9, 2, dtype=torch.float64), torch.zeros(9, 4, dtype=torch.float64)
+
+    def downwards(output, target):
+        return -((output - target) ** 2).sum(1)
+
+    assert spectral(model, (x, y), "", whitened=whitened, loss=downwards).value == 0.0
+
+
+@pytest.mark.parametrize("whitened", [False, True])
+def test_heads_of_attention_and_the_largest_eigenvalue(whitened):
+    case = CASES["attention"]
+    model = case.build()
+    other = flatness.rescale(model, case.x, kind="attention", seed=3)
+    for part in PARTS:
+        layer = f"attention.{part}"
+        a, b = (
+            spectral(one, (case.x, case.y), layer, whitened=whitened, method="exact").value
+            for one in (model, other)
+        )
+        if whitened or part != "out_proj":
+            assert b == pytest.approx(a, rel=1e-6), part
+        else:
+            assert abs(b / a - 1) > 0.1
+
+
+@pytest.mark.parametrize("whitened", [False, True])
+def test_the_check_of_invariance_takes_the_measure_as_its_options_make_it(whitened):
+    case = CASES["attention"]
+    report = flatness.check_invariance(
+        case.build(),
+        (case.x, case.y),
+        measures=[SPECTRAL],
+        options={SPECTRAL: {"whitened": whitened}},
+        kinds=("neuronwise", "attention"),
+        trials=1,
+        method="exact",
+        progress=False,
+    )
+    assert report.ok
+    declared = {row.declared for row in report.rows if row.kind == "attention"}
+    assert declared == ({True} if whitened else {True, False})
+
+
+def test_white_features_change_what_the_largest_eigenvalue_declares():
+    plain = flatness.measures(SPECTRAL)
+    assert "attention" not in plain.invariances
+    assert "attention" in plain.under({**plain.options, "whitened": True}).invariances

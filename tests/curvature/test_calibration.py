@@ -12,6 +12,7 @@ from torch import nn
 
 import flatness
 import oracle
+from flatness.catalogue.measure import SPECTRA
 from flatness.catalogue.registry import get_measure
 from flatness.curvature.sums.folds import replicates
 from flatness.curvature.sums.sampled import Budget
@@ -39,11 +40,10 @@ def built(name):
 
 def sampled_measures():
     """Those whose values come from sums over the data; eigenvalues and walks have no sampled form here."""
-    spectra = {"layer_eigenvalue", "row_eigenvalues"}
     return [
         one.name
         for one in flatness.measures()
-        if (one.needs or "traces" in one.network_needs) and not one.needs & spectra and one.explore is None
+        if (one.needs or "traces" in one.network_needs) and not one.needs & SPECTRA and one.explore is None
     ]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Level = Literal["unit", "layer", "network"]
 Clips = Literal["entries", "sums"]
-SPECTRA = frozenset({"layer_eigenvalue", "row_eigenvalues"})
+SPECTRA = frozenset({"layer_eigenvalue", "row_eigenvalues", "relative_eigenvalue", "whitened_eigenvalue"})
 NETWORK_NEEDS = frozenset({"traces", "spectrum"})
 
 
@@ -40,7 +40,8 @@ class LayerView:
         name: The layer's name.
         weight: The weight (G, d, m) in the dtype it was measured in; `W` is the same in float64.
         statistics: Means over the data, penalty included, by name (see `flatness.curvature.sums.kinds`).
-        spectra: Largest eigenvalues, penalty included: "layer_eigenvalue", "row_eigenvalues".
+        spectra: Largest eigenvalues, penalty included: "layer_eigenvalue", "row_eigenvalues",
+            "relative_eigenvalue", "whitened_eigenvalue".
         options: The measure's own options.
         taps: Columns of W per input unit (kernel positions of a convolution).
         layer: The layer itself, for what moves its weight.

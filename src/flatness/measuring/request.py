@@ -12,8 +12,15 @@ from flatness.curvature.spectra import SpectrumRequest
 from flatness.errors import OptionError, listed, nearest
 from flatness.measuring import CURVATURES, METHODS
 
-SPECTRUM_PARTS = {"layer_eigenvalue": "whole", "row_eigenvalues": "rows"}
+SPECTRUM_PARTS = {
+    "layer_eigenvalue": "whole",
+    "row_eigenvalues": "rows",
+    "relative_eigenvalue": "relative",
+    "whitened_eigenvalue": "whitened",
+}
 """The eigenvalue problem of a layer that gives what a measure needs."""
+METRIC_PARTS = ("relative", "whitened")
+"""Those in a metric that is not the plain one."""
 
 # Products per batch that method="exact" does at most for layers with smooth operators after them.
 LARGEST_BRUTE_FORCE = 1024

@@ -18,7 +18,7 @@ from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import Statistics
 from flatness.errors import MeasureError
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.request import SPECTRUM_PARTS, MeasureRequest
+from flatness.measuring.request import METRIC_PARTS, SPECTRUM_PARTS, MeasureRequest
 from flatness.network.layers import Layer
 from flatness.problem.problem import Problem
 
@@ -114,7 +114,8 @@ def layer_views(
         if wanted:
             means |= _with_decay(means, wanted, Frame(W.double().cpu(), own.taps, V, whitening), decay)
         found = {
-            need: spectra[name, part].shifted(decay)
+            # In a metric weight decay is no shift: it is there already.
+            need: spectra[name, part].shifted(0.0 if part in METRIC_PARTS else decay)
             for need, part in SPECTRUM_PARTS.items()
             if (name, part) in spectra
         }

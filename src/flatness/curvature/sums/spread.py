@@ -57,6 +57,10 @@ class Whitening:
         """ZᵀΦ (…, G, m, P) of features (…, G, m, P)."""
         return self._across(self.Z.mT, Phi)
 
+    def of_dual_features(self, U: Tensor) -> Tensor:
+        """ZU (…, G, m, P), the transpose of `of_features`."""
+        return self._across(self.Z, U)
+
     def inverse_times(self, Phi: Tensor) -> Tensor:
         """C⁺Φ (…, G, m, P)."""
         return self._across(self.inverse, Phi)

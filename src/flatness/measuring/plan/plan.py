@@ -130,12 +130,14 @@ class Plan:
     @property
     def needs_spread(self) -> list[str]:
         """Layers whose feature spreads are needed: one more forward pass."""
-        return [name for name, route in self.layer_routes.items() if route.needs_spread]
+        whitened = self.needs_whitening
+        return [name for name, route in self.layer_routes.items() if route.needs_spread or name in whitened]
 
     @property
     def needs_whitening(self) -> list[str]:
         """Those of them whose features are whitened."""
-        return [name for name, route in self.layer_routes.items() if route.needs_whitening]
+        solved = [name for name, parts in self.spectra.items() if "whitened" in parts]
+        return [name for name, route in self.layer_routes.items() if route.needs_whitening or name in solved]
 
     @property
     def streams(self) -> bool:

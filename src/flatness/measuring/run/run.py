@@ -16,15 +16,18 @@ from flatness.catalogue.measure import Valued
 from flatness.curvature.spectra import NetworkSpectrum, Spectrum
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.routes import Routes
-from flatness.curvature.sums.spread import Spread, feature_spreads
+from flatness.curvature.sums.spread import Spread, Whitening, feature_spreads
 from flatness.curvature.sums.statistics import SampleGroups, Statistics
 from flatness.errors import NotFiniteError, listed
 from flatness.losses import counted
 from flatness.measuring.plan.plan import Plan
+from flatness.measuring.request import METRIC_PARTS
+from flatness.network.layers import Layer
 from flatness.network.memory import kept_budget
 from flatness.problem.problem import Problem
 
 if TYPE_CHECKING:
+    from flatness.curvature.metrics import LayerRoot
     from flatness.curvature.sums.folds import SampledSums
     from flatness.curvature.sums.sampled import Budget
     from flatness.measuring.scatter import Scatter
@@ -107,7 +110,7 @@ def run_plan(problem: Problem, plan: Plan, groups: SampleGroups | None = None) -
         part.all_reduce(problem.ranks)
     _check_totals(problem, run.statistics)
     if plan.request.layer_spectra:
-        run.spectra = _spectra(problem, plan, float(run.statistics.normaliser))
+        run.spectra = _spectra(problem, plan, float(run.statistics.normaliser), run.spreads)
     return run
 
 
@@ -203,7 +206,9 @@ def _joined(mine: Statistics, theirs: Statistics) -> Statistics:
     return mine
 
 
-def _spectra(problem: Problem, plan: Plan, normaliser: float) -> dict[tuple[str, str], Spectrum]:
+def _spectra(
+    problem: Problem, plan: Plan, normaliser: float, spreads: dict[str, Spread]
+) -> dict[tuple[str, str], Spectrum]:
     """Largest eigenvalues of all layers: through parameters, from signals, or by Hessian products."""
     from flatness.curvature.operators.product_slices import parameter_slices, product_slices
     from flatness.curvature.operators.signal_slices import kept_bytes_per_sample, signal_slices
@@ -222,13 +227,27 @@ def _spectra(problem: Problem, plan: Plan, normaliser: float) -> dict[tuple[str,
         if names:
             keep = None if bytes_per_sample is None else bytes_per_sample * (problem.samples or 0) <= budget
             layers, wanted = {n: routes[n].layer for n in names}, {n: plan.spectra[n] for n in names}
-            found.update(top_eigenvalues(problem, layers, wanted, opened, keep=keep, **settings))
+            roots = {
+                (name, part): _root(layers[name], spreads[name].whitening if part == "whitened" else None)
+                for name, parts in wanted.items()
+                for part in parts
+                if part in METRIC_PARTS
+            }
+            found.update(top_eigenvalues(problem, layers, wanted, opened, keep=keep, roots=roots, **settings))
 
     solve(through, partial(parameter_slices, problem, plan.by_parameters), None)
     size = kept_bytes_per_sample(measured(signals), plan.rank, problem.dtype.itemsize)
     solve(signals, partial(signal_slices, problem, measured(signals)), size)
     solve(products, partial(product_slices, problem, measured(products), plan.curvature), plan.graph_bytes)
     return found
+
+
+def _root(layer: Layer, whitening: Whitening | None) -> LayerRoot:
+    """The metric of a layer, in which its features are white where a whitening is given."""
+    from flatness.curvature.metrics import LayerRoot
+
+    W = layer.matrix().double()
+    return LayerRoot(W, None if whitening is None else whitening.to(W))
 
 
 def _spectrum_settings(plan: Plan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatness.catalogue.measure import Measure
-from flatness.catalogue.registry import select_measures
+from flatness.catalogue.registry import adapted_measures
 from flatness.errors import ModelError, OptionError, OutOfMemoryError, listed, nearest
 from flatness.measuring.measure import measure
 from flatness.problem import batches
@@ -94,7 +94,7 @@ def check_invariance(
         >>> bool(frame[frame.measure == "hessian_trace"].holds.any())
         False
     """
-    chosen = select_measures(measures)
+    chosen, _ = adapted_measures(measures, arguments.get("options"))
     wanted, draw = _checked_kinds(kinds), Draw(low=low, high=high, condition=condition)
     _check_numbers(trials, samples, weight_decay)
     _check_arguments(arguments)

@@ -1,10 +1,13 @@
-"""Relative flatness on white features: no invertible map of a layer's inputs or outputs changes it."""
+"""What follows relative flatness: on white features, and the largest eigenvalue in the same metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 from flatness.catalogue.measure import LayerView, Measure, Valued
+from flatness.catalogue.options import EIGENVALUE_OPTIONS, choice, declared
 
 
 def whitening_notes(view: LayerView) -> Iterator[str]:
@@ -45,4 +48,47 @@ relative_flatness_whitened = Measure(
     reductions=("sum",),
     on_request=True,
     cost="the shared pass over the data, after a forward pass for C and an eigendecomposition of it",
+)
+
+
+def _largest(view: LayerView) -> Valued:
+    (spectrum,) = (view.spectra[need] for need in _NEEDS.values() if need in view.spectra)
+    return Valued(float(spectrum.values[0]), tuple(whitening_notes(view)))
+
+
+_NEEDS = {False: "relative_eigenvalue", True: "whitened_eigenvalue"}
+
+
+def _in_metric(options: Mapping[str, Any]) -> Measure:
+    """The measure with or without white features."""
+    if not options["whitened"]:
+        return relative_spectral_norm
+    return replace(
+        relative_spectral_norm,
+        needs=frozenset({_NEEDS[True]}),
+        invariances=relative_flatness_whitened.invariances,
+    )
+
+
+relative_spectral_norm = Measure(
+    name="relative_spectral_norm",
+    symbol="‖Hess‖_W",
+    formula="λ_max(D^½ H_l D^½), D = W Wᵀ ⊗ 1; with whitened=True D = W C Wᵀ ⊗ C⁺",
+    source="after petzka2021, Def. 3 and rangamani2019, Def. 3",
+    summary="The sharpest direction of a layer, in the metric whose trace is relative flatness.",
+    when=(
+        "Beside `relative_flatness`, to see how much of it is in one direction; with whitened=True no "
+        "invertible map of a layer's inputs or outputs changes it, attention's included."
+    ),
+    misleads=(
+        "One direction decides it, and it takes eigenvalue iterations. Without whitened=True, rescaling the "
+        "features that feed the layer changes it."
+    ),
+    levels=("layer", "network"),
+    invariances=frozenset({"layerwise", "neuronwise except own features", "attention q, k, v"}),
+    needs=frozenset({_NEEDS[False]}),
+    layer=_largest,
+    reductions=("max", "sum"),
+    adapted=_in_metric,
+    **declared({**EIGENVALUE_OPTIONS, "whitened": choice(False, True)}),
 )
