@@ -60,7 +60,7 @@ def test_pointing_at_a_network_tells_its_configuration_and_values(opened):
     assert told["batch size"] == str(row["batch_size"])
     assert told["optimizer"] == row["optimizer"]
     assert float(told["test loss − training loss"]) == pytest.approx(row["gap"], rel=1e-3)
-    assert float(told["hessian trace, network"].rstrip("*")) == pytest.approx(
+    assert float(told["Hessian trace, network"].rstrip("*")) == pytest.approx(
         row["hessian_trace:network"], rel=1e-3
     )
     actions = ActionChains(driver)
@@ -124,11 +124,11 @@ def test_correlations_of_the_page_are_exact_with_ties(opened):
 def test_another_measure_layer_target_or_axis_changes_the_plot(opened):
     driver = opened("study")
     seen = [marks(driver)]
-    assert texts(driver, "#plot text.name") == ["hessian trace, network", "test loss − training loss"]
+    assert texts(driver, "#plot text.name") == ["Hessian trace, network", "test loss − training loss"]
     choose(driver, "Layer", "fc1")
     seen.append(marks(driver))
     choose(driver, "Measure", "neuron flatness")
-    assert texts(driver, "#plot text.name")[0] == "neuron flatness, network, max"
+    assert texts(driver, "#plot text.name")[0] == "neuron flatness, largest of all"
     seen.append(marks(driver))
     every(driver, ".ticks input")[0].click()
     seen.append(marks(driver))
@@ -185,7 +185,7 @@ def test_the_keyboard_reaches_every_network_and_its_record(opened):
     )
     ActionChains(driver).send_keys(Keys.ENTER).perform()
     heading = driver.switch_to.active_element
-    name, settings = second.split(", hessian trace")[0].split(", ", 1)
+    name, settings = second.split(", Hessian trace")[0].split(", ", 1)
     assert heading.text == f"{name}: {settings}"
     record = one(driver, "#record").text
     assert "80" in record
@@ -197,7 +197,7 @@ def test_the_keyboard_reaches_every_network_and_its_record(opened):
         zip(texts(driver, "#record tbody th"), texts(driver, "#record tbody td:nth-child(2)"), strict=True)
     )
     value = values.loc[key, "neuron_flatness:fc2:max"]
-    told, error = cells["neuron flatness, fc2, max"].replace("*", "").split(" ± ")
+    told, error = cells["neuron flatness, fc2, largest"].replace("*", "").split(" ± ")
     assert float(told) == pytest.approx(value, rel=1e-3)
     assert float(error) == pytest.approx(0.01 * value, rel=1e-3)
     ActionChains(driver).send_keys(Keys.ESCAPE).perform()

@@ -244,13 +244,13 @@ def test_a_study_is_a_scatter_of_its_first_quantity_against_the_gap(tmp_path):
     }
     study = flatness.study.run(spec, tmp_path / "study", jobs=1, progress=False)
     axes = study.plot(tmp_path / "study.png").axes[0]
-    assert axes.get_xlabel() == "relative flatness, network, sum"
+    assert axes.get_xlabel() == "relative flatness, all layers"
     assert axes.get_ylabel() == "test loss − training loss"
     drawn = sorted(x for line in axes.containers for x in line[0].get_xdata())
     assert drawn == sorted(study.kept()["relative_flatness:network:sum"])
     assert (
         flatness.plot(study, measures="hessian_trace:network").axes[0].get_xlabel()
-        == "hessian trace, network"
+        == "Hessian trace, network"
     )
     assert study._repr_html_().startswith("<pre")
     assert "Correlation with the gap" in study._repr_html_()

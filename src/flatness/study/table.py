@@ -68,12 +68,38 @@ def column_name(row: Mapping[str, Any]) -> str:
     return ":".join(part for part in (row["measure"], place, row["reduction"]) if part)
 
 
+_PROPER = {
+    "hessian": "Hessian",
+    "pac bayes": "PAC-Bayes",
+    "fisher rao": "Fisher-Rao",
+    "riemannian": "Riemannian",
+    "sam ": "SAM ",
+}
+
+
+def in_words(column: str) -> str:
+    """What people call a column.
+
+    >>> in_words("layer_flatness_trace:network:max"), in_words("relative_flatness:fc3")
+    ('layer flatness trace, largest of all', 'relative flatness, fc3')
+    >>> in_words("neuron_flatness:fc1:sum"), in_words("pac_bayes_flatness:network"), in_words("batch_size")
+    ('neuron flatness, fc1, sum', 'PAC-Bayes flatness, network', 'batch size')
+    """
+    measure, *place = column.split(":")
+    told = measure.replace("_", " ").replace("+", " and ")
+    for plain, proper in _PROPER.items():
+        told = told.replace(plain, proper) if told.startswith(plain) else told
+    over = {"network:sum": "all layers", "network:max": "largest of all"}.get(":".join(place))
+    rest = [over] if over else ["largest" if part == "max" else part for part in place]
+    return ", ".join([told, *rest])
+
+
 def networks_frame(
     networks: Sequence[Mapping[str, Any]],
     records: Mapping[str, Mapping[str, Any]],
     gaps: Mapping[str, str],
 ) -> pandas.DataFrame:
-    """One row per network: its place in the grid, how training ended, losses, gap and measures.
+    """One row per network: its name and place in the grid, how training ended, losses, gap and measures.
 
     Args:
         networks: Key, part and axes of every network of the study.
@@ -82,11 +108,17 @@ def networks_frame(
     """
     import pandas as pd
 
+    values: dict[str, set[str]] = {}
+    for network in networks:
+        for axis, value in network["axes"].items():
+            values.setdefault(axis, set()).add(str(value))
+    varying = [axis for axis, own in values.items() if len(own) > 1]
     rows = []
     for network in networks:
         record = records.get(network["key"], {})
         measuring = record.get("measuring", {})
-        row: dict[str, Any] = {"key": network["key"], "part": network["part"], **network["axes"]}
+        row: dict[str, Any] = {"key": network["key"], "part": network["part"]}
+        row |= {"network": _named(network["axes"], varying), **network["axes"]}
         row |= {"status": _status(record), "reason": record.get("reason", "")}
         row |= _outcome(record, gaps[network["part"]])
         row |= {column_name(one): one["value"] for one in measuring.get("results", ())}
@@ -94,6 +126,15 @@ def networks_frame(
         rows.append(row)
     frame = pd.DataFrame(rows)
     return frame.drop(columns="part") if (frame.get("part") == "").all() else frame
+
+
+def _named(axes: Mapping[str, Any], varying: Sequence[str]) -> str:
+    """A network by what tells it from the others.
+
+    >>> _named({"batch_size": 64, "momentum": 0.9, "seed": 3}, ["batch_size", "seed"])
+    'batch size 64, seed 3'
+    """
+    return ", ".join(f"{axis.replace('_', ' ')} {axes[axis]}" for axis in varying if axis in axes)
 
 
 def _status(record: Mapping[str, Any]) -> str:
@@ -121,6 +162,16 @@ def _outcome(record: Mapping[str, Any], gap: str) -> dict[str, Any]:
 def measure_columns(frame: pandas.DataFrame) -> list[str]:
     """Columns that hold measures, without those of rescaled copies."""
     return [name for name in frame.columns if ":" in name and not name.endswith(":rescaled")]
+
+
+def distinct_columns(frame: pandas.DataFrame) -> list[str]:
+    """Columns of measures that differ: a largest or summed value may be one layer's everywhere."""
+    columns = sorted(measure_columns(frame), key=lambda name: ":network:" in name)  # layers first
+    known: dict[tuple[str, bytes], str] = {}
+    for name in columns:
+        known.setdefault((name.split(":")[0], frame[name].to_numpy(float).tobytes()), name)
+    chosen = set(known.values())
+    return [name for name in measure_columns(frame) if name in chosen]
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {

@@ -72,13 +72,21 @@ function kendall(x, y) {  // τ_b by Knight's method, from ranks
   const all = pairsOf(n), tiedX = ties(level), tiedY = ties(sorted), tiedBoth = ties(keys);
   return (all - tiedX - tiedY + tiedBoth - 2 * swaps) / Math.sqrt((all - tiedX) * (all - tiedY));
 }
-// The 95 % percentile bootstrap interval of Kendall's τ over networks, in slices that leave the page free; done(low, high).
+// The 95 % percentile bootstrap interval of Kendall's τ over settings, in slices that leave the page free; done(low, high).
+// Sums over pairs of networks, added up by pairs of settings; the copies of a setting are not compared with one another.
 const RESAMPLES = 400;
-function interval(x, y, members, stale, done) {
-  const known = members.filter((i) => isNumber(x[i]) && isNumber(y[i])), n = known.length;
-  const places = new Int32Array(y.length).fill(-1);
-  known.forEach((i, place) => { places[i] = place; });
-  const a = ranks(x, places, n), b = ranks(y, places, n), drawA = new Float64Array(n), drawB = new Float64Array(n), found = [];
+function interval(x, y, members, settingOf, stale, done) {
+  const known = members.filter((i) => isNumber(x[i]) && isNumber(y[i])), numbers = new Map(), found = [];
+  let codes = known.map((i) => { const name = settingOf(i); return numbers.get(name) ?? numbers.set(name, numbers.size).get(name); });
+  if (numbers.size === 1) codes = known.map((_, place) => place);
+  const count = Math.max(0, ...codes) + 1, sums = [0, 1, 2].map(() => new Float64Array(count * count)), drawn = new Float64Array(count);
+  const add = (k) => {
+    for (let l = 0; l < k; l++) {
+      const i = known[k], j = known[l], at = Math.max(codes[k], codes[l]) * count + Math.min(codes[k], codes[l]);
+      const one = Math.sign(x[i] - x[j]), other = Math.sign(y[i] - y[j]);
+      sums[0][at] += one * other; sums[1][at] += one * one; sums[2][at] += other * other;
+    }
+  };
   let seed = 1;  // mulberry32: the same numbers at every visit
   const random = () => {
     seed = (seed + 0x6d2b79f5) | 0;
@@ -86,20 +94,29 @@ function interval(x, y, members, stale, done) {
     t = (t + Math.imul(t ^ (t >>> 7), 61 | t)) ^ t;
     return ((t ^ (t >>> 14)) >>> 0) / 4294967296;
   };
+  const resampled = () => {
+    drawn.fill(0);
+    for (let k = 0; k < count; k++) drawn[Math.floor(random() * count)]++;
+    const total = [0, 0, 0];
+    for (let c = 0; c < count; c++) {
+      for (let d = 0; drawn[c] > 0 && d <= c; d++) {
+        const weight = c === d ? drawn[c] : drawn[c] * drawn[d];
+        for (let kind = 0; kind < 3; kind++) total[kind] += weight * sums[kind][c * count + d];
+      }
+    }
+    return total[0] / Math.sqrt(total[1] * total[2]);
+  };
+  let added = 0;
   const slice = () => {
     if (stale()) return;
     for (const end = performance.now() + 8; found.length < RESAMPLES && performance.now() < end;) {
-      for (let k = 0; k < n; k++) {
-        const from = Math.floor(random() * n);
-        drawA[k] = a[from]; drawB[k] = b[from];
-      }
-      found.push(kendall(drawA, drawB));
+      if (added < known.length) add(added++); else found.push(resampled());
     }
     if (found.length < RESAMPLES) return void setTimeout(slice);
     const sorted = found.filter(isNumber).sort((one, other) => one - other);
     if (sorted.length > 0) done(...[0.025, 0.975].map((share) => sorted[Math.round(share * (sorted.length - 1))]));
   };
-  if (n >= 3) setTimeout(slice);
+  if (known.length >= 3) setTimeout(slice);
 }
 function correlations(x, y, members) {  // of the members for which both are numbers
   const places = new Int32Array(y.length).fill(-1), a = new Float64Array(members.length), b = new Float64Array(members.length);

@@ -45,9 +45,12 @@ function legend() {
 
 // ---- the scatter
 const plot = new Plot(byId("plot"), 440);
-const nameOf = (column) => `${words(column.measure)}, ${column.place}`;
+const nameOf = (column) => column.label;
 const copied = () => state.copy === "rescaled" ? ", rescaled copies" : "";
 const targetLabel = () => study.targets[state.target].label || study.parts[state.part].gap;
+// Networks that differ in nothing but the seed are of one setting.
+const settingAxes = study.axes.filter((axis) => axis.varies && axis.name !== "seed" && axis.name !== "status");
+const settingOf = (i) => settingAxes.map((axis) => axis.codes[i]).join(" ");
 function describe(i) {
   return study.axes.filter((axis) => axis.varies && axis.name !== "status").map((axis) => [words(axis.name), label(axis, axis.codes[i])]);
 }
@@ -119,11 +122,11 @@ function fillTable() {
   byId("found").textContent = line ? `Kendall's τ ${cellText("kendall")}, Spearman's ρ ${cellText("spearman")}, Pearson's r ` +
     `${cellText("pearson")}, n = ${cellText("n")}, ${as ? "all in the analysis" : "of those shown"}.` : "Too few values for a correlation.";
   byId("basis").textContent = as
-    ? `Of all ${shown.length} networks in the analysis, against ${targetLabel()}, with 95 % bootstrap intervals.`
+    ? `Of all ${shown.length} networks in the analysis, against ${targetLabel()}, with 95 % bootstrap intervals over settings.`
     : `Of the ${shown.length} networks shown, against ${targetLabel()}${copied()}: recomputed here, without intervals, p-values and Ψ, ` +
       "which belong to the whole analysis.";
   const mine = ++asked, xs = study.columns[state.column][state.copy];
-  if (!as && line && xs) interval(xs, ys, shown, () => mine !== asked, (low, high) => {
+  if (!as && line && xs) interval(xs, ys, shown, settingOf, () => mine !== asked, (low, high) => {
     byId("found").append(` Of τ a 95 % interval is [${signed(low)}, ${signed(high)}] (${RESAMPLES} resamples).`);
   });
 }

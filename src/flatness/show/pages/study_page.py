@@ -15,7 +15,7 @@ from flatness.study.analysis.correlations import FEWEST
 from flatness.study.analysis.results import Study
 from flatness.study.analysis.summary import without_measures
 from flatness.study.correlate import COEFFICIENTS
-from flatness.study.table import AXIS_LABELS, GAPS, column_name, measure_columns
+from flatness.study.table import AXIS_LABELS, GAPS, column_name, distinct_columns, in_words
 
 if TYPE_CHECKING:
     import pandas
@@ -24,6 +24,9 @@ _SCRIPTS = ("tables", "plot", "statistics", "study", "networks", "study_controls
 _HEADLINES = 5
 _COEFFICIENTS = {"kendall": "Kendall's τ", "spearman": "Spearman's ρ", "pearson": "Pearson's r"}
 _MAIN = {
+    "within_expected": "τ expected by setting",
+    "partial_pearson": "r given setting and loss",
+    "partial_pearson_p_family": "its p, best of all",
     "granulated": "granulated Ψ",
     "p_value": "p",
     "p_family": "p of the best",
@@ -112,7 +115,8 @@ def _correlations(study: Study, number: int, part: str) -> str:
     headings += [(text or name, "" if text else "more") for name, text in rest.items()]
     lines = [_correlation(found, rest) for found in rows]
     gap = gap_label(study, part)
-    caption = f"Every quantity against the gap ({gap}); grey: what 95 % of permutations stay below"
+    chance = "intervals over settings; grey: what 95 % of permutations stay below"
+    caption = f"Every quantity against the gap ({gap}); {chance}"
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
     tick = '<label class="tick more-columns"><input type="checkbox"> all columns</label>'
     wide = tick if "" in rest.values() else ""
@@ -122,7 +126,7 @@ def _correlations(study: Study, number: int, part: str) -> str:
 
 def _rest(columns: Sequence[str]) -> dict[str, str]:
     """Columns beside the coefficients and their headings; those without one are shown when asked for."""
-    known = {"quantity", "measure", "layer", "reduction", "n", *_MAIN, *COEFFICIENTS}
+    known = {"quantity", "name", "settings", "measure", "layer", "reduction", "n", *_MAIN, *COEFFICIENTS}
     more = [name for name in columns if name not in known and not name.endswith(("_low", "_high"))]
     return {name: text for name, text in _MAIN.items() if name in columns} | dict.fromkeys(more, "")
 
@@ -132,8 +136,7 @@ def _correlation(found: dict[str, Any], rest: Mapping[str, str]) -> str:
     cells = [Cell(str(found["n"]), found["n"], key="n")]
     cells += [_coefficient(found, name) for name in _COEFFICIENTS]
     cells += [_number(found, name, "" if text else "more") for name, text in rest.items()]
-    label = found["quantity"].replace("_", " ").replace(":", ", ")
-    return row(label, cells, press=True, quantity=found["quantity"])
+    return row(found["name"], cells, press=True, quantity=found["quantity"])
 
 
 def _signed(value: float) -> str:
@@ -157,9 +160,13 @@ def _coefficient(found: dict[str, Any], name: str) -> Cell:
     return Cell(text, value, kind="drawn" if name == "kendall" else "", style=style, key=name)
 
 
+_SIGNED = ("psi_", "kendall_", "spearman_", "pearson_", "partial_", "within_")
+_SIZES = ("_p", "_p_family", "_null_95", "_null_95_family")
+
+
 def _number(found: dict[str, Any], name: str, kind: str) -> Cell:
     value = found[name]
-    signed = name == "granulated" or name.startswith(("psi_", "kendall_", "spearman_", "pearson_"))
+    signed = name == "granulated" or (name.startswith(_SIGNED) and not name.endswith(_SIZES))
     text = _signed(value) if signed else "–" if math.isnan(value) else f"{value:.2g}"
     return Cell(text, value, kind=kind, key=name)
 
@@ -174,7 +181,12 @@ def _networks(study: Study) -> str:
     axes = [name for columns in study.axes().values() for name in columns]
     names = (["part"] if "part" in frame else []) + list(dict.fromkeys(axes))
     numbers = [*_OUTCOMES, *study.headline()[:_HEADLINES]]
-    headings = ["network", *names, "in the analysis", *(_OUTCOMES.get(name, name) for name in numbers)]
+    headings = [
+        "network",
+        *names,
+        "in the analysis",
+        *(_OUTCOMES.get(name, in_words(name)) for name in numbers),
+    ]
     lines = []
     for number, found in enumerate(frame.to_dict("records"), 1):
         key = str(found["key"])
@@ -307,11 +319,11 @@ def _columns(frame: pandas.DataFrame, records: Sequence[Mapping[str, Any]]) -> l
     methods = {method: place for place, method in enumerate(_methods(records))}
     found = [{column_name(one): one for one in _results(record)} for record in records]
     columns = []
-    for name in measure_columns(frame):
+    for name in distinct_columns(frame):
         column = _quantity([results.get(name, {}) for results in found], methods)
         if f"{name}:rescaled" in frame:
             column["rescaled"] = _column(frame, f"{name}:rescaled")
-        columns.append({"name": name, **column})
+        columns.append({"name": name, "label": in_words(name), **column})
     return columns
 
 

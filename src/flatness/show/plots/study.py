@@ -21,7 +21,7 @@ from flatness.show.plots.themes import Picture, Where
 from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study
 from flatness.study.folder.environment import code_digest
-from flatness.study.table import AXIS_LABELS, measure_columns
+from flatness.study.table import AXIS_LABELS, in_words, measure_columns
 
 if TYPE_CHECKING:
     import pandas
@@ -94,13 +94,18 @@ def _scatter_chart(study: Study, part: str, kept: pandas.DataFrame, column: str)
     for row in sorted(rows, key=lambda row: value_order(row[colour])):
         if math.isfinite(row[column]) and math.isfinite(row["gap"]):
             group = f"{colour.replace('_', ' ')} {row[colour]}"
-            series.setdefault(group, []).append(Mark(float(row[column]), float(row["gap"]), row["key"]))
+            series.setdefault(group, []).append(Mark(float(row[column]), float(row["gap"]), row["network"]))
     if not series:
         return None
     count = sum(map(len, series.values()))
     title = f"{study.spec.name}{f', {part}' if part else ''}: n = {count}"
     gap = AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
-    return Chart(title, column.replace("_", " ").replace(":", ", "), gap, series)
+    return Chart(
+        title,
+        in_words(column.removesuffix(":rescaled")) + ", rescaled copies" * column.endswith(":rescaled"),
+        gap,
+        series,
+    )
 
 
 def save_study(
@@ -136,7 +141,7 @@ def _bars(study: Study, part: str) -> list[str]:
     chosen = shown_bars(table, study.headline())
     rows = []
     for row in chosen.to_dict("records"):
-        bar = {"name": row["quantity"], "value": row["kendall"]}
+        bar = {"name": row["name"], "value": row["kendall"]}
         bar |= {"low": row["kendall_low"], "high": row["kendall_high"]}
         if "kendall_rescaled" in row and math.isfinite(row["kendall_rescaled"]):
             bar |= {"after": row["kendall_rescaled"]}

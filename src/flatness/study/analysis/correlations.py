@@ -21,7 +21,7 @@ from flatness.study.correlate import (
     units,
     weighted,
 )
-from flatness.study.table import measure_columns
+from flatness.study.table import distinct_columns, in_words
 from flatness.study.within import KINDS, Partial, codes_of, partial, shares
 
 if TYPE_CHECKING:
@@ -53,8 +53,10 @@ def correlation_table(
         permutations: Random orders of the gaps.
 
     Returns:
-        A row per quantity, the largest Kendall coefficient first.
+        A row per quantity, the largest Kendall coefficient first; one that is the same as another for all
+        networks, such as the largest layer's where that is always the same layer, has no row of its own.
 
+        - ``quantity``, its ``name`` in words, and its ``measure``, ``layer`` and ``reduction``;
         - ``n`` networks in ``settings``;
         - ``pearson``, ``spearman`` and ``kendall``, and ``X_rescaled`` for each of the rescaled copies;
         - where gaps are dealt out to the networks at random: ``null_95``, the size of Kendall's τ that 95 %
@@ -74,7 +76,7 @@ def correlation_table(
     """
     import pandas as pd
 
-    columns = [name for name in measure_columns(kept) if _usable(kept, name)]
+    columns = [name for name in distinct_columns(kept) if _usable(kept, name)]
     settings = settings_of(kept, axes)
     with threadpool_limits(_THREADS, user_api="blas"):
         table = pd.DataFrame(
@@ -219,6 +221,7 @@ def _place(name: str) -> dict[str, Any]:
     measure, place, *reduction = name.split(":")
     return {
         "quantity": name,
+        "name": in_words(name),
         "measure": measure,
         "layer": None if place == "network" else place,
         "reduction": reduction[0] if reduction else None,

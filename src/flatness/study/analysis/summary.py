@@ -9,11 +9,21 @@ from typing import Any
 
 from flatness.report.tables import Column, format_table
 from flatness.study.analysis.lines import compared
-from flatness.study.table import AXIS_LABELS
+from flatness.study.table import AXIS_LABELS, in_words
 
 _SHOWN = 16
-_TITLES = {"pearson": "Pearson", "spearman": "Spearman", "granulated": "Ψ", "pearson_rescaled": "rescaled r"}
+# In this order as many as fit, after the quantity and Kendall's τ with its interval.
+_TITLES = {
+    "within_expected": "expected",
+    "partial_pearson": "partial r",
+    "kendall_rescaled": "rescaled",
+    "worst_sign_error": "worst sign",
+    "granulated": "Ψ",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+}
 _INTERVAL, _NUMBER = 22, 5  # characters of a coefficient with its interval and a gap, and of one without
+_LONGEST = 34  # characters of a name that other columns give way to
 
 
 def summary_text(study: Any, width: int | None = None) -> str:
@@ -55,46 +65,61 @@ def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
     headline = set(study.headline())
     shown = table[table["quantity"].isin(list(headline))] if headline & set(table["quantity"]) else table
     shown = shown if len(shown) >= 2 else table
-    lines = wrapped(
-        f"{head}Correlation with the gap ({gap}), n = {len(kept)}, 95 % bootstrap intervals", width
-    )
+    settings = f"n = {len(kept)} in {table['settings'].max()} settings"
+    title = f"{head}Correlation with the gap ({gap}), {settings}, 95 % bootstrap intervals over settings"
+    lines = wrapped(title, width)
     lines.append(correlations_table(table, shown.head(_SHOWN), width))
     if len(shown) > _SHOWN:
         lines.append(f"… and {len(shown) - _SHOWN} more in correlations.csv")
-    family = table["null_95_family"].iloc[0]
-    by_chance = (
-        f"By chance |τ| of the best of {len(table)} quantities stays below {family:.2f} "
-        "in 95 % of permutations."
-    )
-    return lines + wrapped(by_chance, width) + wrapped(without_measures(study, part), width)
+    return lines + wrapped(_by_chance(table), width) + wrapped(without_measures(study, part), width)
+
+
+def _by_chance(table: Any) -> str:
+    """What the columns are, and how far chance goes."""
+    family = f"{table['null_95_family'].iloc[0]:.2f} in 95 % of permutations."
+    told = [f"By chance |τ| of the best of {len(table)} quantities stays below {family}"]
+    if table["within_expected"].notna().any():
+        told.append("Expected: τ of what knows the setting and nothing else.")
+    height = table["partial_pearson_null_95_family"].max()
+    if math.isfinite(height):
+        told.append("Partial r: given setting and training loss; by chance the best stays below")
+        told.append(f"{height:.2f}.")
+    return " ".join(told)
 
 
 def without_measures(study: Any, part: str) -> str:
     """How far one gets without a measure; empty where nothing is known to vary."""
     rows = study.baselines(part).dropna(subset=["kendall"]).to_dict("records")
-    known = ", ".join(f"{row['quantity']} {row['kendall']:+.2f}" for row in rows)
+    known = ", ".join(f"{in_words(row['quantity'])} {row['kendall']:+.2f}" for row in rows)
     n = len(study.kept(part))
     return f"For comparison, τ over all {n} of what is known without a measure: {known}." if known else ""
 
 
 def correlations_table(table: Any, shown: Any, width: int) -> str:
-    """A line per quantity, no wider than the terminal; Spearman's ρ gives way where names would be cut."""
+    """A line per quantity, no wider than the terminal; the last columns give way where they do not fit."""
     columns = {name: title for name, title in _TITLES.items() if name in table and table[name].notna().any()}
-    longest = max(map(len, shown["quantity"]))
-    if longest + _INTERVAL + sum(2 + max(len(title), _NUMBER) for title in columns.values()) > width:
-        columns.pop("spearman", None)
+    names = [in_words(name) for name in shown["quantity"]]
+    room = width - min(max(map(len, names)), _LONGEST) - _INTERVAL
+    for name, title in list(columns.items()):
+        room -= 2 + max(len(title), _NUMBER)
+        if room < 0:
+            columns.pop(name)
     rows = [
         [
-            row["quantity"],
+            label,
             f"{row['kendall']:+.2f} [{row['kendall_low']:+.2f}, {row['kendall_high']:+.2f}]",
-            *("–" if math.isnan(row[name]) else f"{row[name]:+.2f}" for name in columns),
+            *("–" if math.isnan(row[name]) else _told(row[name], name) for name in columns),
         ]
-        for row in shown.to_dict("records")
+        for label, row in zip(names, shown.to_dict("records"), strict=True)
     ]
     numbers = [Column(title, "right") for title in columns.values()]
     return format_table(
         [Column("quantity", narrow="middle"), Column("Kendall τ", "center"), *numbers], rows, width
     )
+
+
+def _told(value: float, name: str) -> str:
+    return f"{value:.2f}" if name == "worst_sign_error" else f"{value:+.2f}"
 
 
 def wrapped(text: str, width: int) -> list[str]:
