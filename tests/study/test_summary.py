@@ -36,7 +36,7 @@ def test_what_is_left_out_at_80_columns_and_how_names_are_cut():
     assert narrow[0] == "quantity                                    Kendall τ        expected  partial r"
     assert narrow[2] == "relative flatness, all layers          +0.50 [-0.12, +0.50]     +0.25      -0.12"
     assert narrow[3].startswith("Riemannian spectra…atures.denseblock1")
-    wide = lines(table, 140)
+    wide = lines(table, 180)
     assert "worst sign" in wide[0]
     assert "Riemannian spectral norm nodewise, features.denseblock1" in wide[3]
 
