@@ -1,13 +1,13 @@
-# flatness for people without a Python of their own, on a CPU:
+# flatness for a CPU, for people who have no Python:
 #
 #     docker build -t flatness .
 #     docker run --rm -v "$PWD:/work" flatness demo
 #     docker run --rm -v "$PWD:/work" flatness measure net.pt --model mynets:build --data digits --out results
 #
-# What the container reads and writes is the current folder.
+# The container reads and writes in the current folder.
 FROM python:3.12-slim
 
-# torch's own index has builds without CUDA: 200 MB in place of several GB.
+# torch's own index has builds without CUDA: 200 MB instead of several GB.
 RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu
 
 COPY pyproject.toml README.md LICENSE /source/

@@ -215,8 +215,7 @@ def brief(name: str) -> str:
     one, largest = statistics.median(row["null_95"] for row in rows), rows[0]["null_95_family"]
     return (
         f"{table(head, lines)}\n"
-        "Last, what is known without a measure. "
-        "Where the gaps are dealt out to the networks at random, |τ| of one measure stays below "
+        "The last two rows are baselines. If gaps are randomly permuted, |τ| of one measure stays below "
         f"{number(one)} in 95 % of the cases, and the largest of all {len(rows)} quantities, layers among "
         f"them, below {number(largest)}.\n"
     )

@@ -46,7 +46,7 @@ def test_weights_on_a_full_disk_do_not_make_a_network_fail(tmp_path, full):
     with pytest.raises(StudyError) as caught:
         folder.write_weights("one", {"weight": torch.zeros(3)})
     assert str(caught.value) == (
-        f"Expected room on the disk for {tmp_path} but it is full. Make room and run the same command "
+        f"Expected space on the disk for {tmp_path} but it is full. Free some space and run the same command "
         "again: finished networks are kept."
     )
 

@@ -269,7 +269,7 @@ def read_saved(
         content, found = None, f"is {error}"
     if not isinstance(content, dict) or content.get("format") != head[0]:
         raise ReportError(
-            f"Expected {what} saved by flatness but {path} {found}. Pass a file that {writer} wrote."
+            f"Expected {what} saved by flatness but {path} {found}. Pass a file written by {writer}()."
         )
     if content.get("version") != head[1]:
         raise ReportError(

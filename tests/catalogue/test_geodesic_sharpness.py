@@ -284,7 +284,7 @@ def test_heads_without_full_rank_are_regularised_and_heads_of_zeros_stay():
     with torch.no_grad():
         model.attn.out_proj.weight.zero_()
     found = measured(model, (x, y))
-    assert "heads with a matrix of zeros, which stay where they are: 2" in found.notes
+    assert "heads with a zero matrix, which do not move: 2" in found.notes
     assert math.isfinite(found.value)
 
 

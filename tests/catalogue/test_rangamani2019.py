@@ -191,14 +191,14 @@ def test_a_point_that_is_no_minimum_is_called_so():
         "smallest eigenvalue -0.1 ± 1.0e-03",
     )
     assert notes(smallest=-3.0)[2:] == (
-        "no minimum: the eigenvalue of largest size is negative, |λ|_max = 3",
+        "not a minimum: the eigenvalue of largest size is negative, |λ|_max = 3",
     )
     assert notes(gradient_norm=1.0)[2:] == (
         "far from a minimum: the gradient has length 1 in this metric, and a step along it would lower the "
         "risk of 0.5 by about 0.25",
     )
     assert notes(gradient_norm=1.0, largest=0.0, smallest=0.0)[2:] == (
-        "far from a minimum: the gradient has length 1 in this metric, and no curvature stops a step along "
+        "far from a minimum: the gradient has length 1 in this metric, and no curvature limits a step along "
         "it",
     )
     assert notes(gradient_norm=0.0, largest=0.0, smallest=0.0)[2:] == ()

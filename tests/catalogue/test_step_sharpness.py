@@ -251,8 +251,8 @@ def test_a_loss_that_never_rises_has_critical_sharpness_0():
     model = nn.Linear(4, 3).double()
     row = measured(model, data(), loss=falling)
     assert (row.value, row.terms["critical_rate"]) == (0.0, None)
-    assert row.notes[-1].startswith("the risk has not risen up to a rate of ")
-    assert row.notes[-1].endswith(": the value counts as 0")
+    assert row.notes[-1].startswith("the risk did not rise up to a rate of ")
+    assert row.notes[-1].endswith(", so the value counts as 0")
 
 
 def test_an_update_uphill_is_refused():
@@ -263,8 +263,8 @@ def test_an_update_uphill_is_refused():
     assert str(caught.value) == (
         "Expected a step along which the risk falls at first but along a direction that was given Δᵀ∇E = "
         f"{-float(g @ g):.3g} is not positive, so that no rate is critical. Momentum may point uphill for a "
-        "moment: measure at another step, or use directional_sharpness. A direction is what is taken off the "
-        "parameters, as a gradient is."
+        "moment; measure at another step, or use directional_sharpness. A direction is subtracted from the "
+        "parameters, like a gradient."
     )
     assert measured(model, (x, y), DIRECTIONAL, direction=-g).value == pytest.approx(
         measured(model, (x, y), DIRECTIONAL).value, rel=1e-9

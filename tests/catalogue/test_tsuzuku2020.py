@@ -139,7 +139,7 @@ def test_negative_curvature_everywhere_gives_zero_and_a_note():
         assert row.value == 0.0
         assert row.notes[-2:] == (
             "λ = 0.5; negative diagonal clipped: 100.0% of its mass; within 0.0e+00 of the minimum",
-            "no positive curvature anywhere: 0 says that this is no minimum, not that it is flat",
+            "no positive curvature anywhere: 0 means that this is not a minimum, not that it is flat",
         )
 
 
@@ -230,7 +230,7 @@ def test_a_negative_trace_is_clipped_and_said():
     )
     row = report.result("matrix_normalized_sharpness", layer=case.layers[-1])
     assert row.value == 0.0
-    assert row.notes[-1].endswith("clipped to 0: no minimum")
+    assert row.notes[-1].endswith("clipped to 0: not a minimum")
 
 
 def test_two_classes_are_refused_by_name_and_left_out_of_all():

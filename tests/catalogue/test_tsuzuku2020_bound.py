@@ -177,7 +177,7 @@ def test_the_table_its_frame_its_file_and_its_page(tmp_path):
         flatness.PacBayesBound.load(tmp_path / "other.json")
     assert str(caught.value) == (
         f"Expected a PAC-Bayes bound saved by flatness but {tmp_path / 'other.json'} holds something else. "
-        "Pass a file that PacBayesBound.save wrote."
+        "Pass a file written by PacBayesBound.save()."
     )
 
 

@@ -165,7 +165,7 @@ def test_a_risk_that_falls_under_noise_is_called_no_minimum():
     )
     row = report.result("normalized_sharpness_direct")
     assert row.value < 0
-    assert "no minimum: the risk falls under the noise; the value is negative for it" in row.notes
+    assert "not a minimum: the risk falls under the noise; the value is negative for it" in row.notes
 
 
 @pytest.mark.parametrize("name", ["normalized_sharpness", "normalized_sharpness_direct"])

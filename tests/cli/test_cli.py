@@ -153,8 +153,8 @@ def test_advice_on_the_command_line_names_options_and_no_python(tmp_path):
     low, few = ("--dtype", "bfloat16"), ("--samples", "20", "--trials", "1")
     outcomes = run_several(["measure", *given, *low], ["check", *given, *few], cwd=tmp_path)
     first, second = (" ".join(one.out.split()) for one in outcomes)
-    assert "computed in bfloat16: about two digits; pass --dtype float32 for more" in first
-    assert "none; --samples uses more" in second
+    assert "computed in bfloat16, which leaves about two digits; pass --dtype float32 for more" in first
+    assert "--samples takes more" in second
     assert printable("raise max_products in options={'sam_sharpness': {'rho': 0.1}}") == (
         "raise max_products in --option sam_sharpness.rho=0.1"
     )

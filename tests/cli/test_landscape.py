@@ -170,7 +170,7 @@ def test_options_say_what_they_do_here(tmp_path):
 
 
 def test_copies_that_weight_decay_keeps_apart_come_with_a_note(outcomes):
-    note = "the copies' curves differ in every metric: rescaling changes the penalty of weight decay"
+    note = "the copies' curves differ in every metric, because rescaling changes the weight decay penalty"
     assert note in " ".join(outcomes["penalised"].out.split())
     assert note not in " ".join(outcomes["density"].out.split())
 
@@ -228,7 +228,7 @@ def test_wrong_words_are_answered_in_one_line(outcomes, name, said):
 def test_another_landscape_in_the_same_folder_is_refused_unless_fresh(folder, outcomes):
     assert outcomes["another seed"].err == (
         "error: Expected resume to be a file of the same line but line/line.npz was made with other "
-        "settings: seed. Choose another name, or remove the file. --fresh computes it anew.\n"
+        "settings: seed. Choose another name, or remove the file. --fresh recomputes it.\n"
     )
     # Commands that failed had not cost the data that was there.
     assert outcomes["again"].out.split("\nwritten to")[0] == outcomes["line"].out.split("\nwritten to")[0]
@@ -241,7 +241,7 @@ def test_ctrl_c_writes_what_is_there_and_the_same_command_goes_on(folder, interr
     left, part, drawn = interrupted
     assert left.status == 130, left.err
     assert "interrupted: 8 of 20 points were computed, the others are NaN" in left.out
-    assert "run the same command again to go on" in left.err
+    assert "run the same command again to resume" in left.err
     assert part.done.tolist() == [[True] * 8 + [False] * 12]
     assert drawn
     whole = Line.load(folder / "half" / "line.npz")

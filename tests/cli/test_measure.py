@@ -338,7 +338,7 @@ def test_data_by_name_and_from_npz(folder):
     assert "mlp on digits (train): 100 samples" in named.out
     assert "note: the first 100 of 1,438 samples" in named.out
     words = " ".join(named.out.split())
-    assert "note: no checkpoint was given: the weights are those that the model was built with" in words
+    assert "note: no checkpoint was given, so the model's initial weights are measured" in words
     found = json.loads(npz.out)["results"]
     assert [row["value"] for row in found] == pytest.approx(
         [row.value for row in expected(folder).results], rel=1e-5
@@ -363,9 +363,9 @@ def test_wrong_names_are_answered_with_the_nearest(folder):
             "Expected a name in mine but got 'biuld'. Did you mean 'build'?\n",
         ),
         (
-            ["-m", "mine.py:build", "-d", "digits"],
+            ["-m", "mime.py:build", "-d", "digits"],
             2,
-            "but there is no 'mine.py'. Did you mean 'mine'?\n",
+            "but there is no 'mime'. Did you mean 'mine'?\n",
         ),
         (
             [*USE, "--measures", "relative"],
@@ -405,7 +405,7 @@ def test_wrong_names_are_answered_with_the_nearest(folder):
             "Expected mine:broken to work but it raised KeyError: 'lost'. --debug shows where.\n",
         ),
         (["-m", "mine:build", "-d", "digits"], 1, "shapes cannot be multiplied (8x64 and 6x8)."),
-        (["-m", "mine:build", "-d", "mine:data", "--limit", "3"], 2, "Let the factory do it.\n"),
+        (["-m", "mine:build", "-d", "mine:data", "--limit", "3"], 2, "Do that in the factory.\n"),
     ]
     for (arguments, status, answer), outcome in zip(
         cases, run_several(*(["measure", *arguments] for arguments, _, _ in cases), cwd=folder), strict=True

@@ -184,7 +184,7 @@ def test_groups_with_other_momenta_have_no_common_threshold():
 
 
 NO_STEP = (
-    "Expected {} to have taken a step, as its next one rests on those before, but its state is empty. "
+    "Expected {} to have taken a step, because its next one depends on earlier ones, but its state is empty. "
     "Measure after the first step, or load its state: optimizer.load_state_dict(checkpoint['optimizer'])."
 )
 
@@ -209,9 +209,9 @@ def test_optimizers_that_cannot_be_read_are_refused():
     with pytest.raises(OptionError) as caught:
         read(model, torch.optim.SGD(network().parameters(), 0.1))
     assert str(caught.value) == (
-        "Expected the optimizer of this model but got SGD with 4 tensors, none of them a parameter of the "
-        "model that is trained. Pass the optimizer that trains this very object: one that was made for a "
-        "copy, or before the model was replaced, has other tensors."
+        "Expected the optimizer of this model but got SGD with 4 tensors, none of which is a trained "
+        "parameter of the model. Pass the optimizer that trains this very object; one made for a copy, or "
+        "before the model was replaced, holds other tensors."
     )
     with pytest.raises(OptionError) as caught:
         read(model, torch.optim.SGD(model.parameters(), 0.1, maximize=True))

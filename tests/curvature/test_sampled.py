@@ -357,7 +357,7 @@ def test_a_sample_whose_loss_is_nan_is_named():
     x[70, 0] = math.nan
     message = (
         "Expected a finite loss for every sample but sample 70 of batch 0 (number 70 of the data) has loss "
-        "nan. Look for NaN or infinite inputs, or outputs that overflow in torch.float64."
+        "nan. Look for NaN or infinite inputs, or for outputs that overflow in torch.float64."
     )
     assert refusal(flatness.errors.NotFiniteError, model, (x, y), method="sampled") == message
 

@@ -27,7 +27,7 @@ NOT_RUN = {  # reasons, and how many blocks
     "installs": 2,
     "needs torchrun": 1,
     "needs a cluster": 2,
-    "takes minutes": 4,
+    "takes minutes": 5,
     "needs files": 2,
 }
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]

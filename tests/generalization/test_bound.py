@@ -213,7 +213,7 @@ def test_a_sum_below_the_gap_is_not_called_a_bound():
     )
     assert wide.value < wide.representativeness.gap
     assert "below the cross-validated" in wide.summary() or "is negative" in wide.summary()
-    assert wide.notes[0].startswith("no bound here: it lies below the cross-validated gap of ")
+    assert wide.notes[0].startswith("not a bound here: it lies below the cross-validated gap of ")
     assert narrow.notes == wide.notes[1:]
 
 
@@ -238,8 +238,8 @@ def test_the_summary_says_what_the_sum_is_worth(found):
 
     gap = found.representativeness.gap
     assert "an approximation, not a guarantee" in with_sum(abs(gap) + 1)
-    assert with_sum(-0.5).startswith("Nothing is said about the gap: the sum is negative (-0.")
-    assert with_sum(None).startswith("Nothing is said about the gap: there is no flatness term.")
+    assert with_sum(-0.5).startswith("No statement about the gap: the sum is negative (-0.")
+    assert with_sum(None).startswith("No statement about the gap: there is no flatness term.")
     negative = dataclasses.replace(found.term("bound"), value=-0.5, stderr=0.0)
     assert str(negative).startswith("bound: -0.5000 (negative, so no bound) [")
 

@@ -118,7 +118,6 @@ def test_an_order_that_cannot_be_fitted_is_no_verdict():
 
     found = label_constancy(constant(1.0), z, y, SQUARED, labels=label, deltas=(0.01, 0.5), draws=8)
     assert math.isnan(found.order)
-    said = "unknown whether locally constant; no order can be fitted, as one δ alone changes any loss"
-    said = "unknown whether locally constant; no order can be fitted, as one δ alone changes any loss"
-    assert str(found).splitlines()[0].endswith(f"{said} (wanted 3); y(·) is as given")
+    said = "unknown whether locally constant; no order can be fitted, because only one δ changes any loss"
+    assert str(found).splitlines()[0].endswith(f"{said} (order 3 is needed); y(·) is as given")
     assert "nan" not in str(found)

@@ -266,7 +266,7 @@ def test_results_are_saved_and_read_back(tmp_path):
         flatness.Robustness.load(tmp_path / "other.json")
     assert str(error.value) == (
         f"Expected feature robustness saved by flatness but {tmp_path / 'other.json'} holds something else. "
-        "Pass a file that save wrote."
+        "Pass a file written by save()."
     )
     assert "Theorem 5" in str(found)
 

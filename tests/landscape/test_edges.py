@@ -117,7 +117,7 @@ def test_a_batch_of_one_has_no_statistics_and_is_left_out_of_them():
     options = {"count": 1, "points": 3, "batch_norm": "recomputed", "batch_size": 12, **QUIET}
     with untouched(model, x, y):
         found = line(model, (x, y), **options)
-    assert "batch norm's statistics leave out batches of a single sample" in found.notes
+    assert "batch norm statistics leave out batches of a single sample" in found.notes
     model.train()
     model[1].momentum = 1.0
     model(x[:12])

@@ -186,7 +186,7 @@ def test_between_two_networks_it_starts_and_ends_there_with_their_statistics():
     assert found.positions[[0, 2, 6, 8]] == pytest.approx([-0.5, 0.0, 1.0, 1.5])
     assert found.loss[0, 2] == pytest.approx(risk_and_accuracy(model.eval(), data)[0], rel=1e-12)
     assert found.loss[0, 6] == pytest.approx(risk_and_accuracy(other.eval(), data)[0], rel=1e-12)
-    assert "statistics go along the line" in found.caption()
+    assert "statistics are interpolated along the line" in found.caption()
     same = line(model, data, between=other.state_dict(), points=9, **QUIET)
     np.testing.assert_array_equal(same.loss, found.loss)
 
@@ -204,7 +204,8 @@ def test_beyond_two_networks_the_statistics_are_those_of_the_nearer_one():
         nearer = moved(model if t < 0.5 else other, step, t if t < 0.5 else t - 1)
         assert found.loss[0, place] == pytest.approx(risk_and_accuracy(nearer, data)[0], rel=1e-12)
     assert found.caption().endswith(
-        "Batch norm's statistics go along the line; beyond both networks they are those of the nearer one."
+        "Batch norm statistics are interpolated along the line; beyond its ends they are those of the "
+        "nearer network."
     )
 
 
@@ -244,7 +245,7 @@ def test_recomputed_batch_norm_statistics_are_those_of_the_data_at_every_point()
         other[1].momentum = 1.0
         other.train()(data[0])
         assert found.loss[0, place] == pytest.approx(risk_and_accuracy(other.eval(), data)[0], rel=1e-12)
-    assert found.caption().endswith("computed anew at every point, in batches of 20.")
+    assert found.caption().endswith("recomputed at every point, in batches of 20.")
     alone = line(model, data, count=1, points=3, batch_norm="recomputed", **QUIET)
     assert alone.caption().endswith("in batches of 20.")
     small = line(

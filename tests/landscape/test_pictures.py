@@ -358,13 +358,12 @@ def test_other_files_are_refused(tmp_path):
         with pytest.raises(ReportError) as caught:
             load(path)
     assert str(caught.value) == (
-        f"Expected a line or surface or density saved by flatness but {path} is something else. Pass a "
-        "file that "
-        "save wrote."
+        f"Expected a line or surface or density saved by flatness but {path} is something else. Pass a file "
+        "written by save()."
     )
     a_surface().save(path)
     with pytest.raises(ReportError) as caught:
         Line.load(path)
     assert str(caught.value) == (
-        f"Expected a line saved by flatness but {path} holds surface. Pass a file that save wrote."
+        f"Expected a line saved by flatness but {path} holds surface. Pass a file written by save()."
     )

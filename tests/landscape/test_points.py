@@ -429,5 +429,5 @@ def test_small_networks_that_vmap_takes_run_together_where_that_is_usual(build, 
     together = isinstance(problem.model, nn.Linear)
     assert points.engine == (TOGETHER if together else LOOPED)
     assert (
-        "torch.vmap does not take this network; its points were evaluated one by one" in problem.notes
+        "torch.vmap does not support this network; its points were evaluated one by one" in problem.notes
     ) != together

@@ -105,14 +105,14 @@ BAD = {
     "NaN loss": Bad(
         errors.NotFiniteError,
         "Expected a finite loss for every sample but sample 2 of batch 1 (number 12 of the data) has loss "
-        "nan. Look for NaN or infinite inputs, or outputs that overflow in torch.float64.",
+        "nan. Look for NaN or infinite inputs, or for outputs that overflow in torch.float64.",
         data=lambda: changed(12, 0, float("nan"), batches=True),
         planned=False,
     ),
     "infinite loss": Bad(
         errors.NotFiniteError,
         "Expected a finite loss for every sample but sample 0 of batch 0 (number 0 of the data) has loss "
-        "inf. Look for NaN or infinite inputs, or outputs that overflow in torch.float64.",
+        "inf. Look for NaN or infinite inputs, or for outputs that overflow in torch.float64.",
         loss=lambda output, target: output.square().sum(1) / (target - 2).clamp(max=0).abs(),
         data=lambda: changed(0, None, 2),
     ),

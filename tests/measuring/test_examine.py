@@ -353,7 +353,8 @@ class Cosine(nn.Linear):
 
 
 LEFT_OUT = (
-    "left out, because their forward is not that of their class: fc1; flatness.register_layer adds support"
+    "left out, because they do not compute what their class computes: fc1; flatness.register_layer adds "
+    "support"
 )
 
 
@@ -495,9 +496,8 @@ def test_activation_checkpointing_is_refused():
         return self.head(checkpoint(lambda h: self.fc1(h).relu(), x, use_reentrant=False))
 
     assert refusal(ModelError, Net(compute), data()) == (
-        "The backward pass runs the layers again, as activation checkpointing does, "
-        "so they cannot be recorded. Switch it off in the model and measure again; smaller "
-        "micro-batches save memory here."
+        "The backward pass runs the layers again, as activation checkpointing does, so they cannot be "
+        "recorded. Switch checkpointing off and measure again; smaller micro-batches save memory here."
     )
 
 

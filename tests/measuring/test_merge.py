@@ -294,6 +294,12 @@ def test_files_that_are_no_parts_or_damaged_are_refused(tmp_path):
             f"Expected statistics that flatness.measure(..., statistics_to=path) wrote but {broken} holds "
             "something else, or is damaged. Measure this part again with statistics_to=."
         )
+    with pytest.raises(DataError) as caught:
+        flatness.merge([path, tmp_path / "missing.pt"])
+    assert str(caught.value) == (
+        "Expected a file that flatness.measure(..., statistics_to=path) wrote but there is no "
+        f"{tmp_path / 'missing.pt'}."
+    )
     content = torch.load(path, weights_only=True)
     content["parts"][0]["statistics"]["samples"] += 1
     torch.save(content, broken)

@@ -140,9 +140,7 @@ def test_a_missed_precision_asks_for_more_samples():
 
 @pytest.mark.parametrize("samples", [0, 19, 2.5, "many", True])
 def test_other_words_and_too_few_samples_are_refused(samples):
-    with pytest.raises(
-        OptionError, match="Expected samples to be None, 'enough' or an integer of at least 20"
-    ):
+    with pytest.raises(OptionError, match="Expected samples to be 'enough' or an integer of at least 20"):
         measured(population(100), samples=samples)
 
 

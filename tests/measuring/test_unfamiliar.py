@@ -17,7 +17,8 @@ from small import Net, data, measure
 from untouched import untouched
 
 LEFT_OUT = (
-    "left out, because their forward is not that of their class: fc1; flatness.register_layer adds support"
+    "left out, because they do not compute what their class computes: fc1; flatness.register_layer adds "
+    "support"
 )
 
 

@@ -256,7 +256,8 @@ def test_an_output_size_given_to_a_transposed_convolution_is_seen():
     report = measure(model, (torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])))
     assert report.layers() == ["head"]
     assert report.notes[0] == (
-        "left out, because their forward is not that of their class: up; flatness.register_layer adds support"
+        "left out, because they do not compute what their class computes: up; flatness.register_layer adds "
+        "support"
     )
 
 

@@ -258,7 +258,9 @@ def test_another_dtype_is_measured_on_a_copy():
     assert report.meta["dtype"] == "float64"
     assert_same(report, measure(copy.deepcopy(model).double(), (x, y)))
     low = measure(model, (x, y), dtype=torch.bfloat16)
-    assert low.notes == ("computed in bfloat16: about two digits; pass dtype=torch.float32 for more",)
+    assert low.notes == (
+        "computed in bfloat16, which leaves about two digits; pass dtype=torch.float32 for more",
+    )
     assert low.value("hessian_trace") == pytest.approx(report.value("hessian_trace"), rel=0.05)
 
 
@@ -267,7 +269,8 @@ def test_half_precision_models_are_measured_to_about_two_digits(dtype):
     model = network(dtype)
     report = measure(model, data())
     assert report.notes == (
-        f"computed in {str(dtype).removeprefix('torch.')}: about two digits; pass dtype=torch.float32 for "
+        f"computed in {str(dtype).removeprefix('torch.')}, which leaves about two digits; pass "
+        "dtype=torch.float32 for "
         "more",
     )
     exact = measure(copy.deepcopy(model).double(), data())

@@ -494,7 +494,7 @@ def test_a_loss_that_is_not_finite_is_located(value, batch_size):
     batches = [(x[:10], y[:10]), (x[10:], y[10:])]
     assert refusal(NotFiniteError, network(), batches, batch_size=batch_size) == (
         "Expected a finite loss for every sample but sample 7 of batch 1 (number 17 of the data) has loss "
-        "nan. Look for NaN or infinite inputs, or outputs that overflow in torch.float64."
+        "nan. Look for NaN or infinite inputs, or for outputs that overflow in torch.float64."
     )
 
 
@@ -503,7 +503,7 @@ def test_a_loss_that_is_not_finite_on_the_first_samples_is_located():
     x[2, 0] = float("nan")
     assert refusal(NotFiniteError, network(), (x, y)) == (
         "Expected a finite loss for every sample but sample 2 of batch 0 (number 2 of the data) has loss "
-        "nan. Look for NaN or infinite inputs, or outputs that overflow in torch.float64."
+        "nan. Look for NaN or infinite inputs, or for outputs that overflow in torch.float64."
     )
 
 
@@ -516,7 +516,7 @@ def test_a_function_of_infinite_value_is_located_before_its_second_derivatives_a
 
     assert refusal(NotFiniteError, network(), [(x[:10], y[:10]), (x[10:], y[10:])], exponential) == (
         "Expected a finite loss for every sample but sample 7 of batch 1 (number 17 of the data) has loss "
-        "inf. Look for NaN or infinite inputs, or outputs that overflow in torch.float64."
+        "inf. Look for NaN or infinite inputs, or for outputs that overflow in torch.float64."
     )
 
 

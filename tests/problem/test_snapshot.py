@@ -315,8 +315,8 @@ def test_weights_that_a_forward_pass_normalises_are_measured_as_it_leaves_them_a
     other = flatness.measure(plain, (x, y), measures="fisher_rao", progress=False)
     assert report.value("fisher_rao") == pytest.approx(other.value("fisher_rao"), rel=1e-10)
     assert report.notes == (
-        "forward passes write to net.fc1.weight: measured at the weights they leave behind, "
-        "without derivatives of that update, then restored",
+        "forward passes overwrite net.fc1.weight; measured at the resulting weights, without derivatives "
+        "of that update, then restored",
     )
 
 

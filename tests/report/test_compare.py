@@ -302,8 +302,8 @@ def test_reports_without_options_are_compared_with_a_word():
 def test_training_losses_that_differ_are_warned_of(a, b, said):
     notes = flatness.compare(report(1.0, meta={"risk": a}), report(2.0, meta={"risk": b})).notes
     expected = (
-        f"{said}: curvature falls with the loss whatever the minimum is like, so flatter may only "
-        "mean trained for longer; normalized_sharpness removes most of this effect"
+        f"{said}: curvature falls with the loss whatever the minimum looks like, so a flatter network may "
+        "only have been trained for longer; normalized_sharpness removes most of this effect"
     )
     assert notes == ((expected,) if said else ())
 
@@ -327,7 +327,8 @@ def test_errors_of_the_data_count(stderr, data_stderr, z):
     comparison = flatness.compare(a, b)
     assert comparison.to_frame().z.tolist() == pytest.approx([z])
     assert comparison.notes == (
-        "errors include that of the data; both sides share the samples, so it is probably too large",
+        "errors include that of the data; both sides share the samples, so the error is probably "
+        "overestimated",
     )
 
 
@@ -354,8 +355,8 @@ def test_measures_without_an_error_of_the_data_are_named():
     ascent = Result("sam_sharpness", "network", 2.0)
     a, b = (report(v, ascent, data_stderr=0.5, meta={"options": {}}) for v in (1.0, 2.0))
     assert flatness.compare(a, b).notes == (
-        "errors include that of the data, except for sam_sharpness; both sides share the samples, so "
-        "it is probably too large",
+        "errors include that of the data, except for sam_sharpness; both sides share the samples, so the "
+        "error is probably overestimated",
     )
 
 
@@ -367,7 +368,7 @@ def test_nothing_follows_from_a_value_that_is_not_finite(value, grouped):
     for comparison in (flatness.compare(a, b), flatness.compare(b, a), flatness.compare(a, a)):
         (row,) = comparison.to_frame().itertuples()
         assert (math.isnan(row.z), row.flatter) == (True, "undecided")
-        assert comparison.notes[-1] == "values that are not finite are undecided"
+        assert comparison.notes[-1] == "non-finite values count as undecided"
 
 
 def test_an_error_that_is_not_known_decides_nothing():
@@ -396,9 +397,9 @@ def test_a_measure_that_some_reports_lack_is_left_out_with_a_note():
         (("a", "b", "c"), "Expected two names, such as names=('small', 'large'), but got ('a', 'b', 'c')."),
         (
             ("equal", "b"),
-            "Expected names that cannot be mistaken for a verdict but got 'equal'. Pass names=.",
+            "Expected names that are not verdicts but got 'equal'. Pass names=.",
         ),
-        (("a", ""), "Expected names that cannot be mistaken for a verdict but got ''. Pass names=."),
+        (("a", ""), "Expected names that are not verdicts but got ''. Pass names=."),
     ],
 )
 def test_names_that_no_table_could_show_are_refused(names, message):
@@ -459,7 +460,9 @@ def test_one_network_against_several_spreads_as_they_do():
     assert row.z == pytest.approx(t)
     assert row.df == pytest.approx(3)
     assert row.p_value == pytest.approx(2 * stats.t.sf(abs(t), 3))
-    assert comparison.notes == ("A is a single network: it is assumed to vary as much as the others",)
+    assert comparison.notes == (
+        "A is a single network; its spread is assumed to equal that of the other group",
+    )
     mirrored = flatness.compare(seeds(*b), seeds(1.5)).to_frame().iloc[0]
     assert (mirrored.z, mirrored.df) == pytest.approx((-row.z, row.df))
 

@@ -252,22 +252,22 @@ def test_the_fingerprint_of_a_model_that_writes_to_its_buffers_is_that_of_the_mo
         (
             b"half a fi",
             "Expected a report saved by flatness but {} is not JSON: Expecting value: line 1 column 1 (char "
-            "0). Pass a file that report.save wrote.",
+            "0). Pass a file written by report.save().",
         ),
         (
             b"\xff\xfe\x00",
             "Expected a report saved by flatness but {} is not JSON: 'utf-8' codec can't decode byte 0xff "
-            "in position 0: invalid start byte. Pass a file that report.save wrote.",
+            "in position 0: invalid start byte. Pass a file written by report.save().",
         ),
         (
             b"[1, 2]",
-            "Expected a report saved by flatness but {} holds something else. Pass a file that report.save "
-            "wrote.",
+            "Expected a report saved by flatness but {} holds something else. Pass a file written by "
+            "report.save().",
         ),
         (
             b'{"results": []}',
-            "Expected a report saved by flatness but {} holds something else. Pass a file that report.save "
-            "wrote.",
+            "Expected a report saved by flatness but {} holds something else. Pass a file written by "
+            "report.save().",
         ),
         (
             b'{"format": "flatness report", "version": 99}',

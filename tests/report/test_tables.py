@@ -182,7 +182,7 @@ def test_what_an_ascent_did_not_reach_is_marked_as_such():
     row = Result("epsilon_sharpness", "network", 2.0, method="ascent", converged=False)
     text = format_report(Report((row,)), 80)
     assert "2.000*" in text
-    assert "* a search or an iteration did not converge: see report.result(...).notes" in text
+    assert "* a search or iteration did not converge: see report.result(...).notes" in text
 
 
 def test_errors_of_the_data_are_in_every_table():

@@ -66,8 +66,8 @@ def test_networks_of_other_data_are_not_added_to(tmp_path, file):
     now = tasks.load_split({"name": str(file)}).digest
     assert now != record["data"]["digest"]
     assert str(caught.value) == (
-        f"Expected the data of record {key} in {out} but {file} has other content now: digest {now} instead "
-        f"of {record['data']['digest']}. Bring the old content back, or run the study in another folder."
+        f"Expected the data of record {key} in {out} but {file} has changed: digest {now} instead "
+        f"of {record['data']['digest']}. Restore the old content, or run the study in another folder."
     )
     assert flatness.study.load(out).counts() == {"finished": 1}
     write(file, 1)  # the same content in a file written anew
@@ -85,8 +85,8 @@ def test_training_does_not_go_on_with_other_data(tmp_path, file):
     with pytest.raises(StudyError) as caught:
         run(asked, out, minutes=1 / 120)
     assert str(caught.value) == (
-        f"Expected the data of the networks that train in {state} but {file} has other content now: digest "
-        f"{now} instead of {before}. Bring the old content back, or run the study in another folder."
+        f"Expected the data of the networks that train in {state} but {file} has changed: digest "
+        f"{now} instead of {before}. Restore the old content, or run the study in another folder."
     )
 
 
@@ -102,8 +102,8 @@ def test_a_file_that_changes_while_a_run_begins_is_noticed(tmp_path, file, monke
     with pytest.raises(StudyError) as caught:
         run(content(file), tmp_path / "out")
     assert str(caught.value) == (
-        f"Expected the data of this run, as it began but {file} has other content now: digest "
-        f"{split({'name': str(file)}).digest} instead of {before}. Bring the old content back, or run the "
+        f"Expected the data of this run, as it began but {file} has changed: digest "
+        f"{split({'name': str(file)}).digest} instead of {before}. Restore the old content, or run the "
         "study in another folder."
     )
 
@@ -122,7 +122,7 @@ def test_records_of_two_contents_are_not_analysed_together(tmp_path, file):
     one, other = sorted(digests)
     assert str(caught.value) == (
         f"Expected networks of the same data but {file} had digest {digests[one]} for record {one} and "
-        f"{digests[other]} for record {other}. Take the records of one of them away."
+        f"{digests[other]} for record {other}. Remove the records of one of them."
     )
 
 

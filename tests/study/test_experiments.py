@@ -76,7 +76,7 @@ def test_what_is_done_is_not_done_again_and_more_data_sets_add_records(tmp_path)
     assert late.counts() == {"done": 2, "pending": 2}
     assert "40 data sets in 4 units of work: 2 done, 2 pending." in str(late)
     assert late.notes == [
-        "The time of 1e-09 min is over and everything is saved: run the same again to go on from there."
+        "Stopped after 1e-09 min with everything saved. Run the same command again to go on."
     ]
     assert late.notes[0] in late.text(200)
     assert again.notes == more.notes == []

@@ -95,8 +95,8 @@ def test_a_link_in_a_folder_overwrites_nothing(tmp_path, name, out):
             action()
         assert str(caught.value) == (
             f"Expected plain files and folders in a study's folder but {out / name} is a symbolic link to "
-            f"{precious}, and a run would write there. Replace it by what it stands for; the whole folder "
-            "may be a link."
+            f"{precious}, and a run would write there. Replace it by a copy of its target. A link to the "
+            "whole folder is fine."
         )
     assert precious.read_text() == "mine"
 
@@ -122,8 +122,8 @@ def test_a_folder_that_leads_elsewhere_a_pipe_and_a_second_name_are_refused(tmp_
     with pytest.raises(StudyError) as caught:
         run(study(grid=ONE), tmp_path / "twice")
     assert str(caught.value) == (
-        f"Expected a file of its own in a study's folder but {tmp_path}/twice/.lock is a file that has other "
-        "names too. Remove it."
+        f"Expected a file of its own in a study's folder but {tmp_path}/twice/.lock has other names (hard "
+        "links). Remove it."
     )
     assert (tmp_path / "precious").read_text() == "mine"
     assert list(elsewhere.iterdir()) == []
@@ -206,8 +206,7 @@ def test_damaged_weights_are_set_aside_and_trained_anew(damage, whole, out):
     assert found.counts() == {"finished": 6}
     assert (out / "weights" / f"{lost}.safetensors.damaged").exists()
     assert found.notes == [
-        f"A file that was damaged is set aside as weights/{lost}.safetensors.damaged; what it held was done "
-        "anew."
+        f"A damaged file was set aside as weights/{lost}.safetensors.damaged, and its work was done again."
     ]
     mine, theirs = (one.to_frame().set_index("key")[COLUMNS].loc[lost] for one in (found, whole))
     assert list(mine) == pytest.approx(list(theirs), rel=1e-4)  # alone this time: rounded otherwise
@@ -233,10 +232,12 @@ def test_a_damaged_record_is_named_set_aside_and_done_anew(whole, out):
         with pytest.raises(StudyError) as caught:
             flatness.study.load(out)
         assert str(caught.value).startswith(f"Expected a record of a study but {path} is damaged: {said}")
-        assert str(caught.value).endswith(". 'flatness study run' sets it aside and does its network anew.")
+        assert str(caught.value).endswith(
+            ". 'flatness study run' sets it aside and trains that network again."
+        )
     found = run(study(), out)
     assert found.notes == [
-        f"A file that was damaged is set aside as records/{lost}.json.damaged; what it held was done anew."
+        f"A damaged file was set aside as records/{lost}.json.damaged, and its work was done again."
     ]
     mine, theirs = (one.to_frame().set_index("key")[COLUMNS].loc[lost] for one in (found, first))
     assert list(mine) == pytest.approx(list(theirs), rel=1e-4)

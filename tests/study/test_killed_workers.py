@@ -91,7 +91,7 @@ def test_what_two_processes_died_over_is_done_alone_and_given_up_if_that_dies_to
     orders = Orders(folder, {}, "cpu")
     assert done_alone(tasks, orders, lambda task, orders: True, lambda *told: given_up.append(told[:2]))
     assert done == (["task of good"] if deaths == 2 else [])
-    reason = "training: killed its process 3 times, perhaps for want of memory. --retry tries it again."
+    reason = "training: killed its process 3 times, probably for lack of memory. --retry tries it again."
     assert given_up == ([("task of bad", reason)] if deaths == 2 else [])
     assert len(left_in_hand(folder)) == (0 if deaths == 2 else 1)
 
@@ -102,9 +102,9 @@ def test_a_killed_worker_is_said_in_words(folder):
     with pytest.raises(WorkerKilledError) as caught, _naming_deaths(Orders(folder, {}, "cpu")):
         raise TerminatedWorkerError(said)
     assert str(caught.value) == (
-        "Expected the processes of the run to live but one was killed (SIGKILL(-9)), perhaps by the system "
-        "for want of memory. Run the same command again, with fewer --jobs where memory is short: what is "
-        "finished is kept, and a network that kills its process three times is set aside. At work was: "
+        "A process of the run was killed (SIGKILL(-9)), probably by the system for lack of memory. Run the "
+        "same command again, with fewer --jobs if memory is short. Finished work is kept, and a network "
+        "that kills its process three times is marked as failed. It was working on: "
         "training one, two and 1 more."
     )
 
@@ -123,6 +123,6 @@ def test_a_network_that_kills_its_process_every_time_is_set_aside(tmp_path, monk
     frame = found.to_frame()
     assert list(frame["status"]) == ["finished", "failed"]
     assert frame["reason"][1] == (
-        "training: killed its process 3 times, perhaps for want of memory. --retry tries it again."
+        "training: killed its process 3 times, probably for lack of memory. --retry tries it again."
     )
     assert list(folder.training.iterdir()) == []

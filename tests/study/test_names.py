@@ -193,8 +193,8 @@ def test_json_that_is_nested_too_deeply_is_said(tmp_path):
     with pytest.raises(flatness.errors.ReportError) as caught:
         Report.load(path)
     assert str(caught.value) == (
-        f"Expected a report saved by flatness but {path} is nested too deeply. Pass a file that report.save "
-        "wrote."
+        f"Expected a report saved by flatness but {path} is nested too deeply. Pass a file written by "
+        "report.save()."
     )
 
 

@@ -164,8 +164,8 @@ def test_a_folder_that_held_another_study_is_said(tmp_path):
     assert first.notes == run(study(grid={"seed": 2}), tmp_path).notes == []
     other = run({**study(), "title": "other"}, tmp_path)
     said = (
-        f"{tmp_path} held the study digits: its networks stay; tables and figures of the same names are now "
-        "those of other."
+        f"{tmp_path} held the study digits. Its networks are kept; tables and figures of the same name now "
+        "show other."
     )
     assert other.notes == [said]
     assert said in other.text(400)
@@ -248,8 +248,8 @@ def test_a_network_whose_weights_are_gone_fails_and_is_trained_anew_when_asked(t
     found = run(content, tmp_path)
     assert found.counts() == {"finished": 5, "failed": 1}
     assert found.records[lost]["reason"] == (
-        f"measuring: CheckpointError: Expected its weights in {path} but they are gone. "
-        "--retry trains it anew."
+        f"measuring: CheckpointError: Expected its weights in {path} but they are missing. "
+        "--retry trains it again."
     )
     again = run(content, tmp_path, retry=True).to_frame().set_index("key")
     assert set(again["status"]) == {"finished"}
@@ -314,7 +314,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
     with records.Folder(tmp_path).locked(), pytest.raises(StudyError) as caught:
         run(study(), tmp_path)
     assert str(caught.value) == (
-        f"Expected a folder that no other run works in but {tmp_path} is taken by process {os.getpid()}. "
+        f"Expected a folder that no other run works in but {tmp_path} is in use by process {os.getpid()}. "
         "Wait for it, or choose another folder."
     )
 
@@ -330,7 +330,7 @@ def test_records_of_another_version_are_refused(tmp_path):
             action()
         assert str(caught.value) == (
             f"Expected records of version 1 but {file} has version 0. "
-            "Read them with the flatness that wrote them, or run the study in another folder."
+            "Read them with the version of flatness that wrote them, or run the study in another folder."
         )
 
 
@@ -349,7 +349,7 @@ def test_a_full_disk_is_said_and_what_is_there_stays(tmp_path, monkeypatch):
     with pytest.raises(StudyError) as caught:
         run(study(), tmp_path)
     assert str(caught.value) == (
-        f"Expected room on the disk for {tmp_path} but it is full. Make room and run the same command "
+        f"Expected space on the disk for {tmp_path} but it is full. Free some space and run the same command "
         "again: finished networks are kept."
     )
     monkeypatch.setattr(records, "write_text", written)
@@ -381,9 +381,7 @@ def test_time_that_is_over_leaves_a_study_to_go_on_with(tmp_path):
     content = study(stop={"epochs": 40_000})  # more than fit into a second on any machine
     part = run(content, tmp_path, minutes=1 / 60)
     assert part.counts() == {"pending": 6}
-    said = (
-        "The time of 0.0166667 min is over and everything is saved: run the same again to go on from there."
-    )
+    said = "Stopped after 0.0166667 min with everything saved. Run the same command again to go on."
     assert part.notes == [said]
     assert said in part.text(200)
     assert flatness.study.load(tmp_path).notes == []

@@ -150,8 +150,8 @@ def test_a_part_of_the_data_is_enough_and_said():
         report = checked(model, data, measures="weight_norm", samples=10, trials=1)
         assert report.meta["samples"] == 10
         assert report.notes == (
-            "measured on the first 10 samples: an invariance holds for every data set or "
-            "for none; samples= uses more",
+            "measured on the first 10 samples, which is enough: an invariance does not depend on the data; "
+            "samples= takes more",
         )
     for samples in (40, 100, None):
         report = checked(model, (x, y), measures="weight_norm", samples=samples, trials=1)
@@ -223,7 +223,7 @@ def test_a_model_that_runs_in_its_own_precision_only_is_checked_there():
     assert report.meta["dtype"] == "float32"
     assert report.ok
     (note,) = report.notes
-    assert note.startswith("checked in float32, with a wide tolerance: float64 was not possible (")
+    assert note.startswith("checked in float32 with a wide tolerance, because float64 was not possible (")
     assert rows(report, "layer_flatness_trace", "layerwise").tolerance.max() == 0.01
 
 
@@ -309,7 +309,7 @@ def test_values_that_are_zero_throughout_are_said_to_show_nothing():
     report = checked(model.eval(), data, measures="weight_norm", trials=1, kinds="layerwise")
     layers = [name for name, module in model.named_modules() if hasattr(module, "weight")]
     places = ", ".join(f"weight_norm ({place})" for place in [*layers, "network"])
-    assert report.notes == (f"0 before and after, which proves nothing: {places}",)
+    assert report.notes == (f"0 before and after, so nothing is checked: {places}",)
 
 
 def test_every_rewritten_network_counts_in_one_bar(monkeypatch):

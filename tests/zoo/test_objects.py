@@ -26,14 +26,19 @@ def test_names_may_lead_into_objects():
     assert import_object("own_thing:Net.width", "--model") == 3
 
 
+def test_the_file_of_a_module_will_do():
+    for spec in ("own_thing.py:Net.width", "./own_thing.py:Net.width"):
+        assert import_object(spec, "--model") == 3
+
+
 @pytest.mark.parametrize(
     ("spec", "kind", "said"),
     [
         (
-            "./own_thing.py:Net",
+            "own/thing:Net",
             SpecError,
-            "Expected name in [model] to be package.module:name but got './own_thing.py:Net'. Write it "
-            "without .py and with dots for slashes.",
+            "Expected name in [model] to be package.module:name but got 'own/thing:Net'. Write dots for "
+            "slashes.",
         ),
         ("own_thing:", SpecError, "Expected name in [model] to be package.module:name but got 'own_thing:'."),
         (

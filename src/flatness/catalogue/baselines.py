@@ -26,7 +26,7 @@ def largest_of_network(view: NetworkView) -> Valued:
         notes.append(f"smallest eigenvalue {spectrum.smallest:.4g} ± {spectrum.smallest_residual:.1e}")
     if max(-spectrum.smallest, -spectrum.largest) > max(spectrum.largest, 0.0):
         size = max(abs(spectrum.largest), abs(spectrum.smallest))
-        notes.append(f"no minimum: the eigenvalue of largest size is negative, |λ|_max = {size:.4g}")
+        notes.append(f"not a minimum: the eigenvalue of largest size is negative, |λ|_max = {size:.4g}")
     notes += _far_from_a_minimum(spectrum)
     if not spectrum.converged:
         notes.append("not converged: raise max_products or tolerance in options=")
@@ -38,7 +38,7 @@ def _far_from_a_minimum(spectrum: NetworkSpectrum) -> list[str]:
     norm = spectrum.gradient_norm
     slope = f"far from a minimum: the gradient has length {norm:.2g} in this metric, and "
     if norm > 0 and spectrum.largest <= 0:
-        return [slope + "no curvature stops a step along it"]
+        return [slope + "no curvature limits a step along it"]
     if norm > 0 and norm**2 / (2 * spectrum.largest) > _FAR * abs(spectrum.risk):
         gain = f"{norm**2 / (2 * spectrum.largest):.2g}"
         return [slope + f"a step along it would lower the risk of {spectrum.risk:.3g} by about {gain}"]
@@ -52,8 +52,8 @@ hessian_trace = Measure(
     source="tsuzuku2020, eq. 5",
     summary="Sum of all curvatures of the loss. Not invariant: rescaling a ReLU network changes it.",
     when=(
-        "As the plain baseline that the invariant measures are compared with, or to follow one "
-        "network during training, where nothing is rescaled."
+        "As the plain baseline for the invariant measures, or to follow one network during training, where "
+        "nothing is rescaled."
     ),
     misleads=(
         "It compares parameterisations, not functions: multiplying one ReLU layer by 5 and "
@@ -77,8 +77,8 @@ hessian_top_eigenvalue = Measure(
         "the literature on sharp minima."
     ),
     misleads=(
-        "Rescaling changes it, and one outlying direction decides it. At a point that is no "
-        "minimum a negative eigenvalue can be larger in size: the notes say so."
+        "Rescaling changes it, and one outlying direction decides it. Away from a minimum a negative "
+        "eigenvalue can be larger in size; a note says so."
     ),
     levels=("layer", "network"),
     needs=frozenset({"layer_eigenvalue"}),
@@ -94,12 +94,9 @@ weight_norm = Measure(
     symbol="‖W‖²",
     formula="‖W_l‖²_F; network: ‖θ‖² over all parameters",
     source="petzka2021, §6",
-    summary="Squared norm of the weights: no curvature at all, the baseline that costs nothing.",
-    when=(
-        "As the cheapest baseline: a flatness measure that correlates no better than this has "
-        "explained nothing."
-    ),
-    misleads="It knows nothing about the data; rescaling changes it at will.",
+    summary="Squared norm of the weights: no curvature at all, but a baseline that costs nothing.",
+    when=("As the cheapest baseline: a flatness measure that correlates no better explains nothing."),
+    misleads="It ignores the data, and rescaling can give it any value.",
     levels=("layer", "network"),
     layer=lambda view: view.squared_norm,
     network=lambda view: torch.stack(list(view.squared_norms.values())).sum(),

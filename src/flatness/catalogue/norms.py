@@ -78,12 +78,12 @@ fisher_rao = Measure(
         "sample, or with cross-entropy a prediction (token, pixel); its class weight is its weight c."
     ),
     when=(
-        "To compare with the capacity measures of the literature, or where a value must not "
-        "notice any rescaling and one pass is all there is."
+        "To compare with capacity measures in the literature, or where a value must not change under any "
+        "rescaling and only one pass is affordable."
     ),
     misleads=(
-        "It fades as predictions become certain, since it is made of gradients: a network trained "
-        "longer has a smaller one whatever its minimum looks like."
+        "It is made of gradients, so it fades as predictions become certain: longer training lowers it "
+        "whatever the minimum looks like."
     ),
     levels=("network",),
     invariances=frozenset({"layerwise", "neuronwise", "attention"}),
@@ -98,10 +98,10 @@ fisher_rao_diagonal = Measure(
     formula="Σ_i θ_i² E(∂_i ℓ)², E the weighted mean over items, as for fisher_rao",
     source="tsuzuku2020, eq. 25",
     summary="The Fisher-Rao norm without the terms between different parameters.",
-    when="As the parameter-wise form that tsuzuku2020 compares with.",
+    when="As the parameter-wise form that tsuzuku2020 uses for comparison.",
     misleads=(
-        "It drops all terms between parameters, which cancel or add up in the norm itself; the "
-        "two need not rank networks alike."
+        "It drops all terms between parameters, which cancel or add up in the norm itself; the two may rank "
+        "networks differently."
     ),
     levels=("network",),
     invariances=frozenset({"layerwise", "neuronwise"}),
@@ -115,11 +115,8 @@ path_norm = Measure(
     formula="Σ_k f_{θ²}(1)_k: the outputs of the network with squared parameters on an input of ones",
     source="Neyshabur et al. 2015; Jiang et al. 2020",
     summary="The sum over all paths from inputs to outputs of the product of squared weights on them.",
-    when="As a norm of the function rather than of its parameters: no rescaling changes it.",
-    misleads=(
-        "It knows nothing about the data, overflows in deep networks, and pooling layers stay as "
-        "they are in it."
-    ),
+    when="As a norm of the function rather than of its parameters: rescaling does not change it.",
+    misleads=("It ignores the data, overflows in deep networks, and treats pooling layers as they are."),
     levels=("network",),
     invariances=frozenset({"layerwise", "neuronwise"}),
     explore=_path_norm,
@@ -135,8 +132,7 @@ spectral_norm = Measure(
     summary="How much a layer can stretch one patch of its input: no curvature, a baseline.",
     when="To see which layer can stretch its input most.",
     misleads=(
-        "It knows nothing about the data, and a convolution stretches more than its matrix says "
-        "where patches overlap."
+        "It ignores the data, and a convolution stretches more than its matrix says where patches overlap."
     ),
     levels=("layer",),
     explore=_of_layers,

@@ -135,11 +135,11 @@ pac_bayes_flatness = Measure(
     symbol="1/σ²",
     formula="1/σ², σ the largest standard deviation of noise on all parameters that costs ≤ 0.1 accuracy",
     source="petzka2021, App. C; Jiang et al. 2020",
-    summary="How little noise on the parameters is needed to lose a tenth of the accuracy.",
+    summary="How little noise on the parameters costs a tenth of the accuracy.",
     when="As the baseline that did best in large studies of generalisation measures.",
     misleads=(
-        "The same noise on all parameters means little where layers have different scales: "
-        "rescaling changes it at will. A few draws leave an error of some percent."
+        "The same noise on all parameters means little where layers have different scales, and rescaling "
+        "can give it any value. A few draws leave an error of a few percent."
     ),
     levels=("network",),
     explore=_pac_bayes_flatness,

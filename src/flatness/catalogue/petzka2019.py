@@ -38,8 +38,8 @@ layer_flatness_trace = Measure(
         "0.91 with the gap on CIFAR-10 is with this one."
     ),
     misleads=(
-        "Rescaling single neurons changes it, so networks trained with different regularisers can "
-        "differ for no other reason."
+        "Rescaling single neurons changes it, so networks trained with different regularisers can differ "
+        "for that reason alone."
     ),
     levels=("layer", "network"),
     invariances=frozenset({"layerwise"}),
@@ -53,14 +53,12 @@ neuron_flatness = Measure(
     symbol="ρ^l(j)",
     formula="w(j)ᵀ H(w(j)) w(j), w(j) the outgoing weights of input unit j",
     source="petzka2019, App. B",
-    summary="Curvature along a scaling of one neuron's outgoing weights; rescaling neurons leaves it.",
-    when=(
-        "When single neurons are of interest: which of a layer's input units does the loss depend "
-        "on most sharply?"
-    ),
+    summary="Curvature along a scaling of one neuron's outgoing weights; rescaling neurons does not change "
+    "it.",
+    when=("When single neurons matter: on which of a layer's input units does the loss depend most sharply?"),
     misleads=(
-        "It looks along the weights only, one direction per unit: curvature in all other "
-        "directions is not seen, and it can be negative away from a minimum."
+        "It looks along the weights only, one direction per unit: it misses curvature in all other "
+        "directions, and it can be negative away from a minimum."
     ),
     levels=("unit", "layer", "network"),
     invariances=frozenset({"layerwise", "neuronwise", "attention q, k, v"}),
@@ -75,9 +73,10 @@ neuron_flatness_incoming = Measure(
     symbol="ρ_in^l(s)",
     formula="w_sᵀ H_{s,s} w_s, w_s the incoming weights of output unit s",
     source="after petzka2019, App. B",
-    summary="The same with a neuron's incoming weights.",
+    summary="Curvature along a scaling of one neuron's incoming weights; rescaling neurons does not change "
+    "it.",
     when="As `neuron_flatness`, from the side of the output units.",
-    misleads="The same: one direction per unit.",
+    misleads="The same as `neuron_flatness`: one direction per unit.",
     levels=("unit", "layer", "network"),
     invariances=frozenset({"layerwise", "neuronwise", "attention o"}),
     needs=frozenset({"incoming"}),

@@ -24,9 +24,9 @@ relative_flatness = Measure(
         "perturbation), and its layer values need one pass."
     ),
     misleads=(
-        "Rescaling the features that feed the layer changes it neuron by neuron: for such "
-        "comparisons take `relative_flatness_normalized`. It speaks about generalisation only "
-        "where the data are representative and labels are locally constant in feature space."
+        "Rescaling single features that feed the layer changes it: use `relative_flatness_normalized` for "
+        "such comparisons. Its link to generalisation needs representative data and labels that are locally "
+        "constant in feature space."
     ),
     levels=("layer", "network"),
     invariances=frozenset({"layerwise", "neuronwise except own features", "attention q, k, v"}),
@@ -42,12 +42,12 @@ relative_flatness_normalized = Measure(
     source="petzka2021, Theorem 4 (with the standard deviation, not the variance)",
     summary="Relative flatness for features of unit spread: no rescaling of neurons changes it.",
     when=(
-        "Instead of `relative_flatness` when networks may differ in the scale of single features: "
-        "other regularisers, weight decay, batch norm folded or not."
+        "Instead of `relative_flatness` when networks may differ in the scale of single features, for "
+        "example through regularisers, weight decay or folded batch norm."
     ),
     misleads=(
-        "A feature with very little spread is blown up to unit spread; the value can be dominated "
-        "by directions that data hardly use."
+        "A feature with very little spread is scaled up to unit spread, so directions that the data hardly "
+        "use can dominate the value."
     ),
     levels=("layer", "network"),
     invariances=frozenset({"layerwise", "neuronwise", "attention q, k, v"}),

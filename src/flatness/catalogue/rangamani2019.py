@@ -15,14 +15,14 @@ riemannian_spectral_norm = Measure(
     symbol="‖Hess f‖",
     formula="λ_max(D^½ H D^½), D = ‖W_l‖² on W_l and ‖b_l‖² on b_l",
     source="rangamani2019, Def. 3",
-    summary="The sharpest direction of all, each layer in units of its own length.",
+    summary="The sharpest direction of the network, with each layer in units of its own length.",
     when=(
         "For the sharpest direction of the network as a whole, comparable between networks whose "
         "layers have different scales."
     ),
     misleads=(
-        "Rescaling single neurons changes it; take the nodewise version. It takes Hessian products, and "
-        "means what the paper says only at a critical point: the notes give the gradient's length."
+        "Rescaling single neurons changes it; use the nodewise version for that. It takes Hessian products, "
+        "and has the paper's meaning only at a critical point: the notes give the gradient's length."
     ),
     levels=("network",),
     invariances=frozenset({"layerwise"}),
@@ -37,10 +37,8 @@ riemannian_spectral_norm_nodewise = Measure(
     symbol="‖Hess f‖ (nodes)",
     formula="λ_max(D^½ H D^½), D = θ_i²",
     source="rangamani2019, §6",
-    summary="The sharpest direction of all, each parameter in units of its own size.",
-    when=(
-        "As `riemannian_spectral_norm`, also between networks that differ in the scales of single neurons."
-    ),
+    summary="The sharpest direction of the network, with each parameter in units of its own size.",
+    when=("As `riemannian_spectral_norm`, and also between networks whose neurons have different scales."),
     misleads="Parameters near 0 hardly count, whatever their curvature: pruned networks look flat.",
     levels=("network",),
     invariances=frozenset({"layerwise", "neuronwise"}),

@@ -57,7 +57,7 @@ def _quadratic(around: Surroundings, request: SpectrumRequest, root: Tensor, eps
         f"holds at a minimum: here the gradient would add {linear:.2g}",
     ]
     if spectrum.largest < 0:
-        notes.append("the largest eigenvalue is negative and counts as 0: no minimum")
+        notes.append("the largest eigenvalue is negative and counts as 0: not a minimum")
     if not spectrum.converged:
         notes.append("the eigenvalue has not converged")
     value = epsilon**2 * max(spectrum.largest, 0.0) / (2 * (1 + risk))
@@ -200,13 +200,13 @@ epsilon_sharpness = Measure(
     formula="(max_{‖v‖≤ε} E(θ+v) − E)/(1 + E); quadratic form: ε² λ_max/(2(1 + E))",
     source="rangamani2019, Def. 1",
     summary=(
-        "The largest rise of the risk within a small ball. With metric='layerwise' or 'nodewise' the "
-        "ball scales with the parameters, and rescaling leaves the value."
+        "The largest rise of the risk within a small ball. With metric='layerwise' or 'nodewise' the ball "
+        "scales with the parameters, and rescaling does not change the value."
     ),
-    when=("For the worst case at a stated distance, where the quadratic picture of eigenvalues may fail."),
+    when=("For the worst case at a given distance, where the quadratic approximation may fail."),
     misleads=(
-        "The ascent gives a lower bound. In the Euclidean metric, rescaling gives an equal "
-        "network any value: use metric='layerwise' or 'nodewise' to compare networks."
+        "The ascent gives a lower bound. In the Euclidean metric, rescaling can give an equal network any "
+        "value: use metric='layerwise' or 'nodewise' to compare networks."
     ),
     levels=("network",),
     explore=_epsilon_sharpness,
@@ -248,7 +248,7 @@ adaptive_sharpness = Measure(
     ),
     source="Kwon et al. 2021; Andriushchenko et al. 2023",
     summary="The rise of the risk when every parameter moves in proportion to its size.",
-    when="To compare with recent studies of sharpness that no rescaling of neurons can change.",
+    when="To compare with recent studies of sharpness that is invariant to rescaling neurons.",
     misleads=(
         "Values depend on ρ, the norm and the case, and the worst case is a lower bound: compare "
         "only numbers with the same options."
@@ -285,8 +285,8 @@ critical_sharpness = Measure(
         "with 2/η. With update_data or update_loss, Δ comes from other data or another loss."
     ),
     misleads=(
-        "It knows one direction only, and bisection finds one crossing, not always the first. It belongs to "
-        "the optimizer's state as much as to the network: rescaling changes it."
+        "It looks along one direction only, and bisection finds one crossing, not always the first. It "
+        "depends on the optimizer's state as much as on the network, and rescaling changes it."
     ),
     levels=("network",),
     explore=_critical,
@@ -301,7 +301,7 @@ directional_sharpness = Measure(
     source="Pan & Li 2023",
     summary="The curvature of the risk along the step that an optimizer takes next.",
     when="To compare optimizers: which of them steps along flatter directions of the same network.",
-    misleads="It knows one direction only, and rescaling changes it.",
+    misleads="It looks along one direction only, and rescaling changes it.",
     levels=("network",),
     explore=_directional,
     cost="one gradient and one Hessian product",
@@ -344,8 +344,8 @@ geodesic_sharpness = Measure(
         "attention it is the same number."
     ),
     when=(
-        "To compare transformers by a worst case at a stated distance: mixing the channels of a head changes "
-        "adaptive_sharpness, and not this."
+        "To compare transformers by a worst case at a given distance: mixing the channels of a head changes "
+        "adaptive_sharpness but not this."
     ),
     misleads=(
         "Values depend on ρ and the metric, and are lower bounds: compare only numbers with the same "
@@ -372,12 +372,12 @@ minimum_sharpness = Measure(
     source="Ibayashi et al. 2021",
     summary=(
         "The trace of the network's Hessian after the best rescaling of its layers. Where branches meet, "
-        "factors need not multiply to 1, and rescaling changes it."
+        "factors need not multiply to 1, and rescaling does change it."
     ),
-    when="For the trace of a plain chain of layers, freed of the scale of its layers.",
+    when="For the trace of a plain chain of layers, independent of the scale of each layer.",
     misleads=(
-        "Where branches or norm layers take up factors its minimum is over the wrong rescalings; "
-        "neurons scaled one by one change it anywhere."
+        "Where branches or norm layers absorb factors, its minimum runs over the wrong rescalings; "
+        "rescaling single neurons always changes it."
     ),
     levels=("network",),
     invariances=frozenset({"layerwise in chains"}),

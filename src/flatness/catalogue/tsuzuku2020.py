@@ -19,7 +19,7 @@ _CERTIFIED = 1e-6
 
 def _matrix_normalized(view: LayerView) -> Valued:
     trace = float(view.trace)
-    notes = () if trace >= 0 else (f"the trace is negative ({trace:.4g}) and clipped to 0: no minimum",)
+    notes = () if trace >= 0 else (f"the trace is negative ({trace:.4g}) and clipped to 0: not a minimum",)
     return Valued(math.sqrt(float(view.squared_norm) * max(trace, 0.0)), notes)
 
 
@@ -65,7 +65,9 @@ def _normalized(view: LayerView, diagonal: Tensor) -> Valued:
         f"within {max(gap, 0.0):.1e} of the minimum"
     ]
     if value == 0 and clipped > 0:
-        notes.append("no positive curvature anywhere: 0 says that this is no minimum, not that it is flat")
+        notes.append(
+            "no positive curvature anywhere: 0 means that this is not a minimum, not that it is flat"
+        )
     return Valued(value / math.sqrt(2 * scale), tuple(notes), gap <= _CERTIFIED)
 
 
@@ -149,7 +151,9 @@ normalized_sharpness = Measure(
         "Sharpness at the best scale of the noise for every row and column, on logits of unit spread: "
         "unchanged by rescaling layers, neurons or logits."
     ),
-    when=("When networks may differ by any rescaling of layers, neurons or logits: nothing moves it."),
+    when=(
+        "When networks may differ by any rescaling of layers, neurons or logits: none of these changes it."
+    ),
     misleads=(
         "It uses the diagonal of the Hessian with negative entries clipped, and a loss of its own "
         "on logits of unit spread; the share that was clipped is in the notes, and near 1 the "
@@ -189,8 +193,8 @@ pac_bayes_bound = Measure(
         "scales, the samples, or the error under noise."
     ),
     misleads=(
-        "Above 1 it says nothing, and then a smaller value is no better. Below 1 it speaks about the "
-        "network with noise: the term (A) that leads back to the network itself cannot be computed. "
+        "Above 1 it says nothing, and a smaller value is then no better. Below 1 it bounds the network with "
+        "noise: the term (A) that relates it to the network itself cannot be computed. "
         "Measure all layers, on all training data: every parameter outside them costs 22 nats (float32)."
     ),
     levels=("network",),
@@ -219,14 +223,13 @@ normalized_sharpness_direct = Measure(
     source="tsuzuku2020, eq. 62",
     summary=(
         "Normalized sharpness with the risk under noise itself in place of its second-order expansion. "
-        "Not convex, so that a local minimum is found, and networks may change places with λ: prefer "
-        "normalized_sharpness to compare."
+        "It is not convex, so only a local minimum is found, and the order of networks may depend on λ: "
+        "prefer normalized_sharpness for comparisons."
     ),
     when="To check whether the second-order expansion behind `normalized_sharpness` holds.",
     misleads=(
-        "Networks may change places with λ, and a local minimum is all that is found. With a small λ "
-        "noise without limit is best: the risk saturates, and the value says only how bad chance is; the "
-        "notes say so."
+        "The order of networks may depend on λ, and only a local minimum is found. With a small λ unlimited "
+        "noise is best: the risk saturates, and the value only says how bad guessing is; a note says so."
     ),
     levels=("network",),
     invariances=frozenset({"layerwise", "neuronwise", "output"}),

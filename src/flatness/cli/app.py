@@ -34,7 +34,7 @@ Example:
 _COMMANDS = {
     "demo": (demo.demo, "Train small networks: does flatter mean better?"),
     "measure": (measure.measure, "Measure checkpoints, layer by layer."),
-    "merge": (merge.merge, "Make one report of parts of the data."),
+    "merge": (merge.merge, "Merge measured parts of the data into one report."),
     "measures": (catalogue.measures, "List the measures, or show one in full."),
     "compare": (compare.compare, "Say which of two networks is flatter."),
     "symmetries": (symmetries.symmetries, "List what may be rewritten in a network."),
@@ -42,17 +42,17 @@ _COMMANDS = {
     "bound": (bound.bound, "Bound the generalisation gap by flatness."),
 }
 _LANDSCAPE = {
-    "line": (landscape.line, "Loss and accuracy along lines."),
-    "surface": (landscape.surface, "Loss and accuracy over a plane."),
-    "density": (landscape.density, "How the Hessian's eigenvalues are distributed."),
-    "show": (landscape.show, "Draw saved data again, without the network."),
+    "line": (landscape.line, "Draw loss and accuracy along lines."),
+    "surface": (landscape.surface, "Draw loss and accuracy over a plane."),
+    "density": (landscape.density, "Draw the density of the Hessian's eigenvalues."),
+    "show": (landscape.show, "Redraw saved data without the network."),
 }
 _STUDY = {
-    "list": (study.list_studies, "The studies that come with the package."),
-    "run": (study.run, "Train, measure and correlate; go on where it stopped."),
-    "pack": (study.pack, "A study as one small file, to keep and pass on."),
-    "unpack": (study.unpack, "The folder of a packed study again, to go on."),
-    "show": (study.show, "The summary, tables and figures of a study."),
+    "list": (study.list_studies, "List the studies that come with the package."),
+    "run": (study.run, "Train, measure and correlate; resume if interrupted."),
+    "pack": (study.pack, "Pack a study into one small file."),
+    "unpack": (study.unpack, "Restore the folder of a packed study."),
+    "show": (study.show, "Show the summary, tables and figures of a study."),
 }
 
 
@@ -86,9 +86,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     context: typer.Context,
-    debug: Annotated[
-        bool, option("Show the traceback of an error; may stand anywhere.", None, None, "--debug")
-    ] = False,
+    debug: Annotated[bool, option("Show the full traceback of errors.", None, None, "--debug")] = False,
     version: Annotated[
         bool, option("Show the version.", None, None, "--version", callback=_print_version, is_eager=True)
     ] = False,

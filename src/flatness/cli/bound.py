@@ -18,7 +18,7 @@ _KERNELS = ("uniform", "truncated_normal", "epanechnikov", "orthogonal", "point"
 _FITTERS = ("auto", "ridge", "head")
 _DELTA = """Size of the perturbation: a number, or rule for n^(-1/(4+m)).  [default: that, halved until the \
 second-order expansion holds]"""
-_FITTER = f"What refits the last part: {', '.join(_FITTERS)}."
+_FITTER = f"What refits the last layers: {', '.join(_FITTERS)}."
 
 
 def bound(
@@ -32,7 +32,7 @@ def bound(
     penalty: Annotated[float, o.option("Of the refit.", "X")] = 1.0,
     folds: Annotated[int, o.option("Folds of the cross-validation.", "N")] = 3,
     draws: Annotated[int, o.option("Draws per point.", "N")] = 100,
-    failure: Annotated[float, o.option("Probability that Theorem 6 may fail.", "X")] = 0.05,
+    failure: Annotated[float, o.option("Probability with which Theorem 6 may fail.", "X")] = 0.05,
     as_json: o.AsJson = False,
     out: Annotated[
         Path | None, o.option("Folder for JSON, text and a picture of the labels.", "DIR", o.OUTPUT)

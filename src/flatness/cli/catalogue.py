@@ -14,7 +14,7 @@ from flatness.symmetry.rewriting.kinds import invariances
 
 _ROOMY, _SYMBOL = 110, 11
 _LEGEND = (
-    "'default' measures take one pass over the data; the others iterate. flatness measures NAME shows the "
+    "The 'default' measures take one pass over the data; others iterate. flatness measures NAME shows the "
     "formula."
 )
 
@@ -22,7 +22,7 @@ _LEGEND = (
 def measures(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Show all about one measure.", autocompletion=complete_measures),
+        typer.Argument(metavar="NAME", help="Show one measure in full.", autocompletion=complete_measures),
     ] = None,
 ) -> None:
     """List the measures, or show one of them in full.
@@ -64,7 +64,7 @@ def _list(known: list[Any], width: int) -> str:
 def _needs_of_network(measure: Any) -> str:
     """What a measure without statistics of layers is computed from."""
     if measure.explore is not None:
-        return "the network in and around its parameters"
+        return "the network and a neighbourhood of its parameters"
     return ", ".join(f"{need} of the network" for need in sorted(measure.network_needs)) or "the weights only"
 
 

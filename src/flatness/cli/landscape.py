@@ -18,7 +18,7 @@ PARAMETERS = ("all", "weights")
 METRICS = ("euclidean", "layerwise", "nodewise")
 CURVATURES = ("hessian", "gauss_newton")
 ABOUT = """\
-Look at the landscape around a network: along lines, over planes, and through the Hessian's eigenvalues.
+Draw the landscape around a network: along lines, over planes, and the density of the Hessian's eigenvalues.
 
 Example:
     flatness landscape line net.pt -m mynets:build -d digits --out line
@@ -27,7 +27,7 @@ Example:
     flatness landscape show plane/surface.npz --out again
 """
 _SPAN = "How far, such as 0.5; or both ends, as in --span=-0.5,1.5."
-_TRAJECTORY = "Checkpoints of a training run, a folder or pattern, perhaps NAME=; may be repeated."
+_TRAJECTORY = "Checkpoints of a training run, as [NAME=]FOLDER or pattern; repeatable."
 _EACH = "A curve for each of these layers, or all.  [default: the network]"
 
 Directions = Annotated[str, o.one_of("", DIRECTIONS, o.DRAW)]
@@ -41,11 +41,12 @@ class Points:
     points: Annotated[int, o.option("Points along an axis.", "N", o.DRAW)] = 51
     span: Annotated[str | None, o.option(_SPAN, "X", o.DRAW)] = None
     parameters: Annotated[
-        str | None, o.one_of("What moves: all or weights.  [default: as usual]", PARAMETERS, o.DRAW)
+        str | None,
+        o.one_of("What moves: all or weights. [default: depends on the direction]", PARAMETERS, o.DRAW),
     ] = None
     layers: o.Layers = None
     batch_norm: Annotated[
-        str, o.one_of("Statistics at each point: as_is or recomputed.", BATCH_NORM, o.DRAW)
+        str, o.one_of("Batch norm statistics at each point: as_is or recomputed.", BATCH_NORM, o.DRAW)
     ] = "as_is"
 
     def arguments(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def line(
     directions: Directions = "layer",
     count: Annotated[int, o.option("Directions per network.", "N", o.DRAW)] = 5,
     between: Annotated[
-        str | None, o.option("Another checkpoint to go to instead.", "CHECKPOINT", o.DRAW)
+        str | None, o.option("Another checkpoint to draw the line to.", "CHECKPOINT", o.DRAW)
     ] = None,
     points: Points,
     weight_decay: Penalty = 0.0,
@@ -110,7 +111,7 @@ def density(
     *,
     given: o.Network,
     metric: Annotated[str, o.one_of(f"D of D^½HD^½: {', '.join(METRICS)}.", METRICS, o.DRAW)] = "euclidean",
-    copies: Annotated[int, o.option("Also so many rescaled copies.", "N", o.DRAW, min=0)] = 0,
+    copies: Annotated[int, o.option("Number of rescaled copies to add.", "N", o.DRAW, min=0)] = 0,
     layers: Annotated[list[str] | None, o.option(_EACH, "NAMES", o.DRAW, callback=o.split_list)] = None,
     parameters: Annotated[str, o.one_of("", PARAMETERS, o.DRAW)] = "all",
     runs: Annotated[int, o.option("Random starts.", "N", o.DRAW)] = 10,
@@ -139,7 +140,7 @@ def density(
 
 
 def show(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .npz file of this command.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .npz file written by this command.")],
     as_csv: o.AsCsv = False,
     out: Annotated[Path | None, o.option("Folder for data, pictures and a page.", "DIR")] = None,
 ) -> None:

@@ -22,7 +22,7 @@ from flatness.problem.batches import tensors_in
 from flatness.report.sheets import csv_text
 from flatness.show.pages.landscape_page import Landscape, write_landscape
 
-_PENALISED = "the copies' curves differ in every metric: rescaling changes the penalty of weight decay"
+_PENALISED = "the copies' curves differ in every metric, because rescaling changes the weight decay penalty"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _called(request: Request, function: Any, networks: dict[str, nn.Module], **m
         try:
             return function(model, data_of(request.given).batches, resume=file, **arguments)
         except ResumeError as error:
-            raise ResumeError(f"{error} --fresh computes it anew.") from error
+            raise ResumeError(f"{error} --fresh recomputes it.") from error
 
 
 @contextmanager
@@ -160,5 +160,5 @@ def finish(found: Landscape, out: Path | None, as_csv: bool) -> int:
     if out is not None:
         say_written(out, write_landscape(out, found), aside=as_csv)
     if found.interrupted and out is not None:
-        typer.echo("run the same command again to go on", err=True)
+        typer.echo("run the same command again to resume", err=True)
     return INTERRUPTED if found.interrupted else 0

@@ -64,7 +64,9 @@ Checkpoints = Annotated[
 ModelArguments = Annotated[
     list[str] | None, option("An argument of the factory, such as sizes=64,32,10.", "KEY=VALUE", None)
 ]
-Standardize = Annotated[bool, option("Mean 0, deviation 1 in every channel.", None, DATA, "--standardize")]
+Standardize = Annotated[
+    bool, option("Scale every channel to mean 0 and deviation 1.", None, DATA, "--standardize")
+]
 DataDir = Annotated[str | None, option("Folder with the data sets.", "DIR", DATA)]
 _LOSS = f"{', '.join(words.LOSSES)}, or package.module:loss."
 _FORWARD = "package.module:function of (model, batch) that returns (output, target)."
@@ -73,14 +75,14 @@ _FORWARD = "package.module:function of (model, batch) that returns (output, targ
 Measures = Annotated[
     list[str] | None,
     option(
-        "Names with commas between, default, or all.  [default: default]", "NAMES", HOW,
+        "Comma-separated names, default, or all.  [default: default]", "NAMES", HOW,
         callback=split_list, autocompletion=words.complete_measures,
     ),
 ]  # fmt: skip
 Layers = Annotated[
     list[str] | None,
     option(
-        f"Names with commas between, {' or '.join(words.LAYER_WORDS)}.  [default: every layer]", "NAMES", HOW,
+        f"Comma-separated names, {' or '.join(words.LAYER_WORDS)}.  [default: every layer]", "NAMES", HOW,
         callback=split_list,
     ),
 ]  # fmt: skip
@@ -173,9 +175,9 @@ class Drawing:
     as_csv: AsCsv = False
     out: Annotated[
         Path | None,
-        option("Folder for data, pictures and a page; goes on with what is there.", "DIR", OUTPUT),
+        option("Folder for data, pictures and a page; resumes from what it holds.", "DIR", OUTPUT),
     ] = None
-    fresh: Annotated[bool, option("Compute anew what --out already holds.", None, OUTPUT, "--fresh")] = False
+    fresh: Annotated[bool, option("Recompute what --out already holds.", None, OUTPUT, "--fresh")] = False
 
 
 def grouped(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from flatness.zoo.data import DATASETS, is_known, load
 from flatness.zoo.models import MODELS, build
 from flatness.zoo.objects import SourceError, blamed_on_code, build_timm, import_object, names_code
 
-_AS_BUILT = "no checkpoint was given: the weights are those that the model was built with"
+_AS_BUILT = "no checkpoint was given, so the model's initial weights are measured"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def data_of(given: Network) -> Data:
         if given.limit is not None or given.standardize or given.data_dir is not None:
             raise UsageError(
                 "Expected --limit, --standardize and --data-dir with a named data set or an .npz file "
-                f"but got {spec!r}. Let the factory do it."
+                f"but got {spec!r}. Do that in the factory."
             )
         return Data(_made(spec, "--data", {}), spec)
     if not is_known(spec):

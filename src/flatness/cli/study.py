@@ -42,13 +42,13 @@ def list_studies() -> None:
 def run(
     study: Annotated[
         str,
-        typer.Argument(metavar="STUDY", help="A name of 'study list', or FILE.toml: code, which runs."),
+        typer.Argument(metavar="STUDY", help="A name from 'study list', or FILE.toml, which can run code."),
     ],
     out: Annotated[Path | None, o.option("Folder of the study.  [default: STUDY-SCALE]", "DIR")] = None,
     scale: Annotated[
         str | None,
         o.one_of(
-            f"{', '.join(_SCALES)}.  [default: small; for a FILE of your own paper, which is all of it]",
+            f"{', '.join(_SCALES)}.  [default: small; paper, which is everything, for your own FILE]",
             _SCALES,
         ),
     ] = None,
@@ -57,10 +57,10 @@ def run(
     device: Annotated[
         str | None, o.option("Where to train and measure.  [default: a GPU where there is one]", "NAME", None)
     ] = None,
-    minutes: Annotated[float | None, o.option("Save everything and stop after so long.", "N")] = None,
-    retry: Annotated[bool, o.option("Try networks that failed once more.", None, None, "--retry")] = False,
+    minutes: Annotated[float | None, o.option("Save everything and stop after N minutes.", "N")] = None,
+    retry: Annotated[bool, o.option("Try failed networks again.", None, None, "--retry")] = False,
     trust: Annotated[
-        bool, o.option("Run code named by a study that came from elsewhere.", None, None, "--trust")
+        bool, o.option("Run code named by a study from elsewhere.", None, None, "--trust")
     ] = False,
     data_dir: o.DataDir = None,
     progress: o.Progress = True,
@@ -159,9 +159,7 @@ def show(
         Path,
         typer.Argument(metavar="DIR", help="A folder that 'study run' wrote, or a file of 'study pack'."),
     ],
-    as_csv: Annotated[
-        bool, o.option("Print the table that is shown, in full, as CSV instead.", None, None, "--csv")
-    ] = False,
+    as_csv: Annotated[bool, o.option("Print the full table as CSV instead.", None, None, "--csv")] = False,
 ) -> None:
     """Show a study: the summary in the terminal; its page, tables and figures are made anew in its folder.
 

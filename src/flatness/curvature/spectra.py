@@ -42,7 +42,7 @@ class NetworkSpectrum:
         largest: λ_max (power method: the eigenvalue of largest size).
         smallest: Estimate of λ_min, from above; NaN with the power method.
         residual: ‖Av − λv‖ of the largest.
-        smallest_residual: Likewise of the smallest.
+        smallest_residual: The residual of the smallest eigenvalue.
         vector: v in parameter space, D^½ v of unit v, float64.
         converged: Whether the tolerance was met.
         products: Passes over the data.

@@ -214,6 +214,7 @@ def why_smaller(tried: list[Expansion]) -> str:
     first, last = tried[0], tried[-1]
     return (
         f"δ is the largest of |S|^(−1/(4+m)) = {first.delta:.3g} and its halves at which the flatness term "
-        f"says what happens (ratio {last.ratio:.2f} at {last.delta:.3g}, {first.ratio:.2f} at the rule's); "
-        "delta='rule' keeps the rule"
+        f"predicts the measured rise (ratio {last.ratio:.2f} at {last.delta:.3g}, {first.ratio:.2f} at the "
+        "rule's); "
+        "delta='rule' uses the rule's"
     )

@@ -90,7 +90,7 @@ def generalization_bound(
         folds: Folds of the cross-validation.
         draws: Draws per point.
         failure: Δ, the probability with which Theorem 6 may fail.
-        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         batch_size: Samples per micro-batch; chosen by memory when None.
         device: Work on a copy of the model there.
         dtype: Work on a copy of the model in that precision.
@@ -221,7 +221,8 @@ def _below_the_gap(found: Representativeness, terms: list[BoundTerm], expansion:
     if expansion.holds:
         advice = "the network's own ψ does as the flatness term says, but the refitted one is less robust"
     return [
-        f"no bound here: it lies below the cross-validated gap of {format_value(found.gap)}, since the risk "
+        f"not a bound here: it lies below the cross-validated gap of {format_value(found.gap)}, since the "
+        "risk "
         f"of the refitted ψ rises by {format_value(found.robustness)} under the perturbation and the "
         f"flatness term is {format_value(flat)}; {advice}"
     ]

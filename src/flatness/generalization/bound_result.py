@@ -89,11 +89,11 @@ class GeneralizationBound(Written, Drawn):
         held = [assumption.holds for assumption in self.assumptions]
         rests = f"{sum(holds is True for holds in held)} of {len(held)} assumptions hold"
         if whole.value is None:
-            return f"Nothing is said about the gap: there is no flatness term. {rests}."
+            return f"No statement about the gap: there is no flatness term. {rests}."
         value, measured = format_value(whole.value, whole.stderr), format_value(gap)
         if whole.value < 0:
             return (
-                f"Nothing is said about the gap: the sum is negative ({value}), as the refitted ψ does worse "
+                f"No statement about the gap: the sum is negative ({value}), as the refitted ψ does worse "
                 f"on perturbed features than on new samples. Cross-validated gap: {measured}; {rests}."
             )
         above = f"above the cross-validated {measured}: an approximation, not a guarantee"

@@ -61,8 +61,8 @@ class LabelConstancy(Result):
     def order_in_words(self) -> str:
         """The fitted order beside the one that is wanted, or why there is none."""
         if math.isnan(self.order):
-            return "no order can be fitted, as one δ alone changes any loss (wanted 3)"
-        return f"fitted order {self.order:.2f} (wanted 3)"
+            return "no order can be fitted, because only one δ changes any loss (order 3 is needed)"
+        return f"fitted order {self.order:.2f} (3 is needed)"
 
     def __str__(self) -> str:
         """The curve in words."""
@@ -113,7 +113,7 @@ def locally_constant_labels(
         deltas: The δ at which to look.
         draws: Moves per sample and δ.
         samples: At most so many samples, the first.
-        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         device: Work on a copy of the model there.
         dtype: Work on a copy of the model in that precision.
         seed: Seed of the moves.

@@ -124,7 +124,7 @@ def representativeness(
         penalty: Of both linear fits.
         folds: Number of folds.
         draws: Draws per point, in pairs ±ξ.
-        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         batch_size: Samples per micro-batch; chosen by memory when None.
         device: Compute features on a copy of the model there.
         dtype: Compute features on a copy of the model in that precision.
@@ -242,7 +242,8 @@ def check_features(z: Tensor) -> None:
     """Refuse features that are not finite, or that are the same for all samples."""
     if not bool(z.isfinite().all()):
         raise DataError(
-            "Expected finite features but got NaN or infinity. Look for inputs that overflow on their way."
+            "Expected finite features but got NaN or infinity. Look for inputs that overflow inside the "
+            "network."
         )
     if bool((z == z[:1]).all()):
         raise DataError(
@@ -253,7 +254,7 @@ def check_features(z: Tensor) -> None:
 
 def layer_notes(chosen: ChosenLayer) -> list[str]:
     """What the reader should know about a refit on the features of a layer."""
-    notes = ["φ was trained on all samples: only ψ is refitted in every fold"]
+    notes = ["φ was trained on all samples; only ψ is refitted in each fold"]
     if not chosen.last:
         notes.append(
             f"ψ is refitted as a linear predictor on the features of {chosen.name}, not as the layers that "

@@ -76,7 +76,7 @@ def feature_robustness(
         steps: Number of steps α ≤ δ at which Definition 1's maximum is taken, when `delta` is one number.
         iterations: Most ascent steps for "worst".
         compare: Whether to measure the flatness that theory compares the value with.
-        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         batch_size: Samples per micro-batch; chosen by memory when None.
         device: Work on a copy of the model there.
         dtype: Work on a copy of the model in that precision.

@@ -18,9 +18,9 @@ AXES = {
 
 _BATCH_NORM = {
     "as_is": " Batch norm keeps the statistics of the unmoved network.",
-    "recomputed": " Batch norm's statistics are computed anew at every point, in batches of {batch}.",
-    "interpolated": " Batch norm's statistics go along the line; beyond both networks they are those of the "
-    "nearer one.",
+    "recomputed": " Batch norm statistics are recomputed at every point, in batches of {batch}.",
+    "interpolated": " Batch norm statistics are interpolated along the line; beyond its ends they are "
+    "those of the nearer network.",
 }
 
 

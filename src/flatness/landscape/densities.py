@@ -79,7 +79,7 @@ def density(
         steps: Lanczos steps, each a product with the Hessian for every run.
         curvature: "hessian" or "gauss_newton".
         resume: A file: networks in it are not computed again, and what is computed is kept there.
-        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         weight_decay: Adds weight_decay·I to the Hessian; rescaled copies then differ in every metric.
         batch_size: Samples per micro-batch; chosen by memory when None.
         device: Work on a copy of the model there.
@@ -204,7 +204,7 @@ class _Census:
         mask = root > 0
         dimension = int(mask.sum())
         if not dimension:
-            self.notes.append(f"{label}: left out, as all its parameters are zero")
+            self.notes.append(f"{label}: left out, because all its parameters are zero")
             return
         steps = min(self.asked["steps"], dimension)
         start = random_signs(runs, mask, problem.seed)

@@ -22,8 +22,8 @@ class Line(Saved):
     Attributes:
         positions: t of the points θ + t·d, (points,).
         loss: The risk at each, (lines, points); NaN where it was not computed, infinite where it overflowed.
-        accuracy: The share of right predictions, likewise; NaN for losses without classes, and where
-            the loss is.
+        accuracy: The share of correct predictions, of the same shape; NaN for losses without classes, and
+            where the loss is.
         done: Which points were computed.
         groups: Name of the curve that each line belongs to.
         labels: What each line is: which network of its group, which direction.

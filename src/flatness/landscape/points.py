@@ -46,8 +46,8 @@ _SMALL = 1_000_000
 # A look at the memory that a sample takes at a point.
 _FEW_POINTS, _FEW_SAMPLES = 8, 16
 _LONGEST = 16384  # samples at a time: from there on nothing is gained
-_LEFT_ALONE = "batch norm's statistics leave out batches of a single sample"
-_ONE_BY_ONE = "torch.vmap does not take this network; its points were evaluated one by one"
+_LEFT_ALONE = "batch norm statistics leave out batches of a single sample"
+_ONE_BY_ONE = "torch.vmap does not support this network; its points were evaluated one by one"
 
 
 class Points:

@@ -119,14 +119,14 @@ def read_arrays(path: str | os.PathLike[str], *kinds: str) -> tuple[str, dict[st
         raise ReportError(f"Expected a {wanted} of a usual size but {path} {error}.") from error
     except (*UNREADABLE, MemoryError) as error:
         raise ReportError(
-            f"Expected a {wanted} saved by flatness but {path} is something else. Pass a file that save "
-            "wrote."
+            f"Expected a {wanted} saved by flatness but {path} is something else. Pass a file written by "
+            "save()."
         ) from error
     kind = str(told.pop("format", "")).removeprefix("flatness ") if isinstance(told, dict) else ""
     if kind not in kinds:
         raise ReportError(
-            f"Expected a {wanted} saved by flatness but {path} holds {kind or 'something else'}. Pass a file "
-            "that save wrote."
+            f"Expected a {wanted} saved by flatness but {path} holds {kind or 'something else'}. Pass a "
+            "file written by save()."
         )
     told.pop("version", None)
     return kind, found, told

@@ -25,8 +25,8 @@ class Surface(Saved):
         y: Along the second, (ny,).
         loss: The risk at θ + x·d₁ + y·d₂, (ny, nx); NaN where it was not computed, infinite where it
             overflowed.
-        accuracy: The share of right predictions, likewise; NaN for losses without classes, and where
-            the loss is.
+        accuracy: The share of correct predictions, of the same shape; NaN for losses without classes, and
+            where the loss is.
         done: Which points were computed.
         paths: Coordinates of checkpoints by trajectory, (checkpoints, 2); projections onto the plane.
         labels: What the directions are.

@@ -67,10 +67,10 @@ def surface(
         span: As for `flatness.landscape.line`, for both axes; or ((x₀, x₁), (y₀, y₁)). 1 by default; with
             trajectories, what holds them.
         parameters: As for `flatness.landscape.line`.
-        layers: Likewise.
+        layers: Move only the parameters of these layers.
         batch_norm: "as_is" keeps the network's statistics at every point; "recomputed" computes them anew.
         resume: A file: points in it are not computed again, and what is computed is kept there.
-        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         weight_decay: Adds torch's penalty, weight_decay/2·‖θ‖², to the loss.
         batch_size: Samples per micro-batch; chosen by memory when None.
         device: Work on a copy of the model there.

@@ -97,7 +97,7 @@ class BinaryCrossEntropy(Elementwise):
 
     Args:
         pos_weight: w₊, broadcast to the shape of one sample's outputs.
-        weight: w, likewise.
+        weight: w, of a shape that broadcasts to one sample's outputs.
     """
 
     name = "bce"

@@ -85,7 +85,7 @@ def measure(
             distribution that the samples were drawn from. It does not shrink with more probes, only with
             more data.
         options: Options of single measures, ``{"layer_flatness": {"tolerance": 1e-9}}``.
-        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         weight_decay: Coefficient of torch's weight decay; adds its Hessian, weight_decay·I.
         batch_size: Samples per micro-batch; by default as many as fit into memory.
         device: Where to measure, such as "cuda:1", on a copy of the model; by default where the model is.

@@ -195,6 +195,10 @@ def save_parts(
 
 def _read(path: Path) -> dict[str, Any]:
     again = "Measure this part again with statistics_to=."
+    if not path.is_file():
+        raise DataError(
+            f"Expected a file that flatness.measure(..., statistics_to=path) wrote but there is no {path}."
+        )
     try:
         content = read_tensors(path)
     except DamagedFileError:
@@ -227,8 +231,8 @@ def _check_same(files: list[Path], contents: list[dict[str, Any]]) -> None:
             if facts.get(what) != first.get(what):
                 raise DataError(
                     f"Expected parts of one measurement but {path} and {files[0]} differ in their {what}: "
-                    f"{_short(facts.get(what))} and {_short(first.get(what))}. Measure all parts in the same "
-                    f"way."
+                    f"{_short(facts.get(what))} and {_short(first.get(what))}. Measure all parts in the "
+                    "same way."
                 )
 
 
@@ -352,7 +356,7 @@ def _notes(parts: Sequence[Mapping[str, Any]], run: Run) -> tuple[str, ...]:
     notes = [f"merged from {len(parts)} parts of {listed(samples, 20)} samples"]
     if run.scatter and run.scatter.folds and len({meta["seed"] for meta in metas}) < len(parts):
         notes.append(
-            "some parts were sampled with the same seed, so their errors are correlated; the "
-            "standard errors account for that. For smaller errors give every job its own seed"
+            "some parts were sampled with the same seed, so their errors are correlated. The standard "
+            "errors account for that; with a seed per job they would be smaller"
         )
     return tuple(dict.fromkeys([*notes, *(note for part in parts for note in part["notes"])]))

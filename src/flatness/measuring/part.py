@@ -77,13 +77,13 @@ def _described(report: Report, population: int) -> Report:
 def _check(samples: Any, statistics_to: Any) -> None:
     if samples != ENOUGH and (not hasattr(samples, "__index__") or samples < GROUPS):
         raise OptionError(
-            f"Expected samples to be None, {ENOUGH!r} or an integer of at least {GROUPS}, as standard errors "
+            f"Expected samples to be {ENOUGH!r} or an integer of at least {GROUPS}, because standard errors "
             f"come from groups of samples, but got {samples!r}. For example samples=2000."
         )
     if statistics_to is not None:
         raise OptionError(
             "Expected samples=None with statistics_to=, which keeps the sums of a part of the data, but got "
-            f"samples={samples!r}. Give every job its own random part instead."
+            f"samples={samples!r}. Give each job its own random part instead."
         )
 
 

@@ -75,9 +75,9 @@ def penalty(
         layers: "last", a name, a list of names, or None for every supported layer that runs. Values of
             several layers are added up.
         loss: "cross_entropy", "nll", "mse", "squared_error", "bce", or torch's module or function of these.
-        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         seed: Where the random signs of hidden layers come from. None: torch's own random state, so that every
-            call has new ones. A `torch.Generator`: likewise. A number: the same signs at every call.
+            call has new ones. A `torch.Generator`: the same. A number: the same signs at every call.
         return_output: Whether to return the model's output too, so that the loss needs no forward pass.
 
     Returns:

@@ -279,7 +279,7 @@ def _spectrum_notes(spectrum: Spectrum) -> list[str]:
     smallest = float(spectrum.smallest.min())
     if smallest < -float(spectrum.values.max()):
         notes.append(
-            f"no minimum: the most negative curvature, about {smallest:.4g}, is larger in size than the "
+            f"not a minimum: the most negative curvature, about {smallest:.4g}, is larger in size than the "
             "largest"
         )
     if not spectrum.converged:

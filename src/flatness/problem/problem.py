@@ -41,7 +41,7 @@ class Problem:
         model: Any torch module; never modified. With `device` or `dtype` a converted copy is measured.
         data: A DataLoader, a pair of tensors, a Dataset, or any re-iterable of batches.
         loss: A name, a torch loss module, or a callable that returns one loss per sample.
-        forward: ``forward(model, batch) -> (output, target)`` for batches of another structure.
+        forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         weight_decay: Coefficient of torch's penalty; adds weight_decay·I to every Hessian.
         batch_size: Samples per micro-batch; chosen by memory when None.
         device: Where to measure; the model's device when None.
@@ -88,7 +88,9 @@ class Problem:
         self.device, self.dtype = parameter.device, parameter.dtype
         if self.dtype in (torch.float16, torch.bfloat16):
             kind = str(self.dtype).removeprefix("torch.")
-            notes.append(f"computed in {kind}: about two digits; pass dtype=torch.float32 for more")
+            notes.append(
+                f"computed in {kind}, which leaves about two digits; pass dtype=torch.float32 for more"
+            )
         if tf32:
             notes.append(tf32_note(self.device, self.dtype))
         self.tf32 = tf32
@@ -253,7 +255,7 @@ class Problem:
                 raise NotFiniteError(
                     f"Expected a finite loss for every sample but sample {start + first} of batch {number} "
                     f"(number {seen + first} of the data) has loss {float(values[first])}. Look for NaN or "
-                    f"infinite inputs, or outputs that overflow in {self.dtype}."
+                    f"infinite inputs, or for outputs that overflow in {self.dtype}."
                 )
 
         self._pass(step, "finding a sample", None)

@@ -56,7 +56,7 @@ def _together() -> Iterator[None]:
         reason = (str(error).splitlines() or [""])[0]
         raise ProcessError(
             f"Expected all {dist.get_world_size()} processes to measure together but one did not answer: "
-            f"{reason}. It has ended or never made this call. Inside flatness.separately() "
+            f"{reason}. It ended or never made this call. Inside flatness.separately() "
             "a process measures alone."
         ) from error
 

@@ -46,8 +46,9 @@ def compare(
 
     Args:
         report_a: A report, or a list of reports of networks that differ in their seed.
-        report_b: Likewise. Of groups the means are compared, with the spread between the networks of each in
-            the error, by Welch's t-test; a single network against several is taken to spread as they do.
+        report_b: The other report or group. Groups are compared by their means with Welch's t-test, the error
+            including the spread between the networks of each; a single network is assumed to vary as much as
+            the group it is compared with.
         measures: A name or a list of names: what to compare, in this order. None for all that both hold.
         names: What the two are called.
 
@@ -127,9 +128,7 @@ def _checked_names(names: Any) -> tuple[str, str]:
         raise ReportError(f"Expected two names that differ but both are {first!r}. Pass names=.")
     taken = next((name for name in names if name in VERDICTS), None)
     if taken is not None:
-        raise ReportError(
-            f"Expected names that cannot be mistaken for a verdict but got {taken!r}. Pass names=."
-        )
+        raise ReportError(f"Expected names that are not verdicts but got {taken!r}. Pass names=.")
     return first, second
 
 
@@ -264,9 +263,9 @@ def _warnings(sides: _Sides, kept: Sequence[Address]) -> list[str]:
     found += _data_errors(sides, kept)
     if (len(sides.a) == 1) != (len(sides.b) == 1):
         single = sides.names[0 if len(sides.a) == 1 else 1]
-        found.append(f"{single} is a single network: it is assumed to vary as much as the others")
+        found.append(f"{single} is a single network; its spread is assumed to equal that of the other group")
     if not all(math.isfinite(rows[key].value) for rows in sides.rows for key in kept):
-        found.append("values that are not finite are undecided")
+        found.append("non-finite values count as undecided")
     return found
 
 
@@ -297,7 +296,8 @@ def _data_errors(sides: _Sides, kept: Sequence[Address]) -> list[str]:
     others = [name for name in dict.fromkeys(key[0] for key in kept) if name not in measures]
     but = f", except for {listed(others)}" if others else ""
     return [
-        f"errors include that of the data{but}; both sides share the samples, so it is probably too large"
+        f"errors include that of the data{but}; both sides share the samples, so the error is probably "
+        "overestimated"
     ]
 
 
@@ -312,7 +312,8 @@ def _similar_risks(sides: _Sides) -> list[str]:
     shown = ", ".join(f"{name} {risk:.4g}" for name, risk in zip(sides.names, risks, strict=True))
     return [
         f"the training losses differ{times} ({shown}): curvature falls with the loss whatever the minimum "
-        "is like, so flatter may only mean trained for longer; normalized_sharpness removes most of this "
+        "looks like, so a flatter network may only have been trained for longer; normalized_sharpness "
+        "removes most of this "
         "effect"
     ]
 

@@ -215,7 +215,7 @@ def format_report(report: Any, width: int) -> str:
         parts.append(
             "* an eigenvalue iteration did not reach its tolerance: see report.result(...).residual"
             if eigenvalues
-            else "* a search or an iteration did not converge: see report.result(...).notes"
+            else "* a search or iteration did not converge: see report.result(...).notes"
         )
     notes = [textwrap.fill(f"note: {note}", width, subsequent_indent="      ") for note in report.notes]
     parts.append("\n".join(notes))

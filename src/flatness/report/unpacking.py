@@ -100,7 +100,7 @@ def unpack_xz(path: str | os.PathLike[str], least: int) -> bytes:
     while not unpacker.eof:
         piece = unpacker.decompress(raw, _BLOCK)
         if not piece and not unpacker.eof:
-            raise lzma.LZMAError("it ends before its content does")
+            raise lzma.LZMAError("it is cut short")
         raw = b""
         found += piece
         if len(found) > limit:

@@ -65,8 +65,8 @@ def check_same_data(mark: Mapping[str, str], digest: str | None, whose: str) -> 
     """
     if digest is not None and digest != mark["digest"]:
         raise StudyError(
-            f"Expected the data of {whose} but {mark['source']} has other content now: digest "
-            f"{mark['digest']} instead of {digest}. Bring the old content back, or run the study in another "
+            f"Expected the data of {whose} but {mark['source']} has changed: digest "
+            f"{mark['digest']} instead of {digest}. Restore the old content, or run the study in another "
             "folder."
         )
 

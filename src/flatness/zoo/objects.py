@@ -42,9 +42,10 @@ def import_object(spec: str, what: str, refusal: type[FlatnessError] = OptionErr
         SourceError: The module is there and fails to import.
     """
     module_name, _, path = spec.partition(":")
+    if module_name.endswith(".py"):  # a file of the current folder, as shells complete it
+        module_name = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
     if not path or not all(part.isidentifier() for part in module_name.split(".")):
-        file = ".py" in module_name or "/" in module_name
-        hint = " Write it without .py and with dots for slashes." if file else ""
+        hint = " Write dots for slashes." if "/" in module_name else ""
         raise refusal(f"Expected {what} to be package.module:name but got {spec!r}.{hint}")
     module = _imported(module_name, what, refusal)
     try:

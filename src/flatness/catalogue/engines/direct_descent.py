@@ -116,9 +116,9 @@ def _notes(
     ]
     if rise < 0:
         below = "; the value is negative for it" if rise + distance < 0 else ""
-        notes.append(f"no minimum: the risk falls under the noise{below}")
+        notes.append(f"not a minimum: the risk falls under the noise{below}")
     if rise > distance * 10:
-        notes.append("the noise has drowned the network (its risk has saturated): raise lambda")
+        notes.append("the noise drowns the network (its risk has saturated); raise lambda")
     if not settled:
-        notes.append("still falling by more than its standard error: raise evaluations")
+        notes.append("still falling by more than its standard error; raise evaluations")
     return tuple(notes)

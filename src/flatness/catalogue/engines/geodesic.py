@@ -233,7 +233,7 @@ def geodesic_rises(space: ParameterSpace, *, metric: str, rho: float, steps: int
     blocks = [_block(space, head, GEOMETRIES[metric]) for head in heads]
     kept = [block.geometry for block in blocks if block.geometry is not None]
     if len(kept) < len(blocks):
-        notes.append(f"heads with a matrix of zeros, which stay where they are: {len(blocks) - len(kept)}")
+        notes.append(f"heads with a zero matrix, which do not move: {len(blocks) - len(kept)}")
     singular = sum(not geometry.regular for geometry in kept)
     if singular:
         notes.append(

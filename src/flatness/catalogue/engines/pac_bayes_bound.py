@@ -183,7 +183,7 @@ def _notes(around: Surroundings, story: Mapping[str, Any]) -> list[str]:
         f"the standard error is that of {story['draws']} draws of the noise; δ does not cover it",
     ]
     if not any(bool((view.statistics["diagonal"] > 0).any()) for view in around.layers):
-        notes.append("no positive curvature anywhere: the noise was chosen as large as the weights, over √λ")
+        notes.append("no positive curvature anywhere; the noise was set to the size of the weights over √λ")
     if story["value"] >= 1:
         notes.append("vacuous: an error rate is never above 1")
     return notes

@@ -67,7 +67,7 @@ def critical_sharpness(around: Surroundings) -> dict[str | None, Valued]:
     terms = {**update.terms, "critical_rate": (low + high) / 2, "passes": passes}
     notes = [f"along {update.words}; {passes} forward passes"]
     if math.isinf(high):
-        notes.append(f"the risk has not risen up to a rate of {low:.3g}: the value counts as 0")
+        notes.append(f"the risk did not rise up to a rate of {low:.3g}, so the value counts as 0")
         return {None: Valued(0.0, tuple(notes), method="bisection", terms={**terms, "critical_rate": None})}
     notes[0] += f", the critical rate lies between {low:.5g} and {high:.5g}"
     dip = update.slope * low / 4
@@ -252,9 +252,9 @@ def _refuse_rising(update: _Update) -> None:
     if update.slope <= 0:
         raise UndefinedMeasureError(
             f"Expected a step along which the risk falls at first but along {update.words} Δᵀ∇E = "
-            f"{update.slope:.3g} is not positive, so that no rate is critical. Momentum may point uphill for "
-            "a moment: measure at another step, or use directional_sharpness. A direction is what is taken "
-            "off the parameters, as a gradient is."
+            f"{update.slope:.3g} is not positive, so that no rate is critical. Momentum may point uphill "
+            "for a moment; measure at another step, or use directional_sharpness. A direction is subtracted "
+            "from the parameters, like a gradient."
         )
 
 

@@ -107,8 +107,8 @@ class OptimizerState:
         if not self._own:
             raise OptionError(
                 f"Expected the optimizer of this model but got {kind} with {self.foreign} tensors, none of "
-                "them a parameter of the model that is trained. Pass the optimizer that trains this very "
-                "object: one that was made for a copy, or before the model was replaced, has other tensors."
+                "which is a trained parameter of the model. Pass the optimizer that trains this very "
+                "object; one made for a copy, or before the model was replaced, holds other tensors."
             )
         if any(own.group.get("maximize") for own in self._own.values()):
             raise OptionError(
@@ -210,8 +210,8 @@ class OptimizerState:
         if all(map(lacks, self._own.values())):
             kind = type(self._optimizer).__name__
             raise OptionError(
-                f"Expected {kind} to have taken a step, as its next one rests on those before, but its state "
-                "is empty. Measure after the first step, or load its state: "
+                f"Expected {kind} to have taken a step, because its next one depends on earlier ones, but "
+                "its state is empty. Measure after the first step, or load its state: "
                 "optimizer.load_state_dict(checkpoint['optimizer'])."
             )
 

@@ -177,9 +177,9 @@ def _send_back(problem: Problem, run: Examined, views: Mapping[str, View], last_
         found.differentiate(run, sorted(only))
         if again.calls:
             raise ModelError(
-                "The backward pass runs the layers again, as activation checkpointing "
-                "does, so they cannot be recorded. Switch it off in the model and measure again; "
-                "smaller micro-batches save memory here."
+                "The backward pass runs the layers again, as activation checkpointing does, so they cannot "
+                "be recorded. Switch checkpointing off and measure again; smaller micro-batches save memory "
+                "here."
             )
     return found
 

@@ -149,7 +149,7 @@ def _left_out(model: nn.Module, examined: Examined, misread: list[str]) -> Itera
         "left out, because their weights are used without calling the layer: {}",
         [name for name in not_called if name not in unused],
     )
-    yield f"left out, because their forward is not that of their class: {{}}; {teach}", misread
+    yield f"left out, because they do not compute what their class computes: {{}}; {teach}", misread
     yield (
         f"left out, because the layer type is not supported: {{}}; {teach}",
         _unknown(model, examined, misread),

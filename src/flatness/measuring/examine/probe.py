@@ -54,8 +54,8 @@ def settled_run(problem: Problem, example: Any) -> Items:
     if again:
         raise changing_weights(again)
     problem.notes.append(
-        f"forward passes write to {listed(names)}: measured at the weights they leave behind, "
-        "without derivatives of that update, then restored"
+        f"forward passes overwrite {listed(names)}; measured at the resulting weights, without derivatives "
+        "of that update, then restored"
     )
     return items
 

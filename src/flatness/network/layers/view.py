@@ -57,7 +57,7 @@ class Layer(ABC):
 
     @property
     def bias_name(self) -> str:
-        """Likewise for the bias."""
+        """The parameter of the model that is the bias, or holds it."""
         return f"{self.name}.bias" if self.name else "bias"
 
     @property

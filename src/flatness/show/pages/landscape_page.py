@@ -29,7 +29,7 @@ _TITLES = {
 }
 # What a file of a picture adds to its name, and whether it is dark.
 _FORMS = {".png": False, ".svg": False, "-dark.png": True}
-_FOOT = "The data are in the files beside this page; 'flatness landscape show' draws them again."
+_FOOT = "The data are in the files beside this page; 'flatness landscape show' redraws them."
 
 
 def load_landscape(path: str | Path) -> Landscape:

@@ -93,7 +93,7 @@ def _counts(study: Study) -> str:
     counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in study.counts().items())
     lines = [f"{len(study.networks)} networks: {counts}. In the analysis: {len(study.kept())}."]
     if study.others:
-        lines.append(f"{study.others} records of other configurations are in the folder too and not counted.")
+        lines.append(f"{study.others} records of other configurations in the folder are not counted.")
     text = "".join(f"<p>{escape(line)}</p>" for line in lines)
     left = study.filtered_out()
     if left:

@@ -72,10 +72,10 @@ class ExperimentStudy(Records):
         """The summary that the terminal shows."""
         width = width or terminal_width()
         counts = ", ".join(f"{n} {status}" for status, n in self.counts().items())
-        lines = [f"{self.spec.title} ({self.spec.name}, scale {self.spec.scale})"]
+        lines = [self.spec.heading]
         lines.append(f"{self.spec.size} in {len(self.spec.units)} units of work: {counts}.")
         if self.others:
-            lines.append(f"{self.others} records of other options are in the folder too and not counted.")
+            lines.append(f"{self.others} records of other options in the folder are not counted.")
         for told in (*self.notes, *(f"{n} failed: {reason}" for reason, n in self.failures().items())):
             lines += wrapped(told, width)
         if self.summary:

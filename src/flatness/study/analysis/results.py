@@ -227,7 +227,7 @@ class Study(Records):
         return {"+".join(columns): columns for columns in named if len(frame[columns].drop_duplicates()) > 1}
 
     def correlations(self, part: str | None = None) -> pandas.DataFrame:
-        """A row per measured quantity: how it goes with the gap; see `correlations.correlation_table`."""
+        """A row per measured quantity, correlated with the gap; see `correlations.correlation_table`."""
         analysis = self._analysis(part)
         settings = {name: analysis.get(name, 2000) for name in ("resamples", "permutations")}
         return self._table(correlation_table, part, settings)

@@ -45,12 +45,12 @@ def _head(study: Any) -> list[str]:
     counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in study.counts().items())
     left = "; ".join(f"{n} {reason}" for reason, n in study.filtered_out().items())
     head = [
-        f"{study.spec.title} ({study.spec.name}, scale {study.spec.scale})",
+        study.spec.heading,
         f"{len(study.networks)} networks: {counts}.",
         f"In the analysis: n = {len(study.kept())}. Left out: {left or 'none'}.",
     ]
     if study.others:
-        head.append(f"{study.others} records of other configurations are in the folder too and not counted.")
+        head.append(f"{study.others} records of other configurations in the folder are not counted.")
     return head + study.notes
 
 
@@ -77,12 +77,12 @@ def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
 def _by_chance(table: Any) -> str:
     """What the columns are, and how far chance goes."""
     family = f"{table['null_95_family'].iloc[0]:.2f} in 95 % of permutations."
-    told = [f"By chance |τ| of the best of {len(table)} quantities stays below {family}"]
+    told = [f"By chance, the largest |τ| of {len(table)} quantities stays below {family}"]
     if table["within_expected"].notna().any():
-        told.append("Expected: τ of what knows the setting and nothing else.")
+        told.append("Expected: the τ of a measure that knows only the setting.")
     height = table["partial_pearson_null_95_family"].max()
     if math.isfinite(height):
-        told.append("Partial r: given setting and training loss; by chance the best stays below")
+        told.append("Partial r: given setting and training loss; by chance, the largest stays below")
         told.append(f"{height:.2f}.")
     return " ".join(told)
 
@@ -92,7 +92,7 @@ def without_measures(study: Any, part: str) -> str:
     rows = study.baselines(part).dropna(subset=["kendall"]).to_dict("records")
     known = ", ".join(f"{in_words(row['quantity'])} {row['kendall']:+.2f}" for row in rows)
     n = len(study.kept(part))
-    return f"For comparison, τ over all {n} of what is known without a measure: {known}." if known else ""
+    return f"Baselines without a measure, τ over all {n} networks: {known}." if known else ""
 
 
 def correlations_table(table: Any, shown: Any, width: int) -> str:

@@ -93,7 +93,7 @@ def read_archive(file: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dic
     if content.get("version") != _VERSION:
         raise StudyError(
             f"Expected an archive of version {_VERSION} but {file} has version {content.get('version')}. "
-            "Read it with the flatness that wrote it."
+            "Read it with the version of flatness that wrote it."
         )
     study: Any = content.get("study")
     records: Any = content.get("records")

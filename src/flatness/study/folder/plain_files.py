@@ -47,8 +47,8 @@ def _check(path: Path) -> None:
     if path.is_symlink():
         raise StudyError(
             f"Expected plain files and folders in a study's folder but {path} is a symbolic link to "
-            f"{os.readlink(path)}, and a run would write there. Replace it by what it stands for; the whole "
-            "folder may be a link."
+            f"{os.readlink(path)}, and a run would write there. Replace it by a copy of its target. A link "
+            "to the whole folder is fine."
         )
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise StudyError(
@@ -77,7 +77,7 @@ def opened(path: Path) -> IO[str]:
     if os.fstat(file.fileno()).st_nlink > 1:
         file.close()
         raise StudyError(
-            f"Expected a file of its own in a study's folder but {path} is a file that has other names too. "
+            f"Expected a file of its own in a study's folder but {path} has other names (hard links). "
             "Remove it."
         )
     return file

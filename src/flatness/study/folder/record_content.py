@@ -105,5 +105,5 @@ def _check_head(path: Path, content: Any, written: Any) -> None:
     if content.get("version") != VERSION:
         raise StudyError(
             f"Expected records of version {VERSION} but {path} has version {content.get('version')}. "
-            "Read them with the flatness that wrote them, or run the study in another folder."
+            "Read them with the version of flatness that wrote them, or run the study in another folder."
         )

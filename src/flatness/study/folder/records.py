@@ -69,7 +69,7 @@ class Folder:
             if not _lock(file):
                 file.seek(0)
                 raise StudyError(
-                    f"Expected a folder that no other run works in but {self.path} is taken by process "
+                    f"Expected a folder that no other run works in but {self.path} is in use by process "
                     f"{file.read().strip() or 'unknown'}. Wait for it, or choose another folder."
                 )
             with readable_disk_errors(self.path):
@@ -96,7 +96,7 @@ class Folder:
         except DamagedFileError as error:
             raise StudyError(
                 f"Expected a record of a study but {path} is damaged: {error}. 'flatness study run' sets it "
-                "aside and does its network anew."
+                "aside and trains that network again."
             ) from error
 
     def set_aside_damaged(self) -> None:
@@ -187,7 +187,8 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StudyError(
-                f"Expected room on the disk for {path} but it is full. Make room and run the same command "
+                f"Expected space on the disk for {path} but it is full. Free some space and run the same "
+                "command "
                 "again: finished networks are kept."
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):

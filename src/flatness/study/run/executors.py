@@ -229,7 +229,7 @@ def done_alone(
                 if not execute_alone(tasks[key], orders, do):
                     return False
             except WorkerKilledError:
-                deaths = f"killed its process {note.attempts + 1} times, perhaps for want of memory"
+                deaths = f"killed its process {note.attempts + 1} times, probably for lack of memory"
                 give_up(tasks[key], f"{note.doing}: {deaths}. --retry tries it again.", orders)
                 forget_notes(orders.folder, (key,))
         note.path.unlink(missing_ok=True)
@@ -254,11 +254,11 @@ def _naming_deaths(orders: Orders) -> Iterator[None]:
         codes = re.search(r"exit codes of the workers are {(.*?)}", str(error))
         killed = f"killed ({codes[1]})" if codes else "killed"
         notes = left_in_hand(orders.folder)
-        at_work = f" At work was: {'; '.join(map(str, notes[:4]))}." if notes else ""
+        at_work = f" It was working on: {'; '.join(map(str, notes[:4]))}." if notes else ""
         raise WorkerKilledError(
-            f"Expected the processes of the run to live but one was {killed}, perhaps by the system for want "
-            "of memory. Run the same command again, with fewer --jobs where memory is short: what is "
-            f"finished is kept, and a network that kills its process three times is set aside.{at_work}"
+            f"A process of the run was {killed}, probably by the system for lack of memory. Run the same "
+            "command again, with fewer --jobs if memory is short. Finished work is kept, and a network "
+            f"that kills its process three times is marked as failed.{at_work}"
         ) from error
 
 

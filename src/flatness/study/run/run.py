@@ -125,8 +125,7 @@ def run(
     study.notes += _notes(folder, chosen.name, held, damaged)
     if not done:
         study.notes.append(
-            f"The time of {minutes:g} min is over and everything is saved: run the same again to go on from "
-            "there."
+            f"Stopped after {minutes:g} min with everything saved. Run the same command again to go on."
         )
     study.write_tables()
     return study
@@ -135,14 +134,14 @@ def run(
 def _notes(folder: Folder, name: str, held: str | None, damaged: Sequence[str]) -> list[str]:
     """What a run found in its folder: files that were damaged, and another study."""
     notes = [
-        f"A file that was damaged is set aside as {file}; what it held was done anew."
+        f"A damaged file was set aside as {file}, and its work was done again."
         for file in folder.damaged()
         if file not in damaged
     ]
     if held not in (None, name):
         notes.append(
-            f"{folder.path} held the study {held}: its networks stay; tables and figures of the same names "
-            f"are now those of {name}."
+            f"{folder.path} held the study {held}. Its networks are kept; tables and figures of the same "
+            f"name now show {name}."
         )
     return notes
 
@@ -251,7 +250,7 @@ def _refuse_mixed_data(records: Mapping[str, Mapping[str, Any]]) -> None:
         if before != mark["digest"]:
             raise StudyError(
                 f"Expected networks of the same data but {mark['source']} had digest {before} for record "
-                f"{other} and {mark['digest']} for record {key}. Take the records of one of them away."
+                f"{other} and {mark['digest']} for record {key}. Remove the records of one of them."
             )
 
 

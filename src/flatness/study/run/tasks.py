@@ -168,10 +168,14 @@ def _loaded(one: Configuration, folder: Folder, written: str | None) -> nn.Modul
         fit_checkpoint(model, read_checkpoint(one.checkpoint), one.checkpoint)
         return model
     if not path.exists():
-        raise CheckpointError(f"Expected its weights in {path} but they are gone. --retry trains it anew.")
+        raise CheckpointError(
+            f"Expected its weights in {path} but they are missing. --retry trains it again."
+        )
     try:
         if written not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
-            raise CheckpointError(f"Expected the weights that were written but {path} has others.")
+            raise CheckpointError(
+                f"Expected the weights that this study saved but {path} holds different ones."
+            )
         weights = read_checkpoint(path)
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):

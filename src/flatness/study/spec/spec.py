@@ -85,6 +85,12 @@ class Spec:
         """One line about the study."""
         return str(self.content.get("title", self.name))
 
+    @property
+    def heading(self) -> str:
+        """Title, name and how much of the study runs: "in full" for the user's own at scale "paper"."""
+        whole = self.scale == "paper" and self.name not in names()
+        return f"{self.title} ({self.name}, {'in full' if whole else f'scale {self.scale}'})"
+
     def axes(self) -> list[str]:
         """The hyperparameters that vary, seeds left out; those that only vary together count as one.
 
@@ -105,7 +111,7 @@ def _axes(part: Mapping[str, Any]) -> list[str]:
 
 
 def names() -> list[str]:
-    """The studies that come with the package."""
+    """List the studies that come with the package."""
     folder = resources.files("flatness.study") / "specs"
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 

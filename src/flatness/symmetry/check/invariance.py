@@ -148,8 +148,8 @@ class _Original:
         self._options = {**options, "measures": found}
         if cut:
             notes.append(
-                f"measured on the first {samples} samples: an invariance holds for every data "
-                "set or for none; samples= uses more"
+                f"measured on the first {samples} samples, which is enough: an invariance does not depend "
+                "on the data; samples= takes more"
             )
 
         def forward(network: nn.Module, batch: Any) -> Any:
@@ -193,7 +193,7 @@ def _measured(
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         name = str(own).removeprefix("torch.")
-        note = f"checked in {name}, with a wide tolerance: float64 was not possible ({reason})"
+        note = f"checked in {name} with a wide tolerance, because float64 was not possible ({reason})"
         return model, measure(model, part, **options), [note]
 
 
@@ -250,7 +250,7 @@ def _zero_values(rows: Iterable[InvarianceRow]) -> list[str]:
     """A note on values that are 0 throughout: no factor could move them, so that they show nothing."""
     zero = [row for row in rows if row.level != "unit" and not any((row.value, *row.values))]
     names = dict.fromkeys(f"{row.measure} ({row.layer or 'network'})" for row in zero)
-    return [f"0 before and after, which proves nothing: {listed(names, 6)}"] if names else []
+    return [f"0 before and after, so nothing is checked: {listed(names, 6)}"] if names else []
 
 
 def _checked_kinds(kinds: str | Iterable[str]) -> list[str]:

@@ -81,7 +81,7 @@ class Symmetries:
         groups: Groups of channels that may be rescaled, in network order.
         fixed: Groups that may not, with the reasons.
         actions: What happens to each parameter: its uses, with numbers of classes as labels.
-        corrections: What batch norms need on top, likewise.
+        corrections: What batch norms need on top.
         classes: Number of classes: every channel of every group is one.
         trace: The recorded forward pass behind it.
         output: The class of the output, where one factor may scale all of it; else −1.

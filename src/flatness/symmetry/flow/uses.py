@@ -48,7 +48,7 @@ class Use:
         up: Labels whose factors multiply the entries; broadcasts against the view; None for none.
         down: Labels whose factors divide them.
         up_part: What the labels of `up` are called: "rows", "bias", "scale", …
-        down_part: Likewise, "columns".
+        down_part: "columns".
         rows: The labels of `up`, one per output unit.
         columns: The labels of `down`, one per input unit.
         units: Output and input unit of every entry of a weight, laid out like `up` and `down`.

@@ -104,7 +104,7 @@ class Comparison:
 def inputs_like(example: Any, generator: torch.Generator) -> Any:
     """New random inputs of the example's kind and scale, the same for the same state of the generator.
 
-    Floating-point numbers are uniform within the range of the example's, whole numbers likewise. Masks
+    Floating-point numbers are uniform within the range of the example's, and so are whole numbers. Masks
     (booleans, zeros and ones, anything with infinities) and constants keep their rows, in another order.
 
     >>> new = inputs_like((torch.tensor([2.0, 4.0]), torch.tensor([3, 9])), torch.Generator().manual_seed(0))

@@ -72,7 +72,7 @@ class Call:
             b)``.
         function: What was called.
         args: Its arguments, with a `Value` for every tensor.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: Its keyword arguments.
         outputs: All tensors it returned or wrote into.
         module: Name of the innermost module it ran in.
         in_place: The value it overwrote, if any.
