@@ -17,6 +17,7 @@ _ORDER = (
     "sharpness",
     "pac_bayes_flatness",
     "norms",
+    "soft_rank",
     "baselines",
 )
 

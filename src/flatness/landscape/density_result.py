@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flatness.catalogue.soft_rank import soft_ranks
 from flatness.landscape.captions import data_words, number_of
 from flatness.landscape.storage import Array, Saved
 from flatness.report.tables import format_value
@@ -53,8 +54,17 @@ class SpectralQuadrature:
         power=1 is the trace, power=2 the squared Frobenius norm.
         """
         runs = self.dimension * (self.weights * self.nodes**power).sum(1)
-        error = float(runs.std(ddof=1)) / len(runs) ** 0.5 if len(runs) > 1 else float("nan")
-        return float(runs.mean()), error
+        return _averaged(runs)
+
+    def soft_rank(self, ridge: float) -> tuple[float, float]:
+        """Σ λ/(λ + ridge) over all eigenvalues, those below 0 left out, and the standard error."""
+        return _averaged(soft_ranks(self.nodes, self.weights, self.dimension, ridge))
+
+
+def _averaged(runs: Array) -> tuple[float, float]:
+    """The mean over runs and its standard error."""
+    error = float(runs.std(ddof=1)) / len(runs) ** 0.5 if len(runs) > 1 else float("nan")
+    return float(runs.mean()), error
 
 
 @dataclass(frozen=True)

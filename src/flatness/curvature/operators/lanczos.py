@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Ritz vectors kept on a restart: of the upper end, which is wanted, and of the lower.
@@ -267,13 +268,13 @@ class LanczosRuns(_Basis):
         self._ended = self._ended | exhausted
         self._grow(directions)
 
-    def quadrature(self) -> tuple[Tensor, Tensor]:
-        """Nodes θ and weights τ after the steps made so far, (runs, steps) on the host.
+    def quadrature(self, steps: int | None = None) -> tuple[Tensor, Tensor]:
+        """Nodes θ and weights τ after so many steps, or all made so far, (runs, steps) on the host.
 
         Weights of a run sum to 1; runs that ended early have weights 0 at their end.
         """
         # Steps after a run's end are blocks of zeros of their own, which the first component does not reach.
-        nodes, vectors = torch.linalg.eigh(self._T.cpu())
+        nodes, vectors = torch.linalg.eigh(self._T[:, :steps, :steps].cpu())
         return nodes, vectors[:, 0].square()
 
 
@@ -282,3 +283,36 @@ def random_signs(runs: int, mask: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2, (runs, len(mask)), generator=generator, device="cpu")
     return torch.where(mask, (2.0 * bits.double() - 1.0).to(mask.device), 0.0)
+
+
+def quadratures(
+    products: Callable[[Tensor], Tensor], mask: Tensor, runs: int, steps: int, seed: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Nodes and weights of all runs, after three quarters of the steps and after all of them.
+
+    Args:
+        products: Gives the products with vectors (runs, N).
+        mask: Where vectors may have entries.
+        runs: How many; as many side by side as their bases leave room for.
+        steps: Most steps; there are no more than entries.
+        seed: Seed of the starting vectors.
+    """
+    steps = min(steps, int(mask.sum()))
+    early, late = [], []
+    for part in random_signs(runs, mask, seed).split(max(1, _BASIS_BYTES // (8 * len(mask) * steps))):
+        lanczos = LanczosRuns(part, steps)
+        while not lanczos.done:
+            lanczos.tell(products(lanczos.query()))
+        early.append(lanczos.quadrature(-(-3 * lanczos.made // 4)))
+        late.append(lanczos.quadrature())
+    return _side_by_side(early), _side_by_side(late)
+
+
+def _side_by_side(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Quadratures of all parts; shorter ones get zeros at their end."""
+    most = max(nodes.shape[1] for nodes, _ in parts)
+    nodes, weights = (
+        torch.cat([F.pad(values, (0, most - values.shape[1])) for values in kind])
+        for kind in zip(*parts, strict=True)
+    )
+    return nodes, weights
