@@ -50,7 +50,7 @@ ROUNDED = {"pac_bayes_bound": 1e-6, "normalized_sharpness_direct": 1e-5}
 # An optimizer belongs to the parameters of one network, not to those of a rewritten copy.
 NEEDS_OPTIMIZER = {"preconditioned_sharpness"}
 FEW_DRAWS = {
-    "soft_rank": {"runs": 2, "steps": 10},
+    "soft_rank": {"ridge": 0.1, "runs": 8, "steps": 30},
     "pac_bayes_bound": {"draws": 5},
     "normalized_sharpness_direct": {"draws": 1, "evaluations": 3},
 }
