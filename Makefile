@@ -4,10 +4,14 @@ WORKERS ?= 2
 BIN := .venv/bin
 PACKAGE := .venv/.package
 STAMP := .venv/.installed
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+# What pip compiles one file after the other, on all cores, and without the tests of others.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests/' .venv/lib || true
 
 # One thread a process: the tests run in WORKERS processes, and threads on top would compete for the same cores.
 export OMP_NUM_THREADS := 1
+# The tests start Python many times: what one has compiled the next one reads.
+unexport PYTHONDONTWRITEBYTECODE
 # pyright is pinned; it need not ask the network for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
@@ -77,9 +81,11 @@ $(PACKAGE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable .
+	$(COMPILE)
 	touch $@
 
 $(STAMP): $(PACKAGE) tests/requirements.txt
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	$(PIP) --no-deps --requirement tests/requirements.txt
+	$(COMPILE)
 	touch $@

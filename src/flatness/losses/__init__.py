@@ -5,7 +5,7 @@ the numerators ℓ_i (`values`), the batch's share of C (`normaliser`), and vect
 such that, for every prediction, Σ_r c_r s_r s_rᵀ = ∂²ℓ/∂f² (`factors`). Nothing here knows what network made
 the outputs.
 
-One file an idea: `base` the interface · `layout` shapes and targets · `softmax` cross-entropy · `normalized`
+One file an idea: `base` the interface, shapes and targets · `softmax` cross-entropy · `normalized`
 its normalized version · `elementwise` squared errors and binary cross-entropy · `custom` any other function.
 `resolve_loss` makes a `Loss` of what a user writes.
 """
