@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flatness
-from flatness.curvature.sums import frame
+from flatness.curvature.sums import spread
 from flatness.errors import DataError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
 from flatness.problem.problem import Problem
 from small import Net, assert_same, data, dataset, measure, network, reference
@@ -115,7 +115,7 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(largest, error, went_o
 
 def test_running_out_between_two_layers_counts_no_sample_twice(monkeypatch):
     """Feature spreads add up layer by layer: memory may run out between two of them."""
-    measured = frame._Moments.of
+    measured = spread._Moments.of
     calls = []
 
     def of(values):
@@ -124,7 +124,7 @@ def test_running_out_between_two_layers_counts_no_sample_twice(monkeypatch):
             raise torch.OutOfMemoryError("no")
         return measured(values)
 
-    monkeypatch.setattr(frame._Moments, "of", of)
+    monkeypatch.setattr(spread._Moments, "of", of)
     report = measure(network(), data(), measures="relative_flatness_normalized")
     assert calls == [23, 23, 11, 11, 11, 11, 1, 1]
     for layer in ("fc1", "head"):
