@@ -38,7 +38,8 @@ def test_a_smoke_run_goes_through_the_whole_pipeline(folder):
     assert "n = 8" in outcome.out
     assert longest_line(outcome.out.split("written to")[0]) <= 100
     out = folder / "mine-smoke"
-    assert "written to mine-smoke: correlations.csv, groups.csv, networks.csv, figures/" in outcome.out
+    tables = "correlations.csv, differences.csv, groups.csv, networks.csv"
+    assert f"written to mine-smoke: {tables}, figures/" in outcome.out
     assert outcome.out.endswith("files), index.html\n")
     assert "8 networks: 8 finished. In the analysis: 8." in (out / "index.html").read_text(encoding="utf-8")
     figures = {path.name for path in (out / "figures").iterdir()}
