@@ -51,7 +51,7 @@ def test_a_smoke_run_goes_through_the_whole_pipeline(folder):
         ["study", "show", "mine-smoke"], ["study", "show", "mine-smoke", "--csv"], cwd=folder
     )
     assert again.out == outcome.out
-    assert table.out.startswith("quantity,measure,layer,reduction,n,pearson,")
+    assert table.out.startswith("quantity,name,measure,layer,reduction,n,settings,pearson,")
 
 
 def test_an_experiment_is_run_and_shown_like_any_study(tmp_path):
