@@ -29,7 +29,7 @@ env: $(STAMP)  ## the development environment, in .venv
 lint: $(STAMP)  ## ruff, pyright and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --threads $(WORKERS)
 	$(BIN)/lint-imports
 
 format: $(STAMP)  ## lay the code out as lint wants it
