@@ -33,7 +33,7 @@ def by_factors(layer, phi, logits, spread):
     """The same statistics from the loss's factors, one direction at a time."""
     alone = LayerRoute("head", layer, "passes", OF_BLOCKS, 1, phi.shape[1])
     plain = PlainSums(layer, NEEDS - alone.needs, phi, spread)
-    blocks = PositionSums(alone, phi, len(phi), spread, layer.features)
+    blocks = PositionSums(alone, phi, len(phi), spread, layer.seen)
     loss = resolve_loss("cross_entropy")
     for s, _ in loss.factors(loss.items(logits, torch.zeros(len(phi), dtype=torch.long))):
         for sums in (plain, blocks):

@@ -18,7 +18,8 @@ from flatness.losses.base import promote
 from flatness.measuring.examine.reuse import tied_embeddings
 from flatness.measuring.examine.unfamiliar import is_familiar
 from flatness.network.layers import Layer, find_layers, select_layers
-from flatness.network.layers.shared import EmbeddingLayer, SharedLayer, Use
+from flatness.network.layers.linear import EmbeddingLayer
+from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.live_calls import LiveCall, LiveCalls
 from flatness.problem import batches
 from flatness.problem.forward import DefaultForward, Forward

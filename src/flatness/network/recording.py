@@ -20,10 +20,14 @@ from flatness.errors import LayerError
 
 @dataclass(slots=True)
 class Record:
-    """One call of one module: its input x, and the gradient edges of x as it alone sees it and of z."""
+    """One call of one module: its input x, and the gradient edges of x as it alone sees it and of z.
+
+    `moves` says whether x depends on parameters of the network or on an earlier call.
+    """
 
     x: Tensor
     x_version: int
+    moves: bool
     x_edge: GradientEdge | None
     z_edge: GradientEdge | None
     z_shape: torch.Size
@@ -46,7 +50,7 @@ class Recording:
         self._edges = edges
         self._copy_inputs = copy_inputs
         self._handles: list[Any] = []
-        self._entered: dict[str, Tensor] = {}
+        self._entered: dict[str, tuple[Tensor, bool]] = {}
 
     def __enter__(self) -> Recording:
         """Install the hooks."""
@@ -95,14 +99,15 @@ class Recording:
         x, rebuild = _input_of(name, args, kwargs)
         if self._copy_inputs:
             x = x.clone()
+        moves = x.requires_grad
         if self._edges and x.is_floating_point():
             # A view of its own: the derivative at this edge is what flows through this module alone.
-            x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-        self._entered[name] = x
+            x = x.view_as(x) if moves else x.detach().requires_grad_()
+        self._entered[name] = x, moves
         return rebuild(x)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        x = self._entered.pop(name)
+        x, moves = self._entered.pop(name)
         replaced = self._edges and output._is_view()
         if replaced:
             # In-place operations on a view rewire its base's graph and would bypass the edge.
@@ -115,7 +120,7 @@ class Recording:
         x_edge, z_edge = (
             get_gradient_edge(value) if edges and value.requires_grad else None for value in (x, output)
         )
-        record = Record(x.detach(), x._version, x_edge, z_edge, output.shape)
+        record = Record(x.detach(), x._version, moves, x_edge, z_edge, output.shape)
         self.calls.setdefault(name, []).append(record)
         return output if replaced else None
 

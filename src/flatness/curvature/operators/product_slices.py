@@ -3,19 +3,21 @@
 For a direction V in the place of a layer's weight, η = VΦ is what it does to the preactivations of every
 sample, h = (∇²_z ℓ)η comes from a second backward pass, and H V = Σ_i h_i Φ_iᵀ. No other layer moves, so that
 it is the layer's own Hessian that is multiplied. A block of one row is the same with η zero in all others. A
-weight used more than once moves through its copies (see `WeightCopies`): η is V itself. What no call of a
-module shows sample by sample moves through its parameter.
+weight used more than once moves in all of its uses at once. What no call of a module shows sample by sample
+moves through its parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import add
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatness.curvature.operators.spectrum import HessianSlice
 from flatness.curvature.parameters.parameter_products import batch_product, entries_of
@@ -23,7 +25,7 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.parameters.second_derivatives import second_derivatives
 from flatness.curvature.sums.pair_statistics import LayerPairs, laid_out_like
 from flatness.curvature.sums.routes import ParameterRoutes, Routes
-from flatness.curvature.sums.weight_copies import WeightCopies
+from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.recording import Recording
 from flatness.problem import batches
 from flatness.problem.guard import differentiable
@@ -43,19 +45,19 @@ def product_slices(
     """
     with (
         Recording(routes.modules(), copy_inputs=routes.copy_inputs) as recording,
-        WeightCopies(routes.shared) as weights,
+        _SharedShifts(routes.shared) as shifts,
     ):
 
         def slices_of(batch: Any) -> dict[str, HessianSlice]:
             recording.clear()
             n = batches.size_of(batch)
-            weights.prepare(n)
+            shifts.prepare(n)
             with torch.enable_grad():
                 items = problem.items(batch)
-                copies = dict(weights.copies)
-                called = [route for route in routes.layers if route.name not in copies]
+                shared = dict(shifts.shifts)
+                called = [route for route in routes.layers if route.name not in shared]
                 records = {route.name: recording.one(route.name) for route in called}
-                at = copies | {name: record.z_edge for name, record in records.items()}
+                at = shared | {name: record.z_edge for name, record in records.items()}
                 products = second_derivatives(problem.loss, items, at, curvature)
             recording.clear()
 
@@ -63,11 +65,8 @@ def product_slices(
                 found = products({name: eta})
                 return found[name] if found else torch.zeros_like(eta)
 
-            def of_copies(name: str, V: Tensor) -> Tensor:
-                return multiply(name, V.expand(n, *V.shape)).sum(0)
-
             slices: dict[str, HessianSlice] = {
-                name: partial(_product, partial(of_copies, name)) for name in copies
+                name: partial(_product, partial(multiply, name)) for name in shared
             }
             for route in called:
                 record = records[route.name]
@@ -122,6 +121,50 @@ def _product(whole: Callable[[Tensor], Tensor], V: Tensor, rows: bool) -> Tensor
     return result
 
 
+class _SharedShifts:
+    """Hooks that add Vφ to every use of a shared weight, V = 0: derivatives in V are those in the weight.
+
+    Args:
+        layers: The shared layers, by the name that each is measured under.
+
+    Attributes:
+        shifts: V (G, d, m) by layer, of the batch that `prepare` was called for.
+    """
+
+    def __init__(self, layers: Mapping[str, SharedLayer]) -> None:
+        self._layers, self._samples = layers, 0
+        self._handles: list[Any] = []
+        self.shifts: dict[str, Tensor] = {}
+
+    def __enter__(self) -> _SharedShifts:
+        for name, layer in self._layers.items():
+            # A module may be known under several names: it gets one hook.
+            for use in {id(use.view.module): use for use in layer.uses}.values():
+                hook = partial(self._add, name, use)
+                self._handles.append(use.view.module.register_forward_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.shifts.clear()
+
+    def prepare(self, samples: int) -> None:
+        """Fresh zeros for a batch of so many samples."""
+        self._samples = samples
+        for name, layer in self._layers.items():
+            self.shifts[name] = torch.zeros_like(layer.matrix()).requires_grad_()
+
+    def _add(
+        self, name: str, use: Use, module: nn.Module, args: tuple[Any, ...], kwargs: Any, z: Tensor
+    ) -> Tensor:
+        x = args[0] if args else kwargs["input"]
+        change = use.view.seen(x, self._samples).along(use.turned(self.shifts[name]))
+        return z + laid_out_like(use.view, change, z.shape)
+
+
 class _CallSlice:
     """A layer on one micro-batch, moved where it is called.
 
@@ -154,6 +197,8 @@ class _CallSlice:
 
     def _whole(self, V: Tensor) -> Tensor:
         pairs = self._pairs
-        eta = torch.cat([V @ Phi for _, Phi in pairs.chunks()])
+        eta = torch.cat(
+            [seen.along(V.expand(part.stop - part.start, *V.shape)) for part, seen in pairs.chunks()]
+        )
         h = pairs.layer.signals(self._multiply(laid_out_like(pairs.layer, eta, self._shape)), pairs.n)
-        return torch.stack([(h[part] @ Phi.mT).sum(0) for part, Phi in pairs.chunks()]).sum(0)
+        return reduce(add, (seen.outer(h[part]).sum(0) for part, seen in pairs.chunks()))

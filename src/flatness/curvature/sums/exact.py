@@ -25,8 +25,9 @@ from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import SampleGroups, Statistics, streamed
 from flatness.losses import Items
 from flatness.network.affine import AffineModule
-from flatness.network.layers.shared import SharedLayer, Use
-from flatness.network.recording import Record, Recording
+from flatness.network.layers.shared import SharedLayer
+from flatness.network.layers.view import Features
+from flatness.network.recording import Recording
 from flatness.problem.problem import Problem
 
 # Output directions whose signals are held at once. Blocks make small matrix products large; memory grows with
@@ -106,11 +107,11 @@ def sums_of(
         phi = rows_of_features(to, recording, n, predictions)
         if to.from_squares:
             return PlainSums(to.layer, to.needs, phi, spread)
-        return PositionSums(to, phi, len(phi), spread, lambda rows, _: rows[:, None, :, None])
+        return PositionSums(to, phi, len(phi), spread, lambda rows, _: Features(rows[:, None, :, None]))
     x = input_of(to, recording)
     if to.plain and to.from_squares:
         return PlainSums(to.layer, to.needs, x.reshape(n, -1), spread)
-    return PositionSums(to, x, n, spread, to.layer.features)
+    return PositionSums(to, x, n, spread, to.layer.seen)
 
 
 def _store(part: Statistics, name: str, sums: dict[str, Tensor]) -> None:
@@ -203,7 +204,7 @@ def _at(route: LayerRoute, values: Tensor, predictions: int) -> Tensor:
 def _edges(target: LayerRoute | AffineModule, recording: Recording) -> list[Any]:
     """Where signals come back: at a module's output and, if that is used, its input; or at every call."""
     if isinstance(target, LayerRoute) and isinstance(target.layer, SharedLayer):
-        return [call.z_edge for _, call in _calls(target.layer, recording)]
+        return [call.z_edge for _, call in target.layer.calls(recording)]
     record = recording.one(target.name)
     at_input = isinstance(target, LayerRoute) and target.needs_input_signal
     return [record.z_edge, record.x_edge] if at_input else [record.z_edge]
@@ -214,13 +215,9 @@ def _combined(
 ) -> tuple[Tensor | None, Tensor | None]:
     """What arrived at the output and at the input; for a shared layer its derivative g from all calls."""
     if isinstance(target, LayerRoute) and isinstance(target.layer, SharedLayer):
-        calls = zip(_calls(target.layer, recording), found, strict=True)
+        calls = zip(target.layer.calls(recording), found, strict=True)
         return target.layer.gradient([(use, call.x, dz) for (use, call), dz in calls], n), None
     return found[0], found[1] if len(found) > 1 else None
-
-
-def _calls(layer: SharedLayer, recording: Recording) -> list[tuple[Use, Record]]:
-    return [(use, call) for use in layer.uses for call in recording.calls.get(use.name, [])]
 
 
 def _blocks(

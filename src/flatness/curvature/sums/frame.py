@@ -11,6 +11,8 @@ from torch import Tensor
 
 from flatness.curvature.sums.spread import Spread, Whitening
 from flatness.network.layers import Layer
+from flatness.network.layers.linear import Indicators
+from flatness.network.layers.view import Features
 
 Units = Literal["", "spread", "whitened"]
 """What features are measured in: as they are, V⁻¹φ of unit spread, or Zᵀφ with C = mean φφᵀ as identity."""
@@ -76,11 +78,23 @@ class Frame:
             return Phi * self.inverse_V2.sqrt()[:, :, None]
         return self._whitening.of_features(Phi) if units == "whitened" else Phi
 
-    def twice(self, units: Units, Phi: Tensor) -> Tensor:
-        """Φ, V⁻²Φ or C⁺Φ: products of it with Φ are those of the features in these units."""
+    def along(self, units: Units, seen: Features, V: Tensor) -> Tensor:
+        """VΦ, V V⁻²Φ or V C⁺Φ (n, G, d, P) of weights V (n, G, d, m)."""
+        if not units or isinstance(seen, Indicators):
+            return seen.along(self.twice_in_columns(units, V))
         if units == "spread":
-            return Phi * self.inverse_V2[:, :, None]
-        return self._whitening.inverse_times(Phi) if units == "whitened" else Phi
+            return V @ (seen.dense * self.inverse_V2[:, :, None])
+        return V @ self._whitening.inverse_times(seen.dense)
+
+    def through_gram(self, units: Units, seen: Features, delta: Tensor) -> Tensor:
+        """Signals δ times the products of the features in these units with one another."""
+        if not units:
+            return seen.through_gram(delta)
+        if isinstance(seen, Indicators):
+            # Different tokens have nothing in common in any units: C is diagonal.
+            ones = self.W.new_ones(1, 1, 1, self.W.shape[2])
+            return seen.through_gram(delta, self.twice_in_columns(units, ones).flatten())
+        return Features(self.features(units, seen.dense)).through_gram(delta)
 
     def twice_in_columns(self, units: Units, a: Tensor) -> Tensor:
         """The derivatives a (n, G, …, m) times 1, V⁻² or C⁺."""

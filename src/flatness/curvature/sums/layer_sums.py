@@ -35,8 +35,8 @@ from flatness.curvature.sums.statistic import (
 )
 from flatness.network.affine import AffineModule
 from flatness.network.layers import Layer
+from flatness.network.layers.view import Features
 
-Features = Callable[[Tensor, int], Tensor]
 # Numbers that blocks of predictions × classes held at once may come to: chunks of predictions fit into that.
 _CHUNK = 64_000_000
 
@@ -162,13 +162,20 @@ class PositionSums(LayerSums):
         x: Its input.
         n: Number of samples.
         spread: How its features spread, for statistics that need it.
-        features: What makes Φ of an input and a number of samples.
+        seen: What makes Φ of an input and a number of samples.
     """
 
-    def __init__(self, to: LayerRoute, x: Tensor, n: int, spread: Spread | None, features: Features) -> None:
+    def __init__(
+        self,
+        to: LayerRoute,
+        x: Tensor,
+        n: int,
+        spread: Spread | None,
+        seen: Callable[[Tensor, int], Features],
+    ) -> None:
         super().__init__()
         self.layer, self.needs, self.frame = to.layer, to.needs, Frame.of(to.layer, spread)
-        self.x, self.n, self._features = x, n, features
+        self.x, self.n, self._seen = x, n, seen
         found = statistics_of(self.needs)
         self._of_blocks = [one for one in found if isinstance(one, BlockStatistic)]
         self._of_signals = [one for one in found if isinstance(one, SquaredStatistic) and one.from_signals]
@@ -186,12 +193,13 @@ class PositionSums(LayerSums):
             part = slice(start, min(start + samples, self.n))
             inner = slice(part.start * rows, part.stop * rows)
             signals, weights = delta[part], None if c is None else c[part]
-            Phi = self._features(self.x[inner], len(signals))
+            seen = self._seen(self.x[inner], len(signals))
             if not by_g:
-                self._add_blocks(signals, weights, Phi)
-                self._add_directions(inner, dx, Phi, signals, weights)
+                self._add_blocks(signals, weights, seen)
+                if self._of_signals:
+                    self._add_directions(inner, dx, seen.dense, signals, weights)
             if by_g or through_g:
-                g = _gradients(Phi, signals)
+                g = seen.outer(signals.flatten(2, 3)).unflatten(2, signals.shape[2:4])
                 if by_g:
                     self._add_blocks(g, weights, None)
                 for statistic in through_g:
@@ -205,15 +213,14 @@ class PositionSums(LayerSums):
         each = max(each, m * P + 2 * R * d * m) if through_g else each
         return max(1, working_numbers(delta.device) // (G * each))
 
-    def _add_blocks(self, values: Tensor, c: Tensor | None, Phi: Tensor | None) -> None:
+    def _add_blocks(self, values: Tensor, c: Tensor | None, seen: Features | None) -> None:
         """Σ g gᵀ of derivatives g, or Σ δ K δᵀ of signals δ at features Φ."""
         weighted = values if c is None or not self._blocks else values * c[:, None, :, None, None]
         for units, name in self._blocks.items():
-            if Phi is None:
+            if seen is None:
                 product = self.frame.twice_in_columns(units, weighted)
             else:
-                features = self.frame.features(units, Phi)
-                product = (weighted.flatten(2, 3) @ (features.mT @ features)).view(values.shape)
+                product = self.frame.through_gram(units, seen, weighted.flatten(2, 3)).view(values.shape)
             self._put(name, _group_product(product, values))
 
     def _add_directions(
@@ -249,11 +256,6 @@ def add_to(totals: dict[str, Tensor], values: Iterable[tuple[str, Tensor]]) -> N
     """Add values to sums of the same names."""
     for name, value in values:
         totals[name] = totals[name] + value if name in totals else value
-
-
-def _gradients(Phi: Tensor, delta: Tensor) -> Tensor:
-    """G = δΦᵀ of every sample and signal: (n, G, R, d, m)."""
-    return (delta.flatten(2, 3) @ Phi.mT).unflatten(2, delta.shape[2:4])
 
 
 def _group_product(a: Tensor, b: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def probed_sums(
     _, d, m = frame.W.shape
     if _forms_g(statistics, d, m, delta.shape[-1]):
         return _of_gradients(needs, frame, layer.gradients(x, dz, n))
-    pair = SignalPair(frame, layer.features(x, n), delta, delta)
+    pair = SignalPair(frame, layer.seen(x, n), delta, delta)
     return {one.name: one.of_signals(pair).sum(0) for one in statistics}  # type: ignore[union-attr]
 
 

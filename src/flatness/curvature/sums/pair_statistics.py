@@ -9,9 +9,7 @@ with η = VΦ: at many positions that has a fraction of the noise.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,9 +22,8 @@ from flatness.curvature.sums.routes import LayerRoute
 from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistic import BlockStatistic, SignalPair
 from flatness.losses.signs import Signs
-from flatness.network.affine import AffineModule
 from flatness.network.layers import Layer
-from flatness.network.recording import Record
+from flatness.network.layers.view import Features
 
 
 class LayerPairs:
@@ -60,17 +57,17 @@ class LayerPairs:
             collector.put(self.bias, {"diagonal": (eta.sum(3) * h.sum(3)).flatten(1)})
         if self.route.plain:
             by_gradients, whole = False, slice(0, self.n)
-            chunks = [(whole, self.features(whole))]
+            chunks = [(whole, self.seen(whole))]
         else:
             by_gradients = self.route.forms_g or not all(one.from_signals for one in self.statistics)
             chunks = self.chunks()
-        for part, Phi in chunks:
+        for part, seen in chunks:
             if by_gradients:
-                a = eta[part] @ Phi.mT
-                self.add_gradients(collector, a, a if same else h[part] @ Phi.mT, part.start)
+                a = seen.outer(eta[part])
+                self.add_gradients(collector, a, a if same else seen.outer(h[part]), part.start)
             else:
                 ours = eta[part]
-                pair = SignalPair(self.frame, Phi, ours, ours if same else h[part])
+                pair = SignalPair(self.frame, seen, ours, ours if same else h[part])
                 values = {statistic.name: statistic.of_signals(pair) for statistic in self.statistics}
                 collector.put(self.name, values, part.start)
 
@@ -79,9 +76,9 @@ class LayerPairs:
         values = {statistic.name: statistic.of_pair(self.frame, a, q) for statistic in self.statistics}
         collector.put(self.name, values, start)
 
-    def chunks(self) -> list[tuple[slice, Tensor]]:
+    def chunks(self) -> Iterator[tuple[slice, Features]]:
         """Slices of samples whose features and derivatives fit into memory, with Φ of each."""
-        return [(part, self.features(part)) for part in self.slices()]
+        return ((part, self.seen(part)) for part in self.slices())
 
     def slices(self) -> list[slice]:
         """The slices alone."""
@@ -90,10 +87,9 @@ class LayerPairs:
         samples = max(1, working_numbers(self.x.device) // each)
         return [slice(start, min(start + samples, self.n)) for start in range(0, self.n, samples)]
 
-    def features(self, part: slice) -> Tensor:
+    def seen(self, part: slice) -> Features:
         """Φ of some samples."""
-        rows = self.x.shape[0] // self.n
-        return self.layer.features(self.x[part.start * rows : part.stop * rows], part.stop - part.start)
+        return self.layer.seen(samples_of(self.x, part, self.n), part.stop - part.start)
 
 
 class WeightSigns:
@@ -131,23 +127,29 @@ class WeightSigns:
         blocks = {one.name: one.of_product(pairs.frame, self._eta[one.units], h) for one in self._of_blocks}
         collector.put(pairs.name, blocks)
         if self._others:
-            for part, Phi, V in self._drawn():
-                q = h[part] @ Phi.mT
+            for part, seen, V in self._drawn():
+                q = seen.outer(h[part])
                 values = {one.name: one.of_pair(pairs.frame, V, q) for one in self._others}
                 collector.put(pairs.name, values, part.start)
 
     def _along(self, units: Units) -> Iterator[Tensor]:
         """The signal VΦ, or V diag(V_t⁻²) Φ for features of unit spread, V C⁺ Φ for white ones."""
-        for _, Phi, V in self._drawn():
-            yield V @ self._pairs.frame.twice(units, Phi)
+        for _, seen, V in self._drawn():
+            yield self._pairs.frame.along(units, seen, V)
 
-    def _drawn(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def _drawn(self) -> Iterator[tuple[slice, Features, Tensor]]:
         pairs = self._pairs
         signs = self._signs.at(0)
         G, d, m = pairs.W.shape
         for part in pairs.slices():
             V = pairs.W.new_empty(part.stop - part.start, G, d, m)
-            yield part, pairs.features(part), signs.of(part).like(V)
+            yield part, pairs.seen(part), signs.of(part).like(V)
+
+
+def samples_of(values: Tensor, part: slice, n: int) -> Tensor:
+    """The rows of some of n samples, which have as many each."""
+    rows = values.shape[0] // n
+    return values[part.start * rows : part.stop * rows]
 
 
 def laid_out_like(layer: Layer, values: Tensor, shape: torch.Size) -> Tensor:
@@ -160,92 +162,3 @@ def laid_out_like(layer: Layer, values: Tensor, shape: torch.Size) -> Tensor:
         laid_out = layer.signals(loose, len(values))
         # Values that are differentiated further on must be so here, too.
         return torch.autograd.grad(laid_out, loose, values, create_graph=values.requires_grad)[0]
-
-
-class Direction(NamedTuple):
-    """A signal η for one target, and what takes it together with h."""
-
-    signal: Tensor
-    take: Callable[[Collector, Tensor], None]
-
-
-class Target(ABC):
-    """What the sampled engine probes: a module, with the edge where signals come back.
-
-    Args:
-        name: The module's name.
-        edge: Where signals come back.
-        like: Any tensor of the type and on the device of the signals.
-        shape: The shape of the signals.
-        n: Number of samples.
-    """
-
-    def __init__(self, name: str, edge: Any, like: Tensor, shape: torch.Size, n: int) -> None:
-        self.name, self.edge, self.shape, self.n = name, edge, shape, n
-        self._like = like
-
-    @abstractmethod
-    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
-        """Add a pair of signals to the sums."""
-
-    def random_direction(self, signs: Signs) -> Direction:
-        """A random direction with E ηηᵀ = 1."""
-        return self._given(signs.like(self._like.new_empty(self.shape)))
-
-    def every_direction(self) -> Iterator[Direction]:
-        """e_k for every entry k of one sample's signal, in all samples at once."""
-        zeros = self._like.new_zeros(self.shape)
-        for k in range(zeros.numel() // self.n):
-            one = torch.zeros_like(zeros).reshape(self.n, -1)
-            one[:, k] = 1.0
-            yield self._given(one.reshape(self.shape))
-
-    def _given(self, signal: Tensor) -> Direction:
-        return Direction(signal, lambda collector, h: self.add(collector, signal, h))
-
-
-class LayerTarget(Target):
-    """A layer; what is probed is its preactivations."""
-
-    def __init__(self, pairs: LayerPairs, edge: Any, shape: torch.Size) -> None:
-        super().__init__(pairs.name, edge, pairs.x, shape, pairs.n)
-        self.pairs = pairs
-
-    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
-        """Add a pair of signals to the layer's statistics."""
-        self.pairs.add(collector, eta, h)
-
-    def random_direction(self, signs: Signs) -> Direction:
-        """Signs shaped like z where a sample meets W once, η = VΦ with signs V at many positions."""
-        if self.pairs.plain:
-            return super().random_direction(signs)
-        drawn = WeightSigns(self.pairs, signs)
-        return Direction(drawn.signal(self.shape), drawn.add)
-
-
-class SharedTarget(Target):
-    """A weight used more than once; what is probed is its copies, (n, G, d, m), see `WeightCopies`."""
-
-    def __init__(self, pairs: LayerPairs, copies: Tensor) -> None:
-        super().__init__(pairs.name, copies, pairs.W, copies.shape, pairs.n)
-        self.pairs = pairs
-
-    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
-        """Take directions of the weights and what the curvature makes of them."""
-        for part in self.pairs.slices():
-            self.pairs.add_gradients(collector, eta[part], h[part], part.start)
-
-
-class AffineTarget(Target):
-    """A norm layer or PReLU."""
-
-    def __init__(self, module: AffineModule, record: Record) -> None:
-        super().__init__(module.name, record.z_edge, record.x, record.z_shape, record.z_shape[0])
-        self.module, self.x = module, record.x
-
-    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
-        """Add a pair of signals to the diagonals of scale and shift."""
-        first = self.module.gradients(self.x, eta)
-        second = first if h is eta else self.module.gradients(self.x, h)
-        for name, a in first.items():
-            collector.put(name, {"diagonal": a * second[name]})

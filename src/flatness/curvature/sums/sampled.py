@@ -35,18 +35,18 @@ from torch import Tensor
 
 from flatness.curvature.parameters.parameter_space import explained
 from flatness.curvature.sums.folds import FOLDS, Collector, FoldedSums, SampledSums
-from flatness.curvature.sums.pair_statistics import (
-    AffineTarget,
-    Direction,
-    LayerPairs,
-    LayerTarget,
-    SharedTarget,
-    Target,
-)
+from flatness.curvature.sums.pair_statistics import LayerPairs
 from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import SampleGroups, Statistics, streamed
-from flatness.curvature.sums.weight_copies import WeightCopies
+from flatness.curvature.sums.targets import (
+    AffineTarget,
+    Direction,
+    LayerTarget,
+    Target,
+    Twice,
+    shares,
+)
 from flatness.losses import Items
 from flatness.losses.signs import Signs
 from flatness.network.layers.shared import SharedLayer
@@ -156,14 +156,13 @@ class SampledEngine:
     def __init__(self, problem: Problem, routes: Routes, spreads: dict[str, Spread], budget: Budget) -> None:
         self.problem, self.routes, self.spreads, self.budget = problem, routes, spreads, budget
         self._recording = Recording(routes.modules(), copy_inputs=routes.copy_inputs)
-        self._copies = WeightCopies(routes.shared)
         random = {"gauss_newton": budget.gauss_newton, "residual": budget.residual}
         self.found = SampledSums({name: FoldedSums(budget.folds if random[name] else 0) for name in PARTS})
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """The network watched by hooks, which are gone afterwards."""
-        with self._recording, self._copies:
+        with self._recording:
             yield
 
     def probed(self, batch: Any, samples: Tensor) -> Statistics:
@@ -191,7 +190,6 @@ class SampledEngine:
     def _run(self, batch: Any) -> tuple[Items, list[Target]]:
         """A forward pass with its graph, and where it is probed."""
         self._recording.clear()
-        self._copies.prepare(batches.size_of(batch))
         with torch.enable_grad():
             items = self.problem.items(batch)
         return items, self._targets(items.logits.shape[0])
@@ -201,25 +199,27 @@ class SampledEngine:
         for route in self.routes.layers:
             spread = self.spreads.get(route.name)
             if isinstance(route.layer, SharedLayer):
-                x = self._recording.calls[route.name][0].x
-                pairs = LayerPairs(route, x, n, spread, bias=False)
-                targets.append(SharedTarget(pairs, self._copies.copies[route.name]))
+                from flatness.curvature.sums.shared_target import SharedTarget
+
+                pairs = LayerPairs(route, route.layer.matrix(), n, spread, bias=False)
+                targets.append(SharedTarget(pairs, route.layer.calls(self._recording)))
             else:
                 record = self._recording.one(route.name)
                 pairs = LayerPairs(route, record.x, n, spread, self.routes.network)
-                targets.append(LayerTarget(pairs, record.z_edge, record.z_shape))
-        targets += [AffineTarget(module, self._recording.one(module.name)) for module in self.routes.affine]
-        return [target for target in targets if target.edge is not None]
+                targets.append(LayerTarget(pairs, record))
+        targets += [
+            AffineTarget(module, self._recording.one(module.name), n) for module in self.routes.affine
+        ]
+        return [target for target in targets if None not in target.edges]
 
     def _gauss_newton(self, items: Items, targets: list[Target], probes: Probes) -> None:
-        n, edges = items.logits.shape[0], [target.edge for target in targets]
+        edges = [edge for target in targets for edge in target.edges]
         for collector, s, weight in self._output_directions(items, probes):
             with explained():
                 arrived = torch.autograd.grad(items.logits, edges, s, retain_graph=True, allow_unused=True)
             with torch.no_grad():
-                for target, delta in zip(targets, arrived, strict=True):
-                    if delta is not None:
-                        target.add(collector, delta, _weighted(delta, weight, n))
+                for target, own in zip(targets, shares(arrived, targets), strict=True):
+                    target.add_squares(collector, own, weight)
 
     def _output_directions(
         self, items: Items, probes: Probes
@@ -249,45 +249,33 @@ class SampledEngine:
         """Probes of the residual of some samples, by their numbers (probes, samples)."""
         slope = output_slope(self.problem, items)
         targets = [target for target in targets if target.name in self.routes.curved]
-        edges = [target.edge for target in targets]
-        with explained(second=True):
-            pulled = torch.autograd.grad(items.logits, edges, slope, create_graph=True, allow_unused=True)
-        live = [
-            (target, value)
-            for target, value in zip(targets, pulled, strict=True)
-            if value is not None and value.requires_grad
-        ]
+        twice = Twice(items.logits, slope, targets)
         for number in numbers:
             signs, collector = probes.drawn(number)
-            for asked in self._residual_directions(live, signs):
-                self._take_products(asked, collector)
+            for asked in self._residual_directions(twice, signs):
+                self._take_products(twice, asked, collector)
 
-    def _take_products(self, asked: list[tuple[Target, Tensor, Direction]], collector: Collector) -> None:
+    def _take_products(
+        self, twice: Twice, asked: list[tuple[Target, Direction]], collector: Collector
+    ) -> None:
         """One second backward pass for all of these targets."""
-        scales = [self.budget.scales.get(target.name, 1.0) for target, _, _ in asked]
-        with explained(second=True):
-            products = torch.autograd.grad(
-                [value for _, value, _ in asked],
-                [target.edge for target, _, _ in asked],
-                [c * direction.signal for c, (_, _, direction) in zip(scales, asked, strict=True)],
-                retain_graph=True,
-                allow_unused=True,
-            )
+        scales = [self.budget.scales.get(target.name, 1.0) for target, _ in asked]
+        found = twice.products(asked, scales)
         with torch.no_grad():
-            for c, (_, _, direction), h in zip(scales, asked, products, strict=True):
-                if h is not None:
-                    direction.take(collector, h / c)
+            for (_, direction), (products, moved) in zip(asked, found, strict=True):
+                direction.take(collector, products, moved)
 
-    def _residual_directions(
-        self, live: list[tuple[Target, Tensor]], signs: Signs
-    ) -> Iterator[list[tuple[Target, Tensor, Direction]]]:
+    def _residual_directions(self, twice: Twice, signs: Signs) -> Iterator[list[tuple[Target, Direction]]]:
         """Targets that share a product, each with its direction: all of them, or one after another."""
         if self.budget.residual is None:
-            for target, value in live:
-                for direction in target.every_direction():
-                    yield [(target, value, direction)]
+            for target in twice.targets:
+                for direction in target.every_direction(twice.slopes[target.name]):
+                    yield [(target, direction)]
             return
-        drawn = ((target, value, target.random_direction(signs.next())) for target, value in live)
+        drawn = (
+            (target, target.random_direction(signs.next(), twice.slopes[target.name]))
+            for target in twice.targets
+        )
         yield from ([one] for one in drawn) if self.budget.alone else [list(drawn)]
 
 
@@ -339,10 +327,3 @@ def output_slope(problem: Problem, items: Items) -> Tensor:
 def slope_norms(problem: Problem, items: Items) -> Tensor:
     """‖∂ℓ/∂f‖ of every sample, (n,)."""
     return output_slope(problem, items).flatten(1).norm(dim=1)
-
-
-def _weighted(delta: Tensor, weight: Tensor | float, n: int) -> Tensor:
-    if not isinstance(weight, Tensor):
-        return delta if weight == 1.0 else -delta
-    rows = weight.repeat_interleave(delta.shape[0] // n)
-    return delta * rows.reshape(-1, *[1] * (delta.dim() - 1))

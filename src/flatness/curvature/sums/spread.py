@@ -77,6 +77,27 @@ class Whitening:
 
 
 @dataclass(frozen=True)
+class _TokenWhitening(Whitening):
+    """The same for indicators of tokens, whose C is diagonal: Y and Z (1, tokens, 1) are its roots."""
+
+    def of_weight(self, W: Tensor) -> Tensor:
+        """WY (G, d, m) of a weight (G, d, m)."""
+        return W * self.Y.mT
+
+    def _across(self, matrix: Tensor, values: Tensor) -> Tensor:
+        return matrix * values
+
+    def of_features(self, Phi: Tensor) -> Tensor:
+        """ZᵀΦ of features Φ."""
+        return self.Z * Phi
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """C⁺, its diagonal (1, tokens, 1)."""
+        return self.Z.square()
+
+
+@dataclass(frozen=True)
 class Spread:
     """What is known of a layer's features.
 
@@ -197,7 +218,7 @@ def feature_spreads(
             mixture need not run for every batch.
         whitened: Those whose features are to be whitened.
     """
-    moments: dict[str, _Found] = {}
+    moments: dict[str, Any] = {}
     modules = {name: layer.module for name, layer in layers.items()}
     for layer in layers.values():
         if isinstance(layer, SharedLayer):
@@ -211,9 +232,10 @@ def feature_spreads(
                 weights = problem.loss.items_weighed(items)[1].sum(1) if whitened else None
             n = items.logits.shape[0]
             found = {
-                name: _Found.of(
-                    _values(layer, recording, None if name in loose else n),
-                    layer.groups,
+                name: _found(
+                    layer,
+                    recording,
+                    None if name in loose else n,
                     weights if name in whitened else None,
                 )
                 for name, layer in layers.items()
@@ -260,6 +282,63 @@ class _Found:
         """What statistics get of it."""
         whitening = None if self.second is None else self.second.whitening(device)
         return Spread(self.moments.spread(), whitening)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """How often each token occurs, and how often with the weights of the samples, where C is wanted."""
+
+    counts: Tensor
+    weighed: Tensor | None
+    rows: int
+
+    @classmethod
+    def of(cls, layer: Layer, tokens: Tensor, weights: Tensor | None) -> _Tokens:
+        """That of tokens (n, …); weights (n,) of the samples where C is wanted."""
+        flat = tokens.flatten()
+        # Without a number of samples all rows are positions of one.
+        if weights is not None and len(weights) != len(tokens):
+            weights = weights.new_ones(len(tokens))
+        each = None if weights is None else weights.double().repeat_interleave(len(flat) // len(tokens))
+
+        def occurring(each: Tensor | None) -> Tensor:
+            # The last number is how much there is in all: a padding token is no feature and is still seen.
+            found = torch.bincount(flat, each, layer.input_units).double()
+            total = found.sum()
+            if (padding := getattr(layer.module, "padding_idx", None)) is not None:
+                found[padding] = 0
+            return torch.cat([found, total[None]])
+
+        rows = len(flat) if each is None else int((each > 0).sum())
+        return cls(occurring(None), None if each is None else occurring(each), rows)
+
+    def __add__(self, other: _Tokens) -> _Tokens:
+        weighed = None
+        if self.weighed is not None and other.weighed is not None:
+            weighed = self.weighed + other.weighed
+        return _Tokens(self.counts + other.counts, weighed, self.rows + other.rows)
+
+    def on_host(self) -> _Tokens:
+        """The same, for other processes to read."""
+        weighed = None if self.weighed is None else self.weighed.cpu()
+        return _Tokens(self.counts.cpu(), weighed, self.rows)
+
+    def spread(self, device: torch.device) -> Spread:
+        """What statistics get of it."""
+        mean = self.counts[:-1] / self.counts[-1]
+        V = _Moments(int(self.counts[-1]), mean, self.counts[:-1] * (1 - mean)).spread()
+        if self.weighed is None:
+            return Spread(V)
+        C = (self.weighed[:-1] / self.weighed[-1]).to(device)[None, :, None]
+        Z = torch.where(C > 0, C.rsqrt(), 0.0)
+        return Spread(V, _TokenWhitening(C.sqrt(), Z, (int((C > 0).sum()),), self.rows))
+
+
+def _found(layer: Layer, recording: Recording, n: int | None, weights: Tensor | None) -> _Found | _Tokens:
+    """What a batch shows of one layer."""
+    if layer.chooses and not isinstance(layer, SharedLayer):
+        return _Tokens.of(layer, recording.one(layer.name).x, weights)
+    return _Found.of(_values(layer, recording, n), layer.groups, weights)
 
 
 def _values(layer: Layer, recording: Recording, n: int | None) -> Tensor:

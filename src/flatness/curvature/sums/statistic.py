@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flatness.curvature.sums.frame import Frame, Units
 from flatness.curvature.sums.softmax_rows import SoftmaxRows
+from flatness.network.layers.view import Features
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,23 @@ class SignalPair:
     """Signals η and h (n, G, d, P) at a layer with features Φ (n, G, m, P)."""
 
     frame: Frame
-    Phi: Tensor
+    seen: Features
     eta: Tensor
     h: Tensor
+
+    @property
+    def Phi(self) -> Tensor:
+        """Φ."""
+        return self.seen.dense
 
     @cached_property
     def weighted(self) -> Tensor:
         """ηΦᵀΦ (n, G, d, P)."""
-        return _through_gram(self.eta, self.Phi)
+        return self.seen.through_gram(self.eta)
 
     def weighted_in(self, units: Units) -> Tensor:
         """The same for features in these units."""
-        return _through_gram(self.eta, self.frame.features(units, self.Phi)) if units else self.weighted
+        return self.frame.through_gram(units, self.seen, self.eta) if units else self.weighted
 
 
 @dataclass(frozen=True)
@@ -192,9 +198,3 @@ def weighted_squares(values: Tensor, c: Tensor | None) -> Tensor:
     """C v² of values (n, R, …) with weights c (n, R)."""
     squares = values.square()
     return squares if c is None else squares.mul_(c.reshape(*c.shape, *[1] * (values.dim() - 2)))
-
-
-def _through_gram(eta: Tensor, Phi: Tensor) -> Tensor:
-    if Phi.shape[-1] == 1:
-        return eta * Phi.square().sum(2, keepdim=True)
-    return eta @ (Phi.mT @ Phi)

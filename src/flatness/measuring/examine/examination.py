@@ -20,7 +20,7 @@ from flatness.measuring.examine.unfamiliar import View, misread_samples
 from flatness.network.affine import AffineModule, find_affine
 from flatness.network.graph import InPlaceOperators, read_graph
 from flatness.network.layers import find_layers, own_parameter, own_parameters
-from flatness.network.layers.shared import EmbeddingLayer
+from flatness.network.layers.linear import EmbeddingLayer
 from flatness.network.memory import fits, ran_out
 from flatness.network.operators import WRITTEN
 from flatness.network.recording import Record, Recording

@@ -16,7 +16,8 @@ from flatness.measuring.examine.unfamiliar import View
 from flatness.network.affine import AffineModule
 from flatness.network.graph import NetworkGraph
 from flatness.network.layers import Layer, own_parameters
-from flatness.network.layers.shared import EmbeddingLayer, SharedLayer
+from flatness.network.layers.linear import EmbeddingLayer
+from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Record
 
 

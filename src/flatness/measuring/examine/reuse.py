@@ -12,7 +12,8 @@ from torch.nn.utils import parametrize
 from flatness.measuring.examine.unfamiliar import View
 from flatness.network.graph import reads
 from flatness.network.layers import Layer
-from flatness.network.layers.shared import EmbeddingLayer, SharedLayer, Use
+from flatness.network.layers.linear import EmbeddingLayer
+from flatness.network.layers.shared import SharedLayer, Use
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,6 @@ from flatness.network.layers.linear import ProjectionLayer
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
 
-# Numbers in a weight used more than once up to which every sample gets a copy of it.
-_LARGEST_COPY = 1 << 22
-
 
 @dataclass(frozen=True)
 class _TraceParts:
@@ -135,14 +132,11 @@ def _weight_key(problem: Problem, examined: Examined, name: str) -> object:
 
 
 def _freed(problem: Problem, examined: Examined, request: MeasureRequest) -> Examined:
-    """Weights used more than once whose copies for every sample are too large go through their parameter."""
+    """For finite differences, weights used more than once go through their parameter."""
     records = dict(examined.records)
-    for name in examined.layers:
+    for name in examined.layers if request.differences else ():
         record = records[name]
-        if record.shared is None or own_parameter(problem.model, record.shared) is None:
-            continue
-        large = request.curvature == "hessian" and record.shared.matrix().numel() > _LARGEST_COPY
-        if large or request.differences:
+        if record.shared is not None and own_parameter(problem.model, record.shared) is not None:
             reason = record.refused or record.used_again
             records[name] = replace(record, refused=reason, via_parameter=True)
     return replace(examined, records=records)
@@ -300,8 +294,6 @@ def _fit_memory(problem: Problem, examined: Examined, plan: Plan) -> int:
     block = min(BLOCK, max(1, plan.routes.passes))
     each = bytes_per_sample(plan.routes, examined.calls, examined.items, block, size)
     graph = graph_bytes_per_sample(examined.calls, examined.items, size)
-    # Every sample's copy of a weight, its direction, product and what lies between.
-    graph += 6 * size * sum(layer.matrix().numel() for layer in plan.sampling.shared.values())
     twice = plan.differentiates_twice
     problem.fit_memory(max(each, graph if twice else 0), backward=plan.routes.backward or twice)
     return graph

@@ -12,32 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatness.network.layers.linear import TransposedLinearLayer
 from flatness.network.layers.view import Layer
-
-
-class EmbeddingLayer(TransposedLinearLayer):
-    """`nn.Embedding` as z = Wφ with φ the indicator of a token: W is the table transposed, (1, E, tokens)."""
-
-    def features(self, x: Tensor, n: int) -> Tensor:
-        """Φ (n, 1, tokens, P): ones where a token stands; the padding token has no derivative."""
-        tokens = x.reshape(n, -1)
-        Phi = F.one_hot(tokens, self.weight.shape[0]).to(self.weight.dtype)
-        padding = getattr(self.module, "padding_idx", None)
-        if padding is not None:
-            Phi[..., padding] = 0
-        return Phi.transpose(1, 2).unsqueeze(1)
-
-    def per_input_unit(self, values: Tensor, n: int) -> Tensor:
-        """The indicators, (n, tokens, P)."""
-        return self.features(values, n)[:, 0]
-
-    def explains(self, x: Tensor, z: Tensor, n: int) -> bool:
-        """Whether z is a row of the table for every token."""
-        return not x.is_floating_point() and torch.equal(F.embedding(x, self.weight.detach()), z)
+from flatness.network.recording import Record, Recording
 
 
 @dataclass(frozen=True)
@@ -53,6 +31,10 @@ class Use:
     name: str
     view: Layer
     transposed: bool = False
+
+    def turned(self, W: Tensor) -> Tensor:
+        """From W as the shared weight has it to W as this module has it, or back."""
+        return W.mT if self.transposed else W
 
 
 class SharedLayer(Layer):
@@ -108,10 +90,13 @@ class SharedLayer(Layer):
                 continue
             R = len(dz)
             delta = use.view.signals(dz.flatten(0, 1), R * n).unflatten(0, (R, n))
-            g = delta @ use.view.features(x, n).mT
-            g = g.mT if use.transposed else g
+            g = torch.stack([use.turned(use.view.seen(x, n).outer(one)) for one in delta])
             total = g if total is None else total + g
         return total
+
+    def calls(self, recording: Recording) -> list[tuple[Use, Record]]:
+        """Every recorded call of every use."""
+        return [(use, call) for use in self.uses for call in recording.calls.get(use.name, [])]
 
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:
         """As the measured view lays them out."""

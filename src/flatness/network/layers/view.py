@@ -20,6 +20,36 @@ from flatness.errors import LayerError
 from flatness.network.memory import ran_out
 
 
+class Features:
+    """Φ (n, G, m, P) of some samples, and the products with it that statistics take.
+
+    Args:
+        Phi: Φ itself.
+    """
+
+    def __init__(self, Phi: Tensor) -> None:
+        self._Phi = Phi
+
+    @property
+    def dense(self) -> Tensor:
+        """Φ itself."""
+        return self._Phi
+
+    def along(self, V: Tensor) -> Tensor:
+        """VΦ (n, G, d, P) of one V (G, d, m) for all samples, or of one V (n, G, d, m) for each."""
+        return V @ self._Phi
+
+    def outer(self, delta: Tensor) -> Tensor:
+        """δΦᵀ (n, …, d, m) of signals δ (n, …, d, P)."""
+        return delta @ self._Phi.mT
+
+    def through_gram(self, delta: Tensor) -> Tensor:
+        """δΦᵀΦ of signals δ (n, G, d, P)."""
+        if self._Phi.shape[-1] == 1:
+            return delta * self._Phi.square().sum(2, keepdim=True)
+        return delta @ (self._Phi.mT @ self._Phi)
+
+
 class Layer(ABC):
     """A module's weight seen as W and its input seen as Φ; derive from it to teach `register_layer` a kind.
 
@@ -29,11 +59,13 @@ class Layer(ABC):
         groups: G, the number of layers side by side.
         taps: Columns of W that belong to one input unit (kernel positions of a convolution, 1 otherwise).
         plain: Whether every sample meets W at most once per row of the input, so that Φ is the input itself.
+        chooses: Whether the input is whole numbers, such as tokens, that choose columns of W.
     """
 
     groups: int = 1
     taps: int = 1
     plain: bool = False
+    chooses: bool = False
 
     def __init_subclass__(cls) -> None:
         """A view with features of its own does not use the input as it is, unless it says so."""
@@ -88,13 +120,17 @@ class Layer(ABC):
     def features(self, x: Tensor, n: int) -> Tensor:
         """Φ (n, G, m, P) from the module's input x."""
 
+    def seen(self, x: Tensor, n: int) -> Features:
+        """Φ of the module's input x as statistics use it."""
+        return Features(self.features(x, n))
+
     @abstractmethod
     def signals(self, dz: Tensor, n: int) -> Tensor:
         """δ (n, G, d, P) from a tensor dz shaped like the module's output."""
 
     def gradients(self, x: Tensor, dz: Tensor, n: int) -> Tensor:
         """The derivatives g = δΦᵀ (n, G, d, m) of every sample in terms of W, differentiable in x and dz."""
-        return self.signals(dz, n) @ self.features(x, n).mT
+        return self.seen(x, n).outer(self.signals(dz, n))
 
     @abstractmethod
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:
