@@ -171,12 +171,12 @@ def measured(networks: Networks, text: str) -> dict[str, Any]:
     part = report
     if "gauss_newton" not in words:
         asked |= {"curvature": "gauss_newton", "precision": max(0.05, asked["precision"])}
-        part = flatness.measure(model, (x[:64], y[:64]), measures=MEASURES, progress=False, **asked)
+        part = flatness.measure(model, (x[:32], y[:32]), measures=MEASURES, progress=False, **asked)
     errors = {}
     for row in report.results:
         if row.level == "layer" and row.stderr is not None:
             scale = max(abs(row.value), abs(part.value(row.measure, layer=row.layer)))
-            errors[f"{row.measure} {row.layer}"] = row.stderr / scale
+            errors[f"{row.measure} {row.layer}"] = row.stderr / scale if row.stderr else 0.0
     worst = max(errors, key=errors.__getitem__) if errors else ""
     return {
         "call": text,

@@ -279,5 +279,5 @@ def risk(family: str, n: int = 8):
 
 def layers(model: nn.Module) -> list[str]:
     """Names of the layers."""
-    kinds = (nn.Linear, nn.Conv2d)
+    kinds = (nn.Linear, nn.Embedding, nn.Conv2d)
     return [name for name, module in model.named_modules() if isinstance(module, kinds)]

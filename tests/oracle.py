@@ -167,7 +167,7 @@ def matrix_entries(module: nn.Module) -> Tensor:
         return torch.arange(module.weight.numel()).reshape(module.groups, rows, -1)
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return _transposed_entries(module)
-    if type(module).__name__ == "Conv1D":  # GPT-2's: stored as (inputs, outputs)
+    if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D":  # stored as (inputs, outputs)
         weight = module.get_parameter("weight")
         inputs, outputs = weight.shape
         return torch.tensor([[[t * outputs + s for t in range(inputs)] for s in range(outputs)]])
@@ -249,6 +249,10 @@ def channel_inputs(model: nn.Module, x: Tensor, name: str) -> Tensor:
         return _attention_inputs(model, x, owner, last)
     module = model.get_submodule(name)
     recorded = [args[0] for args, _ in _recorded_calls(model, x, module)]
+    if isinstance(module, nn.Embedding):  # the indicators of tokens; padding is none
+        tokens = torch.cat([entry.flatten() for entry in recorded])
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        return torch.eye(module.num_embeddings).double()[tokens] * (tokens != padding)[:, None]
     if any(
         kind.__name__.startswith(("Conv1d", "Conv2d", "Conv3d", "ConvT")) for kind in type(module).__mro__
     ):

@@ -75,7 +75,7 @@ def test_regression_has_a_fisher_rao_norm_too():
 
 
 class Tokens(torch.nn.Module):
-    """Embeds, mixes positions, and predicts at every position: an embedding has no layer of its own."""
+    """Embeds, mixes positions, and predicts at every position."""
 
     def __init__(self, classes_first=False):
         super().__init__()
@@ -212,7 +212,8 @@ def test_the_published_form_weighs_items_too():
         kept = y.flatten() != -100
         own = f[torch.arange(len(f)), y.flatten().clamp(min=0)]
         s, c = (f.softmax(1) * f).sum(1) - own, WEIGHT[y.flatten().clamp(min=0)] * kept
-        layers = sum(isinstance(part, torch.nn.Linear) for part in model.modules())
+        kinds = torch.nn.Linear, torch.nn.Embedding
+        layers = sum(isinstance(part, kinds) for part in model.modules())
         expected = (layers + 1) * math.sqrt(float((c * s.square()).sum() / c.sum()))
         loss = torch.nn.CrossEntropyLoss(WEIGHT)
         row = measured(model, (x, y), "fisher_rao", loss, form="published_script")

@@ -625,7 +625,7 @@ def test_a_model_without_supported_layers_is_refused():
             return x @ self.weight
 
     assert refusal(LayerError, Bilinear(), data()) == (
-        "Expected at least one supported layer (Linear, Conv1d to Conv3d, ConvTranspose1d to 3d, "
+        "Expected at least one supported layer (Linear, Embedding, Conv1d to Conv3d, ConvTranspose1d to 3d, "
         "MultiheadAttention, GPT-2's Conv1D) but Bilinear has none. "
         "Add support for yours with flatness.register_layer."
     )

@@ -239,7 +239,8 @@ def _normalised(
 
 def _filters(parameter: nn.Parameter, layer: Layer | None) -> tuple[slice | Tensor, int]:
     """The entries of a parameter, counted flat, filter after filter; and how many filters they are."""
-    if isinstance(layer, (TransposedLinearLayer, TransposedConvolutionLayer)):
+    turned = isinstance(layer, (TransposedLinearLayer, TransposedConvolutionLayer))
+    if layer is not None and turned and not layer.chooses:
         places = entries_of(layer, parameter).flatten(0, 1)
         return places.flatten(), len(places)
     return slice(None), len(parameter) if parameter.dim() >= 2 else parameter.numel()

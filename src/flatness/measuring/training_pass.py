@@ -15,10 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flatness.errors import LayerError, listed
 from flatness.losses import Items, Loss
 from flatness.losses.base import promote
-from flatness.measuring.examine.reuse import tied_embeddings
 from flatness.measuring.examine.unfamiliar import is_familiar
 from flatness.network.layers import Layer, find_layers, select_layers
-from flatness.network.layers.linear import EmbeddingLayer
 from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.live_calls import LiveCall, LiveCalls
 from flatness.problem import batches
@@ -87,15 +85,14 @@ def training_pass(
         # Unknown names are refused before the model runs and updates statistics.
         kinds = {name: type(module).__name__ for name, module in inner.named_modules()}
         select_layers(available, list(available), asked, modules=kinds)
-    views = {**available, **tied_embeddings(inner, available)}
-    probed = () if asked == "last" else views.keys()
-    calls = LiveCalls({name: view.module for name, view in views.items()}, probed)
+    probed = () if asked == "last" else available.keys()
+    calls = LiveCalls({name: view.module for name, view in available.items()}, probed)
     with _differentiable_twice(inner, second=bool(probed)), calls:
         # The wrapper that keeps processes in step is called, not one that copies modules.
         output, target = forward(inner if isinstance(model, nn.DataParallel) else model, batch)
     items = loss.items(promote(output) if isinstance(output, Tensor) else output, target)
     names = _names(available, calls, asked)
-    run = TrainingPass(loss, output, items, _one_per_weight(names, views, calls.of), calls.of)
+    run = TrainingPass(loss, output, items, _one_per_weight(names, available, calls.of), calls.of)
     for layer in run.layers:
         for use, call in run.uses(layer):
             _check_call(use, call, len(items.logits))
@@ -137,8 +134,7 @@ def _one_per_weight(
         if sum(len(calls[user]) for user in users[key]) == 1:
             found[key] = views[name]
         elif key not in found:
-            uses = [Use(user, views[user], isinstance(views[user], EmbeddingLayer)) for user in users[key]]
-            found[key] = SharedLayer(views[name], uses)
+            found[key] = SharedLayer.of([views[user] for user in users[key]])
     return list(found.values())
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -76,6 +76,7 @@ class Guard(Kept):
 
     Attributes:
         autocast: Whether anything tried to turn autocast on inside.
+        samples: How many samples the model runs on, for tables that get the same tokens for all of them.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Guard(Kept):
         super().__init__(model)
         self._seed, self._original, self._tf32 = seed, original, tf32
         self.autocast = Suppressed()
+        self.samples = 0
         self._settled: dict[str, HeldTensor] | None = None
 
     def prepare(self) -> None:
@@ -122,6 +124,26 @@ class Guard(Kept):
             parameter.grad = None  # a forward pass that has a backward pass inside adds to it in place
         open_attention(self._model)
         _shorten_rows(self._model)
+
+    @contextmanager
+    def repeated_tokens(self, tables: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
+        """Tables that get the same tokens for all samples, such as positions, get them once for each.
+
+        What they return then says sample by sample how it is used. Call what this gives to keep it so; the
+        hooks go with the guard.
+        """
+
+        def repeat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            tokens = args[0] if args else kwargs["input"]
+            own = tokens.shape[1:] if len(tokens) == 1 and tokens.dim() > 1 else tokens.shape
+            return (tokens.expand(self.samples, *own), *args[1:]), {
+                key: value for key, value in kwargs.items() if key != "input"
+            }
+
+        with ExitStack() as hooks:
+            for table in tables:
+                hooks.callback(table.register_forward_pre_hook(repeat, with_kwargs=True).remove)
+            yield lambda: hooks.pop_all() and None
 
     def written(self) -> list[str]:
         """Names of the parameters that hold other numbers than at the beginning, or than when last asked.

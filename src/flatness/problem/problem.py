@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +143,11 @@ class Problem:
         if kind is None and self.autocast.seen:
             self.notes.append("the model turns autocast on; measured without it")
 
+    def repeated_tokens(self, tables: Iterable[nn.Module]) -> AbstractContextManager[Callable[[], None]]:
+        """Tables that get the same tokens for all samples get them once for each; see `Guard`."""
+        assert self._guard is not None
+        return self._guard.repeated_tokens(tables)
+
     def watched_by(self, watch: Callable[[Tensor], None] | None) -> None:
         """Have every forward pass looked at: its outputs, laid out as predictions; None for no longer."""
         self._watch = watch
@@ -200,6 +205,8 @@ class Problem:
         if self.copy_batches is not False:
             batch = batches.copied(batch)
         before = batches.versions(batch)
+        if self._guard is not None:
+            self._guard.samples = batches.size_of(batch)
         returned = self.forward(self.model, batch)
         self.copy_batches = bool(self.copy_batches) or batches.versions(batch) != before
         if not (isinstance(returned, (tuple, list)) and len(returned) == 2):

@@ -63,6 +63,8 @@ class LayerRoute:
     @property
     def needs_input_signal(self) -> bool:
         """Whether the derivative at the layer's input is used."""
+        if self.layer.chooses:
+            return False
         statistics = statistics_of(self.needs)
         if self.plain and self.from_squares:
             return any(statistic.uses_u for statistic in statistics)
@@ -100,7 +102,7 @@ class LayerRoute:
     def patch_numbers(self) -> int:
         """Numbers in the features of one sample; 0 where they are the input itself."""
         G, _, m = self.layer.matrix().shape
-        return 0 if self.layer.plain else G * m * self.positions
+        return 0 if self.layer.plain or self.layer.chooses else G * m * self.positions
 
     def numbers_per_sample(self, block: int) -> int:
         """Rough count of numbers that the signals of one sample take in this layer, if there are any.

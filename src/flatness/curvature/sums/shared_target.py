@@ -6,8 +6,8 @@ derivative is g = Σ_u δ_u Φ_uᵀ, and along V in the place of W
     H V = Σ_u (h_u Φ_uᵀ + δ_u Φ̇_uᵀ),
 
 where η_u = VΦ_u is added to every z_u, and Vᵀδ_u to what is sent back from its input: h_u says how the
-derivatives δ_u change, Φ̇_u how the features do. One second backward pass gives both. No derivative in W itself
-is taken, so that samples stay apart and nothing of the size of W is held for more than a few of them.
+derivatives δ_u change, Φ̇_u how the features do. One second backward pass gives both. No derivative in W
+itself is taken, so that samples stay apart and nothing of its size is held for more than a few of them.
 """
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ class SharedTarget(Target):
     def every_direction(self, slopes: Found) -> Iterator[Direction]:
         """Every entry of the weight."""
         for k in range(self.entries):
-            one = torch.zeros_like(self.pairs.W)
-            one.view(-1)[k] = 1.0
-            yield self._along(lambda part, V=one: V.expand(part.stop - part.start, *V.shape), slopes)
+            one = self.pairs.W.new_zeros(self.entries)
+            one[k] = 1.0
+            yield self._along(
+                lambda part, V=one.view_as(self.pairs.W): V.expand(part.stop - part.start, *V.shape), slopes
+            )
 
     def _along(self, V: _Drawn, slopes: Found) -> Direction:
         etas: list[list[Tensor]] = [[] for _ in self._calls]

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from flatness.curvature.sums.routes import marker
-from flatness.errors import ModelError, OutOfMemoryError
+from flatness.errors import FlatnessError, ModelError, OutOfMemoryError
 from flatness.losses import Items
-from flatness.measuring.examine.examined import Examined, LayerRecord, is_layer, notes_on
+from flatness.measuring.examine.examined import Examined, LayerRecord, notes_on
 from flatness.measuring.examine.probe import Alone, check_runs, largest, run_alone, settled_run
-from flatness.measuring.examine.reuse import Reuse, find_reuse, tied_embeddings
+from flatness.measuring.examine.reuse import Reuse, find_reuse
 from flatness.measuring.examine.unfamiliar import View, misread_samples
 from flatness.network.affine import AffineModule, find_affine
 from flatness.network.graph import InPlaceOperators, read_graph
-from flatness.network.layers import find_layers, own_parameter, own_parameters
-from flatness.network.layers.linear import EmbeddingLayer
+from flatness.network.layers import Layer, find_layers, own_parameter, own_parameters
 from flatness.network.memory import fits, ran_out
 from flatness.network.operators import WRITTEN
 from flatness.network.recording import Record, Recording
@@ -78,6 +77,7 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     views = {name: view for name, view in views.items() if name not in misread}
     run = _recorded(problem, example, views)
     check_runs(problem, example, first, run.items.logits, alone)
+    run = _with_repeated_tokens(problem, example, views, run, alone)
     if run.overwrites or WRITTEN in run.graph.operators:
         run = _recorded(problem, example, views, copy_inputs=run.overwrites, note_writes=True)
     sent_back = _send_back(problem, run, views, last_only)
@@ -86,10 +86,50 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     return replace(examined, notes=tuple(notes))
 
 
+def _with_repeated_tokens(
+    problem: Problem, example: Any, views: Mapping[str, View], run: Examined, alone: Alone
+) -> Examined:
+    """The run again with tables of positions looked up once for each sample, where that changes nothing.
+
+    Their signals then come back sample by sample, like those of all other layers.
+    """
+    n = len(run.items.logits)
+    tables = {
+        name: calls[0].x
+        for name, calls in run.recorded.items()
+        if isinstance(view := views[name], Layer) and view.chooses and n > 1 and len(calls) == 1
+        if [x.shape for x in alone.inputs.get(name, [])] == [calls[0].x.shape]
+        if torch.equal(alone.inputs[name][0], calls[0].x)
+    }
+    with problem.repeated_tokens(views[name].module for name in tables) as keep:
+        try:
+            again = _recorded(problem, example, views) if tables else run
+        except (RuntimeError, FlatnessError) as error:
+            if isinstance(error, RuntimeError) and ran_out(error):
+                raise
+            return run
+        if again is run or not _told_apart(run, again, tables):
+            return run
+        keep()
+    for name, tokens in tables.items():
+        alone.inputs[name] = [tokens.reshape(1, *again.recorded[name][0].x.shape[1:])]
+    return again
+
+
+def _told_apart(run: Examined, again: Examined, tables: Iterable[str]) -> bool:
+    """Whether repeated tokens leave the outputs as they are, and a sample's output its own copy alone."""
+    logits, before = again.items.logits, run.items.logits.detach()
+    if largest(logits.detach() - before) > 1e-4 * largest(before):
+        return False
+    edges: list[Any] = [again.recorded[name][0].z_edge for name in tables]
+    first = logits[0] * torch.linspace(1, 2, logits[0].numel(), device=logits.device).view_as(logits[0])
+    arrived = torch.autograd.grad(first.sum(), edges, retain_graph=True, allow_unused=True)
+    return all(value is not None and not bool(value[1:].any()) for value in arrived)
+
+
 def _views(model: nn.Module) -> dict[str, View]:
     """The modules to look at, by name."""
-    layers = find_layers(model)
-    return {**layers, **tied_embeddings(model, layers), **find_affine(model)}
+    return {**find_layers(model), **find_affine(model)}
 
 
 def _recorded(
@@ -171,7 +211,7 @@ def _send_back(problem: Problem, run: Examined, views: Mapping[str, View], last_
             "or detaches it. Remove that from the model's code: measuring needs the graph."
         )
     reached, found = [name for name in run.recorded if name in run.graph.reached], _SentBack()
-    last = [name for name in reached if is_layer(views[name])][-1:]
+    last = [name for name in reached if isinstance(views[name], Layer)][-1:]
     only = last if last_only and last and not run.graph.curved[last[0]] else reached
     with differentiable(problem.model), Recording(_modules(views), edges=False) as again:
         found.differentiate(run, sorted(only))
@@ -265,7 +305,9 @@ def _mixed_input(view: View, calls: list[Record], alone: list[Tensor], n: int) -
     if not alone:
         return calls[0].x  # it is given some samples only
     pairs = zip(calls, alone, strict=False)
-    mixed = [call.x for call, own in pairs if not _begins_with(call.x, own, n, several=is_layer(view))]
+    mixed = [
+        call.x for call, own in pairs if not _begins_with(call.x, own, n, several=isinstance(view, Layer))
+    ]
     return mixed[-1] if mixed and n > 1 else None
 
 
@@ -286,10 +328,9 @@ def _cut_off(problem: Problem, example: Any, run: Examined, views: Mapping[str, 
         run: What was recorded of them.
         views: The modules that no gradient reaches.
     """
-    seen = {name: view for name, view in views.items() if not isinstance(view, EmbeddingLayer)}
-    if not seen or not _influence(problem, example, run.items, seen.values()):
+    if not views or not _influence(problem, example, run.items, views.values()):
         return {}
-    return {name: _CUT_OFF for name, view in seen.items() if _influence(problem, example, run.items, [view])}
+    return {name: _CUT_OFF for name, view in views.items() if _influence(problem, example, run.items, [view])}
 
 
 def _influence(problem: Problem, example: Any, items: Items, views: Iterable[View]) -> bool:

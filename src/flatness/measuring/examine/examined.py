@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeGuard
 
 from torch import Tensor, nn
 
@@ -16,7 +15,6 @@ from flatness.measuring.examine.unfamiliar import View
 from flatness.network.affine import AffineModule
 from flatness.network.graph import NetworkGraph
 from flatness.network.layers import Layer, own_parameters
-from flatness.network.layers.linear import EmbeddingLayer
 from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Record
 
@@ -100,7 +98,7 @@ class Examined:
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """The supported layers."""
-        return {name: record.view for name, record in self.records.items() if is_layer(record.view)}
+        return {name: record.view for name, record in self.records.items() if isinstance(record.view, Layer)}
 
     @cached_property
     def called(self) -> list[str]:
@@ -127,11 +125,6 @@ class Examined:
     def last(self) -> str | None:
         """The layer that ran last among those the output depends on."""
         return next((name for name in reversed(self.called) if not self.records[name].idle), None)
-
-
-def is_layer(view: View) -> TypeGuard[Layer]:
-    """Whether it is measured: embeddings are looked at only because their table is another layer's weight."""
-    return isinstance(view, Layer) and not isinstance(view, EmbeddingLayer)
 
 
 def notes_on(model: nn.Module, examined: Examined, misread: list[str]) -> list[str]:

@@ -12,8 +12,7 @@ from torch.nn.utils import parametrize
 from flatness.measuring.examine.unfamiliar import View
 from flatness.network.graph import reads
 from flatness.network.layers import Layer
-from flatness.network.layers.linear import EmbeddingLayer
-from flatness.network.layers.shared import SharedLayer, Use
+from flatness.network.layers.shared import SharedLayer
 
 
 @dataclass(frozen=True)
@@ -30,16 +29,6 @@ class Reuse:
     times: int
     shared: SharedLayer | None
     all_seen: bool
-
-
-def tied_embeddings(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, EmbeddingLayer]:
-    """The embeddings whose table is the weight of a layer, by name."""
-    weights = {id(layer.weight) for layer in layers.values()}
-    return {
-        name: EmbeddingLayer(name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and module.max_norm is None and id(module.weight) in weights
-    }
 
 
 def reparametrisation(module: nn.Module) -> str | None:
@@ -98,10 +87,9 @@ def _unseen_uses(
 
 def _shared(members: list[View]) -> SharedLayer | None:
     layers = [view for view in members if isinstance(view, Layer)]
-    main = next((view for view in layers if not isinstance(view, EmbeddingLayer)), None)
-    if main is None or len(layers) < len(members):
+    if not layers or len(layers) < len(members):
         return None
-    return SharedLayer(main, [Use(view.name, view, isinstance(view, EmbeddingLayer)) for view in layers])
+    return SharedLayer.of(layers)
 
 
 def _weight_key(view: View) -> int:

@@ -115,11 +115,15 @@ def _selected_layers(
             f"{listed(examined.layers)}. Call them as modules, not through their weights."
         )
     kept: dict[object, str] = {}
-    for name in select_layers(examined.layers, examined.called, layers, last=examined.last, modules=kinds):
-        same = kept.setdefault(_weight_key(problem, examined, name), name)
+    chosen = select_layers(examined.layers, examined.called, layers, last=examined.last, modules=kinds)
+    for name in chosen:
+        shared = examined.records[name].shared
+        # A table and the layer it is tied to are measured as the layer.
+        called = name if shared is None or not examined.layers[name].chooses else shared.main.name
+        same = kept.setdefault(_weight_key(problem, examined, name), called)
         if same != name:
             notes.append(f"{name} shares the weight of {same} and is measured under that name")
-    return list(kept.values())
+    return sorted(kept.values(), key=examined.called.index)
 
 
 def _weight_key(problem: Problem, examined: Examined, name: str) -> object:

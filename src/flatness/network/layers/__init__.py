@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from flatness.errors import LayerError, listed, nearest
 from flatness.network.attention import Projection
 from flatness.network.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
-from flatness.network.layers.linear import LinearLayer, ProjectionLayer, TransposedLinearLayer
+from flatness.network.layers.linear import (
+    EmbeddingLayer,
+    LinearLayer,
+    ProjectionLayer,
+    TransposedLinearLayer,
+)
 from flatness.network.layers.view import Layer
 
 __all__ = [
@@ -31,13 +36,14 @@ __all__ = [
 _VIEWS: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: LinearLayer,
     Projection: ProjectionLayer,
+    nn.Embedding: EmbeddingLayer,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvolutionLayer),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), TransposedConvolutionLayer),
 }
 # Kinds of other packages, which are not imported for it. What such a module computes is held against its view
 # before it is measured.
 _VIEWS_BY_NAME: dict[str, type[Layer]] = {"Conv1D": TransposedLinearLayer}
-SUPPORTED = "Linear, Conv1d to Conv3d, ConvTranspose1d to 3d, MultiheadAttention, GPT-2's Conv1D"
+SUPPORTED = "Linear, Embedding, Conv1d to Conv3d, ConvTranspose1d to 3d, MultiheadAttention, GPT-2's Conv1D"
 """The supported kinds of modules, for messages."""
 
 LAYER_WORDS: dict[str, str] = {
@@ -97,7 +103,12 @@ def _memory(value: Tensor) -> int:
 
 
 def view_of(module: nn.Module) -> type[Layer] | None:
-    """The registered view of a module, by its nearest base class; None when there is none."""
+    """The registered view of a module, by its nearest base class; None when there is none.
+
+    A table whose rows are shortened when they are looked up is no function of its weights alone.
+    """
+    if getattr(module, "max_norm", None) is not None:
+        return None
     for kind in type(module).__mro__:
         if kind in _VIEWS:
             return _VIEWS[kind]

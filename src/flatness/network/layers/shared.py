@@ -45,6 +45,12 @@ class SharedLayer(Layer):
         uses: All modules that use the weight; each may run several times.
     """
 
+    @classmethod
+    def of(cls, views: Sequence[Layer]) -> SharedLayer:
+        """The weight that these have in common, as the first that is no table sees it."""
+        main = next((view for view in views if not view.chooses), views[0])
+        return cls(main, [Use(view.name, view, view.chooses != main.chooses) for view in views])
+
     def __init__(self, main: Layer, uses: Sequence[Use]) -> None:
         super().__init__(main.name, main.module)
         self.main, self.uses = main, tuple(uses)

@@ -1,0 +1,196 @@
+"""Tables as layers: rows of their own, repeated tokens, positions, padding, ties; against dense Hessians."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_sampled import rows_over_seeds
+from test_transformer_layers import assert_layer_is_right
+from torch import nn
+
+import flatness
+import oracle
+import transformer_models as nets
+from flatness.curvature.sums.sampled import Budget
+from flatness.measuring.plan.planner import make_plan
+from flatness.measuring.request import measure_request
+from flatness.problem.problem import Problem
+from networks import token_cross_entropy
+from small import measure
+from untouched import untouched
+
+TOKENS, LENGTH, WIDTH = 6, 3, 4
+
+
+def tables(**parts):
+    """Tokens and positions are looked up and added, mixed from left to right, and predicted from."""
+
+    def forward(self, x):
+        h = self.token(x) + self.place(self.positions(x))
+        h = h + torch.tanh(self.mix(h)).cumsum(1)
+        return self.head(h)
+
+    model = nets.Compute(
+        forward,
+        token=nn.Embedding(TOKENS, WIDTH),
+        place=nn.Embedding(LENGTH, WIDTH),
+        mix=nn.Linear(WIDTH, WIDTH),
+        head=nn.Linear(WIDTH, TOKENS),
+        **parts,
+    ).double()
+    model.positions = lambda x: torch.arange(x.shape[1])
+    return model
+
+
+def built(**parts):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return tables(**parts).eval()
+
+
+def data(n=5, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(TOKENS, (n, LENGTH), generator=generator) for _ in range(2))
+
+
+def assert_right(report, model, x, y, layers, loss=token_cross_entropy):
+    for layer in layers:
+        parameter, entries = oracle.layer_entries(model, layer)
+        flat = entries.flatten()
+        full = oracle.hessian(model, oracle.mean_risk(x, y, loss), [parameter])[flat][:, flat]
+        V = oracle.feature_spread(oracle.channel_inputs(model, x, layer))
+        assert_layer_is_right(report, layer, oracle.layer_weight(model, layer), full, V, 1)
+
+
+def planned(model, given):
+    problem = Problem(model, given, progress=False)
+    with problem.guarded():
+        return make_plan(problem, measure_request(["hessian_trace"]))
+
+
+POSITIONS = {
+    "one vector": lambda x: torch.arange(x.shape[1]),
+    "one row": lambda x: torch.arange(x.shape[1])[None],
+    "a row a sample": lambda x: torch.arange(x.shape[1]).expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_every_measure_of_tokens_and_positions(positions):
+    model, (x, y) = built(), data()
+    model.positions = POSITIONS[positions]
+    with untouched(model, x, y):
+        report = measure(model, (x, y), method="exact", batch_size=2)
+    assert report.layers() == ["token", "place", "mix", "head"]
+    assert_right(report, model, x, y, ["token", "place"])
+    trace = oracle.total_trace(model, oracle.mean_risk(x, y, token_cross_entropy))
+    assert report.value("hessian_trace") == pytest.approx(trace, rel=1e-9)
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_positions_take_no_products_of_their_own(positions):
+    model = built()
+    model.positions = POSITIONS[positions]
+    plan = planned(model, data())
+    assert not plan.by_parameters
+
+
+def test_a_table_that_is_used_for_all_samples_together_takes_products():
+    """Distances between positions: no copy for each sample fits into what follows."""
+
+    def forward(self, x):
+        steps = torch.arange(x.shape[1])
+        bias = self.distance((steps[:, None] - steps).abs()).permute(2, 0, 1)
+        h = self.token(x)
+        return self.head(torch.tanh(bias.softmax(-1) @ h + h))
+
+    torch.manual_seed(2)
+    parts = {"token": nn.Embedding(TOKENS, WIDTH), "distance": nn.Embedding(LENGTH, 1)}
+    model = nets.Compute(forward, **parts, head=nn.Linear(WIDTH, TOKENS)).double()
+    x, y = data()
+    assert planned(model, (x, y)).treatments["distance"].through_parameter
+    report = measure(model, (x, y), measures="all", method="exact", layers=["token", "distance"])
+    assert_right(report, model, x, y, ["token", "distance"])
+
+
+def test_padding_counts_for_nothing():
+    model, (x, y) = built(), data(8)
+    padded = nn.Embedding(TOKENS, WIDTH, padding_idx=2).double()
+    model.token = padded
+    assert bool((x == 2).any())
+    report = measure(model, (x, y), method="exact")
+    assert_right(report, model, x, y, ["token"])
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "gauss_newton"])
+def test_a_piecewise_linear_network_behind_a_table_is_exact(curvature):
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Embedding(TOKENS, WIDTH), nn.Flatten(), nn.Linear(LENGTH * WIDTH, 8), nn.ReLU(), nn.Linear(8, 3)
+    ).double()
+    x, y = data(9)[0], torch.arange(9) % 3
+    report = measure(model, (x, y), curvature=curvature, batch_size=4)
+    assert report.result("relative_flatness", layer="0").method == "exact"
+    assert_right(report, model, x, y, ["0"], F.cross_entropy)
+
+
+def test_two_tables_of_one_weight_are_one_layer():
+    """As in T5, whose encoder and decoder look up the same table."""
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.mix(torch.tanh(self.first(x)))) + self.second(x.flip(1)))
+
+    torch.manual_seed(4)
+    parts = {"first": nn.Embedding(TOKENS, WIDTH), "second": nn.Embedding(TOKENS, WIDTH)}
+    model = nets.Compute(
+        forward, **parts, mix=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, TOKENS)
+    ).double()
+    model.second.weight = model.first.weight
+    x, y = data()
+    report = measure(model, (x, y), method="exact")
+    assert report.layers() == ["first", "mix", "head"]
+    parameter, entries = oracle.layer_entries(model, "first")
+    flat = entries.flatten()
+    risk = oracle.mean_risk(x, y, token_cross_entropy)
+    H = oracle.within_groups(
+        oracle.hessian(model, risk, [parameter])[flat][:, flat], oracle.layer_weight(model, "first")
+    )
+    assert report.value("hessian_trace", layer="first") == pytest.approx(oracle.hessian_trace(H), rel=1e-9)
+    kappa = oracle.relative_flatness(oracle.layer_weight(model, "first"), H)
+    assert report.value("relative_flatness", layer="first") == pytest.approx(kappa, rel=1e-9)
+
+
+def test_a_tied_table_is_measured_as_the_layer_it_is_tied_to():
+    model, (x, y) = built(), data()
+    model.head = nn.Linear(WIDTH, TOKENS, bias=False).double()
+    model.head.weight = model.token.weight
+    report = measure(model, (x, y), method="exact")
+    assert report.layers() == ["place", "mix", "head"]
+    assert any("token shares the weight of head" in note for note in report.notes)
+    assert measure(model, (x, y), layers="token", method="exact").layers() == ["head"]
+
+
+@pytest.mark.parametrize("layer", ["token", "place"])
+def test_sampled_values_are_unbiased_and_their_errors_honest(layer):
+    model, (x, y) = built(), data(24)
+    truth = oracle.hessian_trace(
+        oracle.layer_hessian(model, oracle.mean_risk(x, y, token_cross_entropy), layer)
+    )
+    runs = rows_over_seeds(model, x, y, "hessian_trace", Budget(2, 4), 60)
+    rows = [next(row for row in run if row.layer == layer) for run in runs]
+    z = torch.tensor([(row.value - truth) / row.stderr for row in rows])
+    assert abs(float(z.mean())) < 4 / len(z) ** 0.5
+    assert abs(float(z.var()) - 1) < 4 * (2 / len(z)) ** 0.5
+
+
+def test_rewriting_other_layers_leaves_a_table_as_it_is():
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Embedding(TOKENS, WIDTH), nn.Flatten(), nn.Linear(LENGTH * WIDTH, 8), nn.ReLU(), nn.Linear(8, 3)
+    ).double()
+    x, y = data(9)[0], torch.arange(9) % 3
+    found = flatness.check_invariance(
+        model, (x, y), measures=["relative_flatness"], kinds=("layerwise",), progress=False
+    ).to_frame()
+    drift = found[found.layer == "0"].drift
+    assert len(drift) > 0
+    assert float(drift.abs().max()) < 1e-9
