@@ -278,6 +278,12 @@ def risk(family: str, n: int = 8):
 
 
 def layers(model: nn.Module) -> list[str]:
-    """Names of the layers."""
+    """Names of the layers; a table that is tied to a layer is measured as that layer."""
     kinds = (nn.Linear, nn.Embedding, nn.Conv2d)
-    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    found = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    others = {id(module.weight) for module in found.values() if not isinstance(module, nn.Embedding)}
+    return [
+        name
+        for name, module in found.items()
+        if not isinstance(module, nn.Embedding) or id(module.weight) not in others
+    ]

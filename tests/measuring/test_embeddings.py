@@ -86,6 +86,24 @@ def test_every_measure_of_tokens_and_positions(positions):
     assert report.value("hessian_trace") == pytest.approx(trace, rel=1e-9)
 
 
+def test_white_tokens_weigh_as_often_as_they_occur():
+    """The metric is (W diag f Wᵀ) ⊗ diag 1/f; tokens that never occur have no part in it."""
+    model, (x, y) = built(), data()
+    x[x == 1] = 0
+    options = {"relative_spectral_norm": {"whitened": True, "tolerance": 1e-9}}
+    names = ["relative_flatness_whitened", "relative_spectral_norm"]
+    report = flatness.measure(model, (x, y), measures=names, options=options, method="exact", progress=False)
+    for layer in ("token", "place"):
+        parameter, entries = oracle.layer_entries(model, layer)
+        W, flat = oracle.layer_weight(model, layer), entries.flatten()
+        H = oracle.hessian(model, oracle.mean_risk(x, y, token_cross_entropy), [parameter])[flat][:, flat]
+        phi = oracle.channel_inputs(model, x, layer)
+        D = oracle.whitened_metric(W, (phi.T @ phi / len(phi))[None])[0].reshape(W.numel(), -1)
+        trace, largest = (D * H).sum().item(), torch.linalg.eigvals(D @ H).real.max().item()
+        assert report.value(names[0], layer=layer) == pytest.approx(trace, rel=1e-9)
+        assert report.value(names[1], layer=layer) == pytest.approx(largest, rel=1e-6)
+
+
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_positions_take_no_products_of_their_own(positions):
     model = built()

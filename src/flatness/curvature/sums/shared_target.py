@@ -61,9 +61,7 @@ class SharedTarget(Target):
         drawn = signs.at(0)
 
         def V(part: slice) -> Tensor:
-            return (
-                drawn.at().of(part).like(self.pairs.W.new_empty(part.stop - part.start, *self.pairs.W.shape))
-            )
+            return drawn.of(part).like(self.pairs.W.new_empty(part.stop - part.start, *self.pairs.W.shape))
 
         return self._along(V, slopes)
 
@@ -72,9 +70,7 @@ class SharedTarget(Target):
         for k in range(self.entries):
             one = self.pairs.W.new_zeros(self.entries)
             one[k] = 1.0
-            yield self._along(
-                lambda part, V=one.view_as(self.pairs.W): V.expand(part.stop - part.start, *V.shape), slopes
-            )
+            yield self._along(partial(_for_all, one.view_as(self.pairs.W)), slopes)
 
     def _along(self, V: _Drawn, slopes: Found) -> Direction:
         etas: list[list[Tensor]] = [[] for _ in self._calls]
@@ -144,3 +140,8 @@ class SharedTarget(Target):
         view, count = self._calls[k][0].view, part.stop - part.start
         delta = view.signals(samples_of(dz, part, self._n), count)
         return self._calls[k][0].turned(view.seen(samples_of(x, part, self._n), count).outer(delta))
+
+
+def _for_all(V: Tensor, part: slice) -> Tensor:
+    """The same V for some samples."""
+    return V.expand(part.stop - part.start, *V.shape)
