@@ -23,12 +23,15 @@ from typing import Any
 import numpy as np
 
 import flatness
+from flatness.show.plots.beyond import Dot, Row, save_beyond
 from flatness.show.plots.charts import save_intervals
 from flatness.show.plots.study import write_figures
 from flatness.study import Study
 from flatness.study.analysis.correlations import settings_of
 from flatness.study.analysis.experiment import ExperimentStudy, belongs, cell
+from flatness.study.analysis.granulated import granulated
 from flatness.study.correlate import Correlation, correlation
+from flatness.study.table import in_words
 from flatness.study.within import partial
 
 GALLERY = Path(__file__).parent / "gallery"
@@ -98,7 +101,7 @@ def coefficients(name: str, part: str, rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in [*rows, *known]:
         measured = "p_family" in row
-        cells = [f"`{row['quantity']}`" if measured else f"*{row['quantity']}*"]
+        cells = [row["name"] if measured else f"*{in_words(row['quantity'])}*"]
         cells += [between(row, "kendall"), between(row, "pearson"), number(row.get("granulated", math.nan))]
         told = measured or row["quantity"] == "train_loss"  # a hyperparameter is the same for all seeds
         cells.append(number(row.get("psi_seed", math.nan) if told else math.nan))
@@ -131,7 +134,8 @@ def tau(networks: Any, quantity: str) -> Correlation:
     """The same with its interval; of hyperparameters that vary together the first stands for all."""
     column = quantity if quantity in networks else quantity.split("+")[0]
     values, gaps = networks[column].to_numpy(float), networks["gap"].to_numpy(float)
-    return correlation(values, gaps, "kendall")
+    names = networks["network"].str.replace(r",? ?seed \d+$", "", regex=True)
+    return correlation(values, gaps, "kendall", settings=names.factorize()[0])
 
 
 def headline(name: str) -> str:
@@ -158,7 +162,7 @@ def settings(name: str) -> str:
         "n",
         "training loss",
         "test accuracy",
-        *(f"`{q}`" for q in quantities),
+        *(in_words(q) for q in quantities),
     ]
     lines = [
         [
@@ -208,7 +212,7 @@ def brief(name: str) -> str:
     head += [f"τ, the {len(minima)} that converged"] if minima is not None else []
     lines = []
     for row in [*one_row_per_measure(name), *study(name).baselines("").to_dict("records")]:
-        cells = [f"`{row['measure']}`" if "measure" in row else f"*{row['quantity']}*"]
+        cells = [f"`{row['measure']}`" if "measure" in row else f"*{in_words(row['quantity'])}*"]
         cells += [between(row, "kendall"), number(row["granulated"])]
         lines.append(cells + ([among(minima, row["quantity"])] if minima is not None else []))
     rows = correlations(name)
@@ -239,7 +243,7 @@ def again(name: str) -> str:
     inside = sum(one["kendall_low"] <= other["kendall"] <= one["kendall_high"] for one, other in both)
     wanted = study(name).headline()
     lines = [
-        [f"`{one['quantity']}`", between(one, "kendall"), between(other, "kendall")]
+        [one["name"], between(one, "kendall"), between(other, "kendall")]
         for one, other in both
         if one["quantity"] in wanted
     ]
@@ -268,7 +272,7 @@ def beyond(name: str) -> str:
         rows = [found[quantity] for found in tables]
         expected = {"within": rows[0]["within_expected"]}
         expected |= {f"within_{end}": rows[0][f"within_{end}"] for end in ("low", "high")}
-        cells = [f"`{quantity}`", number(rows[0]["kendall"]), between(expected, "within")]
+        cells = [rows[0]["name"], number(rows[0]["kendall"]), between(expected, "within")]
         for row in rows:
             cells += [between(row, "partial_pearson"), chance(row["partial_pearson_p_family"])]
         lines.append(cells + [number(found[quantity]) for found in length])
@@ -333,6 +337,129 @@ def claims(_: str) -> str:
     return table(["study", "paper", "claim", "theirs", "ours", "n", "verdict"], lines)
 
 
+_BEYOND = {
+    "petzka2021-cifar10": "LeNet-5 on CIFAR-10: batch, rate, optimizer",
+    "petzka2019-cifar10": "LeNet-5 on CIFAR-10: batch, initialisation",
+    "petzka2019-mnist": "perceptrons on MNIST: batch",
+}
+"""The studies of the opening figure, and what they vary."""
+_SHOWN = (
+    "layer_flatness_trace",
+    "relative_flatness",
+    "matrix_normalized_sharpness",
+    "maximal_relative_flatness",
+    "normalized_sharpness",
+    "neuron_flatness",
+    "fisher_rao",
+    "adaptive_sharpness",
+    "hessian_trace",
+    "hessian_top_eigenvalue",
+    "sam_sharpness",
+    "pac_bayes_flatness",
+)
+_TABLED = ("layer_flatness_trace", "relative_flatness", "normalized_sharpness", "fisher_rao", "hessian_trace")
+_TABLED += ("pac_bayes_flatness",)
+
+
+def dots(row: Mapping[str, Any], kind: str) -> Dot:
+    """A coefficient of the table of correlations with its interval."""
+    expected = row.get("within_expected") if kind == "kendall" else None
+    return Dot(row[kind], row[f"{kind}_low"], row[f"{kind}_high"], expected)
+
+
+def known_rows() -> list[Row]:
+    """What is known without a measure of curvature: batch size, training loss, epochs and the weight norm."""
+    marginal: dict[str, dict[str, Dot]] = {}
+    given: dict[str, dict[str, Dot]] = {}
+    for name in _BEYOND:
+        found, kept = study(name), study(name).kept()
+        frame: Any = kept
+        codes = settings_of(kept, found.axes())
+        gap, loss = frame["gap"].to_numpy(float), np.log(frame["train_loss"].to_numpy(float))
+        weight = next(row for row in correlations(name) if row["quantity"] == "weight_norm:network")
+        for label, column in (
+            ("batch size", "batch_size"),
+            ("training loss", "train_loss"),
+            ("epochs", "epochs"),
+        ):
+            values = frame[column].to_numpy(float)
+            one = correlation(values, gap, settings=codes)
+            marginal.setdefault(label, {})[name] = Dot(one.value, one.low, one.high)
+            if label != "batch size":
+                told = partial(values[None], gap, codes, loss if label == "epochs" else None, permutations=0)
+                one = told.found["kendall"][0]
+                given.setdefault(label, {})[name] = Dot(one.value, one.low, one.high)
+        marginal.setdefault("weight norm", {})[name] = dots(weight, "kendall")
+        given.setdefault("weight norm", {})[name] = dots(weight, "partial_kendall")
+    return [Row(label, "known", own, given.get(label, {})) for label, own in marginal.items()]
+
+
+def opening_rows() -> list[Row]:
+    """Measures of the opening figure, the largest mean coefficient given setting and training loss on top."""
+    tables = {name: {row["measure"]: row for row in one_row_per_measure(name)} for name in _BEYOND}
+    invariant = {one.name for one in flatness.measures() if "layerwise" in one.invariances}
+    rows = [
+        Row(
+            tables[OPENING][measure]["name"].rpartition(",")[0],
+            "invariant" if measure in invariant else "changes",
+            {name: dots(rows[measure], "kendall") for name, rows in tables.items()},
+            {name: dots(rows[measure], "partial_kendall") for name, rows in tables.items()},
+        )
+        for measure in _SHOWN
+    ]
+    rows.sort(key=lambda row: -statistics.mean(dot.value for dot in row.given.values()))
+    return rows
+
+
+def draw_beyond() -> None:
+    """What measures say beyond setting and training loss, in three studies."""
+    chance_of = {
+        name: statistics.median(row["partial_kendall_null_95"] for row in correlations(name))
+        for name in _BEYOND
+    }
+    for end, dark in (("", False), ("-dark", True)):
+        path = GALLERY / f"beyond{end}.png"
+        save_beyond(path, [*opening_rows(), *known_rows()], _BEYOND, chance_of, dark=dark)
+
+
+def opening(name: str) -> str:
+    """Few measures in few columns, with what they cost."""
+    by_name = {one.name: one for one in flatness.measures()}
+    table_rows = {row["measure"]: row for row in one_row_per_measure(name)}
+    kept: Any = study(name).kept()
+    lines = []
+    for measure in (*_TABLED, "weight_norm"):
+        row = table_rows[measure]
+        moved = kept[f"{row['quantity']}:rescaled"] / kept[row["quantity"]]
+        drift = math.exp(float(np.median(np.abs(np.log(np.abs(moved.to_numpy(float)))))))
+        lines.append(
+            [
+                row["name"].rpartition(",")[0],
+                between(row, "kendall"),
+                between(row, "partial_kendall"),
+                number(row["worst_sign_error"]),
+                "none" if drift < 1.001 else f"× {drift:.3g}",
+                by_name[measure].price.split(",")[0].split(":")[0],
+            ]
+        )
+    # Read the way it goes with the gap: the larger, the smaller the gap.
+    places = {axis: list(kept[own].itertuples(index=False)) for axis, own in study(name).axes().items()}
+    worst = granulated(-kept["batch_size"], kept["gap"], places).worst_sign_error
+    batch = next(
+        row for row in study(name).baselines("").to_dict("records") if row["quantity"] == "batch_size"
+    )
+    lines.append(["*batch size*", between(batch, "kendall"), "–", number(worst), "none", "–"])
+    head = [
+        "",
+        "τ with the gap (95 %)",
+        "given setting and training loss",
+        "worst sign error",
+        "drift",
+        "cost",
+    ]
+    return table(head, lines)
+
+
 KINDS: dict[str, Callable[[str], str]] = {
     "counts": counts,
     "headline": headline,
@@ -342,6 +469,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "again": again,
     "beyond": beyond,
+    "opening": opening,
     "cost": cost,
     "claims": claims,
 }
@@ -376,7 +504,7 @@ def draw_opening() -> None:
         found = tau(minima, row["quantity"])
         rows.append(
             {
-                "name": row.get("measure", row["quantity"]).replace("_", " ").replace("+", " and "),
+                "name": in_words(row.get("measure", row["quantity"])),
                 "value": row["kendall"],
                 "low": row["kendall_low"],
                 "high": row["kendall_high"],
@@ -398,6 +526,7 @@ def draw_opening() -> None:
 
 def main() -> None:
     """Figures first, then pages."""
+    draw_beyond()
     for file in sorted(RECORDS.glob("*.json.xz")):
         name = file.name.removesuffix(".json.xz")
         if not name.endswith(AGAIN):

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from scipy import stats
 
 import flatness
 from flatness.study.analysis.experiment import ExperimentStudy
@@ -97,8 +99,8 @@ def test_a_second_run_is_told_beside_the_first(gallery, monkeypatch):
     monkeypatch.setattr(gallery, "cost", lambda name: f"cost of {name}\n")
     text = gallery.again("one")
     assert text.startswith("counts of one-again\ncost of one-again\n")
-    assert "| `a` | 0.50 (0.40 to 0.60) | 0.54 (0.45 to 0.65) |" in text
-    assert "`b`" not in text
+    assert "| measure a | 0.50 (0.40 to 0.60) | 0.54 (0.45 to 0.65) |" in text
+    assert "measure b" not in text
     # Of a and b the first is inside; 0.04 and 0.2 apart. What only one run has is left out.
     assert "all 2 quantities" in text
     assert "1 have a second τ within" in text
@@ -106,4 +108,23 @@ def test_a_second_run_is_told_beside_the_first(gallery, monkeypatch):
 
 
 def quantity(name, kendall, low, high):
-    return {"quantity": name, "kendall": kendall, "kendall_low": low, "kendall_high": high}
+    row = {"quantity": name, "name": f"measure {name}"}
+    return row | {"kendall": kendall, "kendall_low": low, "kendall_high": high}
+
+
+def test_the_opening_table_is_that_of_the_records(gallery):
+    """Its sentences quote it; a coefficient given setting and loss is recomputed here from scratch."""
+    page = DOCS / "gallery" / "README.md"
+    made = {kind: text for kind, _, text in blocks(gallery, page)}
+    assert made["opening"] == gallery.opening("petzka2021-cifar10")
+    assert made["opening"].count("\n") <= 2 + 8
+    kept = gallery.study("petzka2021-cifar10").kept()
+    by = kept.groupby(["batch_size", "learning_rate", "optimizer"])
+    design = np.column_stack([np.eye(by.ngroups)[by.ngroup()], np.log(kept["train_loss"].to_numpy(float))])
+    left = [
+        values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
+        for values in (np.log(kept["relative_flatness:network:sum"].to_numpy(float)), kept["gap"].to_numpy())
+    ]
+    tau = float(stats.kendalltau(*left).statistic)
+    [line] = [line for line in made["opening"].split("\n") if line.startswith("| relative flatness |")]
+    assert f"| {tau:.2f} (" in line
