@@ -25,8 +25,9 @@ SOURCE = str(Path(flatness.__file__).parents[1])
 # taking all modules apart.
 _FORKING = """
 import atexit, gc, json, os, sys, threading
-import pandas, matplotlib, torch
-import flatness.measuring.measure, flatness.show.plot, flatness.zoo.checkpoints, flatness.cli.sources
+import pandas, torch, scipy.stats, sklearn.datasets, rich.table
+import flatness.cli.job, flatness.cli.landscape_job, flatness.generalization.bound, flatness.study
+import flatness.show.pages.study_page, flatness.show.plots.study, flatness.symmetry.check.invariance
 from flatness.cli import main
 gc.freeze()
 for line in sys.stdin:
