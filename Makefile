@@ -77,15 +77,20 @@ clean:  ## remove .venv and all caches
 
 # An environment that is there is brought up to date, in seconds; `make clean` starts one from nothing. The package
 # itself is built with the pinned setuptools too, hence no build isolation.
+define VENV
+test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(PIP) setuptools
+endef
+
 $(PACKAGE): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) setuptools
+	$(VENV)
 	$(PIP) --no-build-isolation --editable .
 	$(COMPILE)
 	touch $@
 
-$(STAMP): $(PACKAGE) tests/requirements.txt
+$(STAMP): pyproject.toml constraints.txt tests/requirements.txt
+	$(VENV)
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	$(PIP) --no-deps --requirement tests/requirements.txt
 	$(COMPILE)
-	touch $@
+	touch $(PACKAGE) $@
