@@ -224,8 +224,8 @@ def test_iterations_that_stop_early_say_so():
         (
             "metric",
             "layer",
-            "Expected metric to be one of euclidean, layerwise, nodewise, fisher but got 'layer'. Did you "
-            "mean 'layerwise'? The default is 'layerwise'.",
+            "Expected metric to be one of euclidean, layerwise, nodewise, fisher, relative, whitened but got "
+            "'layer'. Did you mean 'layerwise'? The default is 'layerwise'.",
         ),
         (
             "solver",

@@ -257,7 +257,8 @@ def refused(*arguments, **options):
 def test_bad_input_gets_whole_sentences():
     model, data = network()
     assert refused(model, data, metric="layer") == (
-        "Expected metric to be one of euclidean, layerwise, nodewise but got 'layer'. Did you mean "
+        "Expected metric to be one of euclidean, layerwise, nodewise, fisher, relative, whitened but got "
+        "'layer'. Did you mean "
         "'layerwise'?"
     )
     assert refused(model, data, runs=0) == (

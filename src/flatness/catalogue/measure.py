@@ -16,6 +16,7 @@ from flatness.curvature.spectra import NetworkSpectrum, Spectrum, SpectrumReques
 from flatness.network.layers import Layer
 
 if TYPE_CHECKING:
+    from flatness.curvature.metrics import Root
     from flatness.curvature.parameters.hessian_operator import HessianOperator
     from flatness.curvature.parameters.parameter_space import ParameterSpace
     from flatness.curvature.sums.spread import Whitening
@@ -138,7 +139,8 @@ class Surroundings:
         weights: W (G, d, m) of every layer that the forward pass calls, measured or not, by name.
         gradient: Gives E and ∇E at θ; computed once for all measures that ask, like the next two.
         squared_gradients: Gives E(∂_i ℓ)² for every parameter.
-        metric_root: Gives D^½, the root of the inverse metric that a request names.
+        metric_root: Gives D^½ of a diagonal metric that a request names, as a vector.
+        root: Gives D^½ of any metric that a request names.
         spectrum: Gives extreme eigenvalues of the network's Hessian in a metric.
         hessian: Products with the Hessian of all parameters.
         options: The measure's own options.
@@ -151,6 +153,7 @@ class Surroundings:
     gradient: Callable[[], tuple[float, Tensor]]
     squared_gradients: Callable[[], SquaredGradients]
     metric_root: Callable[[SpectrumRequest], Tensor]
+    root: Callable[[SpectrumRequest], Root]
     spectrum: Callable[[SpectrumRequest], NetworkSpectrum]
     hessian: HessianOperator
     options: Mapping[str, Any]

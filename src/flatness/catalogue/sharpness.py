@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatness.catalogue.measure import Measure, NetworkView, Surroundings, Valued, averaged
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, Option, choice, count, declared, positive, share
-from flatness.curvature.spectra import METRICS, SpectrumRequest
+from flatness.curvature.spectra import DIAGONAL_METRICS, SpectrumRequest
 from flatness.errors import UndefinedMeasureError
 
 # Radii in units of the parameters. A ball in ℓ2 shares one length among all parameters; the others give each
@@ -215,7 +215,7 @@ epsilon_sharpness = Measure(
         {
             "epsilon": positive(1e-3),
             "form": choice("ascent", "quadratic"),
-            "metric": choice(*METRICS),
+            "metric": choice(*DIAGONAL_METRICS),
             "steps": count(20),
             "restarts": count(3),
         }

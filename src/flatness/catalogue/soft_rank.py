@@ -36,14 +36,14 @@ def _soft_rank(around: Surroundings) -> dict[str | None, Valued]:
     from flatness.curvature.operators.lanczos import quadratures
 
     options = around.options
-    root = around.metric_root(SpectrumRequest(metric=options["metric"], parameters=options["parameters"]))
+    root = around.root(SpectrumRequest(metric=options["metric"], parameters=options["parameters"]))
 
     def products(vectors: torch.Tensor) -> torch.Tensor:
-        found = around.hessian([root * vector for vector in vectors])
-        return torch.stack([root * product for product in found])
+        found = around.hessian([root(vector) for vector in vectors])
+        return torch.stack([root(product) for product in found])
 
-    N, runs, steps = int((root > 0).sum()), options["runs"], options["steps"]
-    early, (nodes, weights) = quadratures(products, root > 0, runs, steps, around.seed)
+    N, runs, steps = int(root.mask.sum()), options["runs"], options["steps"]
+    early, (nodes, weights) = quadratures(products, root.mask, runs, steps, around.seed)
     counted = nodes[weights > 1e-14]
     largest, smallest = float(counted.max()), float(counted.min())
     if largest <= 0:

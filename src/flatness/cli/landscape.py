@@ -15,7 +15,7 @@ from flatness.cli.values import one_or_many
 DIRECTIONS = ("layer", "filter", "eigenvectors", "relative_flatness")
 BATCH_NORM = ("as_is", "recomputed")
 PARAMETERS = ("all", "weights")
-METRICS = ("euclidean", "layerwise", "nodewise")
+METRICS = ("euclidean", "layerwise", "nodewise", "fisher", "relative", "whitened")
 CURVATURES = ("hessian", "gauss_newton")
 ABOUT = """\
 Draw the landscape around a network: along lines, over planes, and the density of the Hessian's eigenvalues.

@@ -8,10 +8,15 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-Metric = Literal["euclidean", "layerwise", "nodewise", "fisher"]
+DiagonalMetric = Literal["euclidean", "layerwise", "nodewise", "fisher"]
+Metric = DiagonalMetric | Literal["relative", "whitened"]
 Parameters = Literal["all", "weights"]
 Solver = Literal["lanczos", "power"]
-METRICS, PARAMETERS, SOLVERS = get_args(Metric), get_args(Parameters), get_args(Solver)
+PARAMETERS, SOLVERS = get_args(Parameters), get_args(Solver)
+DIAGONAL_METRICS: tuple[str, ...] = get_args(DiagonalMetric)
+LAYER_METRICS = ("relative", "whitened")
+"""Metrics with a block for the weight of every layer: W Wᵀ ⊗ 1 and W C Wᵀ ⊗ C⁺."""
+METRICS = (*DIAGONAL_METRICS, *LAYER_METRICS)
 
 
 @dataclass(frozen=True)
@@ -19,8 +24,7 @@ class SpectrumRequest:
     """Which spectrum, and how it is found.
 
     Attributes:
-        metric: "euclidean", "layerwise", "nodewise" or "fisher"; or a function that gives D^½ of a
-            `ParameterSpace`.
+        metric: One of `METRICS`; or a function that gives the diagonal of D^½ of a `ParameterSpace`.
         parameters: "all", or "weights" for those with two axes or more.
         solver: "lanczos", or the "power" method of the paper, which finds the largest in size.
         tolerance: Relative residual (power method: change of the vector) to stop at; None for the default.

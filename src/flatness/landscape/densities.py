@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatness.curvature.metrics import Root
 from flatness.curvature.operators.lanczos import LanczosRuns, random_signs
-from flatness.curvature.operators.network_spectrum import inverse_metric_root
+from flatness.curvature.operators.network_spectrum import metric_root
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
-from flatness.curvature.spectra import PARAMETERS, SpectrumRequest
+from flatness.curvature.spectra import METRICS, PARAMETERS, SpectrumRequest
+from flatness.curvature.sums.squared_gradients import squared_gradients
 from flatness.errors import OptionError, listed, nearest
 from flatness.landscape.arguments import whole_number
 from flatness.landscape.density_result import Density, SpectralQuadrature
@@ -26,8 +29,10 @@ from flatness.landscape.networks import (
     unknown_layers,
 )
 from flatness.landscape.resumption import facts_of, identity_of, resumed
+from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
+from flatness.measuring.run.layer_metrics import metric_blocks
 from flatness.network.layers import find_layers
 from flatness.problem import setting_of
 from flatness.problem.forward import Forward
@@ -35,8 +40,6 @@ from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately
 
-METRICS = ("euclidean", "layerwise", "nodewise")
-"""D of D^½ H D^½: 1, ‖W_l‖² on every tensor (rangamani2019, Def. 3), or θ_i² (§6)."""
 _CURVATURES = ("hessian", "gauss_newton")
 _BASIS_BYTES = 1024 * 2**20
 
@@ -65,13 +68,17 @@ def density(
     """The density of the eigenvalues of the Hessian, or of D^½ H D^½, by stochastic Lanczos quadrature.
 
     With ``metric="layerwise"`` layer-wise rescaled copies of a network have the same density, with
-    "nodewise" neuron-wise rescaled ones too; the Hessian's own density they do not share.
+    "nodewise" neuron-wise rescaled ones too, with "whitened" all whose features are mixed by linear maps;
+    the Hessian's own density they do not share.
 
     Args:
         model: A network, or networks by name, a curve for each.
         data: As for `flatness.measure`.
         loss: As for `flatness.measure`.
-        metric: One of `METRICS`. Parameters without a metric, which are zero, are left out.
+        metric: D of D^½ H D^½: "euclidean" for 1, "layerwise" for ‖W_l‖² on every tensor (rangamani2019,
+            Def. 3), "nodewise" for θ_i² (§6), "fisher" for 1/E(∂_i ℓ)²; on the weights of layers, "relative"
+            for W Wᵀ ⊗ 1, whose trace is relative flatness, and "whitened" for W C Wᵀ ⊗ C⁺. Parameters
+            without a metric, such as those that are zero, are left out.
         layers: None for the whole network; a name, a list of names or "all" for the Hessians of the weights
             of these layers, a curve for each.
         parameters: "all", or "weights" for those with two axes or more.
@@ -185,7 +192,7 @@ class _Census:
         )
         space = ParameterSpace(problem)
         operator = HessianOperator(space, curvature=plan.curvature, graph_bytes=plan.graph_bytes)
-        parts = _parts(space, self.asked)
+        parts = _parts(space, plan, self.asked)
         several = len(parts) > 1 or self.asked["layers"] is not None
         try:
             for part, root in parts.items():
@@ -198,10 +205,10 @@ class _Census:
             self.facts |= facts_of(problem)
             self.notes += problem.notes
 
-    def _spectrum(self, label: str, operator: HessianOperator, root: Tensor) -> None:
+    def _spectrum(self, label: str, operator: HessianOperator, root: Root) -> None:
         """All runs of one spectrum, as many side by side as their bases leave room for; or till Ctrl-C."""
         runs, problem = self.asked["runs"], operator.space.problem
-        mask = root > 0
+        mask = root.mask
         dimension = int(mask.sum())
         if not dimension:
             self.notes.append(f"{label}: left out, because all its parameters are zero")
@@ -209,12 +216,12 @@ class _Census:
         steps = min(self.asked["steps"], dimension)
         start = random_signs(runs, mask, problem.seed)
         with ProgressBar(f"density of {label}", runs * steps, problem.progress) as bar:
-            for part in start.split(max(1, _BASIS_BYTES // (8 * len(root) * steps))):
+            for part in start.split(max(1, _BASIS_BYTES // (8 * len(mask) * steps))):
                 lanczos = LanczosRuns(part, steps)
                 try:
                     while not lanczos.done:
-                        asked = [root * vector for vector in lanczos.query()]
-                        lanczos.tell(torch.stack([root * product for product in operator(asked)]))
+                        asked = [root(vector) for vector in lanczos.query()]
+                        lanczos.tell(torch.stack([root(product) for product in operator(asked)]))
                         bar.advance(len(asked))
                 except KeyboardInterrupt:
                     self.interrupted = True
@@ -232,16 +239,18 @@ class _Census:
         self.spectra[label] = own if before is None else before.and_runs(own)
 
 
-def _parts(space: ParameterSpace, asked: dict[str, Any]) -> dict[str, Tensor]:
+def _parts(space: ParameterSpace, plan: Plan, asked: dict[str, Any]) -> dict[str, Root]:
     """D^½ by the name of what is looked at; 0 on what is not part of it."""
-    root = inverse_metric_root(space, SpectrumRequest(metric=asked["metric"], parameters=asked["parameters"]))
+    request = SpectrumRequest(metric=asked["metric"], parameters=asked["parameters"])
+    squares = partial(squared_gradients, space, plan.gradient_routes)
+    root = metric_root(space, request, squares, partial(metric_blocks, space, plan))
     if asked["layers"] is None:
         return {"network": root}
 
     def only(weight: str) -> Tensor:
         return space.per_parameter(lambda own, value: torch.tensor(float(own == weight), device=value.device))
 
-    return {name: root * only(weight) for name, weight in _weights(space.problem, asked["layers"]).items()}
+    return {name: root.on(only(weight)) for name, weight in _weights(space.problem, asked["layers"]).items()}
 
 
 def _weights(problem: Problem, wanted: Any) -> dict[str, str]:

@@ -21,6 +21,9 @@ _METRICS = {
     "euclidean": "the Hessian",
     "layerwise": "D^½ H D^½, every tensor in units of its own length,",
     "nodewise": "D^½ H D^½, every parameter in units of its own size,",
+    "fisher": "D^½ H D^½, every parameter in units of its own gradients,",
+    "relative": "D^½ H D^½, D = W Wᵀ ⊗ 1,",
+    "whitened": "D^½ H D^½, D = W C Wᵀ ⊗ C⁺,",
 }
 
 

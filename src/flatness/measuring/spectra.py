@@ -45,7 +45,8 @@ def network_spectrum(
         model: The trained network.
         data: As for `flatness.measure`.
         loss: As for `flatness.measure`.
-        metric: "euclidean", "layerwise" (rangamani2019, Def. 3), "nodewise" (§6), or "fisher".
+        metric: "euclidean", "layerwise" (rangamani2019, Def. 3), "nodewise" (§6) or "fisher"; on the weights
+            of layers "relative" or "whitened", as for `flatness.landscape.density`.
         parameters: "all", or "weights" for those with two axes or more.
         solver: "lanczos", or "power" for the paper's method and stopping rule.
         tolerance: Relative residual to stop at (power method: change of the vector).

@@ -1,24 +1,29 @@
 """Extreme eigenvalues of the network's Hessian in a chosen metric: the spectrum of D^½ H D^½.
 
 On the quotient manifold of rangamani2019 the inverse metric is D, and the Riemannian Hessian D·H has the
-spectrum of the symmetric D^½ H D^½ (connection terms vanish where the gradient does). D is diagonal:
+spectrum of the symmetric D^½ H D^½ (connection terms vanish where the gradient does). D is diagonal, or has a
+block for the weight W of every layer:
 
     euclidean   1
     layerwise   ‖W_l‖² on the entries of each parameter tensor       (rangamani2019, Def. 3); of query, key
                 and value projections in one tensor, of each
     nodewise    θ_i²                                                 (rangamani2019, §6)
     fisher      1 / E(∂_i ℓ)²
+    relative    W Wᵀ ⊗ 1
+    whitened    W C Wᵀ ⊗ C⁺, C = mean φφᵀ of the layer's features
 
-Entries without a metric (a bias that is zero, a parameter without gradients) stay where they are.
+Entries without a metric (a bias that is zero, a parameter without gradients, with blocks all but the weights
+of layers) stay where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from flatness.curvature.metrics import Block, BlockRoot, DiagonalRoot, Root
 from flatness.curvature.operators.lanczos import (
     PowerMethod,
     TopEigenvalues,
@@ -28,7 +33,7 @@ from flatness.curvature.operators.lanczos import (
 )
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
-from flatness.curvature.spectra import NetworkSpectrum, SpectrumRequest
+from flatness.curvature.spectra import LAYER_METRICS, NetworkSpectrum, SpectrumRequest
 from flatness.curvature.sums.squared_gradients import SquaredGradients
 from flatness.errors import UndefinedMeasureError
 from flatness.network.attention import stacked_projections
@@ -38,6 +43,7 @@ def network_spectra(
     operator: HessianOperator,
     requests: Sequence[SpectrumRequest],
     squared_gradients: Callable[[], SquaredGradients] | None = None,
+    blocks: Callable[[str], Iterable[Block]] | None = None,
 ) -> list[NetworkSpectrum]:
     """Solve all requests in step: one pass over the data serves one product of each.
 
@@ -45,18 +51,32 @@ def network_spectra(
         operator: Products with H over all parameters.
         requests: The spectra wanted.
         squared_gradients: Gives E(∂_i ℓ)², for the metric "fisher".
+        blocks: Gives the blocks of layers in a metric that has them.
     """
     space = operator.space
     risk, gradient = space.gradient()
-    roots = [inverse_metric_root(space, request, squared_gradients) for request in requests]
+    roots = [metric_root(space, request, squared_gradients, blocks) for request in requests]
     solvers = {i: _solver(space, *pair) for i, pair in enumerate(zip(requests, roots, strict=True))}
 
     def products(queries: dict[int, Tensor]) -> dict[int, Tensor]:
-        answers = operator([roots[i] * query[0] for i, query in queries.items()])
-        return {i: (roots[i] * answer)[None] for i, answer in zip(queries, answers, strict=True)}
+        answers = operator([roots[i](query[0]) for i, query in queries.items()])
+        return {i: roots[i](answer)[None] for i, answer in zip(queries, answers, strict=True)}
 
     in_step(solvers, products, space.problem.ranks.first)
     return [_solved(space, solver, roots[i], risk, gradient) for i, solver in solvers.items()]
+
+
+def metric_root(
+    space: ParameterSpace,
+    request: SpectrumRequest,
+    squared_gradients: Callable[[], SquaredGradients] | None = None,
+    blocks: Callable[[str], Iterable[Block]] | None = None,
+) -> Root:
+    """D^½ of any metric."""
+    if isinstance(request.metric, str) and request.metric in LAYER_METRICS:
+        assert blocks is not None
+        return BlockRoot(blocks(request.metric), space.theta)
+    return DiagonalRoot(inverse_metric_root(space, request, squared_gradients))
 
 
 def inverse_metric_root(
@@ -64,7 +84,7 @@ def inverse_metric_root(
     request: SpectrumRequest,
     squared_gradients: Callable[[], SquaredGradients] | None = None,
 ) -> Tensor:
-    """D^½ as a vector; 0 where a parameter is left out or has no metric."""
+    """D^½ of a diagonal metric as a vector; 0 where a parameter is left out or has no metric."""
     match request.metric:
         case "euclidean":
             root = torch.ones_like(space.theta)
@@ -77,6 +97,8 @@ def inverse_metric_root(
             assert squared_gradients is not None
             squares = squared_gradients().means
             root = torch.where(squares > 0, squares.clamp(min=1e-300).rsqrt(), 0.0)
+        case "relative" | "whitened":
+            raise ValueError(f"Expected a diagonal metric but got {request.metric!r}.")
         case own:
             root = own(space)
     if request.parameters == "weights":
@@ -106,12 +128,12 @@ def check_metric(space: ParameterSpace, request: SpectrumRequest) -> None:
         )
 
 
-def _solver(space: ParameterSpace, request: SpectrumRequest, root: Tensor) -> TopEigenvalues | PowerMethod:
+def _solver(space: ParameterSpace, request: SpectrumRequest, root: Root) -> TopEigenvalues | PowerMethod:
     N = space.dimension
     generator = torch.Generator().manual_seed(space.problem.seed)
-    start = torch.randn(N, generator=generator, dtype=torch.float64, device="cpu").to(root.device)
+    start = torch.randn(N, generator=generator, dtype=torch.float64, device="cpu").to(root.mask.device)
     # Products never leave the entries that have a metric, if the first vector does not.
-    start = torch.where(root > 0, start, 0.0)
+    start = torch.where(root.mask, start, 0.0)
     if not bool(start.any()):
         start = torch.ones_like(start)
     most = request.max_products
@@ -119,20 +141,20 @@ def _solver(space: ParameterSpace, request: SpectrumRequest, root: Tensor) -> To
         return PowerMethod(start[None], tolerance=request.tolerance or 1e-4, max_products=most)
     limits = {"max_products": most, "basis_limit": basis_limit(N)}
     tolerance = request.tolerance or default_tolerance(space.problem.dtype)
-    return TopEigenvalues((1, N), root.device, tolerance=tolerance, start=start[None], **limits)
+    return TopEigenvalues((1, N), root.mask.device, tolerance=tolerance, start=start[None], **limits)
 
 
 def _solved(
-    space: ParameterSpace, solver: TopEigenvalues | PowerMethod, root: Tensor, risk: float, gradient: Tensor
+    space: ParameterSpace, solver: TopEigenvalues | PowerMethod, root: Root, risk: float, gradient: Tensor
 ) -> NetworkSpectrum:
-    parts = space.split(root)
+    parts = space.split_exactly(root.mask)
     ends = (solver.values, solver.smallest, solver.residuals, solver.smallest_residuals)
     return NetworkSpectrum(
         *(float(one) for one in ends),
-        vector=root * solver.vectors[0],
+        vector=root(solver.vectors[0]),
         converged=bool(solver.converged),
         products=solver.products,
-        gradient_norm=float((root * gradient).norm()),
+        gradient_norm=float(root(gradient).norm()),
         risk=risk - space.penalty(),
         dropped=tuple(name for name, part in parts.items() if not bool(part.any())),
         history=tuple(solver.history),

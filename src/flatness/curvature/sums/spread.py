@@ -61,6 +61,16 @@ class Whitening:
         """ZU (…, G, m, P), the transpose of `of_features`."""
         return self._across(self.Z, U)
 
+    def root_times(self, U: Tensor) -> Tensor:
+        """(C⁺)^½ U (…, G, m, P)."""
+        return self._across(self.root, U)
+
+    @cached_property
+    def root(self) -> Tensor:
+        """(C⁺)^½ (G, u, u)."""
+        A, s, _ = torch.linalg.svd(self.Z)
+        return (A * s[:, None]) @ A.mT
+
     def inverse_times(self, Phi: Tensor) -> Tensor:
         """C⁺Φ (…, G, m, P)."""
         return self._across(self.inverse, Phi)

@@ -11,14 +11,16 @@ from flatness.catalogue.measure import LayerView, Surroundings, Valued
 from flatness.curvature.operators.network_spectrum import (
     check_metric,
     inverse_metric_root,
+    metric_root,
     network_spectra,
 )
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
-from flatness.curvature.spectra import NetworkSpectrum, SpectrumRequest
+from flatness.curvature.spectra import LAYER_METRICS, NetworkSpectrum, SpectrumRequest
 from flatness.curvature.sums.squared_gradients import DRAWS, MOST_POSITIONS, squared_gradients
 from flatness.errors import DifferentiabilityError, LossError, ProcessError, UndefinedMeasureError, listed
 from flatness.measuring.plan.plan import Plan
+from flatness.measuring.run.layer_metrics import metric_blocks
 from flatness.measuring.run.run import Explored
 from flatness.problem.problem import Problem
 
@@ -57,6 +59,7 @@ class _Exploration:
         )
         self._squares = cache(lambda: squared_gradients(self._space, plan.gradient_routes))
         self._gradient = cache(self._space.gradient)
+        self._blocks = cache(lambda metric: list(metric_blocks(self._space, plan, metric)))
         self._solved: dict[SpectrumRequest, NetworkSpectrum] = {}
 
     def planned_spectra(self) -> dict[str, NetworkSpectrum]:
@@ -68,6 +71,8 @@ class _Exploration:
             for name, request in asked.items():
                 with self._left_out([name], allowed):
                     check_metric(self._space, request)
+                    if request.metric in LAYER_METRICS:
+                        self._blocks(request.metric)
                     requests[name] = request
             return dict(zip(requests, self._spectra(requests.values()), strict=True))
         return {}
@@ -87,6 +92,7 @@ class _Exploration:
                 gradient=self._gradient,
                 squared_gradients=self._squares,
                 metric_root=lambda request: inverse_metric_root(self._space, request, self._squares),
+                root=lambda request: metric_root(self._space, request, self._squares, self._blocks),
                 spectrum=lambda request: self._spectra([request])[0],
                 hessian=self._hessian,
                 options=options,
@@ -110,7 +116,9 @@ class _Exploration:
         """Solve several in step, each once; equal requests are one."""
         new = [request for request in dict.fromkeys(requests) if request not in self._solved]
         if new:
-            self._solved |= zip(new, network_spectra(self._hessian, new, self._squares), strict=True)
+            self._solved |= zip(
+                new, network_spectra(self._hessian, new, self._squares, self._blocks), strict=True
+            )
         return [self._solved[request] for request in requests]
 
     @contextmanager

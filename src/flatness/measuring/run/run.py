@@ -16,18 +16,16 @@ from flatness.catalogue.measure import Valued
 from flatness.curvature.spectra import NetworkSpectrum, Spectrum
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.routes import Routes
-from flatness.curvature.sums.spread import Spread, Whitening, feature_spreads
+from flatness.curvature.sums.spread import Spread, feature_spreads
 from flatness.curvature.sums.statistics import SampleGroups, Statistics
 from flatness.errors import NotFiniteError, listed
 from flatness.losses import counted
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.request import METRIC_PARTS
-from flatness.network.layers import Layer
 from flatness.network.memory import kept_budget
 from flatness.problem.problem import Problem
 
 if TYPE_CHECKING:
-    from flatness.curvature.metrics import LayerRoot
     from flatness.curvature.sums.folds import SampledSums
     from flatness.curvature.sums.sampled import Budget
     from flatness.measuring.scatter import Scatter
@@ -213,6 +211,7 @@ def _spectra(
     from flatness.curvature.operators.product_slices import parameter_slices, product_slices
     from flatness.curvature.operators.signal_slices import kept_bytes_per_sample, signal_slices
     from flatness.curvature.operators.spectrum import top_eigenvalues
+    from flatness.measuring.run.layer_metrics import layer_root
 
     routes, found = plan.layer_routes, {}
     through = [name for name in plan.layers if plan.treatments[name].through_parameter]
@@ -228,7 +227,7 @@ def _spectra(
             keep = None if bytes_per_sample is None else bytes_per_sample * (problem.samples or 0) <= budget
             layers, wanted = {n: routes[n].layer for n in names}, {n: plan.spectra[n] for n in names}
             roots = {
-                (name, part): _root(layers[name], spreads[name].whitening if part == "whitened" else None)
+                (name, part): layer_root(layers[name], spreads.get(name) if part == "whitened" else None)
                 for name, parts in wanted.items()
                 for part in parts
                 if part in METRIC_PARTS
@@ -240,14 +239,6 @@ def _spectra(
     solve(signals, partial(signal_slices, problem, measured(signals)), size)
     solve(products, partial(product_slices, problem, measured(products), plan.curvature), plan.graph_bytes)
     return found
-
-
-def _root(layer: Layer, whitening: Whitening | None) -> LayerRoot:
-    """The metric of a layer, in which its features are white where a whitening is given."""
-    from flatness.curvature.metrics import LayerRoot
-
-    W = layer.matrix().double()
-    return LayerRoot(W, None if whitening is None else whitening.to(W))
 
 
 def _spectrum_settings(plan: Plan) -> dict[str, Any]:
