@@ -64,7 +64,7 @@ def relative(model: nn.Module, data: tuple[Tensor, Tensor], name: str, part: str
     layers = [
         f"encoder.layers.{number}.self_attn.{key}"
         for number in range(2)
-        for key in (["out_proj"] if part == "o" else part)
+        for key in (letter.replace("o", "out_proj") for letter in part)
     ]
     report = flatness.measure(
         model, data, measures=name, layers=layers, curvature="gauss_newton", progress=False
@@ -98,9 +98,8 @@ def main() -> None:
                 "geodesic_sharpness",
                 of | {"metric": metric},
             )
-    known = {measure.name for measure in flatness.measures()}
     for name in ("relative_flatness", "relative_flatness_whitened"):
-        for part in ("qkv", "o") if name in known else ():
+        for part in ("qkv", "o", "qkvo"):
             lines[f"{name}, {' '.join(part)}"] = (relative, name, {"part": part})
     print(f"\n| | as trained | {' | '.join(f'condition {c:g}' for c in ROTATED)} | drift | s |")
     print("|---|---|" + "---|" * (len(ROTATED) + 2))

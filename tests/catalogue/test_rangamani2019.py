@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import flatness
 import oracle
-from flatness.catalogue.baselines import largest_of_network
+from flatness.catalogue.functionals import largest_of_network
 from flatness.catalogue.measure import NetworkView
 from flatness.curvature.spectra import NetworkSpectrum
 from flatness.errors import OptionError, UndefinedMeasureError

@@ -4,46 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flatness.catalogue.measure import Measure, NetworkView, Valued
+from flatness.catalogue.functionals import largest_eigenvalue, largest_of_network, trace
+from flatness.catalogue.measure import Measure
+from flatness.catalogue.metrics import EUCLIDEAN
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, declared
-from flatness.curvature.spectra import NetworkSpectrum
-
-# A Newton step along the gradient that would lower the risk by more than this share says: no minimum here.
-_FAR = 0.1
-
-
-def largest_of_network(view: NetworkView) -> Valued:
-    """The largest eigenvalue of the network's Hessian in the metric, with what makes it doubtful."""
-    spectrum = view.spectrum
-    assert spectrum is not None
-    solver = view.options.get("solver", "lanczos")
-    notes = [
-        f"{spectrum.products} Hessian products ({solver}), residual {spectrum.residual:.1e}",
-    ]
-    if spectrum.dropped:
-        notes.append(f"zero and without a metric, left out: {', '.join(spectrum.dropped)}")
-    if spectrum.smallest == spectrum.smallest:
-        notes.append(f"smallest eigenvalue {spectrum.smallest:.4g} ± {spectrum.smallest_residual:.1e}")
-    if max(-spectrum.smallest, -spectrum.largest) > max(spectrum.largest, 0.0):
-        size = max(abs(spectrum.largest), abs(spectrum.smallest))
-        notes.append(f"not a minimum: the eigenvalue of largest size is negative, |λ|_max = {size:.4g}")
-    notes += _far_from_a_minimum(spectrum)
-    if not spectrum.converged:
-        notes.append("not converged: raise max_products or tolerance in options=")
-    return Valued(spectrum.largest, tuple(notes), converged=spectrum.converged, residual=spectrum.residual)
-
-
-def _far_from_a_minimum(spectrum: NetworkSpectrum) -> list[str]:
-    """Say so where a step along the gradient would gain much: ‖g‖²/2λ in the quadratic model."""
-    norm = spectrum.gradient_norm
-    slope = f"far from a minimum: the gradient has length {norm:.2g} in this metric, and "
-    if norm > 0 and spectrum.largest <= 0:
-        return [slope + "no curvature limits a step along it"]
-    if norm > 0 and norm**2 / (2 * spectrum.largest) > _FAR * abs(spectrum.risk):
-        gain = f"{norm**2 / (2 * spectrum.largest):.2g}"
-        return [slope + f"a step along it would lower the risk of {spectrum.risk:.3g} by about {gain}"]
-    return []
-
 
 hessian_trace = Measure(
     name="hessian_trace",
@@ -60,8 +24,7 @@ hessian_trace = Measure(
         "dividing the next by 5 changes it by orders of magnitude."
     ),
     levels=("layer", "network"),
-    needs=frozenset({"row_traces"}),
-    layer=lambda view: view.trace,
+    **trace(EUCLIDEAN),
     network=lambda view: torch.stack(list(view.traces.values())).sum(),
     network_needs=frozenset({"traces"}),
 )
@@ -81,8 +44,7 @@ hessian_top_eigenvalue = Measure(
         "eigenvalue can be larger in size; a note says so."
     ),
     levels=("layer", "network"),
-    needs=frozenset({"layer_eigenvalue"}),
-    layer=lambda view: view.spectra["layer_eigenvalue"].values[0],
+    **largest_eigenvalue(EUCLIDEAN),
     network=largest_of_network,
     network_needs=frozenset({"spectrum"}),
     cost="eigenvalue iterations: about 20 to 60 Hessian products",

@@ -6,7 +6,9 @@ layer and ρ^max, ρ^Σ.
 
 from __future__ import annotations
 
+from flatness.catalogue.functionals import largest_eigenvalue, trace
 from flatness.catalogue.measure import Measure
+from flatness.catalogue.metrics import LAYERWISE
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, declared
 
 layer_flatness = Measure(
@@ -20,9 +22,7 @@ layer_flatness = Measure(
         "Rescaling single neurons changes it. The largest eigenvalue says little about the other directions."
     ),
     levels=("layer", "network"),
-    invariances=frozenset({"layerwise"}),
-    needs=frozenset({"layer_eigenvalue"}),
-    layer=lambda view: view.squared_norm * view.spectra["layer_eigenvalue"].values[0],
+    **largest_eigenvalue(LAYERWISE),
     reductions=("max", "sum"),
     **declared(EIGENVALUE_OPTIONS),
 )
@@ -42,9 +42,7 @@ layer_flatness_trace = Measure(
         "for that reason alone."
     ),
     levels=("layer", "network"),
-    invariances=frozenset({"layerwise"}),
-    needs=frozenset({"row_traces"}),
-    layer=lambda view: view.squared_norm * view.trace,
+    **trace(LAYERWISE),
     reductions=("max", "sum"),
 )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flatness.catalogue.functionals import trace
 from flatness.catalogue.measure import LayerView, Measure
+from flatness.catalogue.metrics import RELATIVE, UNIT_SPREAD
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, declared
 
 
@@ -29,9 +31,7 @@ relative_flatness = Measure(
         "constant in feature space."
     ),
     levels=("layer", "network"),
-    invariances=frozenset({"layerwise", "neuronwise except own features", "attention q, k, v"}),
-    needs=frozenset({"relative"}),
-    layer=lambda view: view.statistics["relative"],
+    **trace(RELATIVE),
     reductions=("sum",),
 )
 
@@ -50,9 +50,7 @@ relative_flatness_normalized = Measure(
         "use can dominate the value."
     ),
     levels=("layer", "network"),
-    invariances=frozenset({"layerwise", "neuronwise", "attention q, k, v"}),
-    needs=frozenset({"relative_normalized"}),
-    layer=lambda view: view.statistics["relative_normalized"],
+    **trace(UNIT_SPREAD),
     reductions=("sum",),
 )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flatness.catalogue.baselines import largest_of_network
+from flatness.catalogue.functionals import largest_of_network
 from flatness.catalogue.measure import Measure
+from flatness.catalogue.metrics import LAYERWISE, NODEWISE
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, choice, declared
 from flatness.curvature.spectra import METRICS, PARAMETERS, SOLVERS
 
@@ -25,10 +26,10 @@ riemannian_spectral_norm = Measure(
         "and has the paper's meaning only at a critical point: the notes give the gradient's length."
     ),
     levels=("network",),
-    invariances=frozenset({"layerwise"}),
+    invariances=LAYERWISE.unchanged,
     network=largest_of_network,
     network_needs=frozenset({"spectrum"}),
-    **declared({**_OPTIONS, "metric": choice(*METRICS, default="layerwise")}),
+    **declared({**_OPTIONS, "metric": choice(*METRICS, default=LAYERWISE.name)}),
     cost=_COST,
 )
 
@@ -41,9 +42,9 @@ riemannian_spectral_norm_nodewise = Measure(
     when=("As `riemannian_spectral_norm`, and also between networks whose neurons have different scales."),
     misleads="Parameters near 0 hardly count, whatever their curvature: pruned networks look flat.",
     levels=("network",),
-    invariances=frozenset({"layerwise", "neuronwise"}),
+    invariances=NODEWISE.unchanged,
     network=largest_of_network,
     network_needs=frozenset({"spectrum"}),
-    **declared({**_OPTIONS, "metric": choice(*METRICS, default="nodewise")}),
+    **declared({**_OPTIONS, "metric": choice(*METRICS, default=NODEWISE.name)}),
     cost=_COST,
 )

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flatness.catalogue.measure import LayerView, Measure, Valued
+from flatness.catalogue.functionals import largest_eigenvalue, trace
+from flatness.catalogue.measure import Measure
+from flatness.catalogue.metrics import RELATIVE, WHITENED
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, choice, declared
-
-
-def whitening_notes(view: LayerView) -> Iterator[str]:
-    """The rank of C, and what is doubtful about it."""
-    found = view.whitening
-    if found is None:
-        return
-    ranks = sorted({*found.ranks})
-    rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    per_group = " in every group" if len(found.ranks) > 1 else ""
-    yield f"C has rank {rank} of {found.units}{per_group}, from {found.rows} features"
-    if found.rows < found.units:
-        yield (
-            f"fewer features ({found.rows}) than input units ({found.units}): C is what these few happen to "
-            "span, and more data will change the value. Measure more samples"
-        )
-
 
 relative_flatness_whitened = Measure(
     name="relative_flatness_whitened",
@@ -42,31 +27,17 @@ relative_flatness_whitened = Measure(
         "generalisation gap on small networks: an invariance is no evidence."
     ),
     levels=("layer", "network"),
-    invariances=frozenset({"layerwise", "neuronwise", "attention"}),
-    needs=frozenset({"relative_whitened"}),
-    layer=lambda view: Valued(float(view.statistics["relative_whitened"]), tuple(whitening_notes(view))),
+    **trace(WHITENED),
     reductions=("sum",),
     on_request=True,
     cost="the shared pass over the data, after a forward pass for C and an eigendecomposition of it",
 )
 
 
-def _largest(view: LayerView) -> Valued:
-    (spectrum,) = (view.spectra[need] for need in _NEEDS.values() if need in view.spectra)
-    return Valued(float(spectrum.values[0]), tuple(whitening_notes(view)))
-
-
-_NEEDS = {False: "relative_eigenvalue", True: "whitened_eigenvalue"}
-
-
 def _in_metric(options: Mapping[str, Any]) -> Measure:
     """The measure with or without white features."""
-    if not options["whitened"]:
-        return relative_spectral_norm
     return replace(
-        relative_spectral_norm,
-        needs=frozenset({_NEEDS[True]}),
-        invariances=relative_flatness_whitened.invariances,
+        relative_spectral_norm, **largest_eigenvalue(WHITENED if options["whitened"] else RELATIVE)
     )
 
 
@@ -85,9 +56,7 @@ relative_spectral_norm = Measure(
         "features that feed the layer changes it."
     ),
     levels=("layer", "network"),
-    invariances=frozenset({"layerwise", "neuronwise except own features", "attention q, k, v"}),
-    needs=frozenset({_NEEDS[False]}),
-    layer=_largest,
+    **largest_eigenvalue(RELATIVE),
     reductions=("max", "sum"),
     adapted=_in_metric,
     **declared({**EIGENVALUE_OPTIONS, "whitened": choice(False, True)}),

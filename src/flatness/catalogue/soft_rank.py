@@ -9,14 +9,17 @@ from typing import Any
 import torch
 
 from flatness.catalogue.measure import Measure, Surroundings, Valued, averaged
+from flatness.catalogue.metrics import METRICS
 from flatness.catalogue.options import choice, count, declared, positive
-from flatness.curvature.spectra import METRICS, SpectrumRequest
+from flatness.curvature.spectra import METRICS as NAMES
+from flatness.curvature.spectra import SpectrumRequest
 
 # λ in units of the largest eigenvalue, where none is given.
 _SHARE = 0.01
+# What metrics of layers keep of single layers only.
+_OF_LAYERS = {"neuronwise except own features", "attention q, k, v"}
 # A value has settled where the last quarter of the steps changes it by no more than this, or by its error.
 _SETTLED = 0.01
-_UNCHANGED = {"layerwise": frozenset({"layerwise"}), "nodewise": frozenset({"layerwise", "neuronwise"})}
 
 
 def soft_ranks(nodes: Any, weights: Any, dimension: int, ridge: float) -> Any:
@@ -68,7 +71,8 @@ def _soft_rank(around: Surroundings) -> dict[str | None, Valued]:
 
 def _in_metric(options: Mapping[str, Any]) -> Measure:
     """The measure with what its metric leaves unchanged."""
-    return replace(soft_rank, invariances=_UNCHANGED.get(options["metric"], frozenset()))
+    metric = METRICS.get(options["metric"])
+    return replace(soft_rank, invariances=frozenset() if metric is None else metric.unchanged - _OF_LAYERS)
 
 
 soft_rank = Measure(
@@ -96,7 +100,7 @@ soft_rank = Measure(
             "ridge": positive(None, none="for 1 % of the largest eigenvalue", example="0.01"),
             "runs": count(10, least=2),
             "steps": count(40),
-            "metric": choice(*METRICS),
+            "metric": choice(*NAMES),
             "parameters": choice("all", "weights"),
         }
     ),

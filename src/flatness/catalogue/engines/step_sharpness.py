@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatness.catalogue.baselines import largest_of_network
+from flatness.catalogue.functionals import largest_of_network
 from flatness.catalogue.measure import NetworkView, Surroundings, Valued
 from flatness.curvature.parameters.optimizer_state import OptimizerState, Stability
 from flatness.curvature.parameters.parameter_space import ParameterSpace
