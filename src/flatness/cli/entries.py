@@ -71,14 +71,8 @@ def measure_each(
 
 def entries_grid(entries: Sequence[Entry]) -> Grid:
     """The table with a row per checkpoint."""
-    grid = Grid("checkpoint")
-    for entry in entries:
-        if entry.report is None:
-            continue
-        grid.put(entry.name, "risk", f"{entry.report.meta.get('risk', math.nan):.4g}")
-        for column, result in overview_columns(entry.report).items():
-            grid.put(entry.name, column, result)
-    return grid
+    fine = {entry.name: entry.report for entry in entries if entry.report is not None}
+    return Trajectory.of([*fine], [*fine.values()]).grid() if fine else Grid("checkpoint")
 
 
 def sorted_entries(entries: Sequence[Entry], key: str | None, reverse: bool) -> list[Entry]:

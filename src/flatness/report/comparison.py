@@ -158,6 +158,12 @@ class Pair:
         """Name of the measure."""
         return self.a.results[0].measure
 
+    def cells(self, names: Sequence[str]) -> tuple[str, str, str, str]:
+        """Both values with their errors, A's over B's, and the verdict, as text."""
+        a, b = self.a.value, self.b.value
+        ratio = format_ratio(a / b) if b else ""
+        return format_value(a, self.a.error), format_value(b, self.b.error), ratio, self.verdict(names)
+
     def verdict(self, names: Sequence[str]) -> str:
         """Which is flatter, "equal" or "undecided"; empty for what is no flatness."""
         measure = known_measure(self.measure)
@@ -294,17 +300,15 @@ class Comparison(Drawn):
     def table(self, width: int) -> str:
         """The values as text: a block a measure, a line a layer; the ratio is A's value over B's."""
         longest = 20 if width >= _ROOMY else 12  # letters of a file's name
-        numbers = [Column(shortened(name, longest), "right") for name in (*self.headings, "ratio")]
-        columns = [Column(narrow="start"), *numbers, Column("flatter", narrow="start")]
+        sides = [Column(shortened(name, longest), "right") for name in (*self.headings, "ratio")]
+        columns = [Column(narrow="start"), *sides, Column("flatter", narrow="start")]
         rows: list[tuple[str, ...]] = []
         for measure, pairs in itertools.groupby(self.pairs, key=lambda pair: pair.measure):
             rows.append((marked(measure), "", "", "", ""))
             for pair in pairs:
-                row, a, b = pair.a.results[0], pair.a, pair.b
-                values = format_value(a.value, a.error), format_value(b.value, b.error)
-                ratio = format_ratio(a.value / b.value) if b.value else ""
-                verdict = shortened(pair.verdict(self.names), longest)
-                rows.append((f"  {column_of(place_of(row), row.reduction)}", *values, ratio, verdict))
+                row, (*numbers, verdict) = pair.a.results[0], pair.cells(self.names)
+                label = f"  {column_of(place_of(row), row.reduction)}"
+                rows.append((label, *numbers, shortened(verdict, longest)))
         return format_table(columns, rows, width)
 
     def remarks(self) -> list[str]:

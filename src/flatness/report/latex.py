@@ -12,8 +12,6 @@ from flatness.report.tables import (
     MARK,
     Grid,
     column_of,
-    format_ratio,
-    format_value,
     has_data_errors,
     is_marked,
     legend,
@@ -124,8 +122,7 @@ def latex_comparison(comparison: Any) -> str:
     for pair in comparison.pairs:
         row = pair.a.results[0]
         label = f"{marked(row.measure).replace('_', ' ')}, {column_of(place_of(row), row.reduction)}"
-        for name, group in zip(comparison.headings, (pair.a, pair.b), strict=True):
-            grid.put(label, name, format_value(group.value, group.error))
-        grid.put(label, "ratio", format_ratio(pair.a.value / pair.b.value) if pair.b.value else "")
-        grid.put(label, "flatter", pair.verdict(comparison.names))
+        headings = (*comparison.headings, "ratio", "flatter")
+        for heading, cell in zip(headings, pair.cells(comparison.names), strict=True):
+            grid.put(label, heading, cell)
     return latex_grid(grid, measures=[pair.measure for pair in comparison.pairs])

@@ -11,8 +11,6 @@ from flatness.report.tables import (
     Grid,
     cell_of,
     column_of,
-    format_ratio,
-    format_value,
     heading,
     legend,
     marked,
@@ -52,11 +50,9 @@ def comparison_html(comparison: Any) -> str:
     """Both sides, a row per quantity; the verdict above."""
     rows = []
     for pair in comparison.pairs:
-        a, b, row = pair.a, pair.b, pair.a.results[0]
+        row = pair.a.results[0]
         label = f"{marked(row.measure)}, {column_of(place_of(row), row.reduction)}".replace("_", " ")
-        values = format_value(a.value, a.error), format_value(b.value, b.error)
-        ratio = format_ratio(a.value / b.value) if b.value else ""
-        rows.append((label, *values, ratio, pair.verdict(comparison.names)))
+        rows.append((label, *pair.cells(comparison.names)))
     head = ("", *comparison.headings, "ratio", "flatter")
     mark = legend(pair.measure for pair in comparison.pairs)
     return _table(comparison.verdict, head, rows, comparison.notes, mark)

@@ -9,11 +9,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flatness.errors import ReportError
 from flatness.files import write_text
-from flatness.report.report import Drawn, Report
+from flatness.report.report import Drawn, Report, Result
 from flatness.report.sheets import csv_text
 from flatness.report.tables import Grid, format_grid, legend, overview_columns
 
@@ -48,12 +49,23 @@ class Trajectory(Drawn):
         unit, steps = steps_of(names)
         return cls(tuple(names), steps, tuple(reports), unit)
 
+    @cached_property
+    def risks(self) -> list[float]:
+        """The training loss of every checkpoint; NaN where it is not known."""
+        found = (report.meta.get("risk") for report in self.reports)
+        return [math.nan if risk is None else float(risk) for risk in found]
+
+    @cached_property
+    def rows(self) -> list[dict[str, Result]]:
+        """What the table says of every checkpoint, by column: the quantities of the network."""
+        return [overview_columns(report) for report in self.reports]
+
     def grid(self) -> Grid:
         """The table: a row per checkpoint, the training loss and a column per quantity of the network."""
         grid = Grid("checkpoint")
-        for name, report in zip(self.names, self.reports, strict=True):
-            grid.put(name, "risk", f"{report.meta.get('risk', math.nan):.4g}")
-            for column, result in overview_columns(report).items():
+        for name, risk, row in zip(self.names, self.risks, self.rows, strict=True):
+            grid.put(name, "risk", f"{risk:.4g}")
+            for column, result in row.items():
                 grid.put(name, column, result)
         return grid
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flatness.report.report import Report
-from flatness.report.tables import REDUCTION_LABEL, marked, overview_columns
+from flatness.report.tables import REDUCTION_LABEL, marked
 from flatness.report.trajectory import Trajectory
 from flatness.symmetry.check.verdicts import InvarianceReport
 
@@ -75,15 +75,12 @@ def layers_chart(groups: Mapping[str, Sequence[Report]], measure: str, title: st
 
 def trajectory_charts(found: Trajectory, most: int = 2) -> list[Chart]:
     """Training loss and the first measures of the network against epoch."""
-    rows = [overview_columns(report) for report in found.reports]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = list(dict.fromkeys(column for row in found.rows for column in row))
     summed = [column for column in columns if column.endswith(REDUCTION_LABEL["sum"])] or columns
-    risks = [report.meta.get("risk") for report in found.reports]
-    curves = {"training loss": [math.nan if risk is None else float(risk) for risk in risks]}
-    curves |= {
-        marked(column).replace("_", " "): [row[column].value if column in row else math.nan for row in rows]
-        for column in summed[:most]
-    }
+    curves = {"training loss": found.risks}
+    for column in summed[:most]:
+        values = [row[column].value if column in row else math.nan for row in found.rows]
+        curves[marked(column).replace("_", " ")] = values
     return [_curve(found, name, values) for name, values in curves.items() if any(map(math.isfinite, values))]
 
 

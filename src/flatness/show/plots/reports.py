@@ -17,7 +17,6 @@ from flatness.report.report import Report, Result
 from flatness.report.tables import (
     column_of,
     marked,
-    overview_columns,
     place_of,
     shortened,
     title,
@@ -144,18 +143,15 @@ def save_trajectory(
     path: Where, found: Trajectory, *, measures: Sequence[str] | None = None, dark: bool = False
 ) -> Picture:
     """Training loss and measures of the network against epoch, a panel each, with their standard errors."""
-    rows = [overview_columns(report) for report in found.reports]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = list(dict.fromkeys(column for row in found.rows for column in row))
     names = known_measures(measures, [column.split()[0] for column in columns])
     panels = [_of_network(name, columns) for name in names][: _USUAL if measures is None else None]
     with picture(path, 4.6, 0.5 + 1.35 * (1 + len(panels)), dark=dark) as (figure, theme):
         axes = figure.subplots(1 + len(panels), 1, sharex=True, squeeze=False)[:, 0]
-        risks = [report.meta.get("risk") for report in found.reports]
-        losses = [math.nan if risk is None else float(risk) for risk in risks]
-        _draw_curve(axes[0], theme, 0, found.steps, losses, [0.0] * len(losses))
+        _draw_curve(axes[0], theme, 0, found.steps, found.risks, [0.0] * len(found.steps))
         axes[0].set_ylabel("training loss")
         for number, (panel, column) in enumerate(zip(axes[1:], panels, strict=True), 1):
-            _draw_curve(panel, theme, number, found.steps, *_curve([row.get(column) for row in rows]))
+            _draw_curve(panel, theme, number, found.steps, *_curve([row.get(column) for row in found.rows]))
             panel.set_ylabel(in_words(column).replace(" ", "\n", 1))
         axes[-1].set_xlabel(found.unit)
         axes[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
