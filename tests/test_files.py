@@ -9,8 +9,8 @@ import secrets
 import pytest
 import torch
 
-from flatness.errors import StudyError
-from flatness.files import digest, intact, sealed, write_tensors
+from flatness.errors import OptionError, StudyError
+from flatness.files import digest, intact, sealed, write_tensors, write_text
 from flatness.study.folder.records import Folder
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
@@ -63,3 +63,12 @@ def test_sealed_content_is_known_to_be_as_it_was():
     assert intact(content)
     assert not intact({**content, "count": 5})
     assert not intact({**content, "sums": torch.arange(1.0, 5.0)})
+
+
+def test_a_folder_is_no_file_to_write(tmp_path):
+    with pytest.raises(OptionError) as caught:
+        write_text(tmp_path, "text")
+    assert str(caught.value) == (
+        f"Expected the name of a file but got the folder {str(tmp_path)!r}. Add a file name."
+    )
+    assert not list(tmp_path.parent.glob("*.part"))

@@ -132,3 +132,10 @@ def test_the_package_is_typed_and_knows_its_version():
     assert resources.files("flatness").joinpath("py.typed").is_file()
     cited = (Path(__file__).parents[1] / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {flatness.__version__}\n" in cited
+
+
+def test_a_name_with_a_slip_is_answered_with_the_nearest():
+    with pytest.raises(AttributeError) as caught:
+        flatness.meassure  # noqa: B018
+    # What a traceback makes its suggestion from.
+    assert (caught.value.name, caught.value.obj) == ("meassure", flatness)

@@ -1,6 +1,7 @@
 """How flat is the minimum? Flatness measures for PyTorch networks that rescaling cannot change."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from flatness.version import __version__ as __version__
@@ -99,7 +100,10 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # With both, a traceback suggests the nearest name.
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value

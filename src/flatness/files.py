@@ -36,8 +36,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Refuse a path whose folder is not there or cannot be written to."""
+    """Refuse a folder, and a path whose folder is not there or cannot be written to."""
     folder = Path(path).parent
+    if Path(path).is_dir():
+        raise OptionError(f"Expected the name of a file but got the folder {str(path)!r}. Add a file name.")
     if not folder.is_dir():
         raise OptionError(
             f"Expected a path in an existing folder but got {str(path)!r}. Make the folder first."

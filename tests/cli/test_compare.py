@@ -110,3 +110,11 @@ def test_a_file_called_like_a_verdict_goes_by_its_path(folder):
     saved(folder / "large.json", 2.0)
     found = compared("equal.json", "large.json")
     assert "equal.json is flatter than large.json by" in " ".join(found.output.split())
+
+
+def test_a_report_is_not_compared_with_itself(tmp_path):
+    saved(tmp_path / "a.json", 1.0)
+    file = str(tmp_path / "a.json")
+    found = CliRunner().invoke(app, ["compare", file, file])
+    assert isinstance(found.exception, UsageError)
+    assert str(found.exception) == f"Expected two different reports but got {file} twice."

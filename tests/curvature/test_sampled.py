@@ -124,7 +124,7 @@ def test_gauss_newton_leaves_the_residual_out_and_says_how_much_that_is():
     residual = full.value - gauss_newton
     assert full.notes[-1] == (
         f"residual_share {residual / full.value:.3g}: of the trace, {gauss_newton:.4g} is the Gauss-Newton "
-        f"part and {residual:.4g} what it leaves out"
+        f"part and {residual:.4g} the residual"
     )
 
 

@@ -134,8 +134,13 @@ def test_a_file_to_go_on_with_is_looked_at_before_anything_is_computed(tmp_path,
     again = {"layers": ("fc1",), "count": 1, "points": 3, "resume": tmp_path / "line.npz", **QUIET}
     np.testing.assert_array_equal(line(model, pair, **again).loss, line(model, pair, **again).loss)
     assert refused(line, model, pair, resume=tmp_path) == (
-        f"Expected resume to be a file of an earlier line, or a new one, but {tmp_path} is something else. "
-        "Choose another name."
+        f"Expected the name of a file but got the folder {str(tmp_path)!r}. Add a file name."
+    )
+    (tmp_path / "other").write_text("something else")
+    assert refused(line, model, pair, resume=tmp_path / "other") == (
+        f"Expected resume to be a file of an earlier line, or a new one, but {tmp_path / 'other'} is "
+        "something "
+        "else. Choose another name."
     )
     computed = []
     monkeypatch.setattr("flatness.landscape.points.Points.__call__", lambda *given: computed.append(given))

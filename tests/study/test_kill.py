@@ -208,3 +208,28 @@ def _until(condition, seconds):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_an_interrupt_ends_all_processes_without_a_traceback(tmp_path):
+    """Sent to the whole group, as a terminal does, while networks train in two processes."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            PARALLEL,
+            json.dumps({**CONTENT, "stop": {"epochs": 100_000}}),
+            str(tmp_path / "out"),
+        ],
+        env=environment(80),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "out" / "training").glob("*.pt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert err.count("Traceback (most recent call last):") == 1  # of this process, which catches nothing
+    assert err.strip().splitlines()[-1] == "KeyboardInterrupt"

@@ -54,6 +54,8 @@ def compare(
             f"Expected two sides but got {2 + len(rest)} files. A group is a folder, or a pattern in quotes: "
             "flatness compare 'small-*.json' 'large-*.json'."
         )
+    if Path(first).resolve() == Path(second).resolve():
+        raise UsageError(f"Expected two different reports but got {first} twice.")
     sides = [[_load(file) for file in _files(path)] for path in (first, second)]
 
     import flatness

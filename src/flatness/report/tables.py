@@ -231,7 +231,8 @@ def title(report: Any) -> str:
     methods = {row.method for row in report.results}
     sampled = "± is the standard error of sampled values" if "sampled" in methods else ""
     facts = [
-        f"{' of '.join(f'{n:,}' if isinstance(n, int) else str(n) for n in counts)} samples",
+        f"{' of '.join(f'{n:,}' if isinstance(n, int) else str(n) for n in counts)} "
+        f"sample{'' if counts[-1] == 1 else 's'}",
         meta.get("loss", ""),
         "" if meta.get("risk") is None else f"risk {meta['risk']:.4g}",
         "" if meta.get("curvature", "hessian") == "hessian" else "Gauss-Newton part only",

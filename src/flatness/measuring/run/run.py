@@ -157,7 +157,7 @@ def _residual_share(sums: SampledSums, name: str) -> str:
     share = residual / total if total else 0.0
     return (
         f"residual_share {share:.3g}: of the trace, {gauss_newton:.4g} is the Gauss-Newton part and "
-        f"{residual:.4g} what it leaves out"
+        f"{residual:.4g} the residual"
     )
 
 

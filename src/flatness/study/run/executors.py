@@ -11,6 +11,7 @@ import importlib
 import math
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -186,8 +187,7 @@ def execute(
     """
     if not tasks:
         return
-    jobs = min(jobs, len(tasks))
-    if executor == "local" and jobs == 1:
+    if executor == "local" and min(jobs, len(tasks)) == 1:
         yield from (do(task, orders) for task in tasks)
         return
     from joblib import Parallel, delayed, parallel_config
@@ -200,9 +200,43 @@ def execute(
         # Ray's backend cannot hand out results as they come.
         backend, asked = "loky", {"return_as": "generator_unordered"}
     calls = [delayed(do)(task, _on_device(orders, number)) for number, task in enumerate(tasks)]
-    with parallel_config(backend, n_jobs=jobs), _naming_deaths(orders):
-        found: Any = Parallel(pre_dispatch="all", **asked)(calls)
+    with parallel_config(backend, n_jobs=jobs), _naming_deaths(orders), _without_withdrawn_work():
+        with _deaf_children():
+            found: Any = Parallel(pre_dispatch="all", **asked)(calls)
         yield from found
+
+
+@contextmanager
+def _without_withdrawn_work() -> Iterator[None]:
+    """Keep loky's thread from printing a KeyError for work that Ctrl-C has just withdrawn from it."""
+    before = threading.excepthook
+
+    def hook(failed: Any) -> None:
+        manager = failed.thread is not None and failed.thread.name == "ExecutorManagerThread"
+        if not (manager and failed.exc_type is KeyError):
+            before(failed)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C: this one does, a moment later, and ends them.
+
+    Workers that see it print a traceback each, wherever they are, such as in the middle of an import.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class WorkerKilledError(StudyError):

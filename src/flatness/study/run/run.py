@@ -179,14 +179,14 @@ def _networks_done(
         return False
     with Watch(folder, list(networks), progress):
         training = [cohort for cohort in planned if tasks.untrained(cohort, folder)]
-        if not all(list(execute(training, orders, executor, jobs, tasks.train_cohort))):
+        if not all(list(execute(training, orders, executor, min(jobs, len(training)), tasks.train_cohort))):
             return False
         measuring = [
             one
             for one in networks.values()
             if not tasks.is_final(folder.record(one.key), orders.parts[one.part])
         ]
-        at_once = 1 if single else jobs
+        at_once = 1 if single else min(jobs, len(measuring))
         return all(list(execute(measuring, orders, executor, at_once, tasks.measure_network)))
 
 
