@@ -1,4 +1,4 @@
-"""Write docs/pictures: the demo, a study's page and a check's plot, photographed in headless Chromium.
+"""Write docs/pictures: the demo, the page of a study of the gallery and a check's plot, in headless Chromium.
 
 Run it after a page changed: ``make pictures``. Everything is made anew by the commands that users type, in a
 few minutes. A picture is a function of the folder they worked in; add it to `PICTURES`.
@@ -21,8 +21,9 @@ sys.path.insert(0, str(DOCS.parent / "tests"))
 import browser as chromium  # noqa: E402 (a module of the tests)
 
 WIDTH = 1280
-STUDY = """
-title = "Batch size, learning rate and label noise on digits"
+STUDY = "petzka2021-cifar10"
+TRAINED = """
+title = "A network to check"
 [data]
 name = "digits"
 standardize = true
@@ -31,19 +32,12 @@ limit = 600
 name = "mlp"
 options = { sizes = [64, 32, 16, 10] }
 [grid]
-random_labels = [0.0, 0.05, 0.1, 0.2]
-batch_size = [16, 64]
-learning_rate = [0.05, 0.1, 0.2]
-seed = 4
+batch_size = 16
+learning_rate = 0.1
+seed = 1
 [stop]
 loss = 0.1
 epochs = 200
-[rescale]
-low = 5.0
-high = 25.0
-[analysis]
-headline = ["relative_flatness:network:sum", "hessian_trace:network", "weight_norm:network"]
-colour = "random_labels"
 """
 
 
@@ -53,11 +47,13 @@ def flatness(folder: Path, *words: str) -> None:
 
 
 def work(folder: Path) -> None:
-    """Run a demo, a study, and a check of one of the study's networks."""
+    """Run a demo, show a study of the gallery, and check a network."""
     flatness(folder, "demo", "--out", "demo")
-    (folder / "digits.toml").write_text(STUDY, encoding="utf-8")
-    flatness(folder, "study", "run", "digits.toml", "--scale", "paper", "--out", "study", "--jobs", "1")
-    weights = sorted((folder / "study" / "weights").iterdir())[0]
+    (folder / "digits.toml").write_text(TRAINED, encoding="utf-8")
+    flatness(folder, "study", "run", "digits.toml", "--scale", "paper", "--out", "trained", "--jobs", "1")
+    weights = sorted((folder / "trained" / "weights").iterdir())[0]
+    flatness(folder, "study", "unpack", str(DOCS / "gallery" / "records" / f"{STUDY}.json.xz"), "study")
+    flatness(folder, "study", "show", "study")
     network = ("-m", "mlp", "--model-arg", "sizes=[64,32,16,10]", "-d", "digits", "--standardize")
     flatness(folder, "check", str(weights), *network, "--samples", "300", "--trials", "10", "--out", "check")
 

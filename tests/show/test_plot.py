@@ -246,7 +246,7 @@ def test_a_study_is_a_scatter_of_its_first_quantity_against_the_gap(tmp_path):
     axes = study.plot(tmp_path / "study.png").axes[0]
     assert axes.get_xlabel() == "relative flatness, all layers"
     assert axes.get_ylabel() == "test loss − training loss"
-    drawn = sorted(x for line in axes.containers for x in line[0].get_xdata())
+    drawn = sorted(float(x) for line in axes.lines for x in line.get_xdata())
     assert drawn == sorted(study.kept()["relative_flatness:network:sum"])
     assert (
         flatness.plot(study, measures="hessian_trace:network").axes[0].get_xlabel()

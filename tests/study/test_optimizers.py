@@ -46,6 +46,29 @@ def test_a_stack_takes_the_steps_of_torch_for_every_network(name):
         torch.testing.assert_close(flat[row], parameter.detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_rates_fall_as_torchs_steplr_lets_them():
+    start, gradients = torch.randn(2, 5, dtype=torch.float64), torch.randn(7, 2, 5, dtype=torch.float64)
+    columns = {"learning_rate": torch.tensor([[0.1], [0.02]], dtype=torch.float64)}
+    columns |= {key: torch.zeros(2, 1, dtype=torch.float64) for key in ("momentum", "weight_decay")}
+    flat = start.clone()
+    optimizer = OPTIMIZERS["sgd"](columns, flat, {"decay_every": 3, "decay": 0.5})
+    for epoch, gradient in enumerate(gradients):
+        optimizer.begin(epoch)
+        optimizer.update(flat, gradient)
+    for row, rate in enumerate((0.1, 0.02)):
+        parameter = start[row].clone().requires_grad_()
+        reference = torch.optim.SGD([parameter], rate)
+        schedule = torch.optim.lr_scheduler.StepLR(reference, 3, gamma=0.5)
+        for gradient in gradients:
+            parameter.grad = gradient[row].clone()
+            reference.step()
+            schedule.step()
+        torch.testing.assert_close(flat[row], parameter.detach(), rtol=1e-12, atol=1e-12)
+    optimizer.keep(torch.tensor([1]))
+    optimizer.begin(3)
+    assert optimizer.settings["learning_rate"].item() == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_that_stay_keep_their_state_and_a_saved_state_goes_on(name):
     start, gradients = torch.randn(3, 5), torch.randn(8, 3, 5)

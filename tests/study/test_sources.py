@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 import flatness
 from flatness.catalogue.registry import select_measures
 from flatness.errors import FlatnessError, SpecError
+from flatness.study.objects import load_split
 from flatness.study.spec.sources import columns_of
 from studies import study
 
@@ -113,6 +115,18 @@ def test_what_the_data_do_not_take_is_refused(tmp_path):
     assert refused(tmp_path / "out", own) == (
         "Expected no standardize in [data] but there is one beside 'flatness.data:load', which does not take "
         "it. Give it as one of options."
+    )
+
+
+def test_inputs_are_as_a_published_script_has_them(tmp_path):
+    plain = load_split({"name": "digits", "limit": 40, "test_limit": 20})
+    moved = load_split({"name": "digits", "limit": 40, "test_limit": 20, "shift": 0.5, "scale": 2.0})
+    for one, other in ((plain.train, moved.train), (plain.test, moved.test)):
+        assert torch.equal(other[0], (one[0] - 0.5) * 2)
+        assert torch.equal(other[1], one[1])
+    assert moved.digest != plain.digest
+    assert refused(tmp_path / "out", study(data={"standardize": True, "scale": 255})) == (
+        "Expected standardize, or shift and scale, in [data] but got both. Each says how inputs are scaled."
     )
 
 

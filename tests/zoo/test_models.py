@@ -24,6 +24,7 @@ CASES = {
     "rangamani2019_mnist_fc": ("grey", 10, 784 * 512 + 4 * 512 * 512 + 512 * 10),
     "lenet5": ("colour", 10, 62_006),
     "lenet5_mnist": ("grey", 10, 61_706),
+    "lenet_431k": ("grey", 10, 431_080),
     "rangamani2019_c1": ("grey", 10, 54_814),
     "rangamani2019_lenet": ("grey", 10, 54_570),
     "rangamani2019_alexnet": ("colour", 10, 1_756_426),

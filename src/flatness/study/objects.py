@@ -79,7 +79,7 @@ def load_split(data: Mapping[str, Any]) -> Split:
     """
     name = data["name"]
     own = names_code(name)
-    for key in ("standardize", "data_dir") if own else ("options",):
+    for key in ("standardize", "shift", "scale", "data_dir") if own else ("options",):
         if data.get(key):
             raise SpecError(
                 f"Expected no {key} in [data] but there is one beside {name!r}, which does not take it. "
@@ -92,7 +92,21 @@ def load_split(data: Mapping[str, Any]) -> Split:
     options = {"data_dir": data.get("data_dir"), "standardize": bool(data.get("standardize", False))}
     train = load(name, split="train", limit=data.get("limit"), **options)
     test = load(name, split="test", limit=data.get("test_limit"), **options)
+    if "shift" in data or "scale" in data:
+        return _moved(train, test, data)
     return Split(train.pair, test.pair, digest([train.digest, test.digest]), train.source)
+
+
+def _moved(train: Any, test: Any, data: Mapping[str, Any]) -> Split:
+    """Inputs as a published script has them: (inputs − shift) · scale, where pixels go from 0 to 1."""
+    shift, scale = float(data.get("shift", 0.0)), float(data.get("scale", 1.0))
+    if data.get("standardize"):
+        raise SpecError(
+            "Expected standardize, or shift and scale, in [data] but got both. "
+            "Each says how inputs are scaled."
+        )
+    pairs = [((inputs - shift) * scale, targets) for inputs, targets in (train.pair, test.pair)]
+    return Split(pairs[0], pairs[1], digest([train.digest, test.digest, shift, scale]), train.source)
 
 
 def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

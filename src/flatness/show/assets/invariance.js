@@ -24,12 +24,15 @@ const check = JSON.parse(document.getElementById("data").textContent);
     const trials = Math.max(0, ...found.map((row) => row.values.length));
     // A flat line needs room around it, or rounding would look like a mountain.
     const y = scaleOf([...ratios, 0.8, 1.25], true);
-    const marks = shown.flatMap((row) => row.ratios.map((ratio, trial) => ({ x: trial, y: ratio, look: row.look, row, trial })));
+    // Measures that stay lie on one line: their marks stand side by side, so that each is seen.
+    const still = shown.filter((row) => row.holds), step = Math.min(0.09, 0.8 / Math.max(still.length, 1));
+    const aside = (row) => row.holds ? (still.indexOf(row) - (still.length - 1) / 2) * step : 0;
+    const marks = shown.flatMap((row) => row.ratios.map((ratio, trial) => ({ x: trial + aside(row), y: ratio, look: row.look, row, trial })));
     plot.show({
-      x: scaleOf([-0.25, trials + 0.25], false), y, level: 1,
+      x: scaleOf([-0.5, trials + 0.5], false), y, level: 1,
       xTicks: Array.from({ length: trials + 1 }, (_, i) => [i, i === 0 ? "original" : String(i)]),
       xLabel: "rewritten network", yLabel: "value ÷ value of the original",
-      lines: shown.map((row) => ({ colour: row.look[0], dash: row.holds ? null : "5 3",
+      lines: shown.map((row) => ({ colour: row.holds && still.length > 1 ? "#888888" : row.look[0], dash: row.holds ? null : "5 3",
         points: row.ratios.map((ratio, trial) => [trial, ratio]).filter(([, ratio]) => drawn(ratio)) })),
       marks: marks.filter((mark) => drawn(mark.y)),
       summary: `${shown.length} measures of ${state.place} over ${trials} ${state.kind} rescalings: ` +

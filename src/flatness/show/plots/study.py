@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatness.errors import OptionError, listed, nearest
-from flatness.show.charts import Chart, Mark, value_order
+from flatness.show.charts import Chart, Mark
 from flatness.show.plots.charts import save_chart, save_intervals
 from flatness.show.plots.generalization import save_bounds, save_correlations
 from flatness.show.plots.landscape import save_line
-from flatness.show.plots.themes import Picture, Where
+from flatness.show.plots.scatter import Scatter, save_scatter
+from flatness.show.plots.themes import SHAPES, Picture, Where
+from flatness.study.analysis.correlations import settings_of
 from flatness.study.analysis.experiment import ExperimentStudy
+from flatness.study.analysis.granulated import SEED
 from flatness.study.analysis.results import Study
 from flatness.study.folder.environment import code_digest
 from flatness.study.table import AXIS_LABELS, in_words, measure_columns
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     import pandas
 
 _BARS = 24
+_FITTED = 0.9  # of the training labels
 _FORMS = (".png", ".svg")
 _ROUNDING = 1e-17  # no difference at all has no place on a logarithmic axis
 
@@ -81,31 +85,48 @@ def _digest(path: Path) -> str:
 
 
 def _scatter(study: Study, part: str, kept: pandas.DataFrame, column: str) -> list[str]:
-    chart = _scatter_chart(study, part, kept, column)
-    if chart is None:
+    scatter = _scatter_of(study, part, kept, column)
+    if scatter is None:
         return []
-    return _drawn(study, f"{_file(part)}scatter-{_file(column).rstrip('-')}", save_chart, chart)
+    return _drawn(study, f"{_file(part)}scatter-{_file(column).rstrip('-')}", save_scatter, scatter)
 
 
-def _scatter_chart(study: Study, part: str, kept: pandas.DataFrame, column: str) -> Chart | None:
-    colour = study.colour(part)
-    rows: list[dict[str, Any]] = kept.to_dict("records")
-    series: dict[str, list[Mark]] = {}
-    for row in sorted(rows, key=lambda row: value_order(row[colour])):
-        if math.isfinite(row[column]) and math.isfinite(row["gap"]):
-            group = f"{colour.replace('_', ' ')} {row[colour]}"
-            series.setdefault(group, []).append(Mark(float(row[column]), float(row["gap"]), row["network"]))
-    if not series:
+def _scatter_of(study: Study, part: str, kept: Any, column: str) -> Scatter | None:
+    """A column against the gap: coloured by batch size where it varies, shaped by the optimizer."""
+    colour, shape = _told_apart(study, part, kept)
+    fine = [math.isfinite(x) and math.isfinite(y) for x, y in zip(kept[column], kept["gap"], strict=True)]
+    known = kept[fine]
+    if len(known) == 0:
         return None
-    count = sum(map(len, series.values()))
-    title = f"{study.spec.name}{f', {part}' if part else ''}: n = {count}"
+    rows: list[dict[str, Any]] = known.to_dict("records")
+    points = [
+        (float(row[column]), float(row["gap"]), row.get(colour, ""), row.get(shape, ""), _fitted(row))
+        for row in rows
+    ]
+    title = f"{study.spec.name}{f', {part}' if part else ''}: n = {len(points)}"
     gap = AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
-    return Chart(
-        title,
-        in_words(column.removesuffix(":rescaled")) + ", rescaled copies" * column.endswith(":rescaled"),
-        gap,
-        series,
-    )
+    rescaled = ", rescaled copies" if column.endswith(":rescaled") else ""
+    label = in_words(column.removesuffix(":rescaled")) + rescaled
+    settings = settings_of(known, study.axes()).tolist()
+    names = [name.replace("_", " ") for name in (colour, shape)]
+    return Scatter(title, label, gap, points, settings, *names)
+
+
+def _told_apart(study: Study, part: str, kept: Any) -> tuple[str, str]:
+    """The hyperparameters that colour and shape the marks; an empty name for none."""
+    axes = [columns[0] for axis, columns in study.axes().items() if axis != SEED]
+    varying = [name for name in axes if name in kept and kept[name].nunique() > 1]
+    colour = "batch_size" if "batch_size" in varying else study.colour(part)
+    colour = colour if colour in kept and kept[colour].nunique() > 1 else ""
+    words = [name for name in varying if name != colour and kept[name].nunique() <= len(SHAPES)]
+    return colour, "optimizer" if "optimizer" in words else next(iter(words), "")
+
+
+def _fitted(row: Mapping[str, Any]) -> bool:
+    """Whether a network reached its target and fits nine tenths of its labels."""
+    accuracy = row.get("train_accuracy")
+    poor = isinstance(accuracy, float) and accuracy < _FITTED
+    return row["status"] != "not_converged" and not poor
 
 
 def save_study(
@@ -122,9 +143,9 @@ def save_study(
             f"{listed(known, 12)}."
         )
     for part in study.spec.parts:
-        chart = _scatter_chart(study, part, study.kept(part), column)
-        if chart is not None:
-            return save_chart(path, chart, dark=dark)
+        scatter = _scatter_of(study, part, study.kept(part), column)
+        if scatter is not None:
+            return save_scatter(path, scatter, dark=dark)
     raise OptionError(f"Expected networks with a finite {column} and a gap to draw but there are none.")
 
 

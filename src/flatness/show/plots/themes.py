@@ -147,7 +147,7 @@ def looks(groups: Iterable[str]) -> dict[str, tuple[str, str]]:
     numbers = {name: _number(name) for name in names}
     if len(names) > colours and None not in numbers.values():
         order = sorted(names, key=lambda name: numbers[name] or 0.0)
-        return {name: (_shade(order.index(name) / (len(names) - 1)), SHAPES[0]) for name in names}
+        return {name: (shade(order.index(name) / (len(names) - 1)), SHAPES[0]) for name in names}
     # When colours come again, they come with other shapes.
     return {name: (COLOURS[i % colours], SHAPES[(i + i // colours) % shapes]) for i, name in enumerate(names)}
 
@@ -160,10 +160,10 @@ def _number(name: str) -> float | None:
         return None
 
 
-def _shade(share: float) -> str:
+def shade(share: float) -> str:
     """A colour between dark (0) and light (1).
 
-    >>> _shade(0.0), _shade(0.5), _shade(1.0)
+    >>> shade(0.0), shade(0.5), shade(1.0)
     ('#00224e', '#7d7c74', '#fee838')
     """
     at = share * (len(_SHADES) - 1)

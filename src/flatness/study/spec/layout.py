@@ -70,7 +70,14 @@ _FILE: dict[str, Key] = {
     **dict.fromkeys(("title", "paper", "claim"), _TEXT),
     **dict.fromkeys(("parts", "scale"), _TABLE),
     "data": _table(
-        name=_TEXT, options=_TABLE, standardize=_YES_NO, limit=_WHOLE, test_limit=_WHOLE, data_dir=_TEXT
+        name=_TEXT,
+        options=_TABLE,
+        standardize=_YES_NO,
+        shift=_NUMBER,
+        scale=_NUMBER,
+        limit=_WHOLE,
+        test_limit=_WHOLE,
+        data_dir=_TEXT,
     ),
     "model": _table(name=_TEXT, options=_TABLE),
     "grid": _table(
@@ -89,6 +96,8 @@ _FILE: dict[str, Key] = {
         loss=Key("text", known=LOSSES),
         at_once=_count(1),
         tf32=_YES_NO,
+        decay_every=_count(1),  # epochs, as torch's StepLR
+        decay=Key("a number", wanted="a factor above 0", right=lambda x: x > 0),
         **dict.fromkeys(("beta1", "beta2", "alpha", "eps"), _NUMBER),
     ),
     "measure": _table(

@@ -19,7 +19,8 @@ class Optimizer:
     Args:
         settings: ``learning_rate``, ``momentum`` and ``weight_decay`` of each network, tensors (networks, 1).
         like: The parameters, (networks, parameters).
-        options: What is the same for all: ``beta1``, ``beta2``, ``alpha``, ``eps``.
+        options: What is the same for all: ``beta1``, ``beta2``, ``alpha``, ``eps``, ``decay_every``,
+            ``decay``.
     """
 
     states: tuple[str, ...] = ()
@@ -29,6 +30,7 @@ class Optimizer:
     def __init__(self, settings: Mapping[str, Tensor], like: Tensor, options: Mapping[str, float]) -> None:
         self.settings = {name: value.to(like) for name, value in settings.items()}
         self.options = dict(options)
+        self._rate = self.settings["learning_rate"].clone()
         # Asked once: reading a tensor on a GPU would wait for it at every step.
         self._decays = bool((self.settings["weight_decay"] > 0).any())
         moves = self.takes_momentum and bool((self.settings["momentum"] > 0).any())
@@ -42,6 +44,12 @@ class Optimizer:
             gradient = gradient + self.settings["weight_decay"] * flat
         self._step(flat, gradient)
 
+    def begin(self, epoch: int) -> None:
+        """Set the rates of an epoch, in place: times ``decay`` for every ``decay_every`` epochs before it."""
+        if "decay_every" in self.options:
+            factor = self.options.get("decay", 0.1) ** (epoch // int(self.options["decay_every"]))
+            torch.mul(self._rate, factor, out=self.settings["learning_rate"])
+
     def _step(self, flat: Tensor, gradient: Tensor) -> None:
         raise NotImplementedError
 
@@ -54,6 +62,7 @@ class Optimizer:
     def keep(self, rows: Tensor) -> None:
         """Keep the networks in these rows."""
         self.settings = {name: value[rows] for name, value in self.settings.items()}
+        self._rate = self._rate[rows]
         self.state = {name: value[rows] for name, value in self.state.items()}
         self.steps = self.steps[rows]
 

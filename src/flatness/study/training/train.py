@@ -122,6 +122,7 @@ class Cohort:
         """
         while len(self.ended) < len(self.members):
             order = self._order()
+            self.program.optimizer.begin(self.epoch)
             while self.position < self.samples:
                 self.program.step(order[:, self.position : self.position + self.batch])
                 self.position += self.batch

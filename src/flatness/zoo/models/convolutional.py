@@ -18,6 +18,7 @@ from flatness.zoo.models.initial import seeded
 __all__ = [
     "lenet5",
     "lenet5_mnist",
+    "lenet_431k",
     "rangamani2019_c1",
     "rangamani2019_lenet",
     "rangamani2019_alexnet",
@@ -40,7 +41,14 @@ def _classifier(
 
 
 def _lenet(
-    channels: int, size: int, padding: int, maps: tuple[int, int], classes: int, bias: bool, seed: int | None
+    channels: int,
+    size: int,
+    padding: int,
+    maps: tuple[int, int],
+    classes: int,
+    bias: bool,
+    seed: int | None,
+    hidden: tuple[int, ...] = (120, 84),
 ) -> nn.Sequential:
     """Two 5×5 convolutions with ReLU and 2×2 pooling, then 120, 84 and `classes` units."""
     side = ((size + 2 * padding - 4) // 2 - 4) // 2
@@ -58,7 +66,7 @@ def _lenet(
             relu2=nn.ReLU(),
             pool2=nn.MaxPool2d(2),
         )
-        layers.update(_classifier((maps[1] * side * side, 120, 84, classes), first_relu=3, bias=bias))
+        layers.update(_classifier((maps[1] * side * side, *hidden, classes), first_relu=3, bias=bias))
     return nn.Sequential(layers)
 
 
@@ -95,6 +103,17 @@ def lenet5_mnist(classes: int = 10, bias: bool = True, seed: int | None = None) 
     say.
     """
     return lenet5(channels=1, size=28, padding=2, classes=classes, bias=bias, seed=seed)
+
+
+def lenet_431k(
+    channels: int = 1, size: int = 28, classes: int = 10, seed: int | None = None
+) -> nn.Sequential:
+    """The LeNet of 20 and 50 maps and 500 hidden units; 431,080 parameters for 28×28 grey images.
+
+    conv 5×5 → 20, conv 5×5 → 50, then 800-500-10: what many tutorials call LeNet. Tsuzuku et al. 2020 give no
+    sizes; unlike LeNet-5 it fits random labels in as many epochs, as their networks do.
+    """
+    return _lenet(channels, size, 0, (20, 50), classes, True, seed, hidden=(500,))
 
 
 def rangamani2019_c1(bias: bool = True, classes: int = 10, seed: int | None = None) -> nn.Sequential:
