@@ -61,6 +61,7 @@ reference: $(STAMP)  ## write docs/reference from the catalogue
 pictures: $(STAMP)  ## draw all pictures of README and docs; pages need Chromium and its driver
 	$(BIN)/python docs/make_landscapes.py
 	$(BIN)/python docs/make_stability.py
+	$(BIN)/python docs/make_metrics.py
 	$(BIN)/python docs/make_pictures.py
 
 gallery: $(STAMP)  ## make figures and tables of docs/gallery from the kept records
