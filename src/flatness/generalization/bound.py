@@ -40,7 +40,7 @@ from flatness.generalization.representativeness import (
     layer_notes,
 )
 from flatness.problem import setting_of
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
 from flatness.report.report import Report

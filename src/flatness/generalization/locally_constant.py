@@ -19,7 +19,7 @@ from flatness.generalization.local_losses import moves
 from flatness.generalization.representativeness import check_features
 from flatness.losses import Loss
 from flatness.problem import setting_of
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
 from flatness.report.report import Result

@@ -12,7 +12,7 @@ from flatness.files import NUMBER, TEXT
 from flatness.generalization.storage import Saved
 from flatness.measuring.measure import measure
 from flatness.problem import setting_of
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 from flatness.report.notebook import terms_html
 from flatness.report.tables import Column, format_table, format_value
 

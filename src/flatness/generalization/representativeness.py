@@ -17,7 +17,7 @@ from flatness.generalization.local_losses import local_losses
 from flatness.losses import Loss
 from flatness.measuring.examine.examination import examine
 from flatness.problem import setting_of
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
 from flatness.report.report import Result

@@ -23,7 +23,7 @@ from flatness.generalization.perturbations import (
 )
 from flatness.generalization.robustness_result import Robustness
 from flatness.problem import setting_of
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
 from flatness.report.report import Result

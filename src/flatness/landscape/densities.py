@@ -35,7 +35,7 @@ from flatness.measuring.request import measure_request
 from flatness.measuring.run.layer_metrics import metric_blocks
 from flatness.network.layers import find_layers
 from flatness.problem import setting_of
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately

@@ -23,7 +23,7 @@ from flatness.landscape.networks import Member, Networks, Weights, members_of, s
 from flatness.landscape.storage import Array
 from flatness.landscape.walk import Walk
 from flatness.problem import setting_of
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
 

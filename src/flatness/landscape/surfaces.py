@@ -20,7 +20,7 @@ from flatness.landscape.surface_result import Surface
 from flatness.landscape.walk import Walk
 from flatness.problem import setting_of
 from flatness.problem.batches import describe
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
 

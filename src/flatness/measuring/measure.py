@@ -25,7 +25,7 @@ from flatness.measuring.rows import relative_error, report_rows, row_notes
 from flatness.measuring.run.run import run_plan
 from flatness.measuring.views import Outline, layer_views
 from flatness.problem import setting_of
-from flatness.problem.forward import DefaultForward, Forward
+from flatness.problem.model import DefaultForward, Forward
 from flatness.problem.problem import Problem
 from flatness.problem.ranks import Ranks
 from flatness.report.report import Report, joined

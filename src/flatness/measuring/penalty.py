@@ -44,7 +44,7 @@ from flatness.measuring.training_pass import TrainingPass, training_pass
 from flatness.network.layers import Layer
 from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.memory import ran_out
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 
 Seed = int | torch.Generator | None
 

@@ -13,7 +13,7 @@ from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
 from flatness.measuring.run.exploration import explore
 from flatness.problem import setting_of
-from flatness.problem.forward import Forward
+from flatness.problem.model import Forward
 from flatness.problem.problem import Problem
 
 

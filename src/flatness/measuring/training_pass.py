@@ -20,9 +20,8 @@ from flatness.network.layers import Layer, find_layers, select_layers
 from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.live_calls import LiveCall, LiveCalls
 from flatness.problem import batches
-from flatness.problem.forward import DefaultForward, Forward
 from flatness.problem.guard import Guard, is_compiled
-from flatness.problem.model import unwrap
+from flatness.problem.model import DefaultForward, Forward, unwrap
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,16 @@ from flatness.losses import Items, resolve_loss
 from flatness.network.memory import batch_budget, fits
 from flatness.problem import batches
 from flatness.problem.batches import describe
-from flatness.problem.forward import DefaultForward, Forward, line_for
 from flatness.problem.guard import Guard, Suppressed
-from flatness.problem.model import check_model, converted, unwrap, usable_device
+from flatness.problem.model import (
+    DefaultForward,
+    Forward,
+    check_model,
+    converted,
+    line_for,
+    unwrap,
+    usable_device,
+)
 from flatness.problem.process_state import PROCESS
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import Ranks

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from flatness.curvature.sums.routes import marker
 from flatness.errors import FlatnessError, ModelError, OutOfMemoryError
 from flatness.losses import Items
-from flatness.measuring.examine.examined import Examined, LayerRecord, notes_on
+from flatness.measuring.examine.examined import Examined, LayerRecord, Reuse, find_reuse, notes_on
 from flatness.measuring.examine.probe import Alone, check_runs, largest, run_alone, settled_run
-from flatness.measuring.examine.reuse import Reuse, find_reuse
 from flatness.measuring.examine.unfamiliar import View, misread_samples
 from flatness.network.affine import AffineModule, find_affine
 from flatness.network.graph import InPlaceOperators, read_graph
@@ -93,27 +92,34 @@ def _with_repeated_tokens(
 
     Their signals then come back sample by sample, like those of all other layers.
     """
-    n = len(run.items.logits)
-    tables = {
-        name: calls[0].x
-        for name, calls in run.recorded.items()
-        if isinstance(view := views[name], Layer) and view.chooses and n > 1 and len(calls) == 1
-        if [x.shape for x in alone.inputs.get(name, [])] == [calls[0].x.shape]
-        if torch.equal(alone.inputs[name][0], calls[0].x)
-    }
+    tables = _position_tables(views, run, alone)
+    if not tables:
+        return run
     with problem.repeated_tokens(views[name].module for name in tables) as keep:
         try:
-            again = _recorded(problem, example, views) if tables else run
+            again = _recorded(problem, example, views)
         except (RuntimeError, FlatnessError) as error:
             if isinstance(error, RuntimeError) and ran_out(error):
                 raise
             return run
-        if again is run or not _told_apart(run, again, tables):
+        if not _told_apart(run, again, tables):
             return run
         keep()
     for name, tokens in tables.items():
         alone.inputs[name] = [tokens.reshape(1, *again.recorded[name][0].x.shape[1:])]
     return again
+
+
+def _position_tables(views: Mapping[str, View], run: Examined, alone: Alone) -> dict[str, Tensor]:
+    """What tables are asked for, by name, where a sample by itself asks for the same as all together."""
+    return {
+        name: calls[0].x
+        for name, calls in run.recorded.items()
+        if isinstance(view := views[name], Layer) and view.chooses
+        if len(run.items.logits) > 1 and len(calls) == 1
+        if [x.shape for x in alone.inputs.get(name, [])] == [calls[0].x.shape]
+        if torch.equal(alone.inputs[name][0], calls[0].x)
+    }
 
 
 def _told_apart(run: Examined, again: Examined, tables: Iterable[str]) -> bool:
