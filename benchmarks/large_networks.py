@@ -262,6 +262,8 @@ def main() -> None:
     rows = []
     for call in given.calls:
         try:
+            networks.model("gpt2" if call.startswith("products") else call.split(":")[0])  # trained here
+            stream()
             with alarm(given.limit), profiled(given.profile, device):
                 rows.append((products if call.startswith("products") else measured)(networks, call))
         except BaseException as error:

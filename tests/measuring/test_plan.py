@@ -42,6 +42,7 @@ def test_a_plan_prints_in_words():
     assert str(made) == (
         "measures: relative_flatness, layer_flatness\n"
         "shared pass: 1 forward and 2 backward passes per micro-batch of 7\n"
+        f"{made.estimate}\n"
         "  fc1  W 6 × 4, 1 position: exact, passes; the network is piecewise linear after it\n"
         "  head  W 3 × 6, 1 position: exact, softmax head; last layer: the output is linear in its weight\n"
         "eigenvalues by Lanczos, all layers in step: fc1 (whole), head (whole)"
@@ -60,26 +61,26 @@ def test_a_plan_shows_groups_positions_spread_and_notes():
     )
     assert str(made) == (
         "measures: relative_flatness_normalized\nshared pass: 1 forward and 2 backward passes per "
-        "micro-batch of 3 after 1 forward pass for the features' spread\n  0  W 2 × 3 × 6, 2 positions: "
-        "exact, passes; the network is piecewise linear after it\n  3  W 3 × 12, 1 position: exact, softmax "
+        f"micro-batch of 3 after 1 forward pass for the features' spread\n{made.estimate}\n"
+        "  0  W 2 × 3 × 6, 2 positions: exact, passes; the network is piecewise linear after it\n  3  W 3 × 12, 1 position: exact, softmax "
         "head; last layer: the output is linear in its weight\nnote: left out, because the forward pass "
         "never calls them: spare"
     )
 
 
-def test_a_plan_reads_one_batch_only():
+def test_a_plan_reads_the_first_batch_only():
     class Counting:
         def __init__(self):
-            self.batches = 0
+            self.furthest = 0
 
         def __iter__(self):
-            for _ in range(50):
-                self.batches += 1
+            for number in range(50):
+                self.furthest = max(self.furthest, number + 1)
                 yield data()
 
     given = Counting()
     plan(network(), given)
-    assert given.batches == 1
+    assert given.furthest == 1
 
 
 def test_the_last_layer_under_cross_entropy_needs_no_backward_pass():

@@ -247,7 +247,7 @@ def _check_classes(loss: Any, group: LossGroup) -> None:
 
 
 def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: Any) -> Plan:
-    """What `measure` would do with the same arguments, and why; only a few samples are looked at.
+    """What `measure` would do with the same arguments, why, and what it takes; a few samples are looked at.
 
     Where a layer has a forward of its own or a hook on its output, one forward pass over all of the data says
     whether it computes what its class does.
@@ -263,6 +263,8 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
         >>> plan.reasons["2"]
         'last layer: the output is linear in its weight'
     """
+    from flatness.measuring.plan.estimate import estimate
+
     bound = inspect.signature(measure).bind(model, data, loss, **arguments)
     bound.apply_defaults()
     given = _settled(bound.arguments)
@@ -270,5 +272,6 @@ def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: 
     for group in by_loss(given["measures"], given["options"]):
         problem, request = _posed(given, group)
         with problem.guarded():
-            plans.append(make_plan(problem, request))
+            made = make_plan(problem, request)
+            plans.append(replace(made, estimate=estimate(problem, made)))
     return replace(plans[0], others=tuple(plans[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatness.catalogue.measure import Measure
 from flatness.curvature.sums.routes import LayerRoute, ParameterRoutes, Routes
@@ -13,6 +13,9 @@ from flatness.errors import listed
 from flatness.measuring.plan.treatment import AFFORDABLE_PASSES, Treatment
 from flatness.measuring.request import MeasureRequest
 from flatness.network.layers import Layer
+
+if TYPE_CHECKING:
+    from flatness.measuring.plan.estimate import Estimate
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,11 @@ class Plan:
         aliases: What `named_parameters` calls a parameter, by every name it has.
         loss: Name of the loss.
         graph_bytes: Rough size of one sample's graph of first derivatives.
+        sample_bytes: Rough size of what one sample of a micro-batch takes.
         micro_batch: How many samples are worked on at a time.
         notes: What is left out, and why.
         others: Plans for measures that are defined with another loss; each is a pass of its own.
+        estimate: What running it takes, where that was asked for.
     """
 
     request: MeasureRequest
@@ -52,9 +57,11 @@ class Plan:
     aliases: dict[str, str]
     loss: str
     graph_bytes: int = 0
+    sample_bytes: int = 0
     micro_batch: int = 0
     notes: tuple[str, ...] = ()
     others: tuple[Plan, ...] = field(default=())
+    estimate: Estimate | None = None
 
     @property
     def measures(self) -> list[Measure]:
@@ -189,6 +196,8 @@ class Plan:
             yield f"trace of {listed(self.rest, 6)}: products with their Hessian"
         if self.request.differences:
             yield "Hessian products are central differences of gradients"
+        if self.estimate is not None:
+            yield str(self.estimate)
 
     def _layers(self) -> Iterator[str]:
         routes = self.layer_routes

@@ -86,8 +86,9 @@ def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
         from flatness.measuring.examine.second_derivatives import hidden_curvature
 
         notes += hidden_curvature(problem, examined)
-    graph_bytes = _fit_memory(problem, examined, plan)
-    return replace(plan, graph_bytes=graph_bytes, micro_batch=problem.micro_batch, notes=tuple(notes))
+    graph_bytes, sample_bytes = _fit_memory(problem, examined, plan)
+    sizes = {"graph_bytes": graph_bytes, "sample_bytes": sample_bytes, "micro_batch": problem.micro_batch}
+    return replace(plan, **sizes, notes=tuple(notes))
 
 
 def _last_only(problem: Problem, request: MeasureRequest) -> bool:
@@ -292,12 +293,13 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
     return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size, skipped)
 
 
-def _fit_memory(problem: Problem, examined: Examined, plan: Plan) -> int:
-    """Choose the micro-batch; returns the rough size of one sample's graph of first derivatives."""
+def _fit_memory(problem: Problem, examined: Examined, plan: Plan) -> tuple[int, int]:
+    """Choose the micro-batch; returns rough sizes of one sample: its graph of first derivatives, and all."""
     size = problem.dtype.itemsize
     block = min(BLOCK, max(1, plan.routes.passes))
     each = bytes_per_sample(plan.routes, examined.calls, examined.items, block, size)
     graph = graph_bytes_per_sample(examined.calls, examined.items, size)
     twice = plan.differentiates_twice
-    problem.fit_memory(max(each, graph if twice else 0), backward=plan.routes.backward or twice)
-    return graph
+    taken = max(each, graph if twice else 0)
+    problem.fit_memory(taken, backward=plan.routes.backward or twice)
+    return graph, taken
