@@ -62,7 +62,8 @@ def test_a_plan_shows_groups_positions_spread_and_notes():
     assert str(made) == (
         "measures: relative_flatness_normalized\nshared pass: 1 forward and 2 backward passes per "
         f"micro-batch of 3 after 1 forward pass for the features' spread\n{made.estimate}\n"
-        "  0  W 2 × 3 × 6, 2 positions: exact, passes; the network is piecewise linear after it\n  3  W 3 × 12, 1 position: exact, softmax "
+        "  0  W 2 × 3 × 6, 2 positions: exact, passes; the network is piecewise linear after it\n"
+        "  3  W 3 × 12, 1 position: exact, softmax "
         "head; last layer: the output is linear in its weight\nnote: left out, because the forward pass "
         "never calls them: spare"
     )
