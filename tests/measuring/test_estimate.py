@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import flatness
-from flatness.measuring.plan.estimate import Estimate
+from flatness.measuring.plan.plan import Estimate
 
 X, Y = torch.randn(40, 6), torch.randint(3, (40,))
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 
-from flatness.errors import listed
-from flatness.measuring.plan.plan import Plan
+from flatness.measuring.plan.plan import Estimate, Plan
 from flatness.problem import batches
 from flatness.problem.problem import Problem
 
@@ -20,40 +18,6 @@ _PROBE, _PRODUCT = 3.0, 3.5
 _PILOT, _FEWEST_PROBES, _FEWEST_PRODUCTS = 1 / 8, 2, 2
 # The most samples that a gradient is timed on.
 _TIMED = 64
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What running a plan takes, within a factor of about two.
-
-    Attributes:
-        fewest: Gradients of all samples, if few probes suffice.
-        most: Gradients of all samples, if `max_passes` is used up; iterations may need fewer.
-        samples: How many samples there are; None if the data does not say.
-        seconds: What one gradient of all samples takes here; of one sample if their number is unknown.
-        memory: Bytes that one micro-batch takes.
-        apart: Measures whose iterations are not counted.
-    """
-
-    fewest: float
-    most: float
-    samples: int | None
-    seconds: float
-    memory: int
-    apart: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """The estimate in words."""
-        times = [self.fewest * self.seconds, self.most * self.seconds]
-        many = _between(_count(self.fewest), _count(self.most))
-        whose = f"all {self.samples:,} samples" if self.samples else "all samples"
-        each = "" if self.samples else " per sample"
-        besides = f", {listed(self.apart, 4)} not counted" if self.apart else ""
-        noun = "gradient" if many == "1" else "gradients"
-        return (
-            f"cost: about {many} {noun} of {whose}, {_between(*map(_span, times))}{each} here{besides}; "
-            f"a micro-batch takes about {_size(self.memory)}"
-        )
 
 
 def estimate(problem: Problem, plan: Plan) -> Estimate:
@@ -118,27 +82,3 @@ def _timed_gradient(problem: Problem, size: int) -> float:
             torch.cuda.synchronize(problem.device)
         taken = time.perf_counter() - begun
     return taken / batches.size_of(example)
-
-
-def _count(number: float) -> str:
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
-
-
-def _between(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
-
-
-def _span(seconds: float) -> str:
-    """A time in words, to about a digit."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.2g} {unit}"
-    return f"{max(seconds, 0.01):.1g} s"
-
-
-def _size(memory: int) -> str:
-    """Bytes in words."""
-    for size, unit in ((1e9, "GB"), (1e6, "MB")):
-        if memory >= size:
-            return f"{memory / size:.2g} {unit}"
-    return f"{max(1, memory // 1000)} kB"

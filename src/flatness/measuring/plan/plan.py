@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatness.catalogue.measure import Measure
 from flatness.curvature.sums.routes import LayerRoute, ParameterRoutes, Routes
@@ -14,8 +14,39 @@ from flatness.measuring.plan.treatment import AFFORDABLE_PASSES, Treatment
 from flatness.measuring.request import MeasureRequest
 from flatness.network.layers import Layer
 
-if TYPE_CHECKING:
-    from flatness.measuring.plan.estimate import Estimate
+
+@dataclass(frozen=True)
+class Estimate:
+    """What running a plan takes, within a factor of about two.
+
+    Attributes:
+        fewest: Gradients of all samples, if few probes suffice.
+        most: Gradients of all samples, if `max_passes` is used up; iterations may need fewer.
+        samples: How many samples there are; None if the data does not say.
+        seconds: What one gradient of all samples takes here; of one sample if their number is unknown.
+        memory: Bytes that one micro-batch takes.
+        apart: Measures whose iterations are not counted.
+    """
+
+    fewest: float
+    most: float
+    samples: int | None
+    seconds: float
+    memory: int
+    apart: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The estimate in words."""
+        times = [self.fewest * self.seconds, self.most * self.seconds]
+        many = _between(_count(self.fewest), _count(self.most))
+        whose = f"all {self.samples:,} samples" if self.samples else "all samples"
+        each = "" if self.samples else " per sample"
+        besides = f", {listed(self.apart, 4)} not counted" if self.apart else ""
+        noun = "gradient" if many == "1" else "gradients"
+        return (
+            f"cost: about {many} {noun} of {whose}, {_between(*map(_span, times))}{each} here{besides}; "
+            f"a micro-batch takes about {_size(self.memory)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -235,3 +266,27 @@ class Plan:
 
 def _label(name: str) -> str:
     return name or "the model itself"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def _between(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def _span(seconds: float) -> str:
+    """A time in words, to about a digit."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{max(seconds, 0.01):.1g} s"
+
+
+def _size(memory: int) -> str:
+    """Bytes in words."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if memory >= size:
+            return f"{memory / size:.2g} {unit}"
+    return f"{max(1, memory // 1000)} kB"
