@@ -168,6 +168,10 @@ def _number(found: dict[str, Any], name: str, kind: str) -> Cell:
     value = found[name]
     signed = name == "granulated" or (name.startswith(_SIGNED) and not name.endswith(_SIZES))
     text = _signed(value) if signed else "–" if math.isnan(value) else f"{value:.2g}"
+    low, high = (found.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
+    if math.isfinite(value + low + high):
+        ends = (_signed(low), _signed(high)) if signed else (f"{low:.2g}", f"{high:.2g}")
+        text = f"{text} [{', '.join(ends)}]"
     return Cell(text, value, kind=kind, key=name)
 
 
