@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatness.errors import DataError
-from flatness.problem.batches import copied, describe, sample_codes, size_of, tensors_in
+from flatness.problem.batches import Table, copied, describe, sample_codes, size_of, tensors_in
 from flatness.problem.snapshot import putting_back
 
 _BATCH = 256
@@ -195,8 +195,6 @@ def _reiterable(data: Any) -> Any:
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=_BATCH)
     if type(data).__module__.partition(".")[0] == "datasets":
-        from flatness.problem.tables import Table
-
         return Table(data)
     if _is_one_batch(data):
         return [data]
