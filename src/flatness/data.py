@@ -1,4 +1,4 @@
-"""Data sets as they are published on disk, by name: see `load`."""
+"""Published data sets on disk, by name: see `load`."""
 
 from flatness.zoo.data import DATASETS, Dataset, load
 

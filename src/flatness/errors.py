@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class FlatnessError(Exception):
-    """Base of everything this library raises on purpose."""
+    """Base of all errors that this library raises on purpose."""
 
 
 class DataError(FlatnessError, ValueError):

@@ -683,14 +683,16 @@ UNREADABLE = (
     [
         (
             "cross_entropi",
-            "Expected a loss named cross_entropy, nll, mse, squared_error, bce, normalized_cross_entropy "
-            "but got 'cross_entropi'. Did you mean 'cross_entropy'? For any other loss pass a function of "
+            "Expected one of the losses cross_entropy, nll, mse, squared_error, bce, "
+            "normalized_cross_entropy but got 'cross_entropi'. Did you mean 'cross_entropy'? For any other "
+            "loss pass a function of "
             "(output, target) that returns one loss per sample.",
         ),
         (
             "zzz",
-            "Expected a loss named cross_entropy, nll, mse, squared_error, bce, normalized_cross_entropy "
-            "but got 'zzz'. For any other loss pass a function of (output, target) that returns one loss "
+            "Expected one of the losses cross_entropy, nll, mse, squared_error, bce, "
+            "normalized_cross_entropy but got 'zzz'. For any other loss pass a function of (output, "
+            "target) that returns one loss "
             "per sample.",
         ),
         (

@@ -143,8 +143,9 @@ BAD = {
     ),
     "unknown loss": Bad(
         errors.LossError,
-        "Expected a loss named cross_entropy, nll, mse, squared_error, bce, normalized_cross_entropy but "
-        "got 'MSE'. For any other loss pass a function of (output, target) that returns one loss per sample.",
+        "Expected one of the losses cross_entropy, nll, mse, squared_error, bce, normalized_cross_entropy "
+        "but got 'MSE'. For any other loss pass a function of (output, target) that returns one loss per "
+        "sample.",
         loss="MSE",
     ),
     "unknown option": Bad(

@@ -534,8 +534,9 @@ def test_curvature_that_overflows_is_refused():
 
 def test_unknown_losses_are_refused_with_the_nearest_name():
     assert refusal(LossError, network(), data(), "cross_entropie") == (
-        "Expected a loss named cross_entropy, nll, mse, squared_error, bce, normalized_cross_entropy but "
-        "got 'cross_entropie'. Did you mean 'cross_entropy'? For any other loss pass a function of (output, "
+        "Expected one of the losses cross_entropy, nll, mse, squared_error, bce, normalized_cross_entropy "
+        "but got 'cross_entropie'. Did you mean 'cross_entropy'? For any other loss pass a function of "
+        "(output, "
         "target) that returns one loss per sample."
     )
     assert refusal(LossError, network(), data(), 3) == (

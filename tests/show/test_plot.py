@@ -52,7 +52,7 @@ def test_measures_choose_panels_and_their_order():
     with pytest.raises(OptionError) as error:
         report().plot(measures="hesian_trace")
     assert str(error.value) == (
-        "Expected a measure that is there to draw but got 'hesian_trace'. Did you mean 'hessian_trace'? "
+        "Expected a measure of this result but got 'hesian_trace'. Did you mean 'hessian_trace'? "
         "There are: relative_flatness, neuron_flatness, hessian_trace."
     )
 

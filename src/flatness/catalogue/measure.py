@@ -35,7 +35,7 @@ def squared_norm(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerView:
-    """What a measure gets to see of one layer: its weight and its curvature in float64.
+    """What a measure receives of one layer: its weight and its curvature in float64.
 
     Attributes:
         name: The layer's name.
@@ -80,15 +80,15 @@ class LayerView:
 
 @dataclass(frozen=True)
 class Valued:
-    """A value with what there is to say about it.
+    """A value with its error, method and notes.
 
     Attributes:
         value: The number.
-        notes: How it was computed and what to beware of.
+        notes: How it was computed, and caveats.
         converged: Whether an iteration behind it met its tolerance.
         stderr: Standard error of the estimator; 0 when there is none.
-        method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for, "bisection"
-            where a crossing is.
+        method: "exact", "sampled" if noise is drawn, "ascent" if a maximum is searched for, "bisection" if a
+            crossing is.
         residual: ‖Hv − λv‖ of the eigenvalue behind it, if any.
         terms: What the value is made of, by name: numbers, texts, lists and dictionaries of them.
         over: What a value of the network is about, in words, where that is not all parameters.
@@ -112,7 +112,7 @@ def averaged(draws: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class NetworkView:
-    """What a measure gets to see of the whole network.
+    """What a measure receives of the whole network.
 
     Attributes:
         traces: Tr H of every parameter tensor, by name, penalty included.
@@ -186,13 +186,13 @@ class Measure:
         when: When to use it, in plain words, for the reference.
         misleads: When it misleads.
         reductions: How layers (and units) are aggregated.
-        flatness: Whether smaller means flatter; False for quantities that are no flatness.
+        flatness: Whether smaller means flatter; False for quantities that do not measure flatness.
         options: Names and defaults of the options it takes.
         loss: Name of the loss it is defined with, whatever the user's; None for the user's own. A measure
-            with a loss of its own gets a pass of its own; its option ``loss="same"`` takes the user's.
+            with its own loss gets its own pass; its option ``loss="same"`` takes the user's.
         loss_of: The same where it depends on the options: called with them.
-        check_option: Called with an option's name and value; raises `OptionError` when the value is no good.
-        on_request: Whether "default" leaves it out although the shared pass is all it needs.
+        check_option: Called with an option's name and value; raises `OptionError` if the value is invalid.
+        on_request: Whether "default" leaves it out even though it needs only the shared pass.
         clips: What the value clips at 0: "entries" of statistics, or "sums" of them, which are then under a
             root; None for nothing.
         adapted: Called with all options; the measure as these options make it, where they change what it
@@ -244,12 +244,12 @@ class Measure:
 
     @property
     def one_pass(self) -> bool:
-        """Whether the shared streaming pass is all it needs."""
+        """Whether it needs only the shared streaming pass."""
         return self.of_sums and self.loss is None
 
     @property
     def by_default(self) -> bool:
-        """Whether "default" has it."""
+        """Whether "default" includes it."""
         return self.one_pass and not self.on_request
 
     @property

@@ -41,7 +41,7 @@ def compare(
     """Say which of two networks is flatter, measure by measure, with error bars.
 
     Reports come from 'flatness measure --out' or '--json'. Values on different data or losses are refused.
-    Of two groups the means are compared, with the spread between the networks of each in the error.
+    Groups are compared by their means; the error includes the spread between their networks.
 
     Example:
         flatness measure a.pt --model mynets:build --data digits --json > a.json

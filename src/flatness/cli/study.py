@@ -65,12 +65,12 @@ def run(
     data_dir: o.DataDir = None,
     progress: o.Progress = True,
 ) -> None:
-    """Train the networks of a study, measure them and correlate; run it again to go on where it stopped.
+    """Train the networks of a study, measure them and correlate; run it again to resume.
 
-    Killed at any moment it loses at most a minute of training, or the measurement that was running.
+    A killed run loses at most a minute of training, or the measurement that was running.
 
-    A study file is code: what it names as package.module:factory is imported and called. A file in the
-    folder of a study that was unpacked, copied or received is refused if it names code, until --trust.
+    A study file is code: what it names as package.module:factory is imported and called. A file in a study
+    folder that was unpacked, copied or received is refused if it names code, unless you pass --trust.
 
     Example:
         flatness study run petzka2019-mnist --scale smoke
@@ -140,10 +140,9 @@ def unpack(
         Path | None, typer.Argument(metavar="[DIR]", help="Where to.  [default: FILE without .json.xz]")
     ] = None,
 ) -> None:
-    """Make the folder of a packed study again. 'study run' goes on there and trains nothing twice.
+    """Restore the folder of a packed study. 'study run' resumes there and trains nothing twice.
 
-    Unpacking runs nothing. A study file is code: one that lies in the folder and names package.module:factory
-    needs --trust to be run.
+    Unpacking runs nothing. A study file in the folder that names package.module:factory needs --trust to run.
 
     Example:
         flatness study unpack results.json.xz
@@ -161,7 +160,7 @@ def show(
     ],
     as_csv: Annotated[bool, o.option("Print the full table as CSV instead.", None, None, "--csv")] = False,
 ) -> None:
-    """Show a study: the summary in the terminal; its page, tables and figures are made anew in its folder.
+    """Show a study: print the summary, and remake its page, tables and figures.
 
     Example:
         flatness study show petzka2019-mnist-smoke

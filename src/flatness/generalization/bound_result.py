@@ -51,7 +51,7 @@ class GeneralizationBound(Written, Drawn):
         delta: δ.
         terms: All numbers.
         rate: Theorem 6 for a Gaussian density, and with plug-in values.
-        assumptions: What is assumed, measured.
+        assumptions: The assumptions, each measured.
         representativeness: The cross-validated estimate.
         labels: Definition 9 over δ.
         notes: What else to know.
@@ -80,11 +80,11 @@ class GeneralizationBound(Written, Drawn):
 
     @property
     def value(self) -> float | None:
-        """The sum of representativeness and δ²/(2m) κ_Tr, which E_gen is at most, approximately."""
+        """The sum of representativeness and δ²/(2m) κ_Tr, an approximate upper bound on E_gen."""
         return self.term("bound").value
 
     def summary(self) -> str:
-        """One sentence: what the sum says about the gap, and on how many assumptions that rests."""
+        """One sentence: what the sum says about the gap, and how many assumptions hold."""
         whole, gap = self.term("bound"), self.representativeness.gap
         held = [assumption.holds for assumption in self.assumptions]
         rests = f"{sum(holds is True for holds in held)} of {len(held)} assumptions hold"

@@ -59,7 +59,7 @@ class LabelConstancy(Result):
         return self.order >= _WANTED_ORDER - 0.05
 
     def order_in_words(self) -> str:
-        """The fitted order beside the one that is wanted, or why there is none."""
+        """The fitted order and the order needed, or why there is none."""
         if math.isnan(self.order):
             return "no order can be fitted, because only one δ changes any loss (order 3 is needed)"
         return f"fitted order {self.order:.2f} (3 is needed)"
@@ -109,10 +109,10 @@ def locally_constant_labels(
         loss: As for `flatness.measure`.
         layer: Name of a Linear layer that everything passes through, or "last".
         labels: The true label function on feature space, ``(N, m) features -> N targets``. Without it, the
-            label of the nearest sample stands in: a heuristic.
+            label of the nearest sample is used, a heuristic.
         deltas: The δ at which to look.
         draws: Moves per sample and δ.
-        samples: At most so many samples, the first.
+        samples: At most this many samples, from the start.
         forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         device: Work on a copy of the model there.
         dtype: Work on a copy of the model in that precision.

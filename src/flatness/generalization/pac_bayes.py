@@ -24,7 +24,7 @@ _NOT_COMPUTABLE = "not computable"
 
 @dataclass(frozen=True)
 class PacBayesBound(Saved):
-    """An upper bound of a noisy network's test error, and everything it is made of. Print it.
+    """An upper bound on a noisy network's test error, with all its terms. Print it.
 
     Attributes:
         value: The bound: the sum of the terms. Above 1 it says nothing.
@@ -33,8 +33,9 @@ class PacBayesBound(Saved):
         unknown: The term that cannot be computed.
         grid: For every λ: "lambda", "error under noise" (None where the rest alone was too large) and
             "rest", the sum of the other terms.
-        settings: λ, δ, how the noise was chosen, number of samples, loss and what else tells bounds apart.
-        notes: What to beware of.
+        settings: λ, δ, how the noise was chosen, number of samples, loss and whatever else distinguishes
+            bounds.
+        notes: Caveats.
     """
 
     format = "flatness PAC-Bayes bound"
@@ -121,14 +122,15 @@ def pac_bayes_bound(
     """Bound the test error of a network with Gaussian noise on its weights, from its training data.
 
     tsuzuku2020, eq. 1–4: L_D(Q) ≤ L_S(Q) + (1/λ)(KL[Q‖P] + ln(1/δ) + Ψ). The noise is chosen by the curvature
-    of a surrogate loss; its choice and that of λ are paid for. Honest, and for most networks above 1.
+    of a surrogate loss; the bound includes the cost of choosing it and λ. It is valid, and above 1 for most
+    networks.
 
     Args:
         model: The trained classifier.
         data: Its training data, all of it.
         loss: The surrogate whose curvature chooses the noise; any classification loss. The bound itself is
             about the 0–1 loss.
-        sigma: "rows_and_columns" (eq. 17), or "matrices" (eq. 11): fewer scales to pay for, coarser noise.
+        sigma: "rows_and_columns" (eq. 17), or "matrices" (eq. 11): fewer scales to encode, coarser noise.
         delta: The bound holds with probability 1 − δ over the training data.
         draws: Networks drawn to estimate the error rate under noise.
         hyperprior: The floating-point numbers that scales are chosen from: "float32", "bfloat16" (coarser,

@@ -31,8 +31,8 @@ _IN_INPUT_SPACE = "in input space: φ is the identity and ψ a linear predictor 
 class Representativeness(Result):
     """E_Rep, cross-validated (petzka2021, eq. 3, §6 and App. C).
 
-    `stderr` is that of an estimate of the average E_Rep over samples of this size. The E_Rep of the sample at
-    hand scatters around that average by more, which no data but fresh ones can tell.
+    `stderr` is the error of an estimate of the average E_Rep over samples of this size. The E_Rep of the
+    given sample scatters more around that average, which only fresh data can show.
 
     Attributes:
         delta: δ, the bandwidth relative to the features' length.
@@ -104,7 +104,7 @@ def representativeness(
     seed: int = 0,
     progress: bool = True,
 ) -> Representativeness:
-    """How badly perturbed training samples stand in for the true distribution, by cross-validation.
+    """How badly perturbed training samples represent the true distribution, by cross-validation.
 
     For each fold ψ is refitted on the rest S_f of the data; then E_Rep = mean loss on the fold − mean loss of
     ψ around the points of S_f, labels held (petzka2021, eq. 3).
@@ -116,8 +116,7 @@ def representativeness(
         layer: Name of a Linear layer, "last", or "input" for the inputs themselves (φ = id).
         delta: Bandwidth relative to the features' length; the rule n^(−1/(4+m)) when None.
         kernel: "uniform", "truncated_normal", "epanechnikov", "orthogonal" (on the sphere), or "point"
-            (nothing
-            moves: the estimate is the generalisation gap).
+            (nothing moves: the estimate is the generalisation gap).
         sigma: Of the truncated normal, in units of the bandwidth; 1/(2√m) when None.
         fitter: What refits ψ: "ridge" (as the paper), "head" (a linear layer that minimises the loss), "auto"
             (ridge for squared losses, head for others), or a function ``(z, y) -> ψ``.

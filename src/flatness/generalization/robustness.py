@@ -75,7 +75,7 @@ def feature_robustness(
             induced distribution, petzka2019 App. D.1).
         steps: Number of steps α ≤ δ at which Definition 1's maximum is taken, when `delta` is one number.
         iterations: Most ascent steps for "worst".
-        compare: Whether to measure the flatness that theory compares the value with.
+        compare: Whether to measure the flatness that the theory compares the value with.
         forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         batch_size: Samples per micro-batch; chosen by memory when None.
         device: Work on a copy of the model there.

@@ -29,7 +29,7 @@ class Written:
         return json_text({"format": self.format, "version": _VERSION, **asdict(self)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file, at once or not at all."""
+        """Write `to_json` to a file, completely or not at all."""
         write_text(path, self.to_json())
 
 

@@ -41,14 +41,13 @@ _OF_ONE_MEASURE = (UndefinedMeasureError, DifferentiabilityError, LossError, Opt
 
 
 class Monitor:
-    """Measures a network every `every` steps and logs the values of its layers and of the whole.
+    """Measures a network every `every` steps and logs the values of its layers and of the network.
 
-    The network, its mode, its gradients and the random state are left as they were, so that training goes on
-    as it would have without. Nothing that goes wrong ends the training: it is noted in `notes`, with a
-    warning the first time.
+    The network, its mode, its gradients and the random state are restored, so training is not affected. A
+    failure never ends training: it is recorded in `notes`, with a warning the first time.
 
     Args:
-        data: The batch that all measurements are on: inputs and targets, or what `flatness.measure` takes.
+        data: The fixed batch for all measurements: inputs and targets, or anything `flatness.measure` takes.
         loss: The loss.
         every: Steps between two measurements.
         log: ``log(values, step)``; or an object with ``add_scalar(name, value, step)``, such as TensorBoard's
@@ -57,18 +56,18 @@ class Monitor:
         optimizer: The optimizer that trains the network; its critical, directional and preconditioned
             sharpness are then measured too, or those of them that `measures` names, and logged with their
             thresholds. True for that of the trainer, which the callbacks for Lightning and transformers know.
-        share: At most this share of the time since the first step goes into measuring; the first measurement
-            and one second more are always there. A measurement that would take longer is made on a half, a
-            quarter or an eighth of the samples; where that takes too long as well, it is skipped. How long
-            one takes is known from those before it.
-        never_skip: Whether every measurement that is due is taken, on all samples, however long it takes.
+        share: At most this share of the time since the first step goes into measuring, plus the first
+            measurement and one second. A measurement that would take longer uses a half, a quarter or an
+            eighth of the samples; if that still takes too long, it is skipped. The time is predicted from
+            earlier measurements.
+        never_skip: Whether every measurement is made on all samples, however long it takes.
         **options: Passed on to `flatness.measure`.
 
     Attributes:
         history: Step and report of every measurement.
-        notes: Step and words about what was skipped, made on fewer samples, or not possible.
+        notes: Step and reason of what was skipped, measured on fewer samples, or not possible.
         seconds: Time spent measuring.
-        skipped: How many measurements that were due are missing because of `share`.
+        skipped: How many measurements were skipped because of `share`.
 
     Example:
         >>> import torch, flatness
@@ -122,14 +121,14 @@ class Monitor:
     def step(
         self, model: nn.Module, step: int | None = None, optimizer: Any = None, *, log: Log | None = None
     ) -> Report | None:
-        """Call after every training step; returns the report where one was due and could be made.
+        """Call after every training step; returns the report if one was due and possible.
 
-        Called with 0 before the first step, it measures the network that training begins with. Called several
-        times with the same step, as under gradient accumulation, it measures once.
+        Called with 0 before the first step, it measures the initial network. Called several times with the
+        same step, as under gradient accumulation, it measures once.
 
         Args:
             model: The network.
-            step: Its number; counted here where it is not given.
+            step: Its number; counted automatically if not given.
             optimizer: The optimizer, for a monitor with ``optimizer=True``.
             log: Gets the values too, as the monitor's own ``log`` does.
         """

@@ -1,6 +1,6 @@
 """Landscapes: loss and accuracy along lines and over planes, and the density of the Hessian's eigenvalues.
 
-Arrays first: every function returns a result that saves, loads and is drawn without the network.
+Every function returns arrays that can be saved, loaded and drawn without the network.
 """
 
 from flatness.landscape.densities import density

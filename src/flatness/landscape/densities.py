@@ -69,7 +69,7 @@ def density(
 
     With ``metric="layerwise"`` layer-wise rescaled copies of a network have the same density, with
     "nodewise" neuron-wise rescaled ones too, with "whitened" all whose features are mixed by linear maps;
-    the Hessian's own density they do not share.
+    but not the same density of the Hessian itself.
 
     Args:
         model: A network, or networks by name, a curve for each.
@@ -85,7 +85,7 @@ def density(
         runs: Random starting vectors; the band is over them.
         steps: Lanczos steps, each a product with the Hessian for every run.
         curvature: "hessian" or "gauss_newton".
-        resume: A file: networks in it are not computed again, and what is computed is kept there.
+        resume: A file to resume from: networks in it are not computed again, and new ones are saved there.
         forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         weight_decay: Adds weight_decay·I to the Hessian; rescaled copies then differ in every metric.
         batch_size: Samples per micro-batch; chosen by memory when None.
@@ -96,7 +96,7 @@ def density(
 
     Returns:
         A `Density`: print it; `.curve(name, grid)`, `.spectra[name].power_sum(2)`; `.save` it. After Ctrl-C
-        it holds what the steps made so far say. `flatness.show.plots.landscape.save_density` draws it.
+        it holds the result of the steps made so far. `flatness.show.plots.landscape.save_density` draws it.
 
     Example:
         >>> import torch, flatness

@@ -70,15 +70,16 @@ def line(
               the parameters, one flat vector, or a list of these.
         count: How many directions per network, of those with a name.
         between: Another network of the same architecture, or its state dict, to go to instead: θ at t = 0,
-            the other at t = 1. Floating-point buffers go along, and beyond are those of the nearer network.
+            the other at t = 1. Floating-point buffers are interpolated; beyond the ends they are those of the
+            nearer network.
         points: Number of points on each line.
         span: t runs from −span to span, or between two ends; 1 by default. With `between` about (−0.5, 1.5),
             so that points lie at both networks.
         parameters: "all", or "weights" for those with two axes or more; None takes what `directions` usually
             moves, which is all but for "filter".
         layers: Only parameters of these layers move; all by default.
-        batch_norm: "as_is" keeps the network's statistics at every point; "recomputed" computes them anew.
-        resume: A file: points in it are not computed again, and what is computed is kept there.
+        batch_norm: "as_is" keeps the network's statistics at every point; "recomputed" recomputes them.
+        resume: A file to resume from: points in it are not computed again, and new ones are saved there.
         forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         weight_decay: Adds torch's penalty, weight_decay/2·‖θ‖², to the loss.
         batch_size: Samples per micro-batch; chosen by memory when None.
@@ -89,8 +90,8 @@ def line(
 
     Returns:
         A `Line`: use `.positions`, `.loss`, `.accuracy`, `.mean(group)`, `.band(group)`; `.save` it. After
-        Ctrl-C it holds what was computed, and NaN elsewhere. `flatness.show.plots.landscape.save_line`
-        draws it.
+        Ctrl-C it holds what was computed so far, with NaN elsewhere.
+        `flatness.show.plots.landscape.save_line` draws it.
 
     Example:
         >>> import torch, flatness

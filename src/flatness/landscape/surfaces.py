@@ -68,8 +68,8 @@ def surface(
             trajectories, what holds them.
         parameters: As for `flatness.landscape.line`.
         layers: Move only the parameters of these layers.
-        batch_norm: "as_is" keeps the network's statistics at every point; "recomputed" computes them anew.
-        resume: A file: points in it are not computed again, and what is computed is kept there.
+        batch_norm: "as_is" keeps the network's statistics at every point; "recomputed" recomputes them.
+        resume: A file to resume from: points in it are not computed again, and new ones are saved there.
         forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         weight_decay: Adds torch's penalty, weight_decay/2·‖θ‖², to the loss.
         batch_size: Samples per micro-batch; chosen by memory when None.
@@ -80,7 +80,7 @@ def surface(
 
     Returns:
         A `Surface`: use `.x`, `.y`, `.loss`, `.accuracy`, `.paths`; `.save` it. After Ctrl-C it holds what
-        was computed, and NaN elsewhere. `flatness.show.plots.surfaces` draws it: `save_contour`,
+        was computed so far, with NaN elsewhere. `flatness.show.plots.surfaces` draws it: `save_contour`,
         `save_relief`.
 
     Example:

@@ -79,7 +79,8 @@ def resolve_loss(loss: Any) -> Loss:
         if loss in _NAMED:
             return _loaded(_NAMED[loss])()
         raise LossError(
-            f"Expected a loss named {', '.join(LOSS_NAMES)} but got {loss!r}.{nearest(loss, LOSS_NAMES)} "
+            f"Expected one of the losses {', '.join(LOSS_NAMES)} but got "
+            f"{loss!r}.{nearest(loss, LOSS_NAMES)} "
             "For any other loss pass a function of (output, target) that returns one loss per sample."
         )
     if isinstance(loss, nn.Module):

@@ -60,9 +60,9 @@ def measure(
 ) -> Report:
     """Measure how flat the minimum is that a trained network sits in, layer by layer.
 
-    The model is measured in evaluation mode and left exactly as it was. Under an initialised
+    The model is measured in evaluation mode and then restored exactly. Under an initialised
     `torch.distributed` process group all processes must call this, each with its own part of the data: the
-    report is that of all the data (see `separately` for measuring in one process alone).
+    report is about all the data (see `separately` for measuring in one process alone).
 
     Args:
         model: The trained network, any `torch.nn.Module`.
@@ -91,14 +91,14 @@ def measure(
         device: Where to measure, such as "cuda:1", on a copy of the model; by default where the model is.
         dtype: Floating-point type to measure a copy of the model in; by default the model's own.
         samples: How many samples to draw at random, without replacement, or "enough" for as many as the
-            precision takes; by default all are measured. Standard errors then count the choice of samples,
-            for values that are functions of sums over samples, and precision is for all of the data.
+            precision takes; by default all are measured. Standard errors then include the choice of samples,
+            for values that are functions of sums over samples, and precision refers to all of the data.
         tf32: Whether a GPU may round factors of float32 products to TF32: faster, and good for about three
             digits.
         seed: Seed of everything random.
         progress: Whether to show a bar on work of more than two seconds.
-        statistics_to: A file for the sums behind this report, so that `merge` makes one report from the
-            parts of the data that several jobs measure. Give every job its own part, and its own seed.
+        statistics_to: A file for the sums behind this report, so that `merge` makes one report from the parts
+            of the data that several jobs measure. Give each job its own part and its own seed.
 
     Returns:
         A `Report`: print it, or use ``report.to_frame()``, ``report.value(...)``, ``report.save(...)``.
@@ -247,9 +247,9 @@ def _check_classes(loss: Any, group: LossGroup) -> None:
 
 
 def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: Any) -> Plan:
-    """What `measure` would do with the same arguments, why, and what it takes; a few samples are looked at.
+    """What `measure` would do with the same arguments, why, and what it costs; it looks at only a few samples.
 
-    Where a layer has a forward of its own or a hook on its output, one forward pass over all of the data says
+    If a layer has its own forward or a hook on its output, one forward pass over all of the data checks
     whether it computes what its class does.
 
     Example:

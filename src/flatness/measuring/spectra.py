@@ -39,7 +39,7 @@ def network_spectrum(
     """The extreme eigenvalues of D^½ H D^½, H the Hessian of all parameters and D the inverse metric.
 
     `flatness.measure` reports the same numbers as `hessian_top_eigenvalue` and `riemannian_spectral_norm`;
-    here the eigenvector and the course of the iteration come with them.
+    here they come with the eigenvector and the history of the iteration.
 
     Args:
         model: The trained network.

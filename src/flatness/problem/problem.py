@@ -40,7 +40,7 @@ _DEFAULT_BATCH = 256
 class Problem:
     """Model + data + loss.
 
-    Everything that touches the data goes through `stream`, which weighs samples (never batches), splits
+    Everything that touches the data goes through `stream`, which weights samples (never batches), splits
     batches to fit into memory, and checks that every pass sees the same samples. All work happens inside
     ``with problem.guarded():``.
 
@@ -59,7 +59,7 @@ class Problem:
         ranks: The processes that measure together, each on its part of the data; one alone by default.
 
     Attributes:
-        notes: What happened that the user should know.
+        notes: What the user should know.
         micro_batch: How many samples are worked on at a time.
         copy_batches: Whether the model gets copies of its inputs, because a run showed that it writes into
             them; None until it has run once, on a copy.
@@ -175,7 +175,7 @@ class Problem:
 
     @property
     def fingerprint(self) -> int | None:
-        """What tells the data apart from other data, known after the first pass."""
+        """A fingerprint of the data, known after the first pass."""
         return self.source.fingerprint
 
     def sample_numbers(self, n: int) -> torch.Tensor:

@@ -22,9 +22,9 @@ _separately: ContextVar[bool] = ContextVar("separately", default=False)
 
 @contextmanager
 def separately() -> Iterator[None]:
-    """Inside, every process measures for itself, though a process group is initialised.
+    """A context in which each process measures alone, even in an initialised process group.
 
-    For scripts in which one process alone measures, as rank 0 does between epochs of training.
+    For scripts in which only one process measures, such as rank 0 between training epochs.
 
     Example:
         >>> import torch, flatness

@@ -41,8 +41,8 @@ def compare(
     """Is A flatter than B? Pairs every layer- and network-level quantity that all reports hold.
 
     Values from different data or losses are not comparable and are refused; measures whose options or losses
-    differ are left out, and the notes say so. Errors are those of the estimator, or of the data where they
-    are known and larger (`data_stderr`): without them, the verdict is about these samples.
+    differ are left out, and the notes say so. Errors are those of the estimator, or those of the data if
+    known and larger (`data_stderr`); without the latter, the verdict is about these samples only.
 
     Args:
         report_a: A report, or a list of reports of networks that differ in their seed.
@@ -50,7 +50,7 @@ def compare(
             including the spread between the networks of each; a single network is assumed to vary as much as
             the group it is compared with.
         measures: A name or a list of names: what to compare, in this order. None for all that both hold.
-        names: What the two are called.
+        names: Names of the two sides.
 
     Example:
         >>> import torch, flatness

@@ -186,7 +186,7 @@ class Comparison(Drawn):
     Attributes:
         pairs: Every quantity that all reports hold.
         names: What the two sides are called in tables.
-        notes: What was left out and why, and what to beware of.
+        notes: What was left out and why, and caveats.
     """
 
     pairs: tuple[Pair, ...]
@@ -195,24 +195,24 @@ class Comparison(Drawn):
 
     @property
     def rows(self) -> tuple[tuple[Result, Result], ...]:
-        """Pairs of matching results, A's and B's; of groups, their means."""
+        """Pairs of matching results of A and B; for groups, their means."""
         return tuple((pair.a.result(), pair.b.result()) for pair in self.pairs)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many networks are on either side."""
+        """How many networks each side has."""
         first = self.pairs[0]
         return len(first.a.results), len(first.b.results)
 
     @property
     def headings(self) -> tuple[str, ...]:
-        """The names, of groups with the number of their networks."""
+        """The names; for groups with the number of networks."""
         grouped = max(self.sizes) > 1
         pairs = zip(self.names, self.sizes, strict=True)
         return tuple(f"{name} ({size})" if grouped else name for name, size in pairs)
 
     def only(self, measures: str | Iterable[str]) -> Comparison:
-        """The same of some measures, in this order.
+        """A comparison of some of the measures, in this order.
 
         Raises:
             ReportError: When a measure is not among those compared.
@@ -231,8 +231,8 @@ class Comparison(Drawn):
     def to_frame(self) -> pandas.DataFrame:
         """One row per shared quantity: measure, level, layer, reduction, a, b, ratio, z, flatter.
 
-        Of groups, a and b are means, and there are also a_error and b_error, their standard errors with the
-        spread between networks; a_networks and b_networks, how many; df and p_value, of Student's t.
+        For groups, a and b are means; further columns are a_error and b_error (their standard errors, spread
+        between networks included), a_networks and b_networks (how many), and df and p_value of Student's t.
         """
         import pandas as pd
 
@@ -257,9 +257,9 @@ class Comparison(Drawn):
     def verdict(self) -> str:
         """Which is flatter, in a sentence.
 
-        A measure counts for a side if all its values for the network say so, or, if it has none, those of all
-        layers; undecided and equal values say nothing. Counted are the measures that do not change when
-        layers are rescaled; only without such, the others.
+        A measure counts for a side if all its values for the network agree, or, if it has none, those of all
+        layers; undecided and equal values do not count. Only measures that do not change when layers are
+        rescaled are counted; others count if there are no such measures.
         """
         said = {name: self._said(name) for name in dict.fromkeys(pair.measure for pair in self.pairs)}
         said = {name: word for name, word in said.items() if word}
@@ -292,13 +292,13 @@ class Comparison(Drawn):
         write_text(path, csv_text(self.to_frame()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the verdict, the notes and every row as JSON, at once or not at all."""
+        """Write the verdict, the notes and every row as JSON, completely or not at all."""
         content = {"format": "flatness comparison", "version": 1, "names": list(self.names)}
         content |= {"verdict": self.verdict, "notes": list(self.notes)}
         write_text(path, json_text({**content, "rows": [self._record(pair) for pair in self.pairs]}))
 
     def table(self, width: int) -> str:
-        """The values as text: a block a measure, a line a layer; the ratio is A's value over B's."""
+        """The values as text: one block per measure, one line per layer; the ratio is A's value over B's."""
         longest = 20 if width >= _ROOMY else 12  # letters of a file's name
         sides = [Column(shortened(name, longest), "right") for name in (*self.headings, "ratio")]
         columns = [Column(narrow="start"), *sides, Column("flatter", narrow="start")]
@@ -312,7 +312,7 @@ class Comparison(Drawn):
         return format_table(columns, rows, width)
 
     def remarks(self) -> list[str]:
-        """What stands below the table: what its mark means, notes, and the verdict."""
+        """The lines below the table: what its mark means, notes, and the verdict."""
         mark = legend(pair.measure for pair in self.pairs)
         return [*([mark] if mark else []), *(f"note: {note}" for note in self.notes), self.verdict]
 

@@ -54,7 +54,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One number and what is known about it.
+    """One number and how it was computed.
 
     Attributes:
         measure: Name of the measure.
@@ -65,16 +65,16 @@ class Result:
         reduction: "max" or "sum" for an aggregate over units (with a layer) or over the measured layers
             (without), or None.
         stderr: Standard error of the estimator; 0 when the value is exact.
-        method: "exact", "sampled" where noise is drawn, "ascent" where a maximum is searched for, "bisection"
-            where a crossing is.
+        method: "exact", "sampled" if noise is drawn, "ascent" if a maximum is searched for, "bisection" if a
+            crossing is.
         loss: Name of the loss.
         curvature: "hessian" or "gauss_newton".
         converged: Whether the iteration behind it, if any, met its tolerance.
         residual: ‖Hv − λv‖ of the eigenvalue behind it, if any: an eigenvalue lies within this distance.
-        notes: How it was computed and what to beware of.
-        terms: What the value is made of, where a measure says it; None elsewhere.
+        notes: How it was computed, and caveats.
+        terms: The parts of the value, if the measure gives them; otherwise None.
         data_stderr: Standard error of the value as an estimate for the distribution that the samples come
-            from; None unless it was asked for.
+            from; None unless requested.
     """
 
     measure: str
@@ -99,7 +99,7 @@ class Result:
 
     @property
     def address(self) -> dict[str, str | int | None]:
-        """What tells the row from the others of its measure: layer, unit, reduction."""
+        """What distinguishes the row from others of its measure: layer, unit, reduction."""
         return {"layer": self.layer, "unit": self.unit, "reduction": self.reduction}
 
     def where(self) -> str:
@@ -165,7 +165,7 @@ class Report(Drawn):
     Attributes:
         results: One `Result` per row.
         meta: Fingerprints of model and data, sample count, training loss, versions and timings.
-        notes: What happened during measuring that the reader should know.
+        notes: What the reader should know about the measurement.
     """
 
     results: tuple[Result, ...]
@@ -176,7 +176,7 @@ class Report(Drawn):
         """Tidy table, one row per number.
 
         Columns: measure, level, layer, unit, reduction, value, stderr, method, loss, curvature; after stderr
-        also data_stderr where that was asked for.
+        also data_stderr if requested.
         """
         import pandas as pd
 
@@ -190,7 +190,7 @@ class Report(Drawn):
     def result(
         self, measure: str, *, layer: str | None = None, unit: int | None = None, reduction: str | None = None
     ) -> Result:
-        """The one row that matches: arguments left out must be empty in the row, or single it out anyway.
+        """The one matching row. Arguments left out must be empty in the row, unless it is the only match.
 
         Raises:
             ReportError: When no row or several match; the message lists the candidates.
@@ -254,12 +254,12 @@ class Report(Drawn):
         return json_text({**head, "results": rows})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file, at once or not at all."""
+        """Write `to_json` to a file, completely or not at all."""
         write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
-        """Read a report that `save` wrote."""
+        """Read a report written by `save`."""
         head = (_FORMAT, _VERSION)
         content = read_saved(path, "a report", head, _SHAPE, writer="report.save", again="Measure again.")
         return cls(tuple(map(_row, content["results"])), content["meta"], tuple(content["notes"]))
@@ -276,7 +276,7 @@ class Report(Drawn):
         """The table of layers as a LaTeX tabular (booktabs), aligned at decimal points and at ±.
 
         Args:
-            path: A file to write it to as well.
+            path: A file to also write it to.
             measures: A name or a list of names: the columns, in this order. None for all.
         """
         from flatness.report.latex import latex_report

@@ -70,7 +70,7 @@ class Trajectory(Drawn):
         return grid
 
     def to_frame(self) -> pandas.DataFrame:
-        """The tidy tables of all reports below each other, after columns for the checkpoint and its step."""
+        """The tidy tables of all reports, stacked, with columns for the checkpoint and its step."""
         import pandas as pd
 
         frames = []

@@ -41,7 +41,7 @@ def plot(
     measures: str | Iterable[str] | None = None,
     dark: bool = False,
 ) -> Picture:
-    """The obvious picture of a result, a matplotlib figure that notebooks show as it is.
+    """Draw a result: returns a matplotlib figure that notebooks display.
 
     ============================  ====================================================================
     what                          picture
@@ -58,8 +58,8 @@ def plot(
 
     Args:
         thing: The result.
-        path: A file to save it to as well; the ending, such as .png, .svg or .pdf, says the format.
-        measures: A name or a list of names: what to draw of a result that has several measures. Of a study,
+        path: A file to also save it to; its extension, such as .png, .svg or .pdf, sets the format.
+        measures: A name or a list of names: what to draw of a result that has several measures; for a study,
             one of its columns.
         dark: Whether to draw light on dark.
 

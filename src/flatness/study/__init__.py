@@ -1,4 +1,4 @@
-"""Studies: many networks trained, measured and held against their generalisation gap."""
+"""Studies: many networks trained, measured and compared with their generalisation gap."""
 
 from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study

@@ -114,7 +114,7 @@ def weighted(x: Array, y: Array, counts: Array, kind: str, codes: Codes | None =
         counts: How often each resample draws each network.
         kind: One of `COEFFICIENTS`.
         codes: The unit of each network, where units are drawn whole. Kendall's τ does not compare the copies
-        of
+            of
             a unit with one another: their networks are closer than those of different units.
     """
     if kind == "kendall":

@@ -127,7 +127,7 @@ def partial(
         gap: The gap of each network.
         settings: The setting of each network.
         covariates: What else is known of each network, such as the logarithm of its training loss: one value,
-        or
+            or
             a row for each thing known.
         resamples: Bootstrap resamples of the settings; 0 for no intervals.
         permutations: Of the gaps within settings; 0 for no null.

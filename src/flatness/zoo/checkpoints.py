@@ -251,7 +251,7 @@ def trajectory(
         data: As for `flatness.measure`; the same for all.
         loss: As for `flatness.measure`.
         progress: Whether to show a bar.
-        **arguments: Whatever else `flatness.measure` takes.
+        **arguments: Further arguments of `flatness.measure`.
 
     Returns:
         A `Trajectory`: print it, or use ``.plot()``, ``.to_frame()``, ``.reports``.

@@ -56,13 +56,13 @@ class Plan:
     Attributes:
         request: What was asked for.
         layers: Names of the layers to measure, in network order.
-        treatments: How every layer gets its curvature, by name: those to measure, and those layers and norm
-            layers that only the trace over the network asks for.
+        treatments: How every layer gets its curvature, by name: the layers to measure, and the layers and
+            norm layers that only the network's trace needs.
         rank: Output directions per sample.
         network: Whether all parameters of the network are being traced.
         rest: Parameters that only that trace asks for and that take Hessian products.
         rest_complete: Whether those take all directions.
-        copy_inputs: Whether what layers are given must be copied because the network overwrites it.
+        copy_inputs: Whether the inputs of layers must be copied because the network overwrites them.
         gradient_routes: Layers and norm layers whose per-sample gradients come from one backward pass.
         called: Every layer that the forward pass calls, measured or not, by name.
         aliases: What `named_parameters` calls a parameter, by every name it has.
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def curvature(self) -> str:
-        """The word in the results: finite differences are another way to the Hessian."""
+        """The word in the results; finite differences count as "hessian"."""
         return "hessian" if self.request.differences else self.request.curvature
 
     @cached_property

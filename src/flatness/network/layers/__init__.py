@@ -54,7 +54,7 @@ LAYER_WORDS: dict[str, str] = {
 
 
 def register_layer(module_type: type[nn.Module], view: type[Layer]) -> None:
-    """Teach the library a new kind of layer.
+    """Add a new kind of layer to the library.
 
     Args:
         module_type: The torch module; its subclasses are covered too.

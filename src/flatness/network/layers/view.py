@@ -51,7 +51,7 @@ class Features:
 
 
 class Layer(ABC):
-    """A module's weight seen as W and its input seen as Φ; derive from it to teach `register_layer` a kind.
+    """A module's weight seen as W and its input as Φ; derive from it to add a kind with `register_layer`.
 
     Attributes:
         name: The module's name inside the model, as in ``model.named_modules()``.
@@ -98,7 +98,7 @@ class Layer(ABC):
         return cast("Tensor | None", getattr(self.module, "bias", None))
 
     def arranged(self, weight: Tensor) -> Tensor:
-        """A tensor shaped like `weight` as W (G, d, m): entries are only moved, derivatives go through."""
+        """A tensor shaped like `weight` as W (G, d, m): entries are only moved, derivatives pass through."""
         raise LayerError(
             f"Expected {type(self).__name__} to say how a weight becomes W but it has no method arranged(). "
             "Write one that takes a tensor shaped like the weight and returns it as (groups, rows, columns)."
@@ -137,9 +137,9 @@ class Layer(ABC):
         """Lay out values shaped like the module's input as (n, input units, positions)."""
 
     def explains(self, x: Tensor, z: Tensor, n: int) -> bool:
-        """Whether an output z is what this view says it is for the input x: WΦ + b, up to rounding.
+        """Whether the output z for the input x is what this view says: WΦ + b, up to rounding.
 
-        It is not when a subclass computes something else, or when a hook changes what the module returns.
+        It is not if a subclass computes something else or a hook changes what the module returns.
         """
         W = self.matrix()
         try:

@@ -101,7 +101,7 @@ def known_measures(measures: Sequence[str] | None, there: Sequence[str]) -> list
     for name in measures or ():
         if name not in names:
             raise OptionError(
-                f"Expected a measure that is there to draw but got {name!r}.{nearest(name, names)} There "
+                f"Expected a measure of this result but got {name!r}.{nearest(name, names)} There "
                 f"are: {listed(names, 40)}."
             )
     return names if measures is None else list(measures)

@@ -144,7 +144,7 @@ class Study(Records):
         path: Its folder.
 
     Attributes:
-        memory: Tables that were computed before, and what its figures show.
+        memory: Tables that were computed before, and what the figures show.
     """
 
     def __init__(

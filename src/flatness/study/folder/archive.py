@@ -33,7 +33,7 @@ def pack(out: str | os.PathLike[str], file: str | os.PathLike[str] | None = None
 
     Returns:
         The file. It holds the study and all records, not the weights: tables, figures and the page can be
-        made from it again, more measuring cannot be done. `unpack` makes a folder of it.
+        remade from it, but nothing more can be measured. `unpack` restores the folder.
 
     Raises:
         StudyError: There is no study in the folder, or a record is damaged.
@@ -55,18 +55,18 @@ def pack(out: str | os.PathLike[str], file: str | os.PathLike[str] | None = None
 
 
 def unpack(file: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Write an archive as a folder again, to go on from: a run there adds networks, and trains none twice.
+    """Restore the folder of an archive: a run there adds networks and trains none twice.
 
     Args:
         file: What `pack` wrote.
-        out: The folder, with no study in it so far; by default beside the file, under its name.
+        out: The folder, which must not hold a study; by default beside the file, under its name.
 
     Returns:
-        The folder. It holds no weights: other measures need the networks to be trained again. A study file in
-        it that names code runs only when it is trusted, see `flatness.study.run.run`.
+        The folder. It holds no weights, so other measures need the networks to be trained again. A study file
+        in it that names code runs only if trusted, see `flatness.study.run.run`.
 
     Raises:
-        StudyError: The file is no archive, or the folder holds a study.
+        StudyError: The file is not an archive, or the folder holds a study.
     """
     study, records = read_archive(file)
     folder = Folder(out if out is not None else str(file).removesuffix(SUFFIX))

@@ -52,14 +52,14 @@ def run(
 ) -> Study | ExperimentStudy:
     """Train many networks, measure them, and relate flatness to the generalisation gap.
 
-    Every network has a record of its own in `out`. A run that is killed is resumed by running it again: what
-    is finished is not done twice, what is being trained goes on from where it was last written down,
-    `checkpoint_every` seconds ago at most, and the one measurement that was running begins anew.
+    Every network has its own record in `out`. If a run is killed, run it again to resume: finished work is
+    kept, training continues from its last checkpoint, at most `checkpoint_every` seconds old, and only the
+    measurement that was running starts again.
 
     Args:
         spec: The name of a study that comes with the package, the path of a ``.toml`` file, or its content.
             **A study file is code**: what it names as ``package.module:factory`` is imported and called.
-        out: The folder of the study; made if need be.
+        out: The folder of the study; created if needed.
         executor: "local" for processes on this machine, "ray" for a Ray cluster.
         scale: "smoke" (a few networks through the whole pipeline), "small" (for a laptop), "gallery" (what
             the gallery shows of a study that is too large as printed) or "paper" (all of it). By default a
@@ -67,22 +67,22 @@ def run(
         jobs: Processes at a time; None for one per GPU, or one per core without a GPU. Networks are measured
             once all of them are trained.
         device: Where to train and measure; None for a GPU where there is one.
-        minutes: Time after which to save everything and return what there is.
-        checkpoint_every: Seconds between two checkpoints of networks that are trained.
-        retry: Whether networks that failed before are tried again.
+        minutes: Time after which to save everything and return.
+        checkpoint_every: Seconds between two checkpoints of networks in training.
+        retry: Whether to try failed networks again.
         trust: Whether to run code that is named by a study which came from elsewhere: a file in the folder of
             a study that no run of yours wrote, or the `spec` of one that was loaded from there or from an
             archive.
-        progress: Whether to show how far it is.
+        progress: Whether to show progress.
 
     Returns:
-        The study, as `load` gives it: `print` it, or see its tables. One of networks has `correlations`; one
-        that is an experiment has `rows` and `summary`.
+        The study, as `load` gives it: `print` it, or see its tables. A study of networks has `correlations`,
+        an experiment `rows` and `summary`.
 
     Raises:
         SpecError: The file asks for something that does not exist.
-        DataError: The data are not there; the message says where they were looked for.
-        StudyError: Another run is at work in the folder, the disk is full, records are of another version, or
+        DataError: The data is missing; the message says where it was searched for.
+        StudyError: Another run is using the folder, the disk is full, records are of another version, or
             the study came from elsewhere and would run code.
 
     Example:
@@ -218,7 +218,7 @@ def _check_data(folder: Folder, networks: Sequence[Configuration], orders: Order
 def load(out: str | os.PathLike[str]) -> Study | ExperimentStudy:
     """The study in a folder that `run` wrote to, finished or not, or in an archive that `pack` wrote.
 
-    The tables and figures of an archive go into a folder of its name beside it, once they are asked for.
+    Tables and figures of an archive go into a folder of the same name beside it, once requested.
 
     Raises:
         StudyError: There is no study, or a record is damaged or of another version.

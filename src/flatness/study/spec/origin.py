@@ -64,7 +64,7 @@ def check_trust(received: str, parts: Mapping[str, Mapping[str, Any]], name: str
     """Refuse a study that came from elsewhere and names code of its own.
 
     Args:
-        received: What it came with, see `received_with`; empty for a study of one's own.
+        received: What it came with, see `received_with`; empty for a study of your own.
         parts: Its settings.
         name: What it is called.
 

@@ -56,7 +56,7 @@ class Spec:
         parts: The same for every part; a study without parts has one, named "".
         configurations: Every network to train (or to load), in the order of the grid.
         units: The work of an experiment, for a study that is one; it then has neither parts nor networks.
-        received: The folder or archive from elsewhere that it came with; empty for a study of one's own.
+        received: The folder or archive from elsewhere that it came with; empty for a study of your own.
     """
 
     name: str
@@ -124,7 +124,7 @@ def usual_scale(source: str | os.PathLike[str] | Mapping[str, Any]) -> str:
 def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "paper") -> Spec:
     """Read a study: the name of one that comes with the package, the path of a file, or its content.
 
-    Nothing of it runs yet. A study file is code all the same: `run` imports and calls what it names as
+    Nothing runs yet. A study file is code nevertheless: `run` imports and calls what it names as
     ``package.module:factory``.
 
     Args:
@@ -132,7 +132,7 @@ def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "
         scale: "smoke", "small", "gallery" or "paper".
 
     Raises:
-        SpecError: Something in it is unknown or makes no sense; nothing has been trained then.
+        SpecError: Something in it is unknown or makes no sense; nothing has been trained.
     """
     if scale not in SCALES:
         raise SpecError(

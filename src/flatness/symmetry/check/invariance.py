@@ -51,10 +51,10 @@ def check_invariance(
     dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> InvarianceReport:
-    """Rewrite a network into equal ones, measure them all, and report how far each measure drifts.
+    """Rewrite a network into equivalent ones, measure them all, and report how far each measure drifts.
 
     A measure that declares an invariance must not drift by more than rounding, iteration and its standard
-    error explain. The model is copied; the original is left as it was.
+    error explain. The model is copied; the original is not changed.
 
     Args:
         model: The network.
@@ -66,15 +66,14 @@ def check_invariance(
             rows of the kind "neuronwise except own features" as well.
         trials: Number of rewritten networks per kind; ten make a good plot.
         seed: Seed of the factors, and of measuring.
-        samples: At most so many samples, the first of the data; None for all. An invariance holds for every
-            data set or for none, so that a part shows it as well as the whole.
+        samples: At most this many samples, from the start of the data; None for all. An invariance does not
+            depend on the data, so a part is enough.
         low: Smallest factor.
         high: Largest factor.
         condition: Largest condition number of the matrices of "attention"; high/low by default.
-        weight_decay: Must be 0: a penalty on the weights notices every rescaling, and no measure that
+        weight_decay: Must be 0: a penalty on the weights changes under every rescaling, so no measure that
             includes it is invariant.
-        dtype: Precision of the check. None: float64 where the model and the memory allow, else the model's
-            own.
+        dtype: Precision of the check. None: float64 if model and memory allow, otherwise the model's own.
         **arguments: Further arguments of `flatness.measure`, such as ``layers`` or ``forward``.
 
     Returns:

@@ -68,7 +68,7 @@ _COLUMNS = tuple(column.name for column in fields(InvarianceRow) if column.name 
 
 @dataclass(frozen=True)
 class InvarianceReport(Drawn):
-    """How far each measure drifts when the network is rewritten into an equal one. Print it.
+    """How far each measure drifts when the network is rewritten into an equivalent one. Print it.
 
     Attributes:
         rows: One row per measure, kind, layer and reduction.
@@ -91,7 +91,7 @@ class InvarianceReport(Drawn):
         return tuple(row for row in self.rows if row.declared and not row.holds)
 
     def summary(self) -> str:
-        """One sentence: whether all declared invariances hold, else which do not."""
+        """One sentence: whether all declared invariances hold, or which do not."""
         declared = sum(row.declared for row in self.rows)
         if self.ok:
             return f"All {declared} declared invariances hold."
@@ -102,7 +102,7 @@ class InvarianceReport(Drawn):
         return f"{len(broken)} of {declared} declared invariances are broken: {listed(broken, 6)}."
 
     def to_frame(self) -> pandas.DataFrame:
-        """Tidy table: measure, kind, layer, declared, drift, holds, verdict, and what they rest on."""
+        """Tidy table: measure, kind, layer, declared, drift, holds, verdict, and what these are based on."""
         import pandas as pd
 
         rows = [[getattr(row, name) for name in _COLUMNS] for row in self.rows]

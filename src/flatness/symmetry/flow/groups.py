@@ -131,7 +131,7 @@ class Symmetries:
 
     @property
     def reasons(self) -> list[str]:
-        """Why anything is fixed, each reason once."""
+        """Why something is fixed, each reason once."""
         fixed = [group for group in self.fixed if group.producers]
         return list(dict.fromkeys(reason for group in fixed for reason in group.reasons))
 
@@ -164,9 +164,9 @@ class Symmetries:
 def symmetries(model: nn.Module, example: Any, *, forward: Forward | None = None) -> Symmetries:
     """What may be rescaled in a network, and why the rest may not.
 
-    One forward pass of the example is recorded, whatever the model's code looks like, and factors are
-    followed through it: positively homogeneous operators let them pass, sums and concatenations tie channels
-    together, everything else ends the chain. The model is run in evaluation mode and left as it was.
+    One forward pass of the example is recorded, whatever the model's code looks like, and factors are traced
+    through it: positively homogeneous operators let them pass, sums and concatenations tie channels
+    together, everything else ends the chain. The model is run in evaluation mode and then restored.
 
     Args:
         model: The network.

@@ -32,18 +32,18 @@ def rescale(
     forward: Forward | None = None,
     condition: float | None = None,
 ) -> nn.Module:
-    """An equal network: a copy with other parameters that computes the same function.
+    """An equivalent network: a copy with other parameters that computes the same function.
 
     Args:
         model: The network; it is not changed.
         example: Inputs for it, as for `flatness.symmetries`; model and copy are compared on it and on new
-            random inputs of its kind and scale. A warning says where the model does not run on those.
+            random inputs of its kind and scale. A warning says if the model does not run on those.
         kind: What is changed; see below.
         seed: Seed of the random factors.
         low: Smallest factor a channel (or a layer's output) can get; factors are drawn log-uniformly.
         high: Largest factor.
         factors: Factors instead of random ones, by layer. Layer-wise, ``{"fc1": 5.0}`` multiplies the weight
-            of ``fc1`` by 5; layers not given make up for it, later ones for earlier ones. Neuron-wise, a
+            of ``fc1`` by 5; layers not given compensate for it, later ones for earlier ones. Neuron-wise, a
             number or one per output unit multiplies the channels that the layer puts out. For a permutation,
             new row i is old row ``factors["fc1"][i]``. For "output", ``{"scale": 2.0, "shift": 1.0}``. For
             "attention", a matrix or one per head, by the layer of the queries (A) or of the values (B);

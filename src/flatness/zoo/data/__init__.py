@@ -39,7 +39,7 @@ DATASETS = tuple(SOURCES)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset(TensorDataset):
-    """One split of a data set, in memory: `flatness.measure` and torch's `DataLoader` take it as it is.
+    """One split of a data set, in memory: pass it directly to `flatness.measure` or torch's `DataLoader`.
 
     Attributes:
         name: What it was loaded as; for a file, the file's name.
@@ -47,9 +47,10 @@ class Dataset(TensorDataset):
         inputs: float32, first axis samples; images are (samples, channels, height, width).
         targets: int64 class labels of shape (samples,); float32 where a ``.npz`` file has real targets.
         classes: What label 0, 1, … stands for; empty for real targets.
-        notes: How it differs from what its name promises, one sentence each: a part only, other pixels.
+        notes: How it differs from the published set, one sentence each: only a part, other pixels.
         source: The folder or file it was read from.
-        digest: Of the samples as they are stored, before scaling: the same wherever and however they lie.
+        digest: Of the samples as they are stored, before scaling: independent of the place and the file
+            format.
             With ``standardize`` of the whole split, which decides how each sample is scaled.
     """
 
@@ -93,11 +94,11 @@ def load(
 ) -> Dataset:
     """Load one split of a data set into memory.
 
-    The published sets are looked for in `data_dir`, in ``$FLATNESS_DATA``, in the user's cache
+    Published sets are searched for in `data_dir`, in ``$FLATNESS_DATA``, in the user's cache
     (``~/.cache/flatness``) and in the system's shared data sets, in the layouts of their authors, of
     torchvision and of Debian. CIFAR-10 may be the binary or the Python version, unpacked or still in its
-    archive; the Python version is unpickled without running anything in it. Data on disk are checked: a
-    broken file is an error, a departure from the published set a note.
+    archive; the Python version is unpickled without running anything in it. Files are checked: a broken file
+    raises an error, and a difference from the published set becomes a note.
 
     Args:
         name: "mnist", "fashion-mnist", "cifar10", "digits" (scikit-learn's 8×8 digits, with a fixed
@@ -114,7 +115,7 @@ def load(
         as stored.
 
     Raises:
-        DataError: The name is unknown, the files are nowhere, or a file is broken.
+        DataError: The name is unknown, the files are missing, or a file is broken.
 
     Example:
         >>> test = load("digits", split="test")

@@ -30,7 +30,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build(name: str, **options: object) -> nn.Module:
-    """Build a network of this package by name; hyphens may stand for underscores.
+    """Build a network of this package by name; hyphens may replace underscores.
 
     Args:
         name: A key of `MODELS`.

@@ -52,7 +52,7 @@ def initialize(model: nn.Module, scheme: str, seed: int | None = None) -> nn.Mod
     Args:
         model: The network; it is changed and returned.
         scheme: A key of `SCHEMES`.
-        seed: Where the draw starts; None goes on from torch's global random state.
+        seed: Where the draw starts; None continues torch's global random state.
 
     Returns:
         The same `model`.
