@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,19 +75,7 @@ def save_scatter(path: Where, scatter: Scatter, *, dark: bool = False) -> Pictur
         shapes = sorted({point[3] for point in scatter.points}, key=value_order)
         graded = all(isinstance(value, int | float) for value in shades) and len(shades) > len(COLOURS)
         looks = {value: _colour(theme, shades, place, graded) for place, value in enumerate(shades)}
-        for x, edge, (_, y, own, kind, fine) in zip(placed, beyond, scatter.points, strict=True):
-            shape = {-1: "<", 0: SHAPES[shapes.index(kind) % len(SHAPES)], 1: ">"}[edge]
-            face, rim = (looks[own], "black") if fine else ("none", looks[own])
-            axes.plot(
-                [x],
-                [y],
-                linestyle="",
-                marker=shape,
-                markersize=6 if shape == "*" else 5,
-                markerfacecolor=face,
-                markeredgecolor=rim,
-                markeredgewidth=0.4 if fine else 1.0,
-            )
+        _draw(axes, scatter, placed, beyond, shapes, looks)
         scale_axis(axes, "x", list(placed), logarithmic)
         scale_axis(axes, "y", list(ys), False)
         axes.set_xlabel(scatter.x_label)
@@ -101,11 +89,32 @@ def save_scatter(path: Where, scatter: Scatter, *, dark: bool = False) -> Pictur
         elif scatter.colour:
             handles = [*_colours(scatter.colour, looks), *handles]
         handles += _marks(theme, fitted, beyond)
-        if handles:
-            rows = math.ceil(len(handles) / _MOST_HANDLES)
-            figure.set_figheight(_HEIGHT + 0.17 * rows)
-            figure.legend(handles=handles, loc="outside lower center", ncols=_MOST_HANDLES, frameon=False)
+        _add_legend(figure, handles)
     return figure
+
+
+def _draw(
+    axes: Axes,
+    scatter: Scatter,
+    placed: Any,
+    beyond: Sequence[int],
+    shapes: Sequence[Any],
+    looks: Mapping[Any, str],
+) -> None:
+    """A mark per network: filled where it was fitted, an arrow at the edge where it is beyond that."""
+    for x, edge, (_, y, own, kind, fine) in zip(placed, beyond, scatter.points, strict=True):
+        shape = {-1: "<", 0: SHAPES[shapes.index(kind) % len(SHAPES)], 1: ">"}[edge]
+        face, rim = (looks[own], "black") if fine else ("none", looks[own])
+        axes.plot(
+            [x],
+            [y],
+            linestyle="",
+            marker=shape,
+            markersize=6 if shape == "*" else 5,
+            markerfacecolor=face,
+            markeredgecolor=rim,
+            markeredgewidth=0.4 if fine else 1.0,
+        )
 
 
 def _placed(xs: Any, fitted: Any, within: Any, logarithmic: bool) -> tuple[Any, list[int]]:
@@ -176,6 +185,13 @@ def _marks(theme: Theme, fitted: Any, beyond: Sequence[int]) -> list[Line2D]:
         count = sum(edge != 0 for edge in beyond)
         found.append(_sample(theme.quiet, "<" if -1 in beyond else ">", f"{count} beyond the edge", "none"))
     return found
+
+
+def _add_legend(figure: Any, handles: Sequence[Line2D]) -> None:
+    """Below the axes, in a picture that is higher by its rows."""
+    if handles:
+        figure.set_figheight(_HEIGHT + 0.17 * math.ceil(len(handles) / _MOST_HANDLES))
+        figure.legend(handles=handles, loc="outside lower center", ncols=_MOST_HANDLES, frameon=False)
 
 
 def _bar(figure: Any, axes: Axes, name: str, shades: Sequence[float]) -> None:
