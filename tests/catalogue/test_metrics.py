@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import families
 import flatness
 import oracle
 from flatness.errors import UndefinedMeasureError
@@ -115,6 +116,31 @@ def test_mixing_heads_leaves_the_whitened_spectrum():
     assert largest["whitened"][1] == pytest.approx(largest["whitened"][0], rel=1e-6)
     for metric in ("euclidean", "relative"):
         assert abs(largest[metric][1] / largest[metric][0] - 1) > 0.05, metric
+
+
+@pytest.mark.parametrize(
+    "metric, measure", [("relative", "relative_flatness"), ("whitened", "relative_flatness_whitened")]
+)
+def test_tables_of_tokens_have_blocks(metric, measure):
+    model, data = families.made("bert"), families.data("bert", 30)
+    how = {"curvature": "gauss_newton", **QUIET}
+    layers = ["table", "q", "head"]
+    report = flatness.measure(model, data, measures=measure, layers=layers, **how)
+    found = flatness.landscape.density(model, data, metric=metric, layers=layers, runs=200, steps=2, **how)
+    for layer in layers:
+        trace, error = found.spectra[layer].power_sum(1)
+        row = report.result(measure, layer=layer)
+        assert abs(trace - row.value) < 4 * (error**2 + row.stderr**2) ** 0.5, layer
+
+
+def test_a_note_says_which_parameters_have_no_block():
+    case = CASES["mlp"]
+    options = {"riemannian_spectral_norm": {"metric": "relative"}}
+    report = flatness.measure(
+        case.build(), (case.x, case.y), measures="riemannian_spectral_norm", options=options, **QUIET
+    )
+    notes = report.result("riemannian_spectral_norm").notes
+    assert "no weight of a layer and without a metric, left out: fc1.bias, fc2.bias, fc3.bias" in notes
 
 
 def test_a_network_without_weights_has_no_such_metric():

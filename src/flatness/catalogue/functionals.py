@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatness.catalogue.measure import LayerView, NetworkView, Valued
 from flatness.catalogue.metrics import Metric
-from flatness.curvature.spectra import NetworkSpectrum
+from flatness.curvature.spectra import LAYER_METRICS, NetworkSpectrum
 
 # A Newton step along the gradient that would lower the risk by more than this share says: no minimum here.
 _FAR = 0.1
@@ -61,7 +61,8 @@ def largest_of_network(view: NetworkView) -> Valued:
         f"{spectrum.products} Hessian products ({solver}), residual {spectrum.residual:.1e}",
     ]
     if spectrum.dropped:
-        notes.append(f"zero and without a metric, left out: {', '.join(spectrum.dropped)}")
+        why = "no weight of a layer" if view.options.get("metric") in LAYER_METRICS else "zero"
+        notes.append(f"{why} and without a metric, left out: {', '.join(spectrum.dropped)}")
     if spectrum.smallest == spectrum.smallest:
         notes.append(f"smallest eigenvalue {spectrum.smallest:.4g} ± {spectrum.smallest_residual:.1e}")
     if max(-spectrum.smallest, -spectrum.largest) > max(spectrum.largest, 0.0):

@@ -102,6 +102,11 @@ class _TokenWhitening(Whitening):
         return self.Z * Phi
 
     @cached_property
+    def root(self) -> Tensor:
+        """(C⁺)^½, its diagonal (1, tokens, 1)."""
+        return self.Z
+
+    @cached_property
     def inverse(self) -> Tensor:
         """C⁺, its diagonal (1, tokens, 1)."""
         return self.Z.square()
