@@ -68,6 +68,7 @@ LAYERWISE = Metric(
     factor=lambda view: view.squared_norm,
 )
 NODEWISE = Metric("nodewise", "diag W_ij²", frozenset({"layerwise", "neuronwise"}))
+FISHER = Metric("fisher", "diag 1/E(∂_i ℓ)²", frozenset({"layerwise", "neuronwise"}))
 RELATIVE = Metric(
     "relative",
     "W Wᵀ ⊗ 1",
@@ -89,4 +90,11 @@ WHITENED = Metric(
     "whitened_eigenvalue",
     notes=_of_whitening,
 )
-METRICS = {one.name: one for one in (EUCLIDEAN, LAYERWISE, NODEWISE, RELATIVE, UNIT_SPREAD, WHITENED)}
+METRICS = {one.name: one for one in (EUCLIDEAN, LAYERWISE, NODEWISE, FISHER, RELATIVE, UNIT_SPREAD, WHITENED)}
+# What metrics keep of single layers only, and not of all of them together.
+_OF_LAYERS = {"neuronwise except own features", "attention q, k, v"}
+
+
+def unchanged_together(metric: str) -> frozenset[str]:
+    """The rewritings that leave the spectrum of all layers together in the metric of that name."""
+    return METRICS[metric].unchanged - _OF_LAYERS

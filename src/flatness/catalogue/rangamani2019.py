@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
 from flatness.catalogue.functionals import largest_of_network
 from flatness.catalogue.measure import Measure
-from flatness.catalogue.metrics import LAYERWISE, NODEWISE
+from flatness.catalogue.metrics import LAYERWISE, NODEWISE, unchanged_together
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, choice, declared
 from flatness.curvature.spectra import METRICS, PARAMETERS, SOLVERS
 
 _OPTIONS = {**EIGENVALUE_OPTIONS, "parameters": choice(*PARAMETERS), "solver": choice(*SOLVERS)}
 _COST = "Hessian products of the whole network: about 20 to 60, in step with other eigenvalues"
+
+
+def _in_metric(measure: Callable[[], Measure]) -> Callable[[Mapping[str, Any]], Measure]:
+    """A measure with what the metric in its options leaves unchanged."""
+    return lambda options: replace(measure(), invariances=unchanged_together(options["metric"]))
+
 
 riemannian_spectral_norm = Measure(
     name="riemannian_spectral_norm",
@@ -30,6 +40,7 @@ riemannian_spectral_norm = Measure(
     network=largest_of_network,
     network_needs=frozenset({"spectrum"}),
     **declared({**_OPTIONS, "metric": choice(*METRICS, default=LAYERWISE.name)}),
+    adapted=_in_metric(lambda: riemannian_spectral_norm),
     cost=_COST,
 )
 
@@ -46,5 +57,6 @@ riemannian_spectral_norm_nodewise = Measure(
     network=largest_of_network,
     network_needs=frozenset({"spectrum"}),
     **declared({**_OPTIONS, "metric": choice(*METRICS, default=NODEWISE.name)}),
+    adapted=_in_metric(lambda: riemannian_spectral_norm_nodewise),
     cost=_COST,
 )

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 
 from flatness.catalogue.measure import Measure, Surroundings, Valued, averaged
-from flatness.catalogue.metrics import METRICS
+from flatness.catalogue.metrics import unchanged_together
 from flatness.catalogue.options import choice, count, declared, positive
-from flatness.curvature.spectra import METRICS as NAMES
-from flatness.curvature.spectra import SpectrumRequest
+from flatness.curvature.spectra import METRICS, SpectrumRequest
 
 # λ in units of the largest eigenvalue, where none is given.
 _SHARE = 0.01
-# What metrics of layers keep of single layers only.
-_OF_LAYERS = {"neuronwise except own features", "attention q, k, v"}
 # A value has settled where the last quarter of the steps changes it by no more than this, or by its error.
 _SETTLED = 0.01
 
@@ -71,8 +68,7 @@ def _soft_rank(around: Surroundings) -> dict[str | None, Valued]:
 
 def _in_metric(options: Mapping[str, Any]) -> Measure:
     """The measure with what its metric leaves unchanged."""
-    metric = METRICS.get(options["metric"])
-    return replace(soft_rank, invariances=frozenset() if metric is None else metric.unchanged - _OF_LAYERS)
+    return replace(soft_rank, invariances=unchanged_together(options["metric"]))
 
 
 soft_rank = Measure(
@@ -100,7 +96,7 @@ soft_rank = Measure(
             "ridge": positive(None, none="for 1 % of the largest eigenvalue", example="0.01"),
             "runs": count(10, least=2),
             "steps": count(40),
-            "metric": choice(*NAMES),
+            "metric": choice(*METRICS),
             "parameters": choice("all", "weights"),
         }
     ),
