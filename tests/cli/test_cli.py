@@ -180,7 +180,7 @@ def test_version(tmp_path):
     [
         ("flatness mea", ["measure", "measures"]),
         ("flatness measure --data ", words.data_set_names()),
-        ("flatness measure --model lenet", ["lenet5", "lenet5_mnist"]),
+        ("flatness measure --model lenet", ["lenet5", "lenet5_mnist", "lenet_431k"]),
         (
             "flatness measure --measures weight_norm,relative_flatness_n",
             ["weight_norm,relative_flatness_normalized"],

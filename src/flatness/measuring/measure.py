@@ -247,7 +247,7 @@ def _check_classes(loss: Any, group: LossGroup) -> None:
 
 
 def plan(model: nn.Module, data: Any, loss: Any = "cross_entropy", **arguments: Any) -> Plan:
-    """What `measure` would do with the same arguments, why, and what it costs; it looks at only a few samples.
+    """What `measure` would do with the same arguments, why, and at what cost; looks at only a few samples.
 
     If a layer has its own forward or a hook on its output, one forward pass over all of the data checks
     whether it computes what its class does.
