@@ -26,7 +26,7 @@ from flatness.study.objects import Split, check_same_data, load_split, make_mode
 from flatness.study.run.executors import Orders, failures_told, in_time, kernels
 from flatness.study.run.measurement import measured, measuring_key
 from flatness.study.run.watch import Progress
-from flatness.study.training.losses import evaluation
+from flatness.study.training.program import evaluation
 from flatness.study.training.train import CONVERGED, DIVERGED, Cohort, OutOfTimeError, Training
 from flatness.zoo.checkpoints import fit_checkpoint, read_checkpoint
 

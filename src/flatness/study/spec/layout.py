@@ -18,8 +18,8 @@ from flatness.landscape.directions import KINDS as DIRECTIONS
 from flatness.measuring import CURVATURES, METHODS
 from flatness.study.key import Key
 from flatness.study.table import GAPS, OUTCOMES, Condition
-from flatness.study.training.losses import LOSSES
 from flatness.study.training.optimizers import OPTIMIZERS
+from flatness.study.training.program import LOSSES
 from flatness.symmetry.rewriting.kinds import KINDS as RESCALINGS
 from flatness.symmetry.rewriting.rescaling import rescale
 from flatness.zoo.models.initial import SCHEMES
