@@ -1,4 +1,4 @@
-"""The losses that a study trains with, and a step of a whole stack: on a GPU, a CUDA graph that is replayed."""
+"""The losses that a study trains with, and a step of a whole stack: on a GPU a recorded CUDA graph."""
 
 from __future__ import annotations
 
