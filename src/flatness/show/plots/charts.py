@@ -48,6 +48,7 @@ def save_chart(
             name: [mark for mark in members if all(mark[:2][i] > 0 for i in (0, 1) if logarithmic[i])]
             for name, members in chart.series.items()
         }
+        shown = _side_by_side(shown) if not chart.places and not logarithmic[0] else shown
         for number, (name, look) in enumerate(looks(shown).items()):
             look = colour_on(theme, look[0]), look[1]
             _draw_series(axes, chart, shown[name], *look, DASHES[number % len(DASHES)], written(name))
@@ -55,6 +56,23 @@ def save_chart(
         _label(axes, theme, chart.x_label, chart.y_label, chart.title)
         add_legend(figure, axes, inside=False)
     return figure
+
+
+_APART = 0.012  # of the width
+
+
+def _side_by_side(series: Mapping[str, Sequence[Mark]]) -> dict[str, list[Mark]]:
+    """Marks of several groups at one place move apart by as much as their error bars need."""
+    marks = [mark for members in series.values() for mark in members]
+    ranged = [name for name, members in series.items() if any(mark.low is not None for mark in members)]
+    if len(ranged) < 2:
+        return {name: list(members) for name, members in series.items()}
+    step = _APART * (max(mark.x for mark in marks) - min(mark.x for mark in marks))
+    aside = {name: step * (number - (len(ranged) - 1) / 2) for number, name in enumerate(ranged)}
+    return {
+        name: [mark._replace(x=mark.x + aside.get(name, 0.0)) for mark in members]
+        for name, members in series.items()
+    }
 
 
 def _scale(axes: Axes, chart: Chart, marks: Sequence[Mark], logarithmic: tuple[bool, bool]) -> None:
