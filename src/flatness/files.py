@@ -292,7 +292,7 @@ def write_tensors(path: str | os.PathLike[str], content: Any) -> None:
     of `content` beside it.
 
     Raises:
-        OSError: There is no room; ``torch.save`` by itself speaks of an unexpected position then.
+        OSError: The disk is full; ``torch.save`` by itself reports an unexpected position then.
     """
     import torch
 

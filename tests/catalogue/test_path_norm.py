@@ -351,7 +351,7 @@ NO_PATHS = {
         lambda net, x: net.a(x) * net.b(x).detach(),
         "Mul of two values that depend on the input",
     ),
-    "quotient": (lambda net, x: net.a(x) / (net.b(x)), "Div by what is no constant"),
+    "quotient": (lambda net, x: net.a(x) / (net.b(x)), "Div by something that is not constant"),
     "rounded quotient": (lambda net, x: torch.div(net.a(x), 0.3, rounding_mode="floor"), "Div with rounding"),
     "smaller of both": (lambda net, x: torch.minimum(net.a(x), net.b(x)), "Minimum"),
     "sorted": (lambda net, x: net.a(x).sort(1).values, "Sort"),

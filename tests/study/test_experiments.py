@@ -177,7 +177,7 @@ def test_wrong_options_are_refused_before_anything_runs():
 
 
 def test_a_trend_needs_points_and_a_table_keeps_its_width():
-    assert trend([1, 2, 3], [1, 2, 3]) == "cannot be told from 3 points"
+    assert trend([1, 2, 3], [1, 2, 3]) == "cannot be decided from 3 points"
     assert trend([1, 2, 3, 4, 5], [5, 4, 3, 2, 1]).startswith("falls (Kendall τ = -1.00, p = 0.017")
     assert trend([1, 2, 3, 4], [1, 3, 2, 4]).startswith("neither rises nor falls clearly")
     rows = [

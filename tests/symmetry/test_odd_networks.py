@@ -1,4 +1,4 @@
-"""Odd networks: each is rewritten into an equal one, or what stands in the way is said in words.
+"""Odd networks: each is rewritten into an equal one, or what stands in the way is reported.
 
 The check that `rescale` makes before it returns anything is left out here: what was found has to be right by
 itself.

@@ -183,7 +183,7 @@ def _minimum(view: NetworkView) -> Valued:
     """The minimum of Σ_l α_l⁻² Tr H_l over Π α_l = 1, where all terms are the traces' geometric mean."""
     traces = {name or "the model itself": float(trace) for name, trace in view.layer_traces.items()}
     L = len(traces)
-    over = f"the weights of {', '.join(traces)}; biases and norm layers are no part of it"
+    over = f"the weights of {', '.join(traces)}; without biases and norm layers"
     low = [name for name, trace in traces.items() if trace <= 0]
     if not traces:  # no signal arrives anywhere: the loss has no curvature on these outputs
         return Valued(0.0, ("no layer has any curvature",), converged=False)

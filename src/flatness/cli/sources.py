@@ -77,7 +77,7 @@ def _own_model(name: str, options: dict[str, Any]) -> nn.Module:
 
 
 def _made(spec: str, option: str, options: dict[str, Any]) -> Any:
-    """What a factory returns; anything that is no factory, as it is."""
+    """What a factory returns; anything else unchanged."""
     source = import_object(spec, option, UsageError)
     if isinstance(source, nn.Module) or not callable(source):
         return source

@@ -23,7 +23,7 @@ from flatness.report.report import Report
 
 @dataclass(frozen=True)
 class ChosenLayer:
-    """A layer of a network and what a few samples told about it.
+    """A layer of a network and what a run of a few samples showed about it.
 
     Attributes:
         name: Its name in the model.

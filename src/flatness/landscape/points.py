@@ -30,7 +30,7 @@ from flatness.problem import batches
 from flatness.problem.problem import Problem
 
 BATCH_NORM = ("as_is", "recomputed")
-"""Statistics of batch norm: those of the model at every point, or computed anew there."""
+"""Statistics of batch norm: those of the model at every point, or recomputed there."""
 
 LOOPED, TOGETHER = ENGINES = ("looped", "together")
 """How the points of a chunk run: one after another, or all at once through `torch.vmap`."""

@@ -62,7 +62,7 @@ class Walk(ABC):
     _bar: ProgressBar = field(init=False)
 
     def __post_init__(self) -> None:
-        """Refuse what is no way to treat batch norm."""
+        """Refuse an unknown way to treat batch norm."""
         if self.batch_norm not in BATCH_NORM:
             raise OptionError(
                 f"Expected batch_norm to be one of {', '.join(BATCH_NORM)} but got {self.batch_norm!r}. "

@@ -275,7 +275,7 @@ def _too_few(output: Tensor) -> DataError:
 
 
 def _misfit(output: Tensor, target: Tensor, probabilities: bool) -> DataError:
-    """Explain why these targets are no class targets for these outputs."""
+    """Explain why these targets are not class targets for these outputs."""
     dense, last = (len(output), *output.shape[2:]), tuple(output.shape[:-1])
     fitting = f"{dense} or {last}" if dense != last else f"{dense}"
     expected = f"Expected integer class indices of shape {fitting}"

@@ -67,7 +67,7 @@ class CrossEntropy(Loss):
         return Items(logits, target, shape(output))
 
     def checks(self, items: Items) -> list[Check]:
-        """Refuse targets that are no classes."""
+        """Refuse targets that are not classes."""
         return [self._index_check(items) if _hard(items) else _probability_check(items.target)]
 
     def values(self, items: Items) -> Tensor:

@@ -234,7 +234,7 @@ def _problem(given: Mapping[str, Any], loss: Any) -> Problem:
 
 
 def _check_classes(loss: Any, group: LossGroup) -> None:
-    """Refuse to put a classification loss in the place of one that is none: its targets are no classes."""
+    """Refuse a classification loss in place of another kind of loss, whose targets are not classes."""
     if group.loss is None:
         return
     from flatness.losses.elementwise import Elementwise

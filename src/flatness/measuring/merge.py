@@ -114,7 +114,7 @@ def check_destination(path: str | os.PathLike[str]) -> None:
 def additive(measures: Any, options: Mapping[str, Mapping[str, Any]] | None) -> tuple[list[str], list[str]]:
     """The measures that are functions of sums over samples, and notes on those that are left out.
 
-    A word that stands for many leaves out what is no sum; names of such measures are refused.
+    "default" and "all" leave out what is not a sum; such measures are refused if named.
 
     Raises:
         MeasureError: With the names and the reasons.

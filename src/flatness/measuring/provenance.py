@@ -24,7 +24,7 @@ from flatness.problem.snapshot import dense_parts
 from flatness.report.report import Report
 from flatness.version import __version__
 
-# What a group of an optimizer holds that is no setting of its mathematics.
+# Entries of an optimizer's groups that do not affect its mathematics.
 _NO_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
 # Numbers of a tensor up to which it is brought to the host as a whole.
 _SMALL = 1 << 16

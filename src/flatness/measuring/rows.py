@@ -292,7 +292,7 @@ def _with_data_errors(
 ) -> list[Result]:
     """Results with the errors that their samples cause, from results without one group after the other.
 
-    The jackknife: se² = (B − 1)/B Σ_b (f_b − mean f)². Values that are no function of sums over samples
+    The jackknife: se² = (B − 1)/B Σ_b (f_b − mean f)². Values that are not functions of sums over samples
     (eigenvalues, exploration of parameter space) have none.
 
     Args:

@@ -262,7 +262,7 @@ def find_alignment(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Al
 
 
 def _refuse_labels(loss: Loss, output: Any, labels: Any) -> None:
-    """Refuse labels that are no classes before the model's own loss sees them: a GPU stops there for good."""
+    """Refuse labels that are not classes before the model's own loss sees them: that would break a GPU."""
     try:
         items = loss.lay_out(output, labels)
     except FlatnessError:  # shapes may be others when the model gets labels

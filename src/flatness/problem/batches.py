@@ -161,7 +161,7 @@ class Table:
         dataset: The table. Its columns must be numbers.
 
     Raises:
-        DataError: If it is no single table, or holds what no tensor can.
+        DataError: If it is not a single table, or holds what no tensor can.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -179,7 +179,7 @@ class Problem:
         return self.source.fingerprint
 
     def sample_numbers(self, n: int) -> torch.Tensor:
-        """Where in the data the n samples of the micro-batch at hand are, counted from 0: (n,)."""
+        """Positions in the data of the samples of the current micro-batch, counted from 0: (n,)."""
         return torch.arange(n, device=self.device) + self._origin[2]
 
     def placed(self, batch: Any) -> Any:

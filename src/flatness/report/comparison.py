@@ -165,7 +165,7 @@ class Pair:
         return format_value(a, self.a.error), format_value(b, self.b.error), ratio, self.verdict(names)
 
     def verdict(self, names: Sequence[str]) -> str:
-        """Which is flatter, "equal" or "undecided"; empty for what is no flatness."""
+        """Which is flatter, "equal" or "undecided"; empty for measures that do not measure flatness."""
         measure = known_measure(self.measure)
         if measure is not None and not measure.flatness:
             return ""

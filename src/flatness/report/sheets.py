@@ -27,7 +27,7 @@ def csv_text(frame: pandas.DataFrame) -> str:
 
 
 def plain_cell(value: Any) -> Any:
-    """A cell that is no formula.
+    """A cell that spreadsheets do not take for a formula.
 
     >>> [plain_cell(value) for value in ("=1+1", "-cmd", "-0.5", -0.5, "fc1")]
     ["'=1+1", "'-cmd", '-0.5', -0.5, 'fc1']

@@ -175,7 +175,7 @@ def read_array(path: str | os.PathLike[str], name: str, rows: int | None = None)
         shape, by_columns, kind = _header(stream)
         held = archive.getinfo(_member(archive, name)).file_size
         if kind.hasobject or any(size < 0 for size in shape) or _bytes(shape, kind) > held:
-            raise ValueError(f"{name!r} is no array that this file can hold")
+            raise ValueError(f"{name!r} is not an array that this file can hold")
         wanted = shape if rows is None or not shape or by_columns else (min(rows, shape[0]), *shape[1:])
         check_unpacked(path, _bytes(wanted, kind))
         values = _values(stream, wanted, by_columns, kind)

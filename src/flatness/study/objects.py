@@ -26,7 +26,7 @@ class Split:
     Attributes:
         train: Inputs and targets.
         test: Inputs and targets.
-        digest: Of their content: a file of the same name may have been written anew.
+        digest: Of their content, because a file of the same name may have been rewritten.
         source: Where they come from, for messages: a folder, a file or a factory.
     """
 

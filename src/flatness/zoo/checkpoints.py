@@ -101,7 +101,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name, on the host. Nothing in the file is executed.
 
     Raises:
-        CheckpointError: When the file is no checkpoint, is damaged, or holds more than plain values.
+        CheckpointError: When the file is not a checkpoint, is damaged, or holds more than plain values.
     """
     path = Path(path)
     try:

@@ -304,7 +304,7 @@ class PathSums(TorchDispatchMode):
 
     def _quotient(self, call: _Call) -> Any:
         numerator, divisor = call.args
-        self._refuse_if("div", "by what is no constant", self._on_path(divisor))
+        self._refuse_if("div", "by something that is not constant", self._on_path(divisor))
         self._refuse_if("div", "with rounding", call.kwargs.get("rounding_mode") is not None)
         return call.run(numerator, self._sized(divisor))
 

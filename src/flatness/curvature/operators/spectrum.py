@@ -43,7 +43,7 @@ def top_eigenvalues(
             the name of a metric D for λ_max(D^½ H_l D^½).
         opened: A context for one pass over the data, which gives the slices of a micro-batch by layer.
         normaliser: C of the whole data set.
-        keep: Whether slices are kept in memory; otherwise every product streams the data anew. None where
+        keep: Whether slices are kept in memory; otherwise every product streams the data again. None where
             they hold nothing that is worth it.
         tolerance: Relative residual to stop at; depends on the dtype by default.
         max_products: Upper limit of passes.

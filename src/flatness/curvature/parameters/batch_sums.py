@@ -29,7 +29,7 @@ class BatchSums(Generic[Made]):
         opened: A context for one pass over the data. It gives what is made of a placed micro-batch.
         label: What the progress bar says.
         keep: Whether what is made is kept.
-        note: What the user is told where that is not possible.
+        note: The note for the user if that is not possible.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class OptimizerState:
 
     Attributes:
         rate: η, the largest rate of any group.
-        foreign: How many tensors the optimizer has that are no parameters of the model.
+        foreign: How many of the optimizer's tensors are not parameters of the model.
 
     Raises:
         OptionError: If it is another optimizer, has other parameters, maximises, or has not taken a step

@@ -252,7 +252,7 @@ def _spectrum_settings(plan: Plan) -> dict[str, Any]:
 
 
 def _check_totals(problem: Problem, statistics: Statistics) -> None:
-    """Refuse sums that cannot be divided or that are no numbers."""
+    """Refuse sums that cannot be divided or are not numbers."""
     counted(statistics.normaliser, statistics.samples)
     broken = [
         owner

@@ -247,7 +247,7 @@ class Study(Records):
     def _table(
         self, compute: Callable[..., pandas.DataFrame], part: str | None, settings: dict[str, Any]
     ) -> pandas.DataFrame:
-        """A table of the analysis, as it was computed when all that goes into it was the same, or anew.
+        """A table of the analysis: the remembered one if nothing it depends on has changed, else a new one.
 
         That is: the networks that are kept, value by value, the settings, and the code.
         """

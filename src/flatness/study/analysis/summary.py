@@ -88,7 +88,7 @@ def _by_chance(table: Any) -> str:
 
 
 def without_measures(study: Any, part: str) -> str:
-    """How far one gets without a measure; empty where nothing is known to vary."""
+    """How well baselines do without a measure; empty if nothing is known to vary."""
     rows = study.baselines(part).dropna(subset=["kendall"]).to_dict("records")
     known = ", ".join(f"{in_words(row['quantity'])} {row['kendall']:+.2f}" for row in rows)
     n = len(study.kept(part))

@@ -97,7 +97,7 @@ def trend(x: Sequence[float], y: Sequence[float]) -> str:
     'rises (Kendall τ = +1.00, p = 0.017, 5 points)'
     """
     if len(x) < 4:
-        return f"cannot be told from {len(x)} points"
+        return f"cannot be decided from {len(x)} points"
     from scipy import stats
 
     found: Any = stats.kendalltau(x, y)

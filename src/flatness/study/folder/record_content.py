@@ -65,7 +65,7 @@ def record_text(key: str, record: Mapping[str, Any]) -> str:
 def read_record(path: Path) -> dict[str, Any]:
     """The record in a file, every entry held against its shape and digest.
 
-    An entry that has been removed is no damage, and what earlier versions wrote has no digests.
+    A removed entry does not count as damage, and records of earlier versions have no digests.
 
     Raises:
         OSError: The file cannot be read.

@@ -122,7 +122,7 @@ class Folder:
             write_text(self.records / f"{key}.json", record_text(key, record))
 
     def forget_record(self, key: str) -> None:
-        """Remove a record: its network is to be done anew."""
+        """Remove a record, so that its network is trained again."""
         with readable_disk_errors(self.path):
             (self.records / f"{key}.json").unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Where the work of a study runs, what it is told, and which errors are a word on it.
+"""Where the work of a study runs, with which orders, and which errors count as its own.
 
 In this process, in several on this machine, or on a cluster through Ray.
 """
@@ -38,7 +38,7 @@ study's folder must be one that all of them see."""
 
 @dataclass(frozen=True)
 class Orders:
-    """What every piece of work of a run is told.
+    """What every task of a run receives.
 
     Attributes:
         folder: The study's.
@@ -115,10 +115,10 @@ def kernels(rounded: bool) -> Iterator[None]:
 
 @contextmanager
 def failures_told(folder: Folder, tell: Callable[[str], object]) -> Iterator[None]:
-    """Tell why work fails, inside, in one line; what is no word on the work itself is raised.
+    """Report in one line why the work inside fails; errors that are not about the work itself are raised.
 
-    That is: time that is over, an error of the disk, also where it is behind another error, and a device that
-    is out of memory or gone.
+    These are: the time is up, an error of the disk, even as the cause of another error, and a device that is
+    out of memory or lost.
     """
     try:
         yield
@@ -180,7 +180,7 @@ def execute(
 
     Args:
         tasks: The work.
-        orders: What each is told.
+        orders: What each task receives.
         executor: One of `EXECUTORS`.
         jobs: Processes at a time.
         do: What does a task; it can be called in another process.
@@ -253,7 +253,7 @@ def done_alone(
 
     Args:
         tasks: What there is to do for each key.
-        orders: What each is told.
+        orders: What each task receives.
         do: What does a task.
         give_up: Leaves a record of a task that killed its own process too, with this reason.
     """

@@ -345,7 +345,7 @@ def _places(use: Use, shape: tuple[int, ...], labels: Tensor, classes: tuple[int
     copies = {len(places[number]) / count for number, count in each.items()}
     if len(copies) > 1 or not copies.pop().is_integer():
         raise _UnmixedError(
-            f"{use.layer} has {len(line)} of them, which is no multiple of the {len(moved)} of a head"
+            f"{use.layer} has {len(line)} of them, which is not a multiple of the {len(moved)} of a head"
         )
     seen: Counter[int] = Counter()
     rows = []

@@ -121,7 +121,7 @@ class Call:
         return first
 
     def operand(self) -> Value:
-        """The one tensor that an operator with further arguments that are no tensors works on.
+        """The only tensor among an operator's arguments.
 
         Raises:
             UnknownFormError: When there are more tensors, or the first argument is none.
