@@ -42,6 +42,27 @@ def test_fingerprints_do_not_depend_on_the_device(data_on):
     assert there["model_fingerprint"] == reference().meta["model_fingerprint"]
 
 
+@pytest.mark.parametrize("name", ["mlp_tanh", "cnn_grouped"])
+def test_white_features_and_metrics_have_the_values_of_the_cpu(name):
+    case = CASES[name]
+    measures = ["relative_flatness_whitened", "relative_spectral_norm", "soft_rank"]
+    options = {
+        "relative_spectral_norm": {"whitened": True, "tolerance": 1e-9},
+        "soft_rank": {"metric": "whitened", "ridge": 0.1, "steps": 20},
+    }
+    asked = {"measures": measures, "options": options, "method": "exact", "progress": False}
+    data = case.x, case.y
+    here, there = (flatness.measure(case.build(), data, device=on, **asked) for on in ("cpu", "cuda"))
+    for row, other in zip(here.results, there.results, strict=True):
+        assert other.value == pytest.approx(row.value, rel=1e-6), row
+    for metric in ("relative", "whitened"):
+        found = (
+            flatness.network_spectrum(case.build(), data, metric=metric, device=on, progress=False).largest
+            for on in ("cpu", "cuda")
+        )
+        assert next(found) == pytest.approx(next(found), rel=1e-5)
+
+
 def test_many_classes_have_the_risk_and_curvature_of_the_cpu():
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 3000).double()

@@ -13,7 +13,7 @@ from flatness.catalogue.options import EIGENVALUE_OPTIONS, choice, declared
 
 relative_flatness_whitened = Measure(
     name="relative_flatness_whitened",
-    symbol="κ_Tr^{C^{-½}φ}",
+    symbol="κ_Tr^{C⁻½φ}",
     formula="Σ_{s,s′} (W C Wᵀ)_{s,s′} Tr(C⁺ H_{s,s′}), C = mean φφᵀ",
     source="after petzka2021, Def. 3",
     summary="Relative flatness on white features: no invertible linear map of inputs or outputs changes it.",

@@ -68,6 +68,11 @@ class Frame:
         return W_V @ W_V.mT
 
     @cached_property
+    def WW_C(self) -> Tensor:
+        """W C Wᵀ (G, d, d)."""
+        return self.whitened @ self.whitened.mT
+
+    @cached_property
     def whitened(self) -> Tensor:
         """The weight W Y that multiplies whitened features (G, d, m)."""
         return self._whitening.of_weight(self.W)

@@ -20,7 +20,7 @@ class RelativeWhitened(Relative):
 
     def gram(self, frame: Frame) -> Tensor:
         """The matrix that traces are multiplied with."""
-        return frame.whitened @ frame.whitened.mT
+        return frame.WW_C
 
     def weight(self, frame: Frame) -> Tensor:
         """The matrix whose products with itself that is."""
