@@ -792,3 +792,22 @@ def test_a_later_batch_that_uses_a_weight_once_more_is_refused():
 def test_a_last_layer_under_reentrant_checkpointing_is_refused():
     model = Net(lambda self, x: checkpoint(self.head, self.fc1(x).relu(), use_reentrant=True))
     assert "use_reentrant=True" in refusal(NotExactError, model, data())
+
+
+def test_few_samples_are_examined_where_they_have_many_outputs(monkeypatch):
+    """With two samples the same layers are found, with the same values."""
+    seen = []
+
+    def counted(self, x):
+        seen.append(len(x))
+        return plain(self, x)
+
+    model, (x, y) = Net(counted), data()
+    before = measure(model, (x, y), batch_size=3)
+    assert max(seen) == 8
+    seen.clear()
+    monkeypatch.setattr("flatness.measuring.examine.examination._MOST_OUTPUTS", 3)
+    after = measure(model, (x, y), batch_size=3)
+    # The first run says how many outputs there are.
+    assert seen.count(8) == 1
+    assert [row.value for row in after.results] == [row.value for row in before.results]

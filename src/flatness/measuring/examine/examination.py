@@ -27,6 +27,9 @@ from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
 
 _SAMPLES = (8, 4, 2, 1)
+# Outputs that the examined samples have together, at most, unless there are only two: two sequences of a
+# language model have a hundred million.
+_MOST_OUTPUTS = 1 << 26
 _CUT_OFF = "no gradient reaches it (the forward pass uses torch.no_grad, detach or reentrant checkpointing)"
 # Only the math kernel of fused attention has this operator.
 _FUSED = "SafeSoftmax"
@@ -68,6 +71,9 @@ def _examine_all(problem: Problem, size: int, last_only: bool) -> Examined:
 def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     """Three runs: as it is, one sample alone, all recorded with gradients; more only if they show a need."""
     first = settled_run(problem, example)
+    if first.logits.numel() > _MOST_OUTPUTS and len(first.logits) > 2:
+        example = batches.copied(batches.rows(example, 0, 2))
+        first = settled_run(problem, example)
     # The first run of all may make or replace modules.
     views = _views(problem.model)
     alone = run_alone(problem, example, views)
