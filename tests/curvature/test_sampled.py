@@ -148,12 +148,12 @@ def wide(classes=12, n=60, scale=0.7):
     return model.eval(), x, torch.where(wrong, torch.randint(classes, (n,), generator=generator), y)
 
 
-def rows_over_seeds(model, x, y, measures, budget, seeds):
+def rows_over_seeds(model, x, y, measures, budget, seeds, **asked):
     """Rows of `seeds` estimates, each with its own probes."""
     problem = Problem(model, (x, y), progress=False)
     rows = []
     with problem.guarded():
-        chosen = make_plan(problem, measure_request(measures, method="sampled"))
+        chosen = make_plan(problem, measure_request(measures, method="sampled", **asked))
         outline = Outline.of(problem, chosen)
         for seed in range(seeds):
             problem.seed = seed

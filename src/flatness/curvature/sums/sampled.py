@@ -43,6 +43,7 @@ from flatness.curvature.sums.targets import (
     AffineTarget,
     Direction,
     LayerTarget,
+    RepeatedTarget,
     Target,
     Twice,
     shares,
@@ -51,6 +52,7 @@ from flatness.losses import Items
 from flatness.losses.signs import Signs
 from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Recording
+from flatness.network.repeated_parameters import RepeatedParameters
 from flatness.problem import batches
 from flatness.problem.problem import Problem
 
@@ -156,13 +158,14 @@ class SampledEngine:
     def __init__(self, problem: Problem, routes: Routes, spreads: dict[str, Spread], budget: Budget) -> None:
         self.problem, self.routes, self.spreads, self.budget = problem, routes, spreads, budget
         self._recording = Recording(routes.modules(), copy_inputs=routes.copy_inputs)
+        self._repeated = RepeatedParameters(problem.model, routes.repeated)
         random = {"gauss_newton": budget.gauss_newton, "residual": budget.residual}
         self.found = SampledSums({name: FoldedSums(budget.folds if random[name] else 0) for name in PARTS})
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """The network watched by hooks, which are gone afterwards."""
-        with self._recording:
+        with self._recording, self._repeated:
             yield
 
     def probed(self, batch: Any, samples: Tensor) -> Statistics:
@@ -190,6 +193,7 @@ class SampledEngine:
     def _run(self, batch: Any) -> tuple[Items, list[Target]]:
         """A forward pass with its graph, and where it is probed."""
         self._recording.clear()
+        self._repeated.prepare(batches.size_of(batch))
         with torch.enable_grad():
             items = self.problem.items(batch)
         return items, self._targets(items.logits.shape[0])
@@ -210,7 +214,8 @@ class SampledEngine:
         targets += [
             AffineTarget(module, self._recording.one(module.name), n) for module in self.routes.affine
         ]
-        return [target for target in targets if None not in target.edges]
+        targets += [RepeatedTarget(name, copies) for name, copies in self._repeated.copies.items()]
+        return [target for target in targets if all(edge is not None for edge in target.edges)]
 
     def _gauss_newton(self, items: Items, targets: list[Target], probes: Probes) -> None:
         edges = [edge for target in targets for edge in target.edges]
@@ -293,8 +298,8 @@ def balance(statistics: Statistics, names: Iterable[str]) -> dict[str, float]:
 
 
 def _own_trace(statistics: Statistics, name: str) -> float:
-    """The trace of a layer's weight, or of a norm layer's scale and shift."""
-    owners = {name: "row_traces"}
+    """The trace of a layer's weight, of a norm layer's scale and shift, or of a parameter."""
+    owners = {name: "trace" if "trace" in statistics.sums.get(name, {}) else "row_traces"}
     if name not in statistics.sums:
         owners = {f"{name}.weight": "diagonal", f"{name}.bias": "diagonal"}
     found = [statistics.sums[owner][key] for owner, key in owners.items() if owner in statistics.sums]

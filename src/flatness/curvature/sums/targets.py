@@ -143,6 +143,18 @@ class AffineTarget(_CallTarget):
             collector.put(name, {"diagonal": a * second[name]})
 
 
+class RepeatedTarget(_CallTarget):
+    """A parameter with a copy for every sample, (n, …), of which the trace is wanted."""
+
+    def __init__(self, name: str, copies: Tensor) -> None:
+        self.name, self.edges, self.inputs = name, [copies], []
+        self.shape, self.n, self.entries = copies.shape, len(copies), copies[0].numel()
+
+    def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
+        """Add a pair of signals to the trace."""
+        collector.put(self.name, {"trace": (eta * h).flatten(1).sum(1, keepdim=True)})
+
+
 def _zeros(slopes: Found, shape: torch.Size) -> Tensor:
     slope = next(slope for slope in slopes if slope is not None)
     return torch.zeros(shape, dtype=slope.dtype, device=slope.device)

@@ -22,6 +22,7 @@ from flatness.network.layers import Layer, find_layers, own_parameter, own_param
 from flatness.network.memory import fits, ran_out
 from flatness.network.operators import WRITTEN
 from flatness.network.recording import Record, Recording
+from flatness.network.repeated_parameters import RepeatedParameters, told_apart
 from flatness.problem import batches
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
@@ -108,7 +109,8 @@ def _with_repeated_tokens(
             if isinstance(error, RuntimeError) and ran_out(error):
                 raise
             return run
-        if not _told_apart(run, again, tables):
+        edges = [again.recorded[name][0].z_edge for name in tables]
+        if not told_apart(run.items.logits, again.items.logits, edges):
             return run
         keep()
     for name, tokens in tables.items():
@@ -128,15 +130,31 @@ def _position_tables(views: Mapping[str, View], run: Examined, alone: Alone) -> 
     }
 
 
-def _told_apart(run: Examined, again: Examined, tables: Iterable[str]) -> bool:
-    """Whether repeated tokens leave the outputs as they are, and a sample's output its own copy alone."""
-    logits, before = again.items.logits, run.items.logits.detach()
-    if largest(logits.detach() - before) > 1e-4 * largest(before):
-        return False
-    edges: list[Any] = [again.recorded[name][0].z_edge for name in tables]
-    first = logits[0] * torch.linspace(1, 2, logits[0].numel(), device=logits.device).view_as(logits[0])
-    arrived = torch.autograd.grad(first.sum(), edges, retain_graph=True, allow_unused=True)
-    return all(value is not None and not bool(value[1:].any()) for value in arrived)
+def repeatable_parameters(problem: Problem, names: Iterable[str]) -> list[str]:
+    """The parameters among these that may have a copy for every sample: class tokens, positions.
+
+    Their first dimension is that of the samples, of length 1, and is repeated along them.
+    """
+    held = dict(problem.model.named_parameters())
+    candidates = [name for name in names if held[name].dim() > 1 and len(held[name]) == 1]
+    example = problem.example(2) if candidates else None
+    if not candidates or batches.size_of(example) < 2:
+        return []
+    with torch.no_grad():
+        before = problem.items(batches.copied(example)).logits
+
+    def fits_in(names: list[str]) -> bool:
+        with differentiable(problem.model), RepeatedParameters(problem.model, names) as repeated:
+            repeated.prepare(len(before))
+            try:
+                after = problem.items(batches.copied(example)).logits
+            except (RuntimeError, FlatnessError) as error:
+                if isinstance(error, RuntimeError) and ran_out(error):
+                    raise
+                return False
+            return after.requires_grad and told_apart(before, after, repeated.copies.values())
+
+    return candidates if fits_in(candidates) else [name for name in candidates if fits_in([name])]
 
 
 def _views(model: nn.Module) -> dict[str, View]:

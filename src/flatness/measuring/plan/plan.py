@@ -62,6 +62,7 @@ class Plan:
         network: Whether all parameters of the network are being traced.
         rest: Parameters that only that trace asks for and that take Hessian products.
         rest_complete: Whether those take all directions.
+        repeated: Those of them that get a copy for every sample and go with the layers that are probed.
         copy_inputs: Whether the inputs of layers must be copied because the network overwrites them.
         gradient_routes: Layers and norm layers whose per-sample gradients come from one backward pass.
         called: Every layer that the forward pass calls, measured or not, by name.
@@ -88,6 +89,7 @@ class Plan:
     aliases: dict[str, str]
     loss: str
     graph_bytes: int = 0
+    repeated: tuple[str, ...] = ()
     sample_bytes: int = 0
     micro_batch: int = 0
     notes: tuple[str, ...] = ()
@@ -115,7 +117,10 @@ class Plan:
     def sampling(self) -> Routes:
         """What the sampled engine does."""
         sampled = [t for t in self.treatments.values() if t.sampled]
-        return self._engine_routes(sampled, curved=frozenset(t.name for t in sampled if t.residual))
+        curved = frozenset(t.name for t in sampled if t.residual)
+        if curved:
+            curved |= {*self.repeated}
+        return self._engine_routes(sampled, curved=curved, repeated=self.repeated)
 
     @cached_property
     def by_parameters(self) -> ParameterRoutes:
@@ -125,7 +130,7 @@ class Plan:
         return ParameterRoutes(
             [t.route for t in through if t.route is not None],
             parameters={t.name: t.parameter for t in through},
-            rest=self.rest,
+            rest=[name for name in self.rest if name not in self.repeated],
             curvature=self.request.curvature,
             complete=frozenset(complete | ({None} if self.rest_complete else set())),
         )
@@ -223,8 +228,10 @@ class Plan:
                 "(or of its Gauss-Newton part, if that is larger), on average at most "
                 f"{self.request.max_passes} per sample; a pilot run decides how many"
             )
-        if self.rest:
-            yield f"trace of {listed(self.rest, 6)}: products with their Hessian"
+        if self.by_parameters.rest:
+            yield f"trace of {listed(self.by_parameters.rest, 6)}: products with their Hessian"
+        if self.repeated:
+            yield f"trace of {listed(self.repeated, 6)}: probes, with a copy for every sample"
         if self.request.differences:
             yield "Hessian products are central differences of gradients"
         if self.estimate is not None:

@@ -18,7 +18,7 @@ from flatness.curvature.sums.routes import (
     skipped_positions,
 )
 from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
-from flatness.measuring.examine.examination import examine
+from flatness.measuring.examine.examination import examine, repeatable_parameters
 from flatness.measuring.examine.examined import Examined, LayerRecord, frozen_note
 from flatness.measuring.plan.plan import Plan
 from flatness.measuring.plan.treatment import Treatment, output_directions, refuse, treat
@@ -73,6 +73,8 @@ def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
         aliases=_first_names(problem.model),
         loss=problem.loss.name,
     )
+    if plan.rest and _probes_all_there_is(plan):
+        plan = replace(plan, repeated=tuple(repeatable_parameters(problem, plan.rest)))
     problem.watched_by(
         Watch(
             problem,
@@ -89,6 +91,15 @@ def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
     graph_bytes, sample_bytes = _fit_memory(problem, examined, plan)
     sizes = {"graph_bytes": graph_bytes, "sample_bytes": sample_bytes, "micro_batch": problem.micro_batch}
     return replace(plan, **sizes, notes=tuple(notes))
+
+
+def _probes_all_there_is(plan: Plan) -> bool:
+    """Whether layers are probed, and with all of their Hessian that is asked for.
+
+    Without a curved layer nothing says whether other parameters have more than a Gauss-Newton part.
+    """
+    wanted = plan.sampling.curved or plan.request.curvature == "gauss_newton"
+    return bool(plan.samples and not plan.complete and not plan.request.differences and wanted)
 
 
 def _last_only(problem: Problem, request: MeasureRequest) -> bool:

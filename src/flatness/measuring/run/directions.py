@@ -80,10 +80,14 @@ def _cost(samples: int, length: int, each: int) -> int:
 
 def _rest_variance(plan: Plan, known: Statistics, found: Statistics, scatter: Scatter) -> Tensor:
     """Squared error of the remaining parameters' trace, relative to the trace over all parameters."""
-    folds = [scatter.folds[name]["trace"].flatten(1).sum(1) for name in plan.rest if name in scatter.folds]
+    folds = [
+        scatter.folds[name]["trace"].flatten(1).sum(1)
+        for name in plan.by_parameters.rest
+        if name in scatter.folds
+    ]
     if not folds or not float(found.normaliser):  # no sample of the pilot counts
         return torch.zeros(0, dtype=torch.float64, device="cpu")
-    total = _trace(known, known.sums) + _trace(found, plan.rest)
+    total = _trace(known, known.sums) + _trace(found, plan.by_parameters.rest)
     variance = torch.stack(folds).sum(0).square().sum() / max(total**2, 1e-300)
     return variance.nan_to_num(nan=torch.inf).reshape(1)
 

@@ -1,0 +1,71 @@
+"""Parameters with a copy for every sample, so that derivatives in them come back sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class RepeatedParameters:
+    """A context in which parameters of shape (1, …) are their copies for n samples, (n, …).
+
+    Args:
+        model: The network.
+        names: The parameters, as `named_parameters` calls them.
+
+    Attributes:
+        copies: The copies of the batch that `prepare` was called for, by name.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        parameters = dict(model.named_parameters())
+        self._own = {name: parameters[name] for name in names}
+        owners = [(module, key) for module in model.modules() for key in module._parameters]
+        self._places = {
+            name: [(module, key) for module, key in owners if module._parameters[key] is parameter]
+            for name, parameter in self._own.items()
+        }
+        self.copies: dict[str, Tensor] = {}
+
+    def __enter__(self) -> RepeatedParameters:
+        """Nothing yet: `prepare` says how many samples there are."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Put the parameters back."""
+        for name, places in self._places.items():
+            for module, key in places:
+                module._parameters[key] = self._own[name]
+        self.copies.clear()
+
+    def prepare(self, samples: int) -> None:
+        """Fresh copies for a batch of so many samples."""
+        for name, parameter in self._own.items():
+            copies = parameter.detach().expand(samples, *parameter.shape[1:])
+            self.copies[name] = copies.clone().requires_grad_()
+            for module, key in self._places[name]:
+                module._parameters[key] = self.copies[name]  # type: ignore[assignment]
+
+
+def told_apart(before: Tensor, after: Tensor, copies: Iterable[object]) -> bool:
+    """Whether copies for every sample leave the outputs as they are, and each acts on its own sample alone.
+
+    Args:
+        before: The outputs without copies, samples first.
+        after: The outputs with copies, with their graph.
+        copies: The copies, or edges of the graph where their derivatives arrive.
+    """
+    change = (after.detach() - before.detach()).abs().max()
+    if after.shape != before.shape or not bool(change <= 1e-4 * before.abs().max()):
+        return False
+    weights = torch.linspace(1, 2, after[0].numel(), dtype=after.dtype, device=after.device)
+    edges = list(copies)
+    arrived = torch.autograd.grad(
+        after[0].flatten() @ weights,
+        edges,  # type: ignore[arg-type]
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return all(value is None or not bool(value[1:].any()) for value in arrived)
