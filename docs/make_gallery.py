@@ -91,7 +91,7 @@ def correlations(name: str, part: str = "") -> list[dict[str, Any]]:
 
 
 def coefficients(name: str, part: str, rows: list[dict[str, Any]]) -> str:
-    """Rows of the table of correlations, what matters about them, and what is known without a measure."""
+    """Rows of the table of correlations, what matters about them, and the baselines."""
     rescaled = any("kendall_rescaled" in row for row in rows)
     minima = converged(name, part)
     head = ["quantity", "Kendall τ (95 %)", "Pearson r (95 %)", "Ψ", "τ between seeds", "p, best of all"]
@@ -206,7 +206,7 @@ def catalogue(name: str) -> str:
 
 
 def brief(name: str) -> str:
-    """Every measure on the same networks in few columns, what is known without one, what chance gives."""
+    """Every measure on the same networks in few columns, the baselines, and what chance gives."""
     minima = converged(name, "")
     head = ["measure", "τ with the gap (95 %)", "within a hyperparameter, Ψ"]
     head += [f"τ, the {len(minima)} that converged"] if minima is not None else []
@@ -282,7 +282,7 @@ def beyond(name: str) -> str:
     known = " and ".join(number(height) for height in heights)
     return (
         f"{table(head, lines)}\n"
-        f"Where gaps are dealt out within settings, the largest |r| of all {len(tables[0])} quantities stays "
+        f"If gaps are permuted within settings, the largest |r| of all {len(tables[0])} quantities stays "
         f"below {known} in 95 % of the cases{' (first and second run)' if len(runs) > 1 else ''}.\n"
     )
 
@@ -496,7 +496,7 @@ def draw(name: str) -> None:
 
 
 def draw_opening() -> None:
-    """Measures of the catalogue, and what is known without one, on the networks of one study."""
+    """Measures of the catalogue, and the baselines, on the networks of one study."""
     everything = [*one_row_per_measure(OPENING), *study(OPENING).baselines("").to_dict("records")]
     minima = converged(OPENING, "")
     rows = []

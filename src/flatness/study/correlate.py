@@ -1,7 +1,7 @@
 """Correlations with bootstrap intervals and a permutation null, for all resamples at once.
 
 Networks that differ in nothing but the seed are one *setting*. They resemble one another, so that settings,
-not networks, are drawn and dealt out as units wherever a function takes them.
+not networks, are drawn and permuted as units wherever a function takes them.
 
 A bootstrap resample is a vector of counts w (how often each network was drawn). Means, mid-ranks and pair
 counts of the resample are sums weighted by w, so that all resamples of a coefficient are a few products of
@@ -137,7 +137,7 @@ def family_null(
         y: A value per network.
         permutations: How many orders.
         generator: Of the orders.
-        settings: The setting of each network: y is dealt out within settings only, so that all that settings
+        settings: The setting of each network: y is permuted only within settings, so that all that settings
             tell about y stays as it is. None deals it out among all networks.
     """
     return against(xs, y[orders(len(y), settings, permutations, generator)])

@@ -92,7 +92,7 @@ class Partial:
     Attributes:
         found: By kind, one for each measure: Pearson's r of the residuals (the partial correlation), and
             Kendall's τ of them, with 95 % intervals from drawing settings.
-        p_value: By kind, two-sided for each measure: how often residuals of the gap that are dealt out within
+        p_value: By kind, two-sided for each measure: how often residuals of the gap that are permuted within
             settings, and freed of the covariates again (Freedman and Lane 1983), go with it as closely.
         p_family: By kind, the same for the best of all these measures.
         null_95: By kind, what 95 % of these stay below, for each measure.

@@ -59,10 +59,10 @@ def correlation_table(
         - ``quantity``, its ``name`` in words, and its ``measure``, ``layer`` and ``reduction``;
         - ``n`` networks in ``settings``;
         - ``pearson``, ``spearman`` and ``kendall``, and ``X_rescaled`` for each of the rescaled copies;
-        - where gaps are dealt out to the networks at random: ``null_95``, the size of Kendall's τ that 95 %
+        - if gaps are permuted over all networks: ``null_95``, the size of Kendall's τ that 95 %
           of the orders stay below, ``p_value``, two-sided, and ``null_95_family`` and ``p_family`` for the
           best of all these measures;
-        - where gaps are dealt out within settings: ``within_expected``, the mean τ, which settings alone
+        - if gaps are permuted within settings: ``within_expected``, the mean τ, which settings alone
           bring about, ``within_low`` and ``within_high``, which hold 95 %, and ``within_p``, two-sided;
         - ``partial_pearson`` and ``partial_kendall``, the coefficients given setting and logarithm of the
           training loss (`partial`), each with ``_null_95``, ``_p``, ``_null_95_family`` and ``_p_family``,
@@ -356,7 +356,7 @@ def _add_within(
     settings: Codes,
     permutations: int,
 ) -> None:
-    """Columns of τ where gaps are dealt out within settings, which leaves all that settings bring about."""
+    """Columns of τ if gaps are permuted within settings, which keeps all effects of the settings."""
     known: Any = kept[["gap", *columns]].astype(float)
     whole = np.isfinite(known["gap"].to_numpy())
     names = ["within_expected", "within_low", "within_high", "within_p"]
