@@ -9,7 +9,6 @@ import pytest
 from make_notebooks import NOTEBOOKS, run_notebook
 from make_outputs import difference
 
-
 # What a plan says of this machine: its time depends on what else runs there.
 HERE = re.compile(r", [^,;]+ here;")
 
