@@ -86,7 +86,7 @@ def in_words(column: str) -> str:
     ('neuron flatness, fc1, sum', 'PAC-Bayes flatness, network', 'batch size')
     """
     measure, *place = column.split(":")
-    told = measure.replace("_", " ").replace("+", " and ")
+    told = measure.replace("_", " ").replace("+", " and ").replace("train loss", "training loss")
     for plain, proper in _PROPER.items():
         told = told.replace(plain, proper) if told.startswith(plain) else told
     over = {"network:sum": "all layers", "network:max": "largest of all"}.get(":".join(place))
