@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -189,8 +189,8 @@ class Twice:
             one.name: [torch.zeros_like(x).requires_grad_() for x, _ in one.inputs] for one in targets
         }
         inputs = [edge for target in targets for _, edge in target.inputs]
-        zeros = [zero for own in self._zeros.values() for zero in own]
-        edges = [edge for target in targets for edge in target.edges]
+        zeros = chain.from_iterable(self._zeros.values())
+        edges = list(chain.from_iterable(target.edges for target in targets))
         with explained(second=True):
             pulled = torch.autograd.grad(
                 [output, *inputs], edges, [slope, *zeros], create_graph=True, allow_unused=True
@@ -202,21 +202,14 @@ class Twice:
         self, asked: Sequence[tuple[Target, Direction]], scales: Sequence[float]
     ) -> list[tuple[Found, Found]]:
         """What comes back at the edges and inputs of these targets: directions times scales, over scales."""
-        live: list[tuple[Any, Tensor]] = []
-        for c, (target, direction) in zip(scales, asked, strict=True):
-            pairs = zip(self.slopes[target.name], direction.signals, strict=True)
-            live += [(slope, c * signal) for slope, signal in pairs if _moves(slope)]
-            live += [(x, c * v) for (_, x), v in zip(target.inputs, direction.at_inputs, strict=True)]
         targets = [target for target, _ in asked]
-        edges = [edge for target in targets for edge in target.edges]
-        zeros = [zero for target in targets for zero in self._zeros[target.name]]
+        sent = (self._sent(target, way, c) for c, (target, way) in zip(scales, asked, strict=True))
+        starts, signals = zip(*chain.from_iterable(sent), strict=True)
+        edges = list(chain.from_iterable(target.edges for target in targets))
+        zeros = chain.from_iterable(self._zeros[target.name] for target in targets)
         with explained(second=True):
             found = torch.autograd.grad(
-                [slope for slope, _ in live],
-                [*edges, *zeros],
-                [signal for _, signal in live],
-                retain_graph=True,
-                allow_unused=True,
+                starts, [*edges, *zeros], signals, retain_graph=True, allow_unused=True
             )
         with torch.no_grad():
             own, moved = shares(found[: len(edges)], targets), iter(found[len(edges) :])
@@ -224,6 +217,14 @@ class Twice:
                 (_over(products, c), _over(islice(moved, len(target.inputs)), c))
                 for c, target, products in zip(scales, targets, own, strict=True)
             ]
+
+    def _sent(self, target: Target, direction: Direction, scale: float) -> Iterator[tuple[Any, Tensor]]:
+        """Where signals along a direction start, and what they are."""
+        for slope, signal in zip(self.slopes[target.name], direction.signals, strict=True):
+            if _moves(slope):
+                yield slope, scale * signal
+        for (_, edge), signal in zip(target.inputs, direction.at_inputs, strict=True):
+            yield edge, scale * signal
 
 
 def shares(values: Iterable[Tensor | None], targets: Sequence[Target]) -> list[Found]:

@@ -22,7 +22,6 @@ from flatness.network.layers import Layer, find_layers, own_parameter, own_param
 from flatness.network.memory import fits, ran_out
 from flatness.network.operators import WRITTEN
 from flatness.network.recording import Record, Recording
-from flatness.network.repeated_parameters import RepeatedParameters, told_apart
 from flatness.problem import batches
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
@@ -102,6 +101,8 @@ def _with_repeated_tokens(
     tables = _position_tables(views, run, alone)
     if not tables:
         return run
+    from flatness.network.repeated_parameters import told_apart
+
     with problem.repeated_tokens(views[name].module for name in tables) as keep:
         try:
             again = _recorded(problem, example, views)
@@ -140,6 +141,8 @@ def repeatable_parameters(problem: Problem, names: Iterable[str]) -> list[str]:
     example = problem.example(2) if candidates else None
     if not candidates or batches.size_of(example) < 2:
         return []
+    from flatness.network.repeated_parameters import RepeatedParameters, told_apart
+
     with torch.no_grad():
         before = problem.items(batches.copied(example)).logits
 

@@ -38,20 +38,20 @@ def _gradients(plan: Plan) -> tuple[float, float]:
     for part in plan.spectra.values():
         always += _PRODUCT * 10 * len(part) / max(1, len(plan.spectra))
     always += sum(_PRODUCT * 20 for _ in plan.request.network_spectra)
-    least = most = always
-    if plan.samples:
-        each = _PROBE if plan.sampling.curved else 0.0
-        if plan.complete:
-            directions = max((t.cost for t in plan.treatments.values() if t.sampled), default=0)
-            found = (_FORWARD + _BACKWARD * plan.rank + each * directions,) * 2
-        else:
-            # Probes of the Gauss-Newton part are one backward pass, and its statistics as much again.
-            found = tuple(
-                _FORWARD + (1 + _PILOT) * (count + each * count)
-                for count in (_FEWEST_PROBES, max(_FEWEST_PROBES, plan.request.max_passes // 2))
-            )
-        least, most = least + found[0], most + found[1]
-    return _with_products(plan, least, most)
+    least, most = _of_probes(plan) if plan.samples else (0.0, 0.0)
+    return _with_products(plan, always + least, always + most)
+
+
+def _of_probes(plan: Plan) -> tuple[float, float]:
+    """What the sampled engine takes."""
+    each = _PROBE if plan.sampling.curved else 0.0
+    if plan.complete:
+        directions = max((t.cost for t in plan.treatments.values() if t.sampled), default=0)
+        taken = _FORWARD + _BACKWARD * plan.rank + each * directions
+        return taken, taken
+    few, many = _FEWEST_PROBES, max(_FEWEST_PROBES, plan.request.max_passes // 2)
+    # A probe of the Gauss-Newton part is one backward pass, and its statistics as much again.
+    return _FORWARD + (1 + _PILOT) * few * (1 + each), _FORWARD + (1 + _PILOT) * many * (1 + each)
 
 
 def _with_products(plan: Plan, least: float, most: float) -> tuple[float, float]:

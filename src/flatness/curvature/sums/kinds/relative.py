@@ -1,4 +1,4 @@
-"""κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss': relative flatness, also for features of unit spread."""
+"""κ_Tr = Σ_ss' ⟨w_s, w_s'⟩ Tr H_ss': relative flatness, also for features of unit spread or white."""
 
 from __future__ import annotations
 
@@ -76,3 +76,30 @@ class RelativeNormalized(Relative):
     def of_softmax(self, rows: SoftmaxRows) -> Tensor:
         """Σ ‖V⁻¹φ‖² a Σ_t V_t² Var_p(W_·t)."""
         return (rows.phi2 @ rows.frame.inverse_V2[0]) @ rows.total_variance(self.units)
+
+
+class RelativeWhitened(Relative):
+    """The product of the traces of blocks, those of white features, with W C Wᵀ."""
+
+    name = "relative_whitened"
+    units = "whitened"
+    # Squared signals of single input units do not say what those of white features are.
+    from_squares = uses_u = False
+
+    def gram(self, frame: Frame) -> Tensor:
+        """The matrix that traces are multiplied with."""
+        return frame.WW_C
+
+    def weight(self, frame: Frame) -> Tensor:
+        """The matrix whose products with itself that is."""
+        return frame.whitened
+
+    def of_identity(self, frame: Frame) -> Tensor:
+        """Tr H_ss = taps · Tr C⁺ in every row, 0 between rows."""
+        assert frame.whitening is not None
+        return frame.taps * (frame.whitening.Z.square().sum((1, 2)) @ frame.whitened.square().sum((1, 2)))
+
+    def of_softmax(self, rows: SoftmaxRows) -> Tensor:
+        """Σ ‖Zᵀφ‖² a Σ_t Var_p((W Y)_·t)."""
+        phi = rows.frame.features(self.units, rows.phi[:, None, :, None])
+        return torch.linalg.vector_norm(phi.flatten(1), dim=1).square() @ rows.total_variance(self.units)
