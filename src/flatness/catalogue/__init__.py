@@ -10,7 +10,6 @@ from flatness.catalogue.registry import register_measure
 # files in this folder come after these, and what changes when layers are rescaled comes last.
 _ORDER = (
     "petzka2021",
-    "relative",
     "petzka2019",
     "rangamani2019",
     "tsuzuku2020",

@@ -1,4 +1,4 @@
-"""w(j)ᵀ H w(j): the curvature along the outgoing weights of every input unit j."""
+"""The curvature along the weights of a unit: its incoming ones, a row of W, and its outgoing ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,35 @@ from flatness.curvature.sums.softmax_rows import SoftmaxRows
 from flatness.curvature.sums.statistic import SquaredSignals, SquaredStatistic
 
 
+class Incoming(SquaredStatistic):
+    """w_sᵀ H_ss w_s for every row s: squares of ⟨w_s, a_s⟩."""
+
+    name = "incoming"
+    from_signals = from_squares = closed_form = per_class = True
+
+    def of_identity(self, frame: Frame) -> Tensor:
+        """‖w_s‖²."""
+        return frame.W.square().sum(2).flatten()
+
+    def along(self, frame: Frame, a: Tensor) -> Tensor:
+        """⟨w_s, a_s⟩."""
+        return (frame.W * a).sum(-1).flatten(-2)
+
+    def along_signals(self, frame: Frame, Phi: Tensor, delta: Tensor) -> Tensor:
+        """⟨(WΦ)_s, δ_s⟩."""
+        return (delta * across(frame.W, Phi)).sum(-1).flatten(-2)
+
+    def of_squares(self, squares: SquaredSignals) -> Tensor:
+        """Σ ⟨w_s, φ⟩² δ_s²."""
+        return ((squares.phi @ squares.frame.W[0].T).square() * squares.delta2).sum(0)
+
+    def of_softmax(self, rows: SoftmaxRows) -> Tensor:
+        """Σ ⟨w_s, φ⟩² a p_s (1 − p_s)."""
+        return (rows.phi @ rows.frame.W[0].T).square_().mul_(rows.class_variance).sum(0)
+
+
 class Outgoing(SquaredStatistic):
-    """Squares of ⟨w(j), a(j)⟩, over all rows and taps of an input unit."""
+    """w(j)ᵀ H w(j): squares of ⟨w(j), a(j)⟩, over all rows and taps of an input unit j."""
 
     name = "outgoing"
     from_signals = from_squares = closed_form = uses_u = uses_dx = True
