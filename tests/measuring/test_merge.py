@@ -359,8 +359,3 @@ def test_a_flipped_bit_is_found_out(tmp_path):
     path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
     with pytest.raises(DataError, match=r"has changed since|holds something else, or is damaged"):
         flatness.merge([path])
-
-
-def test_a_file_that_is_not_there_is_an_error_of_the_file_system(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        flatness.merge([tmp_path / "missing.pt"])
