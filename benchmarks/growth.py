@@ -37,11 +37,11 @@ class Size:
 
 
 VARIED = {
-    "samples": (32, 64),
-    "width": (16, 32),
-    "blocks": (1,),
-    "length": (8, 16),
-    "tokens": (128, 512),
+    "samples": (32, 64, 128, 256, 512),
+    "width": (16, 32, 64, 128),
+    "blocks": (1, 2, 4, 8),
+    "length": (8, 16, 32, 64),
+    "tokens": (128, 512, 2048, 8192),
 }
 NAMES = {
     "samples": "sequences n",
