@@ -49,7 +49,8 @@ def test_what_is_known_without_a_measure_stands_beside_the_measures():
         assert row["kendall_low"] < row["kendall"] < row["kendall_high"]
     first, second = known["kendall"].abs()
     assert first > second
-    told = ", ".join(f"{name.replace('_', ' ')} {tau:+.2f}" for name, tau in known["kendall"].items())
+    words = {"batch_size": "batch size", "train_loss": "training loss"}
+    told = ", ".join(f"{words[name]} {tau:+.2f}" for name, tau in known["kendall"].items())
     sentence = f"Baselines without a measure, τ over all {len(kept)} networks: {told}."
     assert sentence in study.text(200)
     assert sentence.replace("-", "−") in render_study(study)
