@@ -130,6 +130,21 @@ def test_a_table_that_is_used_for_all_samples_together_takes_products():
     assert_right(report, model, x, y, ["token", "distance"])
 
 
+def test_a_table_of_which_the_first_row_is_taken_acts_on_all_samples():
+    """With a copy for each sample, the first one's would act on all of them, and no output be another."""
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.token(x) + self.place(torch.arange(LENGTH)[None])[0]))
+
+    torch.manual_seed(2)
+    parts = {"token": nn.Embedding(TOKENS, WIDTH), "place": nn.Embedding(LENGTH, WIDTH)}
+    model = nets.Compute(forward, **parts, head=nn.Linear(WIDTH, TOKENS)).double()
+    x, y = data()
+    assert planned(model, (x, y)).treatments["place"].through_parameter
+    report = measure(model, (x, y), method="exact")
+    assert_right(report, model, x, y, ["token", "place"])
+
+
 def test_padding_counts_for_nothing():
     model, (x, y) = built(), data(8)
     padded = nn.Embedding(TOKENS, WIDTH, padding_idx=2).double()

@@ -121,6 +121,32 @@ def test_parameters_that_samples_share_in_other_ways_take_products():
     assert {"token", "places"} <= {*plan.by_parameters.rest}
 
 
+def test_a_parameter_of_which_the_first_row_is_taken_takes_products():
+    """The first sample's copy would act on all samples, and the outputs would stay as they are."""
+
+    class First(Vision):
+        def forward(self, x):
+            h = torch.cat([self.token[0].expand(len(x), 1, WIDTH), self.embed(x)], 1)
+            return self.head(F.gelu(h + self.places[0])[:, 0])
+
+    assert planned(built(First), data()).repeated == ()
+
+
+def test_a_parameter_that_is_also_read_from_a_list_takes_products():
+    """No copy stands in the list."""
+
+    class Listed(Vision):
+        def __init__(self):
+            super().__init__()
+            self.listed = [self.places]
+
+        def forward(self, x):
+            h = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1)
+            return self.head(F.gelu(h + self.listed[0] + self.places)[:, 0])
+
+    assert planned(built(Listed), data()).repeated == ("token",)
+
+
 def test_exact_values_do_without_copies():
     model, given = built(), data(6)
     assert planned(model, given, method="exact").repeated == ()

@@ -49,23 +49,29 @@ class RepeatedParameters:
                 module._parameters[key] = self.copies[name]  # type: ignore[assignment]
 
 
-def told_apart(before: Tensor, after: Tensor, copies: Iterable[object]) -> bool:
+def told_apart(
+    before: Tensor, after: Tensor, copies: Iterable[object], originals: Iterable[Tensor] = ()
+) -> bool:
     """Whether copies for every sample leave the outputs as they are, and each acts on its own sample alone.
 
     Args:
         before: The outputs without copies, samples first.
         after: The outputs with copies, with their graph.
         copies: The copies, or edges of the graph where their derivatives arrive.
+        originals: What the copies replace; outputs that still depend on it have another way to it.
     """
-    change = (after.detach() - before.detach()).abs().max()
-    if after.shape != before.shape or not bool(change <= 1e-4 * before.abs().max()):
+    change = (after.detach() - before.detach()).abs().max() if after.shape == before.shape else None
+    if change is None or not bool(change <= 1e-4 * before.abs().max()):
         return False
     weights = torch.linspace(1, 2, after[0].numel(), dtype=after.dtype, device=after.device)
-    edges = list(copies)
-    arrived = torch.autograd.grad(
-        after[0].flatten() @ weights,
-        edges,  # type: ignore[arg-type]
-        retain_graph=True,
-        allow_unused=True,
-    )
-    return all(value is None or not bool(value[1:].any()) for value in arrived)
+    edges, own = list(copies), list(originals)
+
+    def arriving(outputs: Tensor) -> list[Tensor | None]:
+        summed = outputs.flatten(1).sum(0) @ weights
+        return list(torch.autograd.grad(summed, [*edges, *own], retain_graph=True, allow_unused=True))  # type: ignore[list-item]
+
+    of_first, of_others = arriving(after[:1]), arriving(after[1:])
+    stray = [value[1:] for value in of_first[: len(edges)] if value is not None]
+    stray += [value[:1] for value in of_others[: len(edges)] if value is not None]
+    stray += [value for value in (*of_first[len(edges) :], *of_others[len(edges) :]) if value is not None]
+    return not any(bool(value.any()) for value in stray)

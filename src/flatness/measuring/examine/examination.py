@@ -155,7 +155,8 @@ def repeatable_parameters(problem: Problem, names: Iterable[str]) -> list[str]:
                 if isinstance(error, RuntimeError) and ran_out(error):
                     raise
                 return False
-            return after.requires_grad and told_apart(before, after, repeated.copies.values())
+            own = [held[name] for name in names]
+            return after.requires_grad and told_apart(before, after, repeated.copies.values(), own)
 
     return candidates if fits_in(candidates) else [name for name in candidates if fits_in([name])]
 
