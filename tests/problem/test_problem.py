@@ -352,7 +352,8 @@ def test_samples_in_the_second_dimension_are_measured_with_forward():
 
 def test_a_model_that_fails_on_a_batch_shows_what_it_was_given():
     x, y = data()
-    assert refusal(ModelError, network(), (x[:, :3], y)) == (
+    # Newer versions of torch name the operator.
+    assert refusal(ModelError, network(), (x[:, :3], y)).replace("addmm: ", "") == (
         "Expected the model to take batches like tuple(float64[8, 3], int64[8]) but it raised RuntimeError: "
         "mat1 and mat2 shapes cannot be multiplied (8x3 and 4x6). Try it on one batch yourself, or pass "
         "forward= to say how to use a batch."

@@ -106,7 +106,8 @@ def test_a_wrong_example_shape_is_refused_with_the_module_that_stopped():
     model = sequential(fc1=nn.Linear(4, 6), act=nn.ReLU(), fc2=nn.Linear(6, 3))
     with pytest.raises(ModelError) as raised:
         symmetries(model, torch.randn(2, 5))
-    assert message(raised) == (
+    # Newer versions of torch name the operator.
+    assert message(raised).replace("addmm: ", "") == (
         "Expected an example that the model can run on but module 'fc1' (Linear) stopped at float32[2, 5] "
         "with RuntimeError: mat1 and mat2 "
         "shapes cannot be multiplied (2x5 and 4x6). Pass inputs as the model takes them, one row per sample: "
