@@ -227,3 +227,66 @@ def test_rewriting_other_layers_leaves_a_table_as_it_is():
     drift = found[found.layer == "0"].drift
     assert len(drift) > 0
     assert float(drift.abs().max()) < 1e-9
+
+
+CUT_OFF = {
+    "no gradient, first": (True, lambda call: torch.no_grad()(call)()),
+    "no gradient, last": (False, lambda call: torch.no_grad()(call)()),
+    "detached, first": (True, lambda call: call().detach()),
+    "detached, last": (False, lambda call: call().detach()),
+}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("way", CUT_OFF)
+def test_a_call_that_is_cut_off_stands_for_no_other_use(way, beside):
+    """Derivatives take what it returns as given; the weight is used by a call that counts, and beside it."""
+    first, cut = CUT_OFF[way]
+
+    def forward(self, x):
+        h = self.token(x)
+        if first:
+            fixed = cut(lambda: self.mix(h))
+        z = torch.tanh(self.mix(h))
+        if not first:
+            fixed = cut(lambda: self.mix(h))
+        return self.head(z + fixed + (F.linear(torch.tanh(h), self.mix.weight) if beside else 0))
+
+    torch.manual_seed(6)
+    parts = {"token": nn.Embedding(TOKENS, WIDTH), "mix": nn.Linear(WIDTH, WIDTH)}
+    model = nets.Compute(forward, **parts, head=nn.Linear(WIDTH, TOKENS)).double()
+    x, y = data()
+    report = measure(model, (x, y), method="exact", measures="hessian_trace")
+    risk = oracle.mean_risk(x, y, token_cross_entropy)
+    for layer in ("token", "mix"):
+        truth = oracle.hessian_trace(oracle.layer_hessian(model, risk, layer))
+        assert report.value("hessian_trace", layer=layer) == pytest.approx(truth, rel=1e-9)
+    assert report.value("hessian_trace") == pytest.approx(oracle.total_trace(model, risk), rel=1e-9)
+
+
+@pytest.mark.parametrize("middle", [2, 3])
+def test_a_convolution_tied_to_a_transposed_one(middle):
+    """Their matrices hold the same entries in another order, also where they are of the same size."""
+    torch.manual_seed(8)
+    parts = {"inner": nn.Conv1d(3, middle, 2), "outer": nn.ConvTranspose1d(middle, 3, 2)}
+    model = nets.Compute(lambda self, x: self.outer(torch.tanh(self.inner(x))).mean(2), **parts).double()
+    model.outer.weight = model.inner.weight
+    x, y = torch.randn(7, 3, 4, dtype=torch.float64), torch.arange(7) % 3
+    report = measure(model, (x, y), method="exact", measures=["hessian_trace", "relative_flatness"])
+    H = oracle.layer_hessian(model, oracle.mean_risk(x, y, F.cross_entropy), "inner")
+    W = oracle.layer_weight(model, "inner")
+    assert report.value("hessian_trace", layer="inner") == pytest.approx(oracle.hessian_trace(H), rel=1e-9)
+    kappa = oracle.relative_flatness(W, H)
+    assert report.value("relative_flatness", layer="inner") == pytest.approx(kappa, rel=1e-9)
+
+
+def test_a_square_weight_that_one_of_two_layers_stores_transposed():
+    """One layer's matrix is the transpose of the other's."""
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nets.Conv1D(3, 3)).double()
+    model[2].weight = model[0].weight
+    x, y = torch.randn(7, 3, dtype=torch.float64), torch.arange(7) % 3
+    report = measure(model, (x, y), method="exact", measures="relative_flatness")
+    H = oracle.layer_hessian(model, oracle.mean_risk(x, y, F.cross_entropy), "0")
+    kappa = oracle.relative_flatness(oracle.layer_weight(model, "0"), H)
+    assert report.value("relative_flatness", layer="0") == pytest.approx(kappa, rel=1e-9)

@@ -171,6 +171,11 @@ def _is_written(node: Any) -> bool:
     return operator_name(node) == WRITTEN and not is_custom(node)
 
 
+def nodes_behind(value: Tensor) -> frozenset[Any]:
+    """The nodes that a value is computed from."""
+    return frozenset(node for node, _ in _operands_first(value.grad_fn))
+
+
 def once_differentiable(output: Tensor) -> list[str]:
     """Names of custom operators behind an output that declare to have no second derivative.
 

@@ -22,7 +22,8 @@ from flatness.errors import LayerError
 class Record:
     """One call of one module: its input x, and the gradient edges of x as it alone sees it and of z.
 
-    `moves` says whether x depends on parameters of the network or on an earlier call.
+    `moves` says whether x depends on parameters of the network or on an earlier call; `counts`, once the
+    graph is read, whether derivatives of the output come back to it.
     """
 
     x: Tensor
@@ -31,6 +32,7 @@ class Record:
     x_edge: GradientEdge | None
     z_edge: GradientEdge | None
     z_shape: torch.Size
+    counts: bool = False
 
 
 class Recording:

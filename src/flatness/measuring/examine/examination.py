@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,11 +14,18 @@ from torch import Tensor, nn
 from flatness.curvature.sums.routes import marker
 from flatness.errors import FlatnessError, ModelError, OutOfMemoryError
 from flatness.losses import Items
-from flatness.measuring.examine.examined import Examined, LayerRecord, Reuse, find_reuse, notes_on
+from flatness.measuring.examine.examined import (
+    Examined,
+    LayerRecord,
+    Reuse,
+    find_reuse,
+    last_of,
+    notes_on,
+)
 from flatness.measuring.examine.probe import Alone, check_runs, largest, run_alone, settled_run
 from flatness.measuring.examine.unfamiliar import View, misread_samples
 from flatness.network.affine import AffineModule, find_affine
-from flatness.network.graph import InPlaceOperators, read_graph
+from flatness.network.graph import InPlaceOperators, nodes_behind, read_graph
 from flatness.network.layers import Layer, find_layers, own_parameter, own_parameters
 from flatness.network.memory import fits, ran_out
 from flatness.network.operators import WRITTEN
@@ -189,7 +197,10 @@ def _recorded(
             output, target = problem.outputs(batches.copied(example))
         calls, overwrites = dict(recording.calls), copy_inputs or bool(recording.overwritten())
     items = problem.laid_out(output, target, look=False)
-    edges = {name: of_module[-1].z_edge for name, of_module in calls.items()}
+    behind = nodes_behind(items.logits)
+    for call in chain.from_iterable(calls.values()):
+        call.counts = call.z_edge is not None and call.z_edge.node in behind
+    edges = {name: last_of(of_module).z_edge for name, of_module in calls.items()}
     graph = read_graph(
         items.logits,
         {name: edge for name, edge in edges.items() if edge is not None},
@@ -268,7 +279,7 @@ def _records(
 ) -> dict[str, LayerRecord]:
     """One record per module, with the first reason against it that was found."""
     counts = {name: len(calls) for name, calls in run.recorded.items()}
-    reuse = find_reuse(views, counts, run.graph.uses)
+    reuse = find_reuse(views, run.recorded, run.graph.uses)
     refused = _refused(views, run, alone, reuse, sent_back.undifferentiable)
     unreached = {name: views[name] for name in counts if name not in run.graph.reached}
     cut_off = _cut_off(problem, example, run, unreached)

@@ -57,16 +57,18 @@ def reparametrised(layers: Mapping[str, Layer]) -> dict[str, list[str]]:
 
 
 def find_reuse(
-    views: Mapping[str, View], calls: Mapping[str, int], uses: Mapping[int, int]
+    views: Mapping[str, View], recorded: Mapping[str, list[Record]], uses: Mapping[int, int]
 ) -> dict[str, Reuse]:
     """Hold the reads of every parameter in the graph against those that recorded calls explain.
 
     Args:
         views: The recorded modules.
-        calls: How often each ran.
+        recorded: Every call of each.
         uses: How many operators read a parameter on the way to the output, by the parameter's `id`.
     """
-    unseen = _unseen_uses(views, calls, uses)
+    calls = {name: len(own) for name, own in recorded.items()}
+    counting = {name: sum(call.counts for call in own) for name, own in recorded.items()}
+    unseen = _unseen_uses(views, {name: counting[name] or calls[name] for name in calls}, uses)
     families: dict[int, list[str]] = {}
     for name in calls:
         families.setdefault(_weight_key(views[name]), []).append(name)
@@ -76,7 +78,9 @@ def find_reuse(
         shared = _shared([views[name] for name in members]) if total > 1 else None
         for name in members:
             if total > 1 or unseen[name]:
-                reuse[name] = Reuse(total + unseen[name], shared, shared is not None and not unseen[name])
+                # Where a call is cut off, the next pass may have no edge for it.
+                whole = not unseen[name] and counting[name] in (0, calls[name])
+                reuse[name] = Reuse(total + unseen[name], shared, shared is not None and whole)
     return reuse
 
 
@@ -94,7 +98,8 @@ def _shared(members: list[View]) -> SharedLayer | None:
     layers = [view for view in members if isinstance(view, Layer)]
     if not layers or len(layers) < len(members):
         return None
-    return SharedLayer.of(layers)
+    shared = SharedLayer.of(layers)
+    return shared if shared.is_one_matrix() else None
 
 
 def _weight_key(view: View) -> int:
@@ -211,8 +216,8 @@ class Examined:
 
     @cached_property
     def calls(self) -> dict[str, Record]:
-        """The last call of every module that ran."""
-        return {name: calls[-1] for name, calls in self.recorded.items()}
+        """The last call of every module that ran, of those that count where any does."""
+        return {name: last_of(calls) for name, calls in self.recorded.items()}
 
     @property
     def unused(self) -> list[str]:
@@ -223,6 +228,11 @@ class Examined:
     def last(self) -> str | None:
         """The layer that ran last among those the output depends on."""
         return next((name for name in reversed(self.called) if not self.records[name].idle), None)
+
+
+def last_of(calls: list[Record]) -> Record:
+    """The last call that derivatives of the output come back to; the last of all where none is."""
+    return next((call for call in reversed(calls) if call.counts), calls[-1])
 
 
 def notes_on(model: nn.Module, examined: Examined, misread: list[str]) -> list[str]:

@@ -56,6 +56,19 @@ class SharedLayer(Layer):
         self.main, self.uses = main, tuple(uses)
         self.groups, self.taps = main.groups, main.taps
 
+    def is_one_matrix(self) -> bool:
+        """Whether all uses lay the weight out as the same matrix, up to its transpose.
+
+        A convolution and a transposed one do not, nor do layers that store the same square weight transposed.
+        """
+        laid_out = [(use.view, use.turned(use.view.matrix())) for use in self.uses]
+        if len({W.shape for _, W in laid_out}) > 1:
+            return False
+        if len({type(view) for view, _ in laid_out}) == 1:
+            return True
+        # The same memory in the same order; how far apart the groups are is no matter where there is one.
+        return len({(W.data_ptr(), W.stride()[len(W) == 1 :]) for _, W in laid_out}) == 1
+
     @property
     def weight_name(self) -> str:
         """The parameter that W is."""
