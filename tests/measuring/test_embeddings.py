@@ -290,3 +290,37 @@ def test_a_square_weight_that_one_of_two_layers_stores_transposed():
     H = oracle.layer_hessian(model, oracle.mean_risk(x, y, F.cross_entropy), "0")
     kappa = oracle.relative_flatness(oracle.layer_weight(model, "0"), H)
     assert report.value("relative_flatness", layer="0") == pytest.approx(kappa, rel=1e-9)
+
+
+@pytest.mark.parametrize("shared", ["one vector", "one row"])
+def test_positions_of_single_samples_where_a_batch_is_padded(shared):
+    """The first samples are not, and share their positions."""
+    model, (x, y) = built(), data(12)
+    x = x.clamp(min=1)
+    x[9, 0] = x[11, :2] = 0
+
+    def positions(x):
+        seen = x != 0
+        return POSITIONS[shared](x) if bool(seen.all()) else (seen.cumsum(1) - 1).clamp(min=0)
+
+    model.positions = positions
+    report = measure(model, (x, y), method="exact", batch_size=5)
+    assert_right(report, model, x, y, ["token"])
+    truth = oracle.layer_hessian(model, oracle.mean_risk(x, y, token_cross_entropy), "place")
+    found = report.value("hessian_trace", layer="place")
+    assert found == pytest.approx(oracle.hessian_trace(truth), rel=1e-9)
+
+
+def test_a_penalty_says_which_tables_are_not_looked_up_for_every_sample():
+    model, (x, y) = built(), data()
+    with pytest.raises(flatness.errors.LayerError, match=r"tokens of shape \[3\] for 5 samples"):
+        flatness.penalty(model, (x, y), layers="place")
+    model.positions = POSITIONS["a row a sample"]
+    assert bool(flatness.penalty(model, (x, y), layers="place").isfinite())
+
+
+def test_a_penalty_refuses_weights_that_layers_lay_out_differently():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nets.Conv1D(3, 3)).double()
+    model[2].weight = model[0].weight
+    with pytest.raises(flatness.errors.LayerError, match="0, 2 lay it out differently"):
+        flatness.penalty(model, (torch.randn(7, 3, dtype=torch.float64), torch.arange(7) % 3), layers="0")

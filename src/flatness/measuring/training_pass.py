@@ -133,7 +133,13 @@ def _one_per_weight(
         if sum(len(calls[user]) for user in users[key]) == 1:
             found[key] = views[name]
         elif key not in found:
-            found[key] = SharedLayer.of([views[user] for user in users[key]])
+            shared = SharedLayer.of([views[user] for user in users[key]])
+            if not shared.is_one_matrix():
+                raise LayerError(
+                    f"Expected layers that share a weight to see the same matrix but {listed(users[key])} "
+                    "lay it out differently. Pass layers= without these; flatness.measure can measure them."
+                )
+            found[key] = shared
     return list(found.values())
 
 
@@ -145,6 +151,12 @@ def _weight_key(view: Layer) -> int:
 def _check_call(use: Use, call: LiveCall, n: int) -> None:
     """Refuse a layer that computes something else than WΦ + b, or whose input was overwritten."""
     view, kind = use.view, type(use.view.module).__name__
+    if view.chooses and len(call.x) % n:
+        raise LayerError(
+            f"Expected {use.name!r} to look up rows for every sample but it was given tokens of shape "
+            f"{list(call.x.shape)} for {n} samples. Pass layers= without it, or look positions up for each "
+            "sample, as positions.expand(len(x), -1) does."
+        )
     if not (is_familiar(view) or view.explains(call.x.detach(), call.z.detach(), n)):
         raise LayerError(
             f"Expected {use.name!r} to compute WΦ + b but this {kind} returned something else: it has "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -126,19 +126,23 @@ class Guard(Kept):
         _shorten_rows(self._model)
 
     @contextmanager
-    def repeated_tokens(self, tables: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
+    def repeated_tokens(self, tables: Mapping[nn.Module, Tensor]) -> Iterator[Callable[[], None]]:
         """Tables that get the same tokens for all samples, such as positions, get them once for each.
 
         What they return then says sample by sample how it is used. Call what this gives to keep it so; the
         hooks go with the guard.
+
+        Args:
+            tables: The tables, with what they were asked for. Other batches may ask for rows of another
+                length, or, where some samples are padded, for a row of each sample: those stay as they are.
         """
 
         def repeat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            tokens = args[0] if args else kwargs["input"]
-            own = tokens.shape[1:] if len(tokens) == 1 and tokens.dim() > 1 else tokens.shape
-            return (tokens.expand(self.samples, *own), *args[1:]), {
-                key: value for key, value in kwargs.items() if key != "input"
-            }
+            tokens, usual = args[0] if args else kwargs["input"], tables[module]
+            if tokens.dim() == usual.dim():
+                own = tokens.shape[1:] if len(usual) == 1 and usual.dim() > 1 else tokens.shape
+                tokens = tokens.expand(self.samples, *own)
+            return (tokens, *args[1:]), {key: value for key, value in kwargs.items() if key != "input"}
 
         with ExitStack() as hooks:
             for table in tables:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,9 @@ class Problem:
         if kind is None and self.autocast.seen:
             self.notes.append("the model turns autocast on; measured without it")
 
-    def repeated_tokens(self, tables: Iterable[nn.Module]) -> AbstractContextManager[Callable[[], None]]:
+    def repeated_tokens(
+        self, tables: Mapping[nn.Module, Tensor]
+    ) -> AbstractContextManager[Callable[[], None]]:
         """Tables that get the same tokens for all samples get them once for each; see `Guard`."""
         assert self._guard is not None
         return self._guard.repeated_tokens(tables)

@@ -111,7 +111,7 @@ def _with_repeated_tokens(
         return run
     from flatness.network.repeated_parameters import told_apart
 
-    with problem.repeated_tokens(views[name].module for name in tables) as keep:
+    with problem.repeated_tokens({views[name].module: x for name, x in tables.items()}) as keep:
         try:
             again = _recorded(problem, example, views)
         except (RuntimeError, FlatnessError) as error:
