@@ -324,3 +324,25 @@ def test_a_penalty_refuses_weights_that_layers_lay_out_differently():
     model[2].weight = model[0].weight
     with pytest.raises(flatness.errors.LayerError, match="0, 2 lay it out differently"):
         flatness.penalty(model, (torch.randn(7, 3, dtype=torch.float64), torch.arange(7) % 3), layers="0")
+
+
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+def test_gradients_that_training_wants_otherwise(option):
+    """Derivatives in a table itself give the eigenvalue, and all values of one that is read elsewhere, too."""
+
+    def forward(self, x):
+        beside = self.token.weight.mean(0) if option == "scale_grad_by_freq" else 0
+        return self.head(torch.tanh(self.token(x) + beside))
+
+    torch.manual_seed(3)
+    parts = {"token": nn.Embedding(TOKENS, WIDTH), "head": nn.Linear(WIDTH, TOKENS)}
+    model, (x, y) = nets.Compute(forward, **parts).double(), data()
+    risk = oracle.mean_risk(x, y, token_cross_entropy)
+    H = oracle.hessian(model, risk, ["token.weight"])
+    setattr(model.token, option, True)
+    names = ["hessian_trace", "hessian_top_eigenvalue"]
+    with untouched(model, x, y):
+        report = measure(model, (x, y), method="exact", measures=names)
+    assert getattr(model.token, option)
+    assert report.value("hessian_trace", layer="token") == pytest.approx(float(H.trace()), rel=1e-9)
+    assert report.value(names[1], layer="token") == pytest.approx(oracle.top_eigenvalue(H), rel=1e-4)

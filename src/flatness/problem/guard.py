@@ -122,6 +122,12 @@ class Guard(Kept):
         for parameter in self._model.parameters():
             parameter._backward_hooks = None  # one that clips gradients, for example
             parameter.grad = None  # a forward pass that has a backward pass inside adds to it in place
+        for module in self._model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                # Sparse gradients cannot be laid out; scaled ones are no derivatives.
+                for option in ("sparse", "scale_grad_by_freq"):
+                    self.undo(partial(setattr, module, option, getattr(module, option)))
+                    setattr(module, option, False)
         open_attention(self._model)
         _shorten_rows(self._model)
 
