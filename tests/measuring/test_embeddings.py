@@ -328,7 +328,7 @@ def test_a_penalty_refuses_weights_that_layers_lay_out_differently():
 
 @pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
 def test_gradients_that_training_wants_otherwise(option):
-    """Derivatives in a table itself give the eigenvalue, and all values of one that is read elsewhere, too."""
+    """Derivatives in a table itself give its eigenvalue, and all of one that is read elsewhere, too."""
 
     def forward(self, x):
         beside = self.token.weight.mean(0) if option == "scale_grad_by_freq" else 0
