@@ -259,7 +259,8 @@ def _send_back(problem: Problem, run: Examined, views: Mapping[str, View], last_
     last = [name for name in reached if isinstance(views[name], Layer)][-1:]
     only = last if last_only and last and not run.graph.curved[last[0]] else reached
     with differentiable(problem.model), Recording(_modules(views), edges=False) as again:
-        found.differentiate(run, sorted(only))
+        if only:
+            found.differentiate(run, sorted(only))
         if again.calls:
             raise ModelError(
                 "The backward pass runs the layers again, as activation checkpointing does, so they cannot "
