@@ -72,15 +72,14 @@ def find_reuse(
     families: dict[int, list[str]] = {}
     for name in calls:
         families.setdefault(_weight_key(views[name]), []).append(name)
+    # Where a call is cut off, the next pass may have no edge for it.
+    whole = {name for name in calls if not unseen[name] and counting[name] in (0, calls[name])}
     reuse: dict[str, Reuse] = {}
     for members in families.values():
         total = sum(calls[name] for name in members)
         shared = _shared([views[name] for name in members]) if total > 1 else None
-        for name in members:
-            if total > 1 or unseen[name]:
-                # Where a call is cut off, the next pass may have no edge for it.
-                whole = not unseen[name] and counting[name] in (0, calls[name])
-                reuse[name] = Reuse(total + unseen[name], shared, shared is not None and whole)
+        for name in members if total > 1 else filter(unseen.get, members):
+            reuse[name] = Reuse(total + unseen[name], shared, shared is not None and name in whole)
     return reuse
 
 
