@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -69,18 +69,23 @@ def find_reuse(
     calls = {name: len(own) for name, own in recorded.items()}
     counting = {name: sum(call.counts for call in own) for name, own in recorded.items()}
     unseen = _unseen_uses(views, {name: counting[name] or calls[name] for name in calls}, uses)
-    families: dict[int, list[str]] = {}
-    for name in calls:
-        families.setdefault(_weight_key(views[name]), []).append(name)
     # Where a call is cut off, the next pass may have no edge for it.
     whole = {name for name in calls if not unseen[name] and counting[name] in (0, calls[name])}
     reuse: dict[str, Reuse] = {}
-    for members in families.values():
+    for members in _families(views, calls):
         total = sum(calls[name] for name in members)
         shared = _shared([views[name] for name in members]) if total > 1 else None
         for name in members if total > 1 else filter(unseen.get, members):
             reuse[name] = Reuse(total + unseen[name], shared, shared is not None and name in whole)
     return reuse
+
+
+def _families(views: Mapping[str, View], names: Iterable[str]) -> Iterable[list[str]]:
+    """The modules that have a weight in common, by name."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        found.setdefault(_weight_key(views[name]), []).append(name)
+    return found.values()
 
 
 def _unseen_uses(
