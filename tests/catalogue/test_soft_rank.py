@@ -31,8 +31,7 @@ def soft(values, ridge):
     return float((values / (values + ridge)).sum())
 
 
-@pytest.mark.parametrize("ridge", [None, 1e-3, 0.3])
-@pytest.mark.parametrize("name", ["mlp", "mlp_tanh"])
+@pytest.mark.parametrize("name, ridge", [("mlp", 0.3), ("mlp_tanh", None), ("mlp_tanh", 1e-3)])
 def test_errors_are_standard_errors(name, ridge):
     case = CASES[name]
     model, scores = case.build(), []

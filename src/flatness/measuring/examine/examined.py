@@ -67,16 +67,16 @@ def find_reuse(
         uses: How many operators read a parameter on the way to the output, by the parameter's `id`.
     """
     calls = {name: len(own) for name, own in recorded.items()}
-    counting = {name: sum(call.counts for call in own) for name, own in recorded.items()}
-    unseen = _unseen_uses(views, {name: counting[name] or calls[name] for name in calls}, uses)
-    # Where a call is cut off, the next pass may have no edge for it.
-    whole = {name for name in calls if not unseen[name] and counting[name] in (0, calls[name])}
+    counting = {name: sum(call.counts for call in own) or len(own) for name, own in recorded.items()}
+    unseen = _unseen_uses(views, counting, uses)
     reuse: dict[str, Reuse] = {}
     for members in _families(views, calls):
         total = sum(calls[name] for name in members)
         shared = _shared([views[name] for name in members]) if total > 1 else None
         for name in members if total > 1 else filter(unseen.get, members):
-            reuse[name] = Reuse(total + unseen[name], shared, shared is not None and name in whole)
+            # Where a call is cut off, the next pass may have no edge for it.
+            whole = not unseen[name] and counting[name] == calls[name]
+            reuse[name] = Reuse(total + unseen[name], shared, shared is not None and whole)
     return reuse
 
 
