@@ -132,11 +132,11 @@ class Guard(Kept):
         _shorten_rows(self._model)
 
     @contextmanager
-    def repeated_tokens(self, tables: Mapping[nn.Module, Tensor]) -> Iterator[Callable[[], None]]:
+    def repeated_tokens(self, tables: Mapping[nn.Module, Tensor]) -> Iterator[Callable[[], Any]]:
         """Tables that get the same tokens for all samples, such as positions, get them once for each.
 
-        What they return then says sample by sample how it is used. Call what this gives to keep it so; the
-        hooks go with the guard.
+        What they return then says sample by sample how it is used. Call what the context gives to keep the
+        hooks when it ends; they go with the guard.
 
         Args:
             tables: The tables, with what they were asked for. Other batches may ask for rows of another
@@ -153,7 +153,7 @@ class Guard(Kept):
         with ExitStack() as hooks:
             for table in tables:
                 hooks.callback(table.register_forward_pre_hook(repeat, with_kwargs=True).remove)
-            yield lambda: hooks.pop_all() and None
+            yield hooks.pop_all
 
     def written(self) -> list[str]:
         """Names of the parameters that hold other numbers than at the beginning, or than when last asked.

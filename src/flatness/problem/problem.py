@@ -152,7 +152,7 @@ class Problem:
 
     def repeated_tokens(
         self, tables: Mapping[nn.Module, Tensor]
-    ) -> AbstractContextManager[Callable[[], None]]:
+    ) -> AbstractContextManager[Callable[[], Any]]:
         """Tables that get the same tokens for all samples get them once for each; see `Guard`."""
         assert self._guard is not None
         return self._guard.repeated_tokens(tables)
