@@ -176,10 +176,12 @@ def _timing(name: str, taken: list[tuple[float, bool]]) -> Timing:
     return Timing(min(counted), statistics.median(counted), len(counted))
 
 
-def best_batch(work: Callable[[int], Any], samples: int, device: torch.device, turns: int = 3) -> int:
+def best_batch(
+    work: Callable[[int], Any], samples: int, device: torch.device, turns: int = 3, first: int | None = None
+) -> int:
     """The batch size with which `work(size)` is fastest, doubled until that is worse or does not fit."""
     times: dict[int, float] = {}
-    size = 1024 if device.type == "cuda" else 64
+    size = first or (1024 if device.type == "cuda" else 64)
     while size < 2 * samples:
         part = min(size, samples)
         try:

@@ -3,7 +3,8 @@
 Networks: a GPT of GPT-2 small's size (124 million parameters, tied head, 50,257 tokens, sequences of 1,024),
 untrained and trained for a while on Python's own standard library; ViT-B/16 and ResNet-50 (timm) at 224². The
 unit is one gradient of all samples at its best micro-batch. Errors are relative to the larger of a value and
-its Gauss-Newton part. One line per call, and JSON in $OUT if set.
+its Gauss-Newton part. `products` times one Hessian product beside curvlinops, `resnet18` the default measures
+beside BackPACK's diagonal and beside other batch sizes. One line per call, and JSON in $OUT if set.
 
     PYTHONPATH=src python benchmarks/large_networks.py gpt2:8 gpt2-trained:64:0.02:tf32 vit:64 resnet50:256
 """
@@ -11,6 +12,7 @@ its Gauss-Newton part. One line per call, and JSON in $OUT if set.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import re
@@ -18,6 +20,7 @@ import statistics
 import sysconfig
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -26,9 +29,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import full_precision, machine, peak_memory, peer, seconds
+from harness import best_batch, full_precision, machine, peak_memory, peer, seconds
 from small_transformers import GPT
 from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
 
 import flatness
 
@@ -77,6 +81,22 @@ def train(model: nn.Module, shape: dict[str, int], device: torch.device, limit: 
     return float(loss.detach())
 
 
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Random images kept as bytes, as pictures are; they come as floats of mean 0."""
+
+    def __init__(self, samples: int, side: int, labels: Tensor, device: torch.device) -> None:
+        self.pixels = torch.empty(samples, 3, side, side, dtype=torch.uint8)
+        for part in self.pixels.split(4096):
+            part.copy_(torch.randint(256, part.shape, dtype=torch.uint8, device=device))
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, row: Any) -> tuple[Tensor, Tensor]:
+        return (self.pixels[row].float() - 127.5) / 74, self.labels[row]
+
+
 class Networks:
     """Networks and data by name, made once."""
 
@@ -109,26 +129,28 @@ class Networks:
         kind = names.get(name, (name, name))[self.tiny]
         return timm.create_model(kind, pretrained=False)
 
-    def data(self, name: str, samples: int) -> tuple[Tensor, Tensor]:
+    def data(self, name: str, samples: int) -> Dataset[tuple[Tensor, Tensor]]:
         if name.startswith("gpt2"):
-            return text(samples, self.shape["length"], self.shape["tokens"])
+            return TensorDataset(*text(samples, self.shape["length"], self.shape["tokens"]))
         generator = torch.Generator().manual_seed(0)
         side = 64 if self.tiny and name != "vit" else 224
-        x = torch.randn(samples, 3, side, side, generator=generator)
-        return x, torch.randint(1000, (samples,), generator=generator)
+        labels = torch.randint(1000, (samples,), generator=generator)
+        if samples > 4096:
+            return Images(samples, side, labels, self.device)
+        return TensorDataset(torch.randn(samples, 3, side, side, generator=generator), labels)
 
 
-def gradient_unit(model: nn.Module, x: Tensor, y: Tensor, device: torch.device) -> tuple[float, int, int]:
+def gradient_unit(model: nn.Module, data: Dataset[Any], device: torch.device) -> tuple[float, int, int]:
     """Seconds of one gradient per sample at the best micro-batch, that micro-batch, and its peak memory."""
 
     def one(size: int) -> None:
-        rows, labels = x[:size].to(device), y[:size].to(device)
+        rows, labels = (part.to(device) for part in data[:size])
         F.cross_entropy(model(rows).flatten(0, -2), labels.flatten()).backward()
         model.zero_grad(set_to_none=True)
 
     best = (float("inf"), 0, 0)
     for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        if size > len(x):
+        if size > len(data):  # type: ignore[arg-type]
             break
         one(size)
         each = min(seconds(lambda size=size: one(size), device) for _ in range(2)) / size
@@ -141,7 +163,7 @@ def gradient_unit(model: nn.Module, x: Tensor, y: Tensor, device: torch.device) 
 def measured(networks: Networks, text: str) -> dict[str, Any]:
     """One call, `name:samples[:precision][:tf32][:gauss_newton][:batch=N][:max=N][:enough]`."""
     name, samples, *rest = text.split(":")
-    model, (x, y), device = networks.model(name), networks.data(name, int(samples)), networks.device
+    model, data, device = networks.model(name), networks.data(name, int(samples)), networks.device
     words = [word for word in rest if not word.replace(".", "").isdigit()]
     asked: dict[str, Any] = {"precision": next((float(w) for w in rest if w not in words), 0.02)}
     if "tf32" in words:
@@ -155,11 +177,11 @@ def measured(networks: Networks, text: str) -> dict[str, Any]:
             asked["batch_size"] = int(word[6:])
         if word.startswith("max="):
             asked["max_passes"] = int(word[4:])
-    unit, size, unit_memory = gradient_unit(model, x, y, device)
+    unit, size, unit_memory = gradient_unit(model, data, device)
     found: list[flatness.Report] = []
 
     def call() -> None:
-        found.append(flatness.measure(model, (x, y), measures=MEASURES, progress=False, **asked))
+        found.append(flatness.measure(model, data, measures=MEASURES, progress=False, **asked))
 
     taken = [0.0]
 
@@ -171,7 +193,7 @@ def measured(networks: Networks, text: str) -> dict[str, Any]:
     part = report
     if "gauss_newton" not in words:
         asked |= {"curvature": "gauss_newton", "precision": max(0.05, asked["precision"])}
-        part = flatness.measure(model, (x[:32], y[:32]), measures=MEASURES, progress=False, **asked)
+        part = flatness.measure(model, data[:32], measures=MEASURES, progress=False, **asked)
     errors = {}
     for row in report.results:
         if row.level == "layer" and row.stderr is not None:
@@ -181,8 +203,8 @@ def measured(networks: Networks, text: str) -> dict[str, Any]:
     return {
         "call": text,
         "seconds": taken[0],
-        "gradients": taken[0] / (unit * len(x)),
-        "seconds per gradient of all": unit * len(x),
+        "gradients": taken[0] / (unit * int(samples)),
+        "seconds per gradient of all": unit * int(samples),
         "gradient micro-batch": size,
         "gradient memory GB": unit_memory / 1e9,
         "memory GB": memory / 1e9,
@@ -194,12 +216,67 @@ def measured(networks: Networks, text: str) -> dict[str, Any]:
     }
 
 
+def resnet18_calls(text: str, device: torch.device) -> dict[str, Any]:
+    """`resnet18[:samples]`: default measures as they are, with other batch sizes, and BackPACK's diagonal."""
+    samples = int([*text.split(":"), "2000"][1])
+    model = flatness.models.resnet18(seed=0).to(device).eval()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 3, 32, 32, generator=generator).to(device)
+    y = torch.randint(10, (samples,), generator=generator).to(device)
+
+    def own(**options: Any) -> Callable[[], Any]:
+        return lambda: flatness.measure(model, (x, y), progress=False, **options)
+
+    sizes = (32, 64, 128, 256, 512) if device.type == "cuda" else (16, 64)
+    calls = {"default": own()} | {f"batch {size}": own(batch_size=size) for size in sizes}
+    backpack = peer("backpack")
+    if backpack is not None:
+        rival = Diagonal(backpack, model)
+        size = best_batch(lambda size: rival(x, y, size), samples, device, turns=1, first=16)
+        calls[f"BackPACK {size}"] = lambda: rival(x, y, size)
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(4):
+        for name, action in calls.items():
+            try:
+                time_taken = seconds(action, device)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                time_taken = float("inf")
+            if turn:
+                taken[name].append(time_taken)
+    return {"call": text} | {name: statistics.median(times) for name, times in taken.items()}
+
+
+class Diagonal:
+    """The Gauss-Newton diagonal by BackPACK, on a copy of the model that BackPACK has rewritten."""
+
+    def __init__(self, backpack: Any, model: nn.Module) -> None:
+        from backpack.extensions import DiagGGNExact
+
+        self.backpack, self.extension = backpack, DiagGGNExact
+        self.model = backpack.extend(copy.deepcopy(model), use_converter=True).eval()
+        self.loss = backpack.extend(nn.CrossEntropyLoss(reduction="sum"))
+
+    def __call__(self, x: Tensor, y: Tensor, size: int) -> list[Tensor]:
+        total = [torch.zeros_like(p) for p in self.model.parameters()]
+        for inputs, labels in zip(x.split(size), y.split(size), strict=True):
+            with warnings.catch_warnings(), self.backpack.backpack(self.extension()):
+                warnings.simplefilter("ignore")
+                self.loss(self.model(inputs), labels).backward()
+            for held, parameter in zip(total, self.model.parameters(), strict=True):
+                held += parameter.diag_ggn_exact / len(x)
+                del parameter.diag_ggn_exact
+                parameter.grad = None
+        return total
+
+
 def products(networks: Networks, text: str) -> dict[str, Any]:
     """One Hessian product of all parameters, `products[:samples]`: flatness, curvlinops, and a gradient."""
     samples = int([*text.split(":"), "4"][1])
-    model, (x, y), device = networks.model("gpt2"), networks.data("gpt2", samples), networks.device
+    model, data, device = networks.model("gpt2"), networks.data("gpt2", samples), networks.device
+    x, y = data[:samples]
     found: dict[str, Any] = {"call": text}
-    unit, _, memory = gradient_unit(model, x, y, device)
+    unit, _, memory = gradient_unit(model, data, device)
     found |= {"gradient s": unit * samples, "gradient GB": memory / 1e9}
 
     def flat(count: int) -> Callable[[], Any]:
@@ -262,10 +339,15 @@ def main() -> None:
     rows = []
     for call in given.calls:
         try:
-            networks.model("gpt2" if call.startswith("products") else call.split(":")[0])  # trained here
+            kind = call.split(":")[0]
+            if kind != "resnet18":
+                networks.model("gpt2" if kind == "products" else kind)  # trained here
             stream()
             with alarm(given.limit), profiled(given.profile, device):
-                rows.append((products if call.startswith("products") else measured)(networks, call))
+                if kind == "resnet18":
+                    rows.append(resnet18_calls(call, device))
+                else:
+                    rows.append((products if kind == "products" else measured)(networks, call))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
