@@ -135,7 +135,7 @@ class Networks:
         generator = torch.Generator().manual_seed(0)
         side = 64 if self.tiny and name != "vit" else 224
         labels = torch.randint(1000, (samples,), generator=generator)
-        if samples > 4096:
+        if samples > 8192:
             return Images(samples, side, labels, self.device)
         return TensorDataset(torch.randn(samples, 3, side, side, generator=generator), labels)
 
@@ -152,9 +152,14 @@ def gradient_unit(model: nn.Module, data: Dataset[Any], device: torch.device) ->
     for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         if size > len(data):  # type: ignore[arg-type]
             break
-        one(size)
-        each = min(seconds(lambda size=size: one(size), device) for _ in range(2)) / size
-        if each > best[0]:
+        try:
+            one(size)
+            each = min(seconds(lambda size=size: one(size), device) for _ in range(2)) / size
+        except torch.OutOfMemoryError:
+            model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            break
+        if each > 0.98 * best[0]:
             break
         best = (each, size, peak_memory(lambda size=size: one(size), device) if device.type == "cuda" else 0)
     return best
