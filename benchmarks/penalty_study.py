@@ -1,22 +1,25 @@
 """Does training with a flatness penalty close the generalisation gap? Plain, penalised and SAM, five seeds.
 
 A network is trained on a part of CIFAR-10 with SGD: as it is, with ``flatness.penalty`` of the last layer at
-four strengths, and with sharpness-aware minimisation (Foret et al. 2021, ρ = 0.05). Every run writes one file
-into --out and is skipped when that is there, so that the study goes on where it was stopped.
+four strengths, and with sharpness-aware minimisation (Foret et al. 2021, ρ = 0.05). ResNet-18 trains in
+bfloat16 with the penalty in float32; everything is measured in float32 and evaluation mode. Every finished
+network is a row of a CSV file and is not trained again, so that the study goes on where it was stopped.
 
-    python benchmarks/penalty_study.py --data DIR --out penalty-lenet5
-    python benchmarks/penalty_study.py --data DIR --out penalty-resnet18 --model resnet18 --device cuda
+    python benchmarks/penalty_study.py penalty-lenet5.csv --data DIR
+    python benchmarks/penalty_study.py penalty-resnet18.csv --data DIR --model resnet18 --device cuda --jobs 5
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+import csv
+import functools
+import multiprocessing
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -25,56 +28,116 @@ from torch.nn import functional as F
 
 import flatness
 from flatness.data import load
-from flatness.files import json_text, write_text
+from flatness.errors import NotFiniteError
 from flatness.models import lenet5, resnet18
 
-MODELS = {"lenet5": lenet5, "resnet18": resnet18}
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
 ARMS = ("plain", *(f"penalty {strength:g}" for strength in STRENGTHS), "SAM")
 RADIUS = 0.05  # SAM's ρ
-FIGURES = ("relative_flatness", "gap", "test_accuracy", "train_accuracy", "test_loss")
+FIGURES = {
+    "relative_flatness": "{:.3g} ± {:.2g}",
+    "all_layers": "{:,.0f} ± {:,.0f}",
+    "hessian_trace": "{:.3g} ± {:.2g}",
+    "gap": "{:.2f} ± {:.2f}",
+    "train_loss": "{:.3f} ± {:.3f}",
+    "test_loss": "{:.2f} ± {:.2f}",
+    "train_accuracy": "{:.1f} ± {:.1f} %",
+    "test_accuracy": "{:.1f} ± {:.1f} %",
+}
+
+Data = tuple[Tensor, Tensor]
 
 
-def gradient(model: nn.Module, x: Tensor, y: Tensor, arm: str) -> None:
+class Recipe(NamedTuple):
+    """How a network is trained by default."""
+
+    build: Callable[..., nn.Module]
+    samples: int
+    batch: int
+    rate: float
+    mixed: bool
+
+
+RECIPES = {
+    "lenet5": Recipe(lenet5, 5_000, 64, 0.03, False),
+    "resnet18": Recipe(resnet18, 10_000, 128, 0.05, True),
+}
+
+
+# Training
+
+
+def gradient(model: nn.Module, x: Tensor, y: Tensor, arm: str, mixed: bool) -> None:
     """Leave the gradient of one training step in the parameters."""
-    if arm.startswith("penalty"):
-        value, output = flatness.penalty(model, (x, y), return_output=True)
-        (F.cross_entropy(output, y) + float(arm.split()[1]) * value).backward()
-        return
-    F.cross_entropy(model(x), y).backward()
+    loss(model, x, y, arm, mixed).backward()
     if arm == "SAM":
-        climbed = climb(model)
-        model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        with torch.no_grad():
-            for parameter, step in climbed:
-                parameter.sub_(step)
+        with climbed(model):
+            model.zero_grad()
+            loss(model, x, y, arm, mixed).backward()
 
 
-@torch.no_grad()
-def climb(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """Move every parameter by ρ along the normalised gradient; what was added to each."""
+def loss(model: nn.Module, x: Tensor, y: Tensor, arm: str, mixed: bool) -> Tensor:
+    """What is made small, in an autocast of its own: one keeps its copies of weights, which SAM moves."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=mixed):
+        if not arm.startswith("penalty"):
+            return F.cross_entropy(model(x), y)
+        value, output = flatness.penalty(model, (x, y), return_output=True)
+        return F.cross_entropy(output, y) + float(arm.split()[1]) * value
+
+
+@contextmanager
+def climbed(model: nn.Module) -> Iterator[None]:
+    """All parameters ρ along the normalised gradient; what runs there leaves the running statistics alone."""
     own = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     length = torch.stack([slope.norm() for _, slope in own]).norm()
     steps = [(parameter, slope * (RADIUS / length)) for parameter, slope in own]
-    for parameter, step in steps:
-        parameter.add_(step)
-    return steps
+    with torch.no_grad():
+        for parameter, step in steps:
+            parameter.add_(step)
+    for norm in norms:
+        norm.momentum = 0.0
+    yield
+    for norm in norms:
+        norm.momentum = 0.1
+    with torch.no_grad():
+        for parameter, step in steps:
+            parameter.sub_(step)
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, arm: str, given: argparse.Namespace, seed: int) -> None:
+def augmented(x: Tensor, random: torch.Generator) -> Tensor:
+    """Every image shifted by up to four pixels and perhaps mirrored."""
+    n, channels, size, _ = x.shape
+    top, left, turn = (torch.randint(high, (n, 1), generator=random).to(x.device) for high in (9, 9, 2))
+    along = torch.arange(size, device=x.device)
+    columns = left + torch.where(turn == 1, along.flip(0), along)
+    images, kept = (torch.arange(count, device=x.device) for count in (n, channels))
+    index = (
+        images[:, None, None, None],
+        kept[:, None, None],
+        (top + along)[:, None, :, None],
+        columns[:, None, None],
+    )
+    return F.pad(x, (4, 4, 4, 4))[index]
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, arm: str, seed: int, given: argparse.Namespace) -> None:
     """SGD with momentum, the rate falling along a cosine to zero."""
     optimizer = torch.optim.SGD(model.parameters(), lr=given.rate, momentum=0.9)
-    order = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(seed)
     steps = given.epochs * -(-len(x) // given.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    model.train()
     for _ in range(given.epochs):
-        model.train()
-        for rows in torch.randperm(len(x), generator=order).split(given.batch):
+        for rows in torch.randperm(len(x), generator=random).to(x.device).split(given.batch):
             optimizer.zero_grad()
-            gradient(model, x[rows], y[rows], arm)
+            images = augmented(x[rows], random) if given.augment else x[rows]
+            gradient(model, images, y[rows], arm, RECIPES[given.model].mixed)
             optimizer.step()
             schedule.step()
+
+
+# Measuring
 
 
 @torch.no_grad()
@@ -85,99 +148,143 @@ def risk(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     return F.cross_entropy(outputs, y).item(), (outputs.argmax(1) == y).double().mean().item()
 
 
-def one_run(arm: str, seed: int, given: argparse.Namespace, data: dict[str, tuple[Tensor, Tensor]]) -> Any:
-    """Train and measure one network."""
-    model = MODELS[given.model](seed=seed).to(given.device)
-    started = time.perf_counter()
-    train(model, *data["train"], arm, given, seed)
-    seconds = time.perf_counter() - started
-    train_loss, train_accuracy = risk(model, *data["train"])
-    test_loss, test_accuracy = risk(model, *data["test"])
-    asked = {"measures": ["relative_flatness", "hessian_trace"], "layers": "last", "progress": False}
-    report = flatness.measure(model, data["train"], **asked)
-    (layer,) = report.layers()
+def measured(model: nn.Module, data: Data, test: Data, few: int) -> dict[str, float]:
+    """Flatness on the training images, all layers on the first few of them, and the gap to test images."""
+    train_loss, train_accuracy = risk(model, *data)
+    test_loss, test_accuracy = risk(model, *test)
+    asked: dict[str, Any] = {"measures": ["relative_flatness", "hessian_trace"], "progress": False}
+    last = flatness.measure(model, data, layers="last", **asked)
+    (layer,) = last.layers()
+    every = flatness.measure(model, tuple(part[:few] for part in data), batch_size=min(few, 128), **asked)
     return {
-        "arm": arm,
-        "seed": seed,
-        "relative_flatness": report.value("relative_flatness", layer=layer),
-        "hessian_trace": report.value("hessian_trace", layer=layer),
+        "relative_flatness": last.value("relative_flatness", layer=layer),
+        "all_layers": sum(every.value("relative_flatness", layer=name) for name in every.layers()),
+        "hessian_trace": last.value("hessian_trace", layer=layer),
         "gap": test_loss - train_loss,
         "train_loss": train_loss,
         "test_loss": test_loss,
         "train_accuracy": train_accuracy,
         "test_accuracy": test_accuracy,
-        "seconds": seconds,
     }
 
 
-def records(out: Path) -> list[dict[str, Any]]:
-    """What was recorded so far."""
-    return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+@functools.cache
+def images(split: str, limit: int | None, folder: Path | None, device: str) -> Data:
+    """Standardised images and labels on the device."""
+    found = load("cifar10", split=split, data_dir=folder, limit=limit, standardize=True)
+    return found.inputs.to(device), found.targets.to(device)
 
 
-def table(found: Iterable[dict[str, Any]]) -> str:
-    """Mean and standard deviation over seeds, a row per arm, as Markdown."""
-    found = list(found)
-    lines = [f"| | seeds | {' | '.join(FIGURES)} |", "|---|---|" + "---|" * len(FIGURES)]
-    for arm in ARMS:
-        own = [record for record in found if record["arm"] == arm]
-        if own:
-            cells = [spread([record[key] for record in own]) for key in FIGURES]
-            lines.append(f"| {arm} | {len(own)} | {' | '.join(cells)} |")
+def one_run(task: tuple[int, str, argparse.Namespace, float]) -> dict[str, Any] | None:
+    """Train and measure one network; None when the time is up. Where it diverges the row has no numbers."""
+    seed, arm, given, until = task
+    if time.time() > until:
+        return None
+    torch.set_num_threads(1)
+    # In float32 convolutions are to be float32; those of training in bfloat16 pick their algorithm by trial.
+    torch.backends.cudnn.allow_tf32 = False
+    data = images("train", given.samples, given.data, given.device)
+    test = images("test", given.test_samples, given.data, given.device)
+    build, mixed = RECIPES[given.model].build, RECIPES[given.model].mixed
+    model = build(seed=seed, **given.options).to(given.device, memory_format=torch.channels_last)
+    started = time.perf_counter()
+    try:
+        torch.backends.cudnn.benchmark = mixed
+        train(model, *data, arm, seed, given)
+        torch.backends.cudnn.benchmark = False
+        record = measured(model, data, test, given.few)
+    except NotFiniteError:
+        record = {}
+    return {"arm": arm, "seed": seed, **record, "seconds": round(time.perf_counter() - started, 1)}
+
+
+# Reporting
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """One more row of a table that may not be there yet."""
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        rows = csv.DictWriter(file, ("arm", "seed", *FIGURES, "seconds"))
+        if fresh:
+            rows.writeheader()
+        rows.writerow(record)
+
+
+def table(found: pd.DataFrame) -> str:
+    """Mean ± standard deviation over seeds, a row per arm, as Markdown.
+
+    "Against plain" are points of test accuracy: the mean over pairs of one seed and its standard error.
+    """
+    shown = [name for name in FIGURES if name in found]
+    lines = [f"| | {' | '.join(name.replace('_', ' ') for name in shown)} | against plain |"]
+    lines.append("|" + "---|" * (len(shown) + 2))
+    rates = ["train_accuracy", "test_accuracy"]
+    found = found.assign(**{name: 100 * found[name] for name in rates})
+    plain = found[found["arm"] == "plain"].set_index("seed")["test_accuracy"]
+    for arm in [arm for arm in ARMS if arm in set(found["arm"])]:
+        own = found[found["arm"] == arm].set_index("seed")
+        cells = [FIGURES[name].format(own[name].mean(), own[name].std()) for name in shown]
+        pairs = (own["test_accuracy"] - plain).dropna()
+        cells.append("" if arm == "plain" else f"{pairs.mean():+.1f} ± {pairs.sem():.1f}")
+        lines.append(f"| {arm.replace('y ', 'y × ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def spread(values: list[float]) -> str:
-    """Mean ± standard deviation."""
-    deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
-    return f"{statistics.mean(values):.4g} ± {deviation:.2g}"
-
-
-def draw(found: Iterable[dict[str, Any]], path: Path, title: str) -> None:
+def draw(found: pd.DataFrame, path: Path, title: str) -> None:
     """The gap over relative flatness, a mark per network."""
     from flatness.show.charts import Chart, Mark
     from flatness.show.plots.charts import save_chart
 
     series: dict[str, list[Any]] = {}
-    for record in sorted(found, key=lambda record: ARMS.index(record["arm"])):
-        mark = (record["relative_flatness"], record["gap"])
-        series.setdefault(record["arm"], []).append(Mark(*mark))
+    for arm in ARMS:
+        own = found[found["arm"] == arm]
+        series[arm] = [Mark(*mark) for mark in zip(own["relative_flatness"], own["gap"], strict=True)]
     chart = Chart(title, "relative flatness of the last layer", "test loss − training loss", series)
     save_chart(path, chart)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("csv", type=Path, help="a row per network")
     parser.add_argument("--data", type=Path, help="folder that holds cifar-10-batches-bin")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--model", choices=MODELS, default="lenet5")
+    parser.add_argument("--model", choices=RECIPES, default="lenet5")
+    parser.add_argument("--width", type=int, help="channels of ResNet-18's first stage, by default 64")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--samples", type=int, default=5_000, help="training images, the first ones")
+    parser.add_argument("--jobs", type=int, default=1, help="networks at the same time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which none is begun")
+    parser.add_argument("--samples", type=int, help="training images, the first ones")
+    parser.add_argument("--test-samples", type=int, help="test images; default: all")
+    parser.add_argument("--few", type=int, default=500, help="training images to measure all layers on")
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=0.03)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--augment", action="store_true", help="crop and mirror the training images")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS)
     parser.add_argument("--picture", type=Path, help="where to draw the gap over relative flatness")
-    parser.add_argument("--csv", type=Path, help="where to write a row per network")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    data = {}
-    for split, limit in (("train", given.samples), ("test", None)):
-        found = load("cifar10", split=split, data_dir=given.data, limit=limit, standardize=True)
-        data[split] = (found.inputs.to(given.device), found.targets.to(given.device))
-    for seed in range(given.seeds):
-        for arm in given.arms:
-            path = given.out / f"{arm.replace(' ', '-')}-{seed}.json"
-            if not path.exists():
-                record = one_run(arm, seed, given, data)
-                write_text(path, json_text(record, indent=1))
-                print(arm, seed, {key: round(record[key], 4) for key in FIGURES}, flush=True)
-    print(table(records(given.out)))
-    if given.csv:
-        pd.DataFrame(records(given.out)).drop(columns="seconds").to_csv(given.csv, index=False)
+    for name in ("samples", "batch", "rate"):
+        if getattr(given, name) is None:
+            setattr(given, name, getattr(RECIPES[given.model], name))
+    given.options = {} if given.width is None else {"width": given.width}
+    return given
+
+
+def main() -> None:
+    given = arguments()
+    until = time.time() + 60 * given.minutes
+    done = pd.read_csv(given.csv)[["seed", "arm"]].to_numpy().tolist() if given.csv.exists() else []
+    runs = [(seed, arm) for seed in range(given.seeds) for arm in given.arms if [seed, arm] not in done]
+    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
+        for record in pool.imap_unordered(one_run, [(*run, given, until) for run in runs]):
+            if record is not None:
+                append(given.csv, record)
+                print(*(f"{value:.4g}" if isinstance(value, float) else value for value in record.values()))
+    found = pd.read_csv(given.csv)
+    print(f"{len(found)} networks\n\n{table(found)}", flush=True)
     if given.picture:
-        draw(records(given.out), given.picture, f"{given.model} on {given.samples:,} images of CIFAR-10")
+        draw(found, given.picture, f"{given.model} on {given.samples:,} images of CIFAR-10")
 
 
 if __name__ == "__main__":
