@@ -105,7 +105,7 @@ def test_lists_and_wrong_words(folder):
     )
     words = " ".join(listed.out.split())
     assert "petzka2021-cifar10 450 networks LeNet-5 on CIFAR-10" in words
-    assert "petzka2021-labels 1000 data sets Does flatness" in words
+    assert "petzka2021-labels 10000 data sets Does flatness" in words
     assert max(map(len, listed.out.splitlines())) <= 80
     assert unknown.status == 2
     assert unknown.err.endswith("Did you mean 'petzka2021-cifar10'?\n")

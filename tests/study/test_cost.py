@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def test_an_experiment_has_sizes_only():
     lines = watch.scale_costs("petzka2021-labels", CPU, 2)
     assert [line.split(":")[0] for line in lines] == ["smoke", "small", "gallery", "paper"]
-    assert lines[-1] == "paper: 1000 data sets"
+    assert lines[-1] == "paper: 10000 data sets"
 
 
 def test_times_are_steps_of_every_model_times_samples(monkeypatch):

@@ -57,7 +57,7 @@ def test_sizes_are_those_of_the_papers():
     assert sizes["petzka2019-cifar10"] == 4 * 4 * 9
     assert sizes["petzka2021-cifar10"] == 5 * 3 * 3 * 10
     assert sizes["rangamani2019-batch"] == 4 * 2 * 5
-    assert read_spec("petzka2021-labels").size == "1000 data sets"
+    assert read_spec("petzka2021-labels").size == "10000 data sets"
     assert read_spec("petzka2021-bound").size == "800 data sets"
     assert read_spec("rangamani2019-invariance").size == "20 comparisons"
     assert {sizes[name] for name in sizes if name.startswith("tsuzuku2020")} == {99}

@@ -25,8 +25,9 @@ ALONE = ENGINES[:2]
 """Engines that run one network at a time."""
 # Widest convolution, in channels, up to which an engine is the fastest on an H200, in images per second of
 # all networks: LeNet-5 (16 channels) 2.5 M banded, 1.3 M grouped; ResNet-18 with 16 to 128 channels 64,000
-# grouped, 44,000 banded, 26,000 one at a time; with 64 to 512 channels 17,000, 7,000 and 25,000.
-_NARROW, _WIDE = 32, 128
+# grouped, 44,000 banded, 26,000 one at a time; with 64 to 512 channels 17,000, 7,000 and 25,000. The LeNet
+# of 50 channels was not timed; on its narrow maps bands cost 2.4 to 5.6 times the arithmetic.
+_NARROW, _WIDE = 50, 128
 
 
 class Stack:
