@@ -26,10 +26,11 @@ from minima import share_the_gpu
 
 import flatness
 from flatness.study import Study
+from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.spec.spec import Spec, make_spec, read_spec
 
 Stage = tuple[str, tuple[str, ...], int]
-"""A study, its parts (none for all) and its number of seeds."""
+"""A study, its parts (none for all) and its number of seeds, or of data sets."""
 
 MNIST = ("mnist-fc", "mnist-fc-printed", "mnist-lenet")
 ALEXNET = ("cifar10-alexnet-small", "cifar10-alexnet-large")
@@ -45,17 +46,19 @@ LANES: dict[str, tuple[Stage, ...]] = {
     "lenet": tuple(("tsuzuku2020-lenet-mnist-fitted", (), seeds) for seeds in (2, 4, 6, 9)),
     "cifar10": tuple(("tsuzuku2020-lenet-cifar10-fitted", (), seeds) for seeds in (2, 4, 6, 9)),
     "perceptrons": tuple(("tsuzuku2020-mlp-mnist-fitted", (), seeds) for seeds in (2, 4, 6, 9)),
+    "labels": tuple(("petzka2021-labels", (), sets) for sets in (400, 700, 1000)),
 }
-JOBS = {"large-batches": 4}
+JOBS = {"large-batches": 4, "labels": 4}
 """Processes of a lane; 2 where it is not said. Cohorts of different batch sizes train side by side."""
 
 
 def staged(stage: Stage, scale: str) -> Spec:
     """The study of a stage, with its parts and seeds alone."""
     name, parts, seeds = stage
-    whole = read_spec(name, scale)
-    content: dict[str, Any] = {**whole.content}
-    content["grid"] = {**content["grid"], "seed": min(seeds, content["grid"]["seed"])}
+    content: dict[str, Any] = {**read_spec(name, scale).content}
+    for table, key in (("grid", "seed"), ("experiment", "datasets")):
+        if table in content:
+            content[table] = {**content[table], key: min(seeds, content[table][key])}
     if parts:
         content["parts"] = {part: content["parts"][part] for part in parts}
     return replace(make_spec(name, "paper", content, name), scale=scale)
@@ -63,6 +66,8 @@ def staged(stage: Stage, scale: str) -> Spec:
 
 def work(lane: str, given: argparse.Namespace, until: float) -> None:
     """Go through the stages of a lane until they are done or time is over."""
+    if lane == "labels":
+        os.nice(10)  # cores are first of all for those who keep the GPU busy
     for stage in LANES[lane]:
         minutes = (until - time.time()) / 60
         if minutes < 0.1:
@@ -72,23 +77,27 @@ def work(lane: str, given: argparse.Namespace, until: float) -> None:
             staged(stage, given.scale),
             given.folder / stage[0],
             jobs=JOBS.get(lane, 2),
-            device=given.device,
+            device="cpu" if lane == "labels" else given.device,
             minutes=minutes,
             progress=False,
         )
-        assert isinstance(study, Study)
-        told = ", ".join(f"{n} {status}" for status, n in sorted(study.counts().items()))
-        print(f"{lane}: {stage[0]}, {stage[2]} seeds, {time.time() - started:.0f} s: {told}", flush=True)
+        print(f"{lane}: {stage}, {time.time() - started:.0f} s: {told(study)}", flush=True)
+
+
+def told(study: Study | ExperimentStudy) -> str:
+    """How many networks, or pieces of an experiment, ended in which way."""
+    if isinstance(study, ExperimentStudy):
+        return f"{len(study.rows)} data sets"
+    ends = ", ".join(f"{n} {status}" for status, n in sorted(study.counts().items()))
+    measured = sum("measuring" in record for record in study.records.values())
+    return f"{ends}; {measured} measured"
 
 
 def packed(folder: Path) -> list[tuple[str, str]]:
     """Pack the records of all studies that have begun; a row for each."""
     rows, out = [], os.environ.get("OUT")
     for one in sorted(path for path in folder.iterdir() if (path / "study.json").is_file()):
-        study = flatness.study.load(one)
-        assert isinstance(study, Study)
-        measured = sum("measuring" in record for record in study.records.values())
-        rows.append((one.name, f"{len(study.records)} trained, {measured} measured"))
+        rows.append((one.name, told(flatness.study.load(one))))
         if out:
             flatness.study.pack(one, folder / f"{one.name}.json.xz")
     if out:
@@ -120,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     again = [sys.executable, __file__, *(arguments or sys.argv[1:]), "--until", str(until), "--lanes"]
     for lane in [subprocess.Popen([*again, lane]) for lane in given.lanes]:
         lane.wait()
-    show(f"as published, scale {given.scale}", ("study", "networks"), packed(given.folder))
+    show(f"as published, scale {given.scale}", ("study", "records"), packed(given.folder))
 
 
 if __name__ == "__main__":
