@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flatness.curvature.operators import lanczos
 from flatness.curvature.operators.lanczos import TopEigenvalues
 
 
@@ -41,8 +42,26 @@ def test_restarts_reach_the_same_value_with_a_small_basis():
     A = symmetric(torch.linspace(0.0, 1.0, 200).pow(2), 3)
     _, solver = solve([A], basis_limit=12, max_products=2000)
     assert solver.converged.all()
-    assert solver._basis.shape[1] <= 13
+    assert sum(part.shape[1] for part in solver._parts) <= 13
     assert solver.values.item() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_long_vectors_come_in_parts_of_their_own_precision(monkeypatch):
+    monkeypatch.setattr(lanczos, "_PART_BYTES", 3 * 200 * 4)
+    monkeypatch.setattr(lanczos, "_BASIS_BYTES", 0)
+    assert lanczos.basis_dtype(200, torch.float64) == torch.float64
+    assert (
+        lanczos.basis_dtype(200, torch.bfloat16) == lanczos.basis_dtype(200, torch.float32) == torch.float32
+    )
+    A = symmetric(torch.linspace(-2.0, 1.0, 200).pow(3), 3).float()
+    start = torch.ones(1, 200)
+    _, solver = solve([A], basis_limit=12, max_products=2000, tolerance=1e-6, start=start)
+    assert solver.converged.all()
+    assert solver.vectors.dtype == torch.float32
+    assert len(solver._parts) > 2
+    assert solver.values.item() == pytest.approx(1.0, rel=2e-6)
+    V = torch.cat(solver._parts, 1)[0].double()
+    torch.testing.assert_close(V @ V.T, torch.eye(len(V), dtype=torch.float64), rtol=0, atol=2e-6)
 
 
 def test_zero_rank_one_and_tiny_operators_end_early():

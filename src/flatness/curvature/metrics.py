@@ -90,7 +90,7 @@ class DiagonalRoot(Root):
 
     def __call__(self, vector: Tensor) -> Tensor:
         """One product for each entry."""
-        return self.values * vector
+        return (self.values * vector).to(vector.dtype)
 
     def on(self, chosen: Tensor) -> DiagonalRoot:
         """Products of both."""

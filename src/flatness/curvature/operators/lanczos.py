@@ -19,6 +19,8 @@ _KEPT_ON_RESTART, _KEPT_BELOW = 4, 2
 _CHECK_EVERY = 4
 # What a basis may take, and the fewest and the most vectors of it.
 _BASIS_BYTES, _SMALLEST_BASIS, _LARGEST_BASIS = 512 * 2**20, 12, 64
+# What is worth copying to have it in one piece.
+_PART_BYTES = 64 * 2**20
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -26,7 +28,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 def in_step(
     solvers: Mapping[Key, TopEigenvalues | PowerMethod],
-    products: Callable[[dict[Key, Tensor]], Mapping[Key, Tensor]],
+    products: Callable[[dict[Key, Tensor]], dict[Key, Tensor]],
     agreed: Callable[[list[Key]], list[Key]] = list,
 ) -> None:
     """Advance several solvers until all are done, with one call of `products` for a product of each.
@@ -39,7 +41,7 @@ def in_step(
     while active := agreed([key for key, solver in solvers.items() if not solver.done]):
         answers = products({key: solvers[key].query() for key in active})
         for key in active:
-            solvers[key].tell(answers[key])
+            solvers[key].tell(answers.pop(key))  # long vectors do not wait beside the next products
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -52,41 +54,82 @@ def basis_limit(numbers: int) -> int:
     return max(_SMALLEST_BASIS, min(_LARGEST_BASIS, _BASIS_BYTES // (8 * numbers)))
 
 
+def basis_dtype(numbers: int, dtype: torch.dtype) -> torch.dtype:
+    """The precision of a basis: that of its products where not even the smallest in float64 would fit."""
+    large = numbers * 8 * _SMALLEST_BASIS > _BASIS_BYTES
+    return torch.promote_types(dtype, torch.float32) if large else torch.float64
+
+
 class _Basis:
     """Orthonormal bases V (B, j, N) of Krylov spaces, and T = V A Vᵀ (B, j, j) of all vectors but the last.
 
+    V comes in parts along j, so that long vectors are not copied when another one is added.
+
     Args:
-        start: The first vectors (B, N), float64.
+        start: The first vectors (B, N), in the precision of the basis.
     """
 
     def __init__(self, start: Tensor) -> None:
-        self._basis = (start / start.norm(dim=1, keepdim=True)).unsqueeze(1)
-        self._T = start.new_zeros(len(start), 0, 0)
-        self._scale = start.new_zeros(len(start))
+        self._parts = [(start / start.norm(dim=1, keepdim=True)).unsqueeze(1)]
+        self._T = start.new_zeros(len(start), 0, 0, dtype=torch.float64)
+        self._scale = start.new_zeros(len(start), dtype=torch.float64)
 
     def query(self) -> Tensor:
         """The vectors (B, N) whose products are wanted next."""
-        return self._basis[:, -1]
+        return self._parts[-1][:, -1]
 
     def _projected(self, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Take products: the directions that they add (B, N), their lengths, and where there is none (B,)."""
-        V, w = self._basis, products.double()
-        j, self._scale = V.shape[1], torch.maximum(self._scale, w.norm(dim=1))
-        h = torch.einsum("bjn,bn->bj", V, w)
-        w = w - torch.einsum("bjn,bj->bn", V, h)
-        again = torch.einsum("bjn,bn->bj", V, w)
-        w = w - torch.einsum("bjn,bj->bn", V, again)
-        T = w.new_zeros(len(w), j, j)
+        w = products.to(self._parts[0].dtype)
+        self._scale = torch.maximum(self._scale, w.norm(dim=1).double())
+        h, w = self._orthogonal(w)
+        again, w = self._orthogonal(w)
+        j = h.shape[1]
+        T = h.new_zeros(len(w), j, j)
         T[:, : j - 1, : j - 1] = self._T
         T[:, :, j - 1] = T[:, j - 1, :] = h + again
         self._T = T
-        beta = w.norm(dim=1)
+        beta = w.norm(dim=1).double()
         # What is left of an exhausted space is rounding, in units of the largest product so far.
-        exhausted = (beta <= 1e-13 * self._scale) | (j >= V.shape[2])
-        return torch.where(exhausted[:, None], 0.0, w / beta.clamp(min=1e-300)[:, None]), beta, exhausted
+        rounding = 1e-13 if w.dtype == torch.float64 else 1e-6
+        exhausted = (beta <= rounding * self._scale) | (j >= w.shape[1])
+        lengths = torch.where(exhausted, float("inf"), beta)
+        return w / lengths.to(w.dtype)[:, None], beta, exhausted
+
+    def _orthogonal(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """H = V w (B, j) in float64, and w − Vᵀh (B, N)."""
+        h = torch.cat([_along(part, w) for part in self._parts], dim=1)
+        return h.double(), w - self._combined(h[..., None])[:, 0]
+
+    def _combined(self, y: Tensor) -> Tensor:
+        """Vᵀy for coefficients (B, j, k): (B, k, N)."""
+        y = y.to(self._parts[0].dtype)
+        pieces = y.split([part.shape[1] for part in self._parts], dim=1)
+        result: Tensor | None = None
+        for part, own in zip(self._parts, pieces, strict=True):
+            if result is None:
+                result = torch.einsum("bjn,bjk->bkn", part, own)
+            elif part.shape[1] == 1:
+                result.addcmul_(part, own.mT)
+            else:
+                result += torch.einsum("bjn,bjk->bkn", part, own)
+        assert result is not None
+        return result
 
     def _grow(self, directions: Tensor) -> None:
-        self._basis = torch.cat([self._basis, directions.unsqueeze(1)], dim=1)
+        last, new = self._parts[-1], directions.unsqueeze(1)
+        if last.nbytes + new.nbytes <= _PART_BYTES:
+            self._parts[-1] = torch.cat([last, new], dim=1)
+        else:
+            self._parts.append(new)
+
+
+def _along(part: Tensor, w: Tensor) -> Tensor:
+    """⟨v, w⟩ for all v of a part (B, j, N): (B, j)."""
+    # Of a single long v, a batched product would make one thread block of a GPU.
+    if part.shape[1] == 1:
+        return (part[:, 0] * w).sum(1, keepdim=True)
+    return torch.einsum("bjn,bn->bj", part, w)
 
 
 class TopEigenvalues(_Basis):
@@ -94,12 +137,12 @@ class TopEigenvalues(_Basis):
 
     Args:
         shape: (B, N).
-        device: Where the vectors live (always in float64).
+        device: Where the vectors live.
         tolerance: Accepted ‖Av − θv‖ / |θ|.
         max_products: Give up after this many products; the residual then says how far it got.
         basis_limit: Vectors per operator held at once; a full basis restarts from its best Ritz vectors.
         seed: Seed of the starting vectors.
-        start: Starting vectors (B, N); random when None.
+        start: Starting vectors (B, N), in the precision that all others have; random in float64 when None.
 
     Attributes:
         values: θ (B,), the Ritz values reached.
@@ -137,7 +180,7 @@ class TopEigenvalues(_Basis):
         self.smallest_residuals = torch.full_like(self.values, float("inf"))
         self.history: list[float] = []
         self.converged = torch.zeros(B, dtype=torch.bool, device=device)
-        self.vectors = self._basis[:, 0]
+        self.vectors = self.query()
         self._passed_before = torch.zeros_like(self.converged)
         self.products = 0
 
@@ -173,17 +216,17 @@ class TopEigenvalues(_Basis):
         self.residuals = torch.where(active, residual, self.residuals)
         lower = torch.where(exhausted, 0.0, beta * y[:, -1, 0].abs())
         self.smallest_residuals = torch.where(active, lower, self.smallest_residuals)
-        top = torch.einsum("bjn,bj->bn", self._basis, y[:, :, -1])
-        self.vectors = torch.where(
-            active[:, None], top / top.norm(dim=1, keepdim=True).clamp(min=1e-300), self.vectors
-        )
+        top = self._combined(y[:, :, -1:])[:, 0]
+        top /= top.norm(dim=1, keepdim=True).clamp(min=torch.finfo(top.dtype).tiny)
+        self.vectors = torch.where(active[:, None], top, self.vectors)
         small = residual <= self._tolerance * theta.abs().amax(1)
         # Twice in a row: a single dip of the residual proves nothing. An exhausted space is the whole answer.
         self.converged = self.converged | exhausted | (small & self._passed_before)
         self._passed_before = small
         if full and not self.done:
             kept = [*range(_KEPT_BELOW), *range(-_KEPT_ON_RESTART, 0)]
-            self._basis = torch.einsum("bjn,bjk->bkn", self._basis, y[:, :, kept])
+            restarted = self._combined(y[:, :, kept])
+            self._parts = [restarted] if restarted.nbytes <= _PART_BYTES else list(restarted.split(1, dim=1))
             self._T = torch.diag_embed(theta[:, kept])
 
 

@@ -27,6 +27,7 @@ from flatness.curvature.metrics import Block, BlockRoot, DiagonalRoot, Root
 from flatness.curvature.operators.lanczos import (
     PowerMethod,
     TopEigenvalues,
+    basis_dtype,
     basis_limit,
     default_tolerance,
     in_step,
@@ -36,6 +37,7 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.spectra import LAYER_METRICS, NetworkSpectrum, SpectrumRequest
 from flatness.curvature.sums.squared_gradients import SquaredGradients
 from flatness.errors import UndefinedMeasureError
+from flatness.losses.signs import Signs
 from flatness.network.attention import stacked_projections
 
 
@@ -56,6 +58,8 @@ def network_spectra(
     space = operator.space
     risk, gradient = space.gradient()
     roots = [metric_root(space, request, squared_gradients, blocks) for request in requests]
+    slopes = [float(root(gradient).norm()) for root in roots]
+    del gradient  # products need the memory
     solvers = {i: _solver(space, *pair) for i, pair in enumerate(zip(requests, roots, strict=True))}
 
     def products(queries: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -63,7 +67,7 @@ def network_spectra(
         return {i: roots[i](answer)[None] for i, answer in zip(queries, answers, strict=True)}
 
     in_step(solvers, products, space.problem.ranks.first)
-    return [_solved(space, solver, roots[i], risk, gradient) for i, solver in solvers.items()]
+    return [_solved(space, solver, roots[i], risk, slopes[i]) for i, solver in solvers.items()]
 
 
 def metric_root(
@@ -87,7 +91,7 @@ def inverse_metric_root(
     """D^½ of a diagonal metric as a vector; 0 where a parameter is left out or has no metric."""
     match request.metric:
         case "euclidean":
-            root = torch.ones_like(space.theta)
+            root = torch.ones((), dtype=torch.float64, device=space.problem.device).expand(space.dimension)
         case "layerwise":
             stacked = stacked_projections(space.problem.model)
             root = space.per_parameter(lambda name, value: _lengths(value, 3 if name in stacked else 1))
@@ -129,13 +133,12 @@ def check_metric(space: ParameterSpace, request: SpectrumRequest) -> None:
 
 
 def _solver(space: ParameterSpace, request: SpectrumRequest, root: Root) -> TopEigenvalues | PowerMethod:
-    N = space.dimension
-    generator = torch.Generator().manual_seed(space.problem.seed)
-    start = torch.randn(N, generator=generator, dtype=torch.float64, device="cpu").to(root.mask.device)
+    N, device = space.dimension, root.mask.device
+    start = torch.empty(N, dtype=basis_dtype(N, space.problem.dtype), device=device)
+    start = Signs(space.problem.seed, torch.zeros(1, dtype=torch.long, device=device)).like(start)
     # Products never leave the entries that have a metric, if the first vector does not.
-    start = torch.where(root.mask, start, 0.0)
-    if not bool(start.any()):
-        start = torch.ones_like(start)
+    if bool(root.mask.any()):
+        start *= root.mask
     most = request.max_products
     if request.solver == "power":
         return PowerMethod(start[None], tolerance=request.tolerance or 1e-4, max_products=most)
@@ -145,7 +148,7 @@ def _solver(space: ParameterSpace, request: SpectrumRequest, root: Root) -> TopE
 
 
 def _solved(
-    space: ParameterSpace, solver: TopEigenvalues | PowerMethod, root: Root, risk: float, gradient: Tensor
+    space: ParameterSpace, solver: TopEigenvalues | PowerMethod, root: Root, risk: float, slope: float
 ) -> NetworkSpectrum:
     parts = space.split_exactly(root.mask)
     ends = (solver.values, solver.smallest, solver.residuals, solver.smallest_residuals)
@@ -154,7 +157,7 @@ def _solved(
         vector=root(solver.vectors[0]),
         converged=bool(solver.converged),
         products=solver.products,
-        gradient_norm=float(root(gradient).norm()),
+        gradient_norm=slope,
         risk=risk - space.penalty(),
         dropped=tuple(name for name, part in parts.items() if not bool(part.any())),
         history=tuple(solver.history),

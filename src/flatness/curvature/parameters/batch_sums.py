@@ -49,6 +49,11 @@ class BatchSums(Generic[Made]):
             if self._kept is None:
                 self._say()
 
+    @property
+    def kept(self) -> bool:
+        """Whether what is made is there for further questions."""
+        return self._kept is not None
+
     def sums(self, answers: Callable[[Made], Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
         """The sums of all answers, in float64; one pass over the data."""
         with self._problem.ranks.stage():

@@ -15,6 +15,11 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.network.memory import kept_budget
 from flatness.problem.guard import differentiable
 
+# Graphs that are kept save a third of the work, and take what is worth more to others where they are large.
+_MOST_KEPT = 8 * 2**30
+# Graphs of this size keep any device busy: longer micro-batches take memory and save no time.
+_AT_ONCE = 16 * 2**30
+
 
 class HessianOperator:
     """v ↦ H v over a parameter space, weight decay included; or the Gauss-Newton part of H.
@@ -40,18 +45,28 @@ class HessianOperator:
         """H v for every vector, in float64; one pass over the data."""
         self.products += 1
         normaliser, decay = self.space.normaliser, self.space.problem.weight_decay
+        batches = self._batches
+
+        def answers(product: Product) -> dict[int, Tensor]:
+            end = None if batches.kept else len(vectors) - 1
+            return {place: product(vector, last=place == end) for place, vector in enumerate(vectors)}
+
         with differentiable(self.space.problem.model):
-            totals = self._batches.sums(
-                lambda product: {place: product(vector) for place, vector in enumerate(vectors)}
-            )
-        return [totals[place] / normaliser + decay * vector.double() for place, vector in enumerate(vectors)]
+            totals = batches.sums(answers)
+        found = [totals[place].div_(normaliser) for place in range(len(vectors))]
+        for total, vector in zip(found, vectors, strict=True):
+            total.add_(vector, alpha=decay)
+        return found
 
     @cached_property
     def _batches(self) -> BatchSums[Product]:
         problem = self.space.problem
         # A pass has counted the samples.
         needed = self._graph_bytes * (problem.samples or 0)
-        keep = self._curvature != "finite_differences" and 0 < needed <= kept_budget(problem.device)
+        budget = min(_MOST_KEPT, kept_budget(problem.device))
+        keep = self._curvature != "finite_differences" and 0 < needed <= budget
+        if not keep and self._graph_bytes:
+            problem.take_together(max(1, min(problem.micro_batch, _AT_ONCE // self._graph_bytes)))
         return BatchSums(problem, lambda: nullcontext(self._product), "Hessian products", keep=keep)
 
     def _product(self, batch: Any) -> Product:

@@ -16,9 +16,8 @@ of what they differ by.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,13 @@ from flatness.losses import Items
 from flatness.network.layers import Layer
 from flatness.problem.substitution import Substitution
 
-Product = Callable[[Tensor], Tensor]
+
+class Product(Protocol):
+    """Products with the Hessian of a micro-batch's summed losses."""
+
+    def __call__(self, vector: Tensor, /, *, last: bool = False) -> Tensor:
+        """H v; what it is made from is kept for others unless this is the last."""
+        ...
 
 
 @dataclass
@@ -84,7 +89,11 @@ def batch_product(
         items = problem.items(batch)
         multiply = second_derivatives(problem.loss, items, space.parameters, curvature)
     nothing = {name: value.new_zeros(()).expand_as(value) for name, value in space.parameters.items()}
-    return items, lambda vector: space.join(nothing | multiply(space.split(vector)))
+
+    def product(vector: Tensor, /, *, last: bool = False) -> Tensor:
+        return space.join(nothing | multiply(space.split(vector), last=last))
+
+    return items, product
 
 
 def _differences(space: ParameterSpace, batch: Any, error: DifferenceError | None) -> Product:
@@ -98,7 +107,7 @@ def _differences(space: ParameterSpace, batch: Any, error: DifferenceError | Non
     def difference(vector: Tensor, step: float) -> Tensor:
         return (slope(step * vector) - slope(-step * vector)) / (2 * step)
 
-    def product(vector: Tensor) -> Tensor:
+    def product(vector: Tensor, /, *, last: bool = False) -> Tensor:
         vector = vector.double()
         step = step_length(space, vector)
         found = difference(vector, step)

@@ -68,7 +68,11 @@ class ParameterSpace:
 
     def join(self, parts: Any) -> Tensor:
         """One float64 vector from tensors by name."""
-        return torch.cat([parts[name].detach().double().flatten() for name in self.parameters])
+        whole = torch.empty(self.dimension, dtype=torch.float64, device=self.problem.device)
+        sizes = [value.numel() for value in self.parameters.values()]
+        for name, place in zip(self.parameters, whole.split(sizes), strict=True):
+            place.copy_(parts[name].detach().flatten())
+        return whole
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Tensors by name from a vector, in the precision of the model."""
@@ -135,9 +139,11 @@ class ParameterSpace:
             return [self.derivatives(values.sum()), values.detach().sum(dtype=torch.float64)]
 
         slope, total = self.totals(slopes, vector, differentiate=True)
-        at = self.theta if vector is None else self.theta + vector
         risk = float(total) / self.normaliser + self.penalty(vector)
-        return risk, slope / self.normaliser + self.problem.weight_decay * at
+        slope /= self.normaliser
+        if self.problem.weight_decay:
+            slope += self.problem.weight_decay * (self.theta if vector is None else self.theta + vector)
+        return risk, slope
 
     def derivatives(self, outputs: Tensor, signal: Tensor | None = None) -> Tensor:
         """∂⟨signal, outputs⟩/∂θ as a float64 vector; zeros for parameters they do not depend on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,17 @@ from flatness.errors import DifferentiabilityError, listed
 from flatness.losses import Items, Loss
 from flatness.network.graph import once_differentiable
 
-Multiply = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 _Found = Sequence[Tensor | None]
 # First derivatives, and what takes some of them, directions and places to the products there.
-_Twice = tuple[_Found, Callable[[list[Tensor], list[Tensor], list[Any]], _Found]]
+_Twice = tuple[_Found, Callable[[list[Tensor], list[Tensor], list[Any], bool], _Found]]
+
+
+class Multiply(Protocol):
+    """Products with the second derivatives at some places."""
+
+    def __call__(self, along: Mapping[str, Tensor], /, *, last: bool = False) -> dict[str, Tensor]:
+        """The products with directions, without those that are zero everywhere; the last frees the graph."""
+        ...
 
 
 def second_derivatives(loss: Loss, items: Items, at: Mapping[str, Any], curvature: str) -> Multiply:
@@ -30,20 +37,20 @@ def second_derivatives(loss: Loss, items: Items, at: Mapping[str, Any], curvatur
         curvature: "hessian" or "gauss_newton".
 
     Returns:
-        A function from directions, at all of these places or some, to the products there; without those that
-        are zero everywhere.
+        A function from directions, at all of these places or some, to the products there.
     """
     _refuse_once_differentiable(items.logits)
     twice = _gauss_newton if curvature == "gauss_newton" else _hessian
     first, onward = twice(loss, items, list(at.values()))
     slopes = dict(zip(at, first, strict=True))
 
-    def multiply(along: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def multiply(along: Mapping[str, Tensor], /, *, last: bool = False) -> dict[str, Tensor]:
         reached = ((name, slopes[name]) for name in along)
         live = {name: slope for name, slope in reached if slope is not None and slope.requires_grad}
         if not live:
             return {}
-        found = onward(list(live.values()), [along[name] for name in live], [at[name] for name in along])
+        places = [at[name] for name in along]
+        found = onward(list(live.values()), [along[name] for name in live], places, last)
         return {name: product for name, product in zip(along, found, strict=True) if product is not None}
 
     return multiply
@@ -53,9 +60,9 @@ def _hessian(loss: Loss, items: Items, places: list[Any]) -> _Twice:
     with explained():
         slopes = torch.autograd.grad(loss.values(items).sum(), places, create_graph=True, allow_unused=True)
 
-    def onward(live: list[Tensor], along: list[Tensor], places: list[Any]) -> _Found:
+    def onward(live: list[Tensor], along: list[Tensor], places: list[Any], last: bool) -> _Found:
         with explained(second=True):
-            return torch.autograd.grad(live, places, along, retain_graph=True, allow_unused=True)
+            return torch.autograd.grad(live, places, along, retain_graph=not last, allow_unused=True)
 
     return slopes, onward
 
@@ -69,13 +76,13 @@ def _gauss_newton(loss: Loss, items: Items, places: list[Any]) -> _Twice:
     with explained():
         pulled = torch.autograd.grad(logits, places, dual, create_graph=True, allow_unused=True)
 
-    def onward(live: list[Tensor], along: list[Tensor], places: list[Any]) -> _Found:
+    def onward(live: list[Tensor], along: list[Tensor], places: list[Any], last: bool) -> _Found:
         if not slope.requires_grad:  # a loss that is linear in the outputs
             return [None] * len(places)
         with explained():
             (pushed,) = torch.autograd.grad(live, dual, along, retain_graph=True)
             (curved,) = torch.autograd.grad(slope, loose, pushed, retain_graph=True)
-            return torch.autograd.grad(logits, places, curved, retain_graph=True, allow_unused=True)
+            return torch.autograd.grad(logits, places, curved, retain_graph=not last, allow_unused=True)
 
     return pulled, onward
 
