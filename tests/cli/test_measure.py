@@ -319,8 +319,6 @@ def test_data_by_name_and_from_npz(folder):
             "measure",
             "-m",
             "mlp",
-            "--model-arg",
-            "sizes=64,12,10",
             "-d",
             "digits",
             "--limit",
@@ -336,6 +334,7 @@ def test_data_by_name_and_from_npz(folder):
     )
     assert named.status == 0
     assert "mlp on digits (train): 100 samples" in named.out
+    assert named.err == "note: built with sizes=(64, 128, 10), to fit digits; --model-arg sets others\n"
     assert "note: the first 100 of 1,438 samples" in named.out
     words = " ".join(named.out.split())
     assert "note: no checkpoint was given, so the model's initial weights are measured" in words

@@ -61,7 +61,7 @@ def test_finite_differences_give_what_second_derivatives_would(shared):
     )
     row = report.result("hessian_trace", layer="second")
     assert row.curvature == "hessian"
-    assert row.notes[0] == "NativeLayerNorm, Sine after it: products with the Hessian of its parameter"
+    assert row.notes[0] == "layer_norm, Sine after it: products with the Hessian of its parameter"
     start, _, end = row.notes[2].partition("relative error about ")
     assert start == "Hessian by central differences of gradients, "
     assert float(end.split(";")[0]) < 1e-7

@@ -164,7 +164,7 @@ BAD = {
     "smooth layers": Bad(
         errors.NotExactError,
         EXACT
-        + "0: Tanh after it; 2: Tanh after it. All directions would take 1026 products per batch, more than "
+        + "0: tanh after it; 2: tanh after it. All directions would take 1026 products per batch, more than "
         "1024: pass method='auto' for an estimate with its standard error, or layers=['4'], or "
         "curvature='gauss_newton' for that part of the Hessian.",
         model=lambda: nn.Sequential(

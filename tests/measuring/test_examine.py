@@ -256,10 +256,10 @@ def test_smooth_layers_are_exact_by_brute_force_or_refused_with_all_reasons(monk
 
     assert_exact(Net(compute))
     assert curved(monkeypatch, Net(compute), data()) == CURVED.format(
-        "fc1: Tanh, Log after it; fc2: Log after it", 12, "layers=['head'], or "
+        "fc1: tanh, log after it; fc2: log after it", 12, "layers=['head'], or "
     )
     assert curved(monkeypatch, Net(compute), data(), layers="fc2") == CURVED.format(
-        "fc2: Log after it", 6, "layers=['head'], or "
+        "fc2: log after it", 6, "layers=['head'], or "
     )
 
 
@@ -269,7 +269,7 @@ def test_a_smooth_output_has_no_exact_layer(monkeypatch):
     model = Net(lambda self, x: plain(self, x).sigmoid())
     assert_exact(model, (x, targets), F.mse_loss, loss_name="mse")
     message = curved(monkeypatch, model, (x, targets), "mse")
-    assert message == CURVED.format("fc1: Sigmoid after it; head: Sigmoid after it", 9, "")
+    assert message == CURVED.format("fc1: sigmoid after it; head: sigmoid after it", 9, "")
 
 
 def test_many_smooth_layers_are_listed_up_to_twelve(monkeypatch):
@@ -277,7 +277,7 @@ def test_many_smooth_layers_are_listed_up_to_twelve(monkeypatch):
     model = nn.Sequential(
         *[part for layer in layers for part in (layer, nn.Tanh())], nn.Linear(4, 3)
     ).double()
-    reasons = "; ".join(f"{2 * i}: Tanh after it" for i in range(12))
+    reasons = "; ".join(f"{2 * i}: tanh after it" for i in range(12))
     assert curved(monkeypatch, model, data()) == CURVED.format(
         f"{reasons} and 2 more", 56, "layers=['28'], or "
     )
@@ -565,7 +565,7 @@ def batches():
 def test_a_later_batch_that_meets_another_operator_is_refused():
     model = Net(lambda self, x: self.head(self.fc1(x).relu() if len(x) != 3 else self.fc1(x).tanh()))
     assert refusal(NotExactError, model, batches()) == (
-        "Expected every batch to take the same path through the network but a later one meets Tanh, which "
+        "Expected every batch to take the same path through the network but a later one meets tanh, which "
         "the first samples did not. Exact curvature requires a path that does not depend on the data."
     )
 
@@ -725,9 +725,9 @@ def test_a_layer_that_the_first_run_replaces_is_measured():
 
 
 CHANGES_LATER = {
-    "a product": (lambda self, x, h: self.head(h * h), "Mul"),
-    "a quotient": (lambda self, x, h: self.head(h / (1 + h)), "Div"),
-    "a product of matrices": (lambda self, x, h: (h @ h.T @ self.head(h))[:3], "Mm"),
+    "a product": (lambda self, x, h: self.head(h * h), "mul"),
+    "a quotient": (lambda self, x, h: self.head(h / (1 + h)), "div"),
+    "a product of matrices": (lambda self, x, h: (h @ h.T @ self.head(h))[:3], "mm"),
 }
 
 

@@ -235,7 +235,7 @@ def test_a_network_trace_that_is_not_exact_is_left_out_with_the_reason(monkeypat
     assert report.notes == (
         "left out, because the forward pass never calls them: fc2",
         "no trace over the whole network. Expected layers whose Hessian is exact, which needs a network that "
-        "is piecewise linear after the layer and uses its weight once, but got fc1: Tanh after it. All "
+        "is piecewise linear after the layer and uses its weight once, but got fc1: tanh after it. All "
         "directions would take 6 products per batch, more than 0: pass method='auto' for an estimate with "
         "its standard error, or layers=['head'], or curvature='gauss_newton' for that part of the Hessian.",
     )

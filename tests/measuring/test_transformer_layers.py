@@ -202,7 +202,7 @@ def test_values_of_attention_are_exact_where_nothing_smooth_follows(monkeypatch)
     monkeypatch.setattr(treatment, "LARGEST_BRUTE_FORCE", 0)
     assert refusal(NotExactError, model, (x, y), layers="attn.q", method="exact").startswith(
         "Expected layers whose Hessian is exact, which needs a network that is piecewise linear after the "
-        "layer and uses its weight once, but got attn.q: Softmax after it."
+        "layer and uses its weight once, but got attn.q: softmax after it."
     )
 
 

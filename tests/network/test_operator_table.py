@@ -294,7 +294,8 @@ def test_a_row_that_names_operands_is_curved_in_them(name):
     edge = get_gradient_edge(z)
     result = f(*(point + 0 * z.sum() for point in frozen))
     if name in CASES:
-        assert read_graph(result, {"z": edge}).curved == {"z": [name]}
+        word = row_name(name).removeprefix("native_").removesuffix("_kernel")
+        assert read_graph(result, {"z": edge}).curved == {"z": [word]}
 
 
 def test_rows_of_real_numbers_do_not_hold_for_complex_ones():
@@ -302,8 +303,8 @@ def test_rows_of_real_numbers_do_not_hold_for_complex_ones():
     edge = get_gradient_edge(z)
     (frozen,) = draw([(3,)], torch.complex128, 0)
     assert second_difference(torch.abs, [frozen], {0}, torch.complex128, 1) > 1e-2
-    assert read_graph(z.abs(), {"z": edge}).curved == {"z": ["Abs"]}
-    assert read_graph(torch.view_as_real(z * 2j).abs(), {"z": edge}).curved == {"z": ["ViewAsReal"]}
+    assert read_graph(z.abs(), {"z": edge}).curved == {"z": ["abs"]}
+    assert read_graph(torch.view_as_real(z * 2j).abs(), {"z": edge}).curved == {"z": ["view_as_real"]}
 
 
 # What is written into a view of z, with everything that may depend on a layer an operand.

@@ -59,13 +59,13 @@ PIECEWISE_LINEAR = {
     "cumsum": lambda h: h.cumsum(2),
 }
 CURVED = {
-    "standardisation": (lambda h: h / h.std((1, 2, 3), keepdim=True), "Std, Div"),
-    "squeeze and excitation": (lambda h: h * torch.sigmoid(h.mean((2, 3), keepdim=True)), "Sigmoid, Mul"),
-    "hardswish": (F.hardswish, "Hardswish"),
-    "elu": (F.elu, "Elu"),
-    "a product of two activations": (lambda h: h * F.relu(h), "Mul"),
-    "softmax": (lambda h: h.softmax(1), "Softmax"),
-    "logsumexp": (lambda h: h.logsumexp((2, 3)), "Logsumexp"),
+    "standardisation": (lambda h: h / h.std((1, 2, 3), keepdim=True), "std, div"),
+    "squeeze and excitation": (lambda h: h * torch.sigmoid(h.mean((2, 3), keepdim=True)), "sigmoid, mul"),
+    "hardswish": (F.hardswish, "hardswish"),
+    "elu": (F.elu, "elu"),
+    "a product of two activations": (lambda h: h * F.relu(h), "mul"),
+    "softmax": (lambda h: h.softmax(1), "softmax"),
+    "logsumexp": (lambda h: h.logsumexp((2, 3)), "logsumexp"),
     "tanh written into a slice": (lambda h: (h[:, :2].tanh_(), h)[1], "tanh_ on a view"),
 }
 

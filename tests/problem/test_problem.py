@@ -369,6 +369,36 @@ def test_a_model_that_fails_on_a_batch_shows_what_it_was_given():
 # Outputs of one number, two classes, one sample
 
 
+class Tokens(nn.Module):
+    """Tokens and their positions, looked up in tables of 20 and 4 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.place, self.head = nn.Embedding(20, 3), nn.Embedding(4, 3), nn.Linear(3, 5)
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1], device=x.device)
+        return self.head(torch.tanh(self.token(x) + self.place(places)).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "index", "table", "row", "where"),
+    [
+        ((30, 4), 25, "token", 4, " Counted from sample 0 of batch 1, number 15 of the data."),
+        ((30, 4), -100, "token", 4, " Counted from sample 0 of batch 1, number 15 of the data."),
+        ((30, 5), 4, "place", 4, " Seen on the first 8 samples."),
+    ],
+)
+def test_an_index_beyond_an_embedding_table_is_named_with_the_table(shape, index, table, row, where):
+    x, y = torch.zeros(shape, dtype=torch.int64), torch.arange(30) % 5
+    x[19, 2] = index
+    assert refusal(DataError, Tokens(), (x, y), batch_size=15) == (
+        f"Expected indices from 0 to {19 if table == 'token' else 3} for the embedding table {table!r} but "
+        f"row {row} of its input has {index}. Use the tokenizer that the model was trained with; for a table "
+        f"of positions, cut samples to its length.{where}"
+    )
+
+
 @pytest.mark.parametrize(
     "loss, reference_loss", [("mse", F.mse_loss), ("bce", F.binary_cross_entropy_with_logits)]
 )

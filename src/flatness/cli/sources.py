@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from flatness.errors import CheckpointError, MeasureError, ModelError, nearest
 from flatness.integrations.transformers import load_data, load_model
 from flatness.zoo.checkpoints import find_checkpoints, fit_checkpoint, read_checkpoint
 from flatness.zoo.data import DATASETS, is_known, load
+from flatness.zoo.data.source import SOURCES
 from flatness.zoo.models import MODELS, build
 from flatness.zoo.objects import SourceError, blamed_on_code, build_timm, import_object, names_code
 
@@ -47,7 +50,7 @@ def model_of(given: Network, seed: int) -> nn.Module:
     options = key_values(given.model_arg, "--model-arg")
     kind, colon, name = given.model.partition(":")
     if not colon:
-        return _own_model(given.model, options)
+        return _own_model(given, options)
     if kind == "timm":
         return build_timm(name, **options)
     if kind == "hf":
@@ -66,14 +69,34 @@ def as_built(given: Network) -> list[str]:
     return [] if given.model.startswith("hf:") else [_AS_BUILT]
 
 
-def _own_model(name: str, options: dict[str, Any]) -> nn.Module:
-    if name.replace("-", "_") not in MODELS:
+def _own_model(given: Network, options: dict[str, Any]) -> nn.Module:
+    factory = MODELS.get(given.model.replace("-", "_"))
+    if factory is None:
         raise UsageError(
             "Expected --model to be package.module:factory, timm:NAME, hf:PATH or one of flatness.models but "
-            f"got {name!r}.{nearest(name.lower().replace('-', '_'), MODELS)} Known: {', '.join(MODELS)}."
+            f"got {given.model!r}.{nearest(given.model.lower().replace('-', '_'), MODELS)} "
+            f"Known: {', '.join(MODELS)}."
         )
+    fitting = {name: value for name, value in _fitting(factory, given.data).items() if name not in options}
+    if fitting:
+        words = ", ".join(f"{name}={value}" for name, value in fitting.items())
+        typer.echo(f"note: built with {words}, to fit {given.data}; --model-arg sets others", err=True)
     with blamed_on_words(ModelError):
-        return build(name, **options)
+        return build(given.model, **fitting, **options)
+
+
+def _fitting(factory: Callable[..., nn.Module], data: str) -> dict[str, Any]:
+    """Arguments that the images of a named data set decide, where they differ from the factory's defaults."""
+    shape = getattr(SOURCES.get(data), "shape", None)
+    if shape is None:
+        return {}
+    defaults = {name: each.default for name, each in inspect.signature(factory).parameters.items()}
+    wanted = {
+        "channels": shape[0],
+        "size": shape[1],
+        "sizes": (math.prod(shape), *defaults.get("sizes", ())[1:]),
+    }
+    return {name: value for name, value in wanted.items() if defaults.get(name, value) != value}
 
 
 def _made(spec: str, option: str, options: dict[str, Any]) -> Any:

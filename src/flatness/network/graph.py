@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatness.network.operators import (
     WRITTEN,
+    called,
     is_custom,
     is_layout,
     linear_in_place,
@@ -142,14 +143,14 @@ def read_graph(
 def _operators(nodes: list[tuple[Any, Any]]) -> frozenset[str]:
     """Those that ran and are not known to be piecewise linear."""
     curved = [node for node, _ in nodes if pieces_of(node) is None and not _is_leaf(node)]
-    return frozenset(map(operator_name, curved))
+    return frozenset(map(called, curved))
 
 
 def _culprits(node: Any, curved_in_place: Sequence[str]) -> list[str]:
     """What makes a node curved; of what wrote into a view, all operators that it may have been."""
     if _is_written(node):
         return [f"{write} on a view" for write in curved_in_place]
-    return [operator_name(node)]
+    return [called(node)]
 
 
 def reads(value: Tensor) -> dict[int, int]:

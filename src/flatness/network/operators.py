@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -227,6 +228,19 @@ def row_name(node_name: str) -> str:
 def is_custom(node: Any) -> bool:
     """Whether a node is an `autograd.Function` written in Python: its name says nothing about it."""
     return hasattr(node, "_forward_cls")
+
+
+def called(node: Any) -> str:
+    """An operator as users call it: ``layer_norm``, not ``NativeLayerNorm``; their own keep their names."""
+    name = operator_name(node)
+    row = row_name(name)
+    if is_custom(node) or not (hasattr(torch.ops.aten, row) or hasattr(torch.ops.aten, f"_{row}")):
+        return name
+    return (
+        "scaled_dot_product_attention"
+        if row == "safe_softmax"
+        else row.removeprefix("native_").removesuffix("_kernel")
+    )
 
 
 def pieces_of(node: Any) -> Pieces | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,22 @@ def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
         "damaged: measure an earlier one.",
         NotFiniteError,
     )
+
+
+def refuse_missing_row(model: nn.Module, error: IndexError) -> None:
+    """Refuse an index that an embedding table does not have, if that is why the model failed."""
+    names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        table, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
+        if not (isinstance(table, nn.Embedding) and isinstance(indices, Tensor)):
+            continue
+        for place in ((indices < 0) | (indices >= table.num_embeddings)).nonzero().tolist():
+            raise DataError(
+                f"Expected indices from 0 to {table.num_embeddings - 1} for the embedding table "
+                f"{names.get(table, '')!r} but row {place[0]} of its input has {int(indices[tuple(place)])}. "
+                "Use the tokenizer that the model was trained with; for a table of positions, cut samples to "
+                "its length."
+            ) from error
 
 
 def usable_device(device: Any) -> torch.device | None:

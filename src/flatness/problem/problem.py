@@ -23,6 +23,7 @@ from flatness.problem.model import (
     check_model,
     converted,
     line_for,
+    refuse_missing_row,
     unwrap,
     usable_device,
 )
@@ -216,7 +217,12 @@ class Problem:
         before = batches.versions(batch)
         if self._guard is not None:
             self._guard.samples = batches.size_of(batch)
-        returned = self.forward(self.model, batch)
+        try:
+            returned = self.forward(self.model, batch)
+        except IndexError as error:
+            with self._located():
+                refuse_missing_row(self.model, error)
+            raise
         self.copy_batches = bool(self.copy_batches) or batches.versions(batch) != before
         if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
             raise ModelError(

@@ -40,7 +40,7 @@ _SAMPLES = (8, 4, 2, 1)
 _MOST_OUTPUTS = 1 << 26
 _CUT_OFF = "no gradient reaches it (the forward pass uses torch.no_grad, detach or reentrant checkpointing)"
 # Only the math kernel of fused attention has this operator.
-_FUSED = "SafeSoftmax"
+_FUSED = "scaled_dot_product_attention"
 _MATH_ATTENTION = (
     "attention is computed by torch's math kernel, because the fused kernels have no second derivatives"
 )

@@ -18,6 +18,8 @@ class Digits:
         name: What it is loaded as.
     """
 
+    shape = (1, 8, 8)
+
     def __init__(self, name: str) -> None:
         self.name = name
 
