@@ -17,7 +17,9 @@ SETTINGS = (
 
 
 def torch_optimizer(name, parameter, rate, momentum, decay):
-    if name == "sgd":
+    if name == "adamw":
+        return torch.optim.AdamW([parameter], rate, weight_decay=decay)
+    if name in ("sgd", "sam"):  # SAM differs in where the gradient is taken
         return torch.optim.SGD([parameter], rate, momentum=momentum, weight_decay=decay)
     if name == "adam":
         return torch.optim.Adam([parameter], rate, weight_decay=decay)

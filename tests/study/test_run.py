@@ -207,6 +207,43 @@ def test_networks_without_a_target_have_finished_those_that_reach_one_have_conve
     assert [axis["values"][code] for code in axis["codes"]] == ["finished"] * 4 + ["converged"] * 4
 
 
+def test_networks_are_evaluated_on_corrupted_test_data_too(tmp_path, monkeypatch):
+    content = study(grid={"learning_rate": 0.4}, analysis={"targets": ["test_error", "blur_gap"]})
+    content["corruptions"] = {"blur": [1, 5], "jpeg": [3]}
+    run({key: table for key, table in content.items() if key not in ("corruptions", "analysis")}, tmp_path)
+    monkeypatch.setattr(tasks, "train_cohort", None)  # what is trained and measured is only evaluated anew
+    monkeypatch.setattr(tasks, "measured", None)
+    found = run(content, tmp_path)
+    frame = found.to_frame()
+    row = frame.iloc[1]
+    network = mlp(**content["model"]["options"])
+    fit_checkpoint(network, read_checkpoint(tmp_path / "weights" / f"{row['key']}.safetensors"), "weights")
+    errors, losses = {}, {}
+    for kind, strength in (("blur", 1), ("blur", 5), ("jpeg", 3)):
+        x, y = load("digits", split="test", limit=60, corruption=(kind, strength)).pair
+        with torch.no_grad():
+            output = network.eval()(x)
+        errors.setdefault(kind, []).append(float((output.argmax(1) != y).double().mean()))
+        losses.setdefault(kind, []).append(float(torch.nn.functional.cross_entropy(output, y)))
+    blur, jpeg = sum(errors["blur"]) / 2, errors["jpeg"][0]
+    assert (row["blur_error"], row["jpeg_error"]) == pytest.approx((blur, jpeg))
+    assert row["corrupted_error"] == pytest.approx((blur + jpeg) / 2)
+    gaps = [sum(own) / len(own) - row["train_loss"] for own in losses.values()]
+    assert (row["blur_gap"], row["jpeg_gap"]) == pytest.approx(gaps, rel=1e-5)
+    assert row["corrupted_gap"] == pytest.approx(sum(gaps) / 2, rel=1e-5)
+    assert row["gap"] == pytest.approx(row["test_loss"] - row["train_loss"])
+    assert found.targets() == ["test_error", "blur_gap"]
+    tau = found.correlations("", "blur_gap").set_index("quantity")["kendall"]["hessian_trace:network"]
+    assert tau == pytest.approx(frame["hessian_trace:network"].corr(frame["blur_gap"], "kendall"))
+    table = pandas.read_csv(tmp_path / "correlations-blur_gap.csv").set_index("quantity")
+    assert table["kendall"]["hessian_trace:network"] == pytest.approx(tau)
+    with pytest.raises(StudyError) as caught:
+        found.correlations("", "blur_gp")
+    assert str(caught.value) == (
+        "Expected target to be a column of the study but got 'blur_gp'. Did you mean 'blur_gap'?"
+    )
+
+
 def test_conditions_filter_and_are_counted(tmp_path):
     found = run(study(analysis={"keep": ["train_error <= 0.4", "seed != 1"]}), tmp_path)
     frame = found.to_frame()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
+import numpy
 import pytest
 import torch
 
 import flatness
 from flatness.catalogue.registry import select_measures
-from flatness.errors import FlatnessError, SpecError
-from flatness.study.objects import load_split
+from flatness.errors import DataError, FlatnessError, SpecError
+from flatness.study.objects import load_corrupted, load_split
 from flatness.study.spec.sources import columns_of
 from studies import study
 
@@ -94,6 +95,27 @@ def test_columns_of_conditions_and_colours_that_nothing_measures_are_refused(tmp
     assert refused(tmp_path / "out", study(analysis={key: given})) == (
         f"Expected the column of {key} in [analysis] to be one that is measured but the study has "
         "'hessian_trce:network'. Did you mean 'hessian_trace:network'?"
+    )
+
+
+def test_data_without_pixels_are_neither_moved_nor_corrupted(tmp_path):
+    x, y = numpy.zeros((9, 4), "float32"), numpy.arange(9) % 3
+    numpy.savez(tmp_path / "flat.npz", x=x, y=y, x_test=x, y_test=y)
+    small = {"data": {"name": str(tmp_path / "flat.npz")}, "model": {"options": {"sizes": [4, 3]}}}
+    assert refused(tmp_path / "out", study(**small, grid={"augmentation": "crop+flip"}), DataError) == (
+        "Expected images for augmentation 'crop+flip', (samples, channels, height, width), but got inputs of "
+        "shape (9, 4). Leave augmentation out of [grid]."
+    )
+    assert refused(tmp_path / "out", {**study(**small), "corruptions": {"blur": [1]}}, DataError) == (
+        "Expected images of one channel or three to corrupt, (samples, channels, height, width), but got "
+        "inputs of shape (9, 4)."
+    )
+    own = study(data={"name": "torch:ones"})
+    with pytest.raises(SpecError) as caught:
+        next(load_corrupted(own["data"], {"blur": [1]}))
+    assert str(caught.value) == (
+        "Expected the name of a data set in [data] beside [corruptions] but it has 'torch:ones', whose "
+        "pixels may have any range. Leave [corruptions] out, or put the data into a file: FILE.npz."
     )
 
 

@@ -142,21 +142,21 @@ def test_combinations_can_be_left_out():
     assert len(read_spec(smaller, "small").configurations) == 6
     assert message(study(grid={**grid, "without": [{"learning_rte": 0.1}]})) == (
         "Expected a key of [[grid.without]] but the study has 'learning_rte'. Did you mean 'learning_rate'? "
-        "Known: initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, random_labels, "
-        "seed."
+        "Known: initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, augmentation, "
+        "random_labels, seed."
     )
 
 
 def test_unknown_keys_are_answered_with_the_nearest():
     assert message({**SMALL, "grdi": {}}) == (
         "Expected a key of a study file but the study has 'grdi'. Did you mean 'grid'? Known: title, paper, "
-        "claim, parts, scale, data, model, grid, stop, train, measure, gap, rescale, analysis, checkpoints, "
-        "lines, experiment."
+        "claim, parts, scale, data, model, grid, stop, train, measure, gap, corruptions, rescale, analysis, "
+        "checkpoints, lines, experiment."
     )
     assert message(study(grid={"learning_rat": 0.1})) == (
         "Expected a key of [grid] but the study has 'learning_rat'. Did you mean 'learning_rate'? Known: "
-        "initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, random_labels, seed, "
-        "together, without, at_most."
+        "initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, augmentation, "
+        "random_labels, seed, together, without, at_most."
     )
     assert message({**SMALL, "scale": {"huge": {}}}) == (
         "Expected [scale.smoke], [scale.small] or [scale.gallery] but the study has [scale.huge]. The file "
@@ -184,7 +184,7 @@ def test_values_that_make_no_sense_are_refused():
         "Expected learning_rate in [grid] to be positive numbers but the study has -1."
     )
     assert message(study(grid={"optimizer": "adan"})) == (
-        "Expected optimizer in [grid] to be one of sgd, adam, rmsprop but the study has 'adan'. "
+        "Expected optimizer in [grid] to be one of sgd, adam, adamw, rmsprop, sam but the study has 'adan'. "
         "Did you mean 'adam'?"
     )
     assert message(study(grid={"initialization": "xavier"})) == (
@@ -278,13 +278,24 @@ def test_names_and_ranges_that_would_fail_every_network_are_refused_before_train
         "Expected precision in [measure] to be a relative standard error between 0 and 1 but the study has "
         "2. For example precision = 0.01."
     )
+    assert message({**SMALL, "corruptions": {"blur": [1, 6]}}) == (
+        "Expected blur in [corruptions] to be strengths from 1 to 5 but the study has [1, 6]."
+    )
+    assert message({**SMALL, "corruptions": {"fog": [1]}}) == (
+        "Expected a key of [corruptions] but the study has 'fog'. Known: noise, blur, contrast, jpeg."
+    )
+    wanted = study(analysis={"targets": ["blurr_gap"]})
+    assert message({**wanted, "corruptions": {"blur": [1]}}) == (
+        "Expected targets in [analysis] to be one of test_loss, test_error, blur_error, blur_gap, "
+        "corrupted_error, corrupted_gap but the study has 'blurr_gap'. Did you mean 'blur_gap'?"
+    )
     assert message(study(stop={"accuracy": 99})) == (
         "Expected accuracy in [stop] to be a share from 0 to 1 but the study has 99."
     )
     columns = (
-        "part, initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, random_labels, "
-        "seed, status, reason, epochs, training_seconds, measuring_seconds, train_loss, test_loss, "
-        "train_accuracy, test_accuracy, test_samples, train_error, test_error, gap"
+        "part, initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, augmentation, "
+        "random_labels, seed, status, reason, epochs, training_seconds, measuring_seconds, train_loss, "
+        "test_loss, train_accuracy, test_accuracy, test_samples, train_error, test_error, gap"
     )
     assert message(study(analysis={"colour": "batchsize"})) == (
         f"Expected the column of colour in [analysis] to be one of {columns} but the study has 'batchsize'. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
@@ -54,6 +55,74 @@ def test_every_network_of_a_cohort_is_the_one_that_a_plain_loop_trains(tmp_path)
     for one in members:
         for name, expected in alone(one, split).items():
             torch.testing.assert_close(found[one.key][0][name], expected, rtol=1e-3, atol=1e-5)
+
+
+def seen(image, move):
+    """An image of a plain loop: padded, cut out, mirrored."""
+    down, right, mirrored = move // 18, move // 2 % 9, move % 2
+    window = F.pad(image, (4, 4, 4, 4))[:, down : down + image.shape[1], right : right + image.shape[2]]
+    return window.flip(2) if mirrored else window
+
+
+def sam(model, x, y, rate, momentum, rho, velocity):
+    """A step of SAM, parameter by parameter; running statistics are those of the first pass."""
+    parameters = list(model.parameters())
+    below = torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
+    length = torch.stack([gradient.square().sum() for gradient in below]).sum().sqrt()
+    above = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, gradient in zip(above.parameters(), below, strict=True):
+            parameter += rho * gradient / length
+    gradients = torch.autograd.grad(F.cross_entropy(above(x), y), list(above.parameters()))
+    with torch.no_grad():
+        for parameter, gradient, moving in zip(parameters, gradients, velocity, strict=True):
+            moving.mul_(momentum).add_(gradient)
+            parameter -= rate * moving
+
+
+def test_sam_on_moved_images_is_what_a_plain_loop_does(tmp_path):
+    one, two = configurations(
+        data={"limit": 60},
+        model={"name": "wide_resnet", "options": {"depth": 10, "width": 1, "channels": 1}},
+        grid={
+            "learning_rate": [0.01, 0.02],
+            "optimizer": "sam",
+            "momentum": 0.5,
+            "augmentation": "crop+flip",
+            "batch_size": 20,
+            "seed": 1,
+        },
+        stop={"epochs": 2},
+        train={"rho": 0.3},
+    )
+    split = load_split(one.data)
+    x, y = split.train
+    found = trained(Cohort([one, two], split, tmp_path / "cohort.pt"))
+    for each in (one, two):
+        model = make_model(each).train()
+        velocity = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for epoch in range(2):
+            order = torch.Generator().manual_seed(stream_seed(0, "order", epoch))
+            moves = torch.Generator().manual_seed(stream_seed(0, "augmentation", epoch))
+            moves = torch.randint(162, (60,), generator=moves)
+            images = torch.stack([seen(image, int(move)) for image, move in zip(x, moves, strict=True)])
+            for batch in torch.randperm(60, generator=order).split(each.axes["batch_size"]):
+                sam(model, images[batch], y[batch], each.axes["learning_rate"], 0.5, 0.3, velocity)
+        for name, expected in model.state_dict().items():
+            torch.testing.assert_close(found[each.key][0][name], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_passes_in_bfloat16_round_and_weights_do_not(tmp_path):
+    (plain,) = configurations(grid={"learning_rate": 0.1, "seed": 1}, stop={"epochs": 1})
+    (rounded,) = configurations(
+        grid={"learning_rate": 0.1, "seed": 1}, stop={"epochs": 1}, train={"bfloat16": True}
+    )
+    split = load_split(plain.data)
+    (exact, _), *_ = trained(Cohort([plain], split, tmp_path / "a.pt")).values()
+    (found, _), *_ = trained(Cohort([rounded], split, tmp_path / "b.pt")).values()
+    for name, value in exact.items():
+        assert found[name].dtype == torch.float32
+        assert 0 < (found[name] - value).norm() < 0.01 * value.norm()
 
 
 def test_a_cohort_stopped_in_the_middle_goes_on_as_if_nothing_had_happened(tmp_path):

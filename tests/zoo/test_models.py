@@ -32,6 +32,7 @@ CASES = {
     "wide_resnet": ("colour", 10, 2_748_890),
     "wide_resnet_16_4": ("colour", 10, 2_748_890),
     "resnet18": ("colour", 10, 11_173_962),
+    "vit": ("colour", 10, 2_693_194),
 }
 NAMES = ", ".join(models.MODELS)
 

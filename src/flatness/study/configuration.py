@@ -37,8 +37,10 @@ class Configuration:
     def content(self) -> dict[str, Any]:
         """As plain dictionaries, for records and for the key; folders of data do not count."""
         data = {key: value for key, value in self.data.items() if key != "data_dir"}
+        # An axis that came later counts where it is used: records of earlier versions keep their keys.
+        axes = {axis: value for axis, value in self.axes.items() if (axis, value) != ("augmentation", "none")}
         found = {
-            "axes": dict(self.axes),
+            "axes": axes,
             "data": data,
             "model": dict(self.model),
             "train": dict(self.train),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatness.errors import DataError, ModelError, SpecError, StudyError, nearest
 from flatness.files import digest
 from flatness.study.configuration import Configuration
-from flatness.zoo.data import load
+from flatness.zoo.data import Dataset, load
 from flatness.zoo.models import MODELS, build, initialize
 from flatness.zoo.models.initial import seeded
 from flatness.zoo.objects import blamed_on_code, import_object, names_code
@@ -77,8 +77,7 @@ def load_split(data: Mapping[str, Any]) -> Split:
     `name` is that of a data set, the path of an ``.npz`` file, or ``package.module:factory``; the factory
     gets ``split="train"`` or ``"test"`` and the table's options, and returns inputs and targets.
     """
-    name = data["name"]
-    own = names_code(name)
+    name, own = data["name"], names_code(data["name"])
     for key in ("standardize", "shift", "scale", "data_dir") if own else ("options",):
         if data.get(key):
             raise SpecError(
@@ -89,24 +88,51 @@ def load_split(data: Mapping[str, Any]) -> Split:
         factory = import_object(name, "name in [data]", SpecError)
         pairs = [_pair(factory, name, split, data) for split in ("train", "test")]
         return Split(pairs[0], pairs[1], digest(pairs), name)
-    options = {"data_dir": data.get("data_dir"), "standardize": bool(data.get("standardize", False))}
-    train = load(name, split="train", limit=data.get("limit"), **options)
-    test = load(name, split="test", limit=data.get("test_limit"), **options)
+    train, test = (_loaded(data, split) for split in ("train", "test"))
+    mark = [train.digest, test.digest]
     if "shift" in data or "scale" in data:
-        return _moved(train, test, data)
-    return Split(train.pair, test.pair, digest([train.digest, test.digest]), train.source)
+        mark += [float(data.get("shift", 0.0)), float(data.get("scale", 1.0))]
+    return Split(_moved(train, data), _moved(test, data), digest(mark), train.source)
 
 
-def _moved(train: Any, test: Any, data: Mapping[str, Any]) -> Split:
+Corrupted = tuple[str, int, tuple[Tensor, Tensor]]
+"""Kind and strength of a corruption, and the test data with it."""
+
+
+def load_corrupted(data: Mapping[str, Any], corruptions: Mapping[str, Sequence[int]]) -> Iterator[Corrupted]:
+    """The test data of a table [data] with each kind and strength of a table [corruptions]."""
+    if corruptions and names_code(data["name"]):
+        raise SpecError(
+            f"Expected the name of a data set in [data] beside [corruptions] but it has {data['name']!r}, "
+            "whose pixels may have any range. Leave [corruptions] out, or put the data into a file: FILE.npz."
+        )
+    for kind, strengths in corruptions.items():
+        for strength in strengths:
+            yield kind, strength, _moved(_loaded(data, "test", (kind, strength)), data)
+
+
+def _loaded(data: Mapping[str, Any], split: str, corruption: tuple[str, int] | None = None) -> Dataset:
+    return load(
+        data["name"],
+        split=split,
+        data_dir=data.get("data_dir"),
+        limit=data.get("limit" if split == "train" else "test_limit"),
+        standardize=bool(data.get("standardize", False)),
+        corruption=corruption,
+    )
+
+
+def _moved(loaded: Dataset, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Inputs as a published script has them: (inputs − shift) · scale, where pixels go from 0 to 1."""
-    shift, scale = float(data.get("shift", 0.0)), float(data.get("scale", 1.0))
+    if "shift" not in data and "scale" not in data:
+        return loaded.pair
     if data.get("standardize"):
         raise SpecError(
             "Expected standardize, or shift and scale, in [data] but got both. "
             "Each says how inputs are scaled."
         )
-    pairs = [((inputs - shift) * scale, targets) for inputs, targets in (train.pair, test.pair)]
-    return Split(pairs[0], pairs[1], digest([train.digest, test.digest, shift, scale]), train.source)
+    shift, scale = float(data.get("shift", 0.0)), float(data.get("scale", 1.0))
+    return (loaded.inputs - shift) * scale, loaded.targets
 
 
 def _pair(factory: Any, name: str, split: str, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

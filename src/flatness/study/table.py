@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,20 @@ _EVALUATED = ("train_loss", "test_loss", "train_accuracy", "test_accuracy", "tes
 _ERRORS = ("train_error", "test_error", "gap")
 OUTCOMES = ("status", "reason", "epochs", "training_seconds", "measuring_seconds", *_EVALUATED, *_ERRORS)
 """Columns of the table of networks beside their hyperparameters and measures."""
+
+ALL_KINDS = "corrupted"
+"""Begins the columns about all kinds of corruption together."""
+
+
+def corrupted_columns(corruptions: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The columns that a table [corruptions] adds: means over the strengths of each kind, and over all kinds.
+
+    >>> corrupted_columns({"blur": [1, 3]})
+    ['blur_error', 'blur_gap', 'corrupted_error', 'corrupted_gap']
+    """
+    kinds = [*corruptions, ALL_KINDS] if corruptions else []
+    return [f"{kind}_{what}" for kind in kinds for what in ("error", "gap")]
+
 
 Evaluation = Mapping[str, float]
 """``train_`` and ``test_``, each with ``loss``, ``accuracy`` and ``samples``."""
@@ -156,7 +172,27 @@ def _outcome(record: Mapping[str, Any], gap: str) -> dict[str, Any]:
     if not evaluated:
         return row | dict.fromkeys(_ERRORS)
     errors = {f"{split}_error": 1 - evaluated[f"{split}_accuracy"] for split in ("train", "test")}
-    return row | errors | {"gap": GAPS[gap](evaluated)}
+    row |= errors | {"gap": GAPS[gap](evaluated)}
+    return row | _corrupted(record.get("corrupted", {}).get("results", ()), evaluated, GAPS[gap])
+
+
+def _corrupted(
+    rows: Sequence[Mapping[str, Any]], evaluated: Evaluation, gap: Callable[[Evaluation], float]
+) -> dict[str, float]:
+    """Errors and gaps on corrupted test data: means over the strengths of a kind, and over the kinds."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in rows:
+        instead = {"test_loss": one["loss"], "test_accuracy": one["accuracy"]}
+        own = (1 - one["accuracy"], gap({**evaluated, **instead}))
+        found.setdefault(one["kind"], []).append(own)
+    means = {kind: _mean(own) for kind, own in found.items()}
+    if means:
+        means[ALL_KINDS] = _mean(list(means.values()))
+    return dict(zip(corrupted_columns(found), itertools.chain(*means.values()), strict=True))
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.fmean(pair[0] for pair in pairs), statistics.fmean(pair[1] for pair in pairs)
 
 
 def measure_columns(frame: pandas.DataFrame) -> list[str]:

@@ -226,15 +226,25 @@ class Study(Records):
             named.append([SEED])
         return {"+".join(columns): columns for columns in named if len(frame[columns].drop_duplicates()) > 1}
 
-    def correlations(self, part: str | None = None) -> pandas.DataFrame:
-        """A row per measured quantity, correlated with the gap; see `correlations.correlation_table`."""
+    def correlations(self, part: str | None = None, target: str = "gap") -> pandas.DataFrame:
+        """A row per measured quantity, correlated with the gap; see `correlations.correlation_table`.
+
+        Args:
+            part: Of the study; None for all together.
+            target: Another column of `to_frame` in place of the gap, such as "test_error".
+        """
         analysis = self._analysis(part)
         settings = {name: analysis.get(name, 2000) for name in ("resamples", "permutations")}
-        return self._table(correlation_table, part, settings)
+        return self._table(correlation_table, part, settings, target)
 
-    def baselines(self, part: str | None = None) -> pandas.DataFrame:
+    def baselines(self, part: str | None = None, target: str = "gap") -> pandas.DataFrame:
         """A row per hyperparameter and for the training loss: how they go with the gap, without a measure."""
-        return self._table(baseline_table, part, {"resamples": self._analysis(part).get("resamples", 2000)})
+        settings = {"resamples": self._analysis(part).get("resamples", 2000)}
+        return self._table(baseline_table, part, settings, target)
+
+    def targets(self) -> list[str]:
+        """What the file wants measures correlated with beside the gap."""
+        return [name for name in self._asked("targets") if name in self._frame]
 
     def differences(self, part: str | None = None) -> pandas.DataFrame:
         """How far the headline's quantities are ahead of one another; see `correlations.difference_table`."""
@@ -245,7 +255,11 @@ class Study(Records):
         return self._table(difference_table, part, settings)
 
     def _table(
-        self, compute: Callable[..., pandas.DataFrame], part: str | None, settings: dict[str, Any]
+        self,
+        compute: Callable[..., pandas.DataFrame],
+        part: str | None,
+        settings: dict[str, Any],
+        target: str = "gap",
     ) -> pandas.DataFrame:
         """A table of the analysis: the remembered one if nothing it depends on has changed, else a new one.
 
@@ -254,6 +268,12 @@ class Study(Records):
         import pandas as pd
 
         kept, axes = self.kept(part), self.axes()
+        if target not in kept:
+            raise StudyError(
+                f"Expected target to be a column of the study but got {target!r}."
+                f"{nearest(target, kept.columns)}"
+            )
+        kept = kept.assign(gap=kept[target])
         cells = [[name, str(column.dtype), repr(column.tolist())] for name, column in kept.items()]
         key = digest([code_digest(), np.__version__, compute.__name__, axes, settings, cells])
         columns = self.memory.get("tables", key)
@@ -319,6 +339,8 @@ class Study(Records):
             end, lines = f"-{part}.csv" if part else ".csv", self.lines(part)
             if len(self.kept()) >= FEWEST:
                 written[f"correlations{end}"] = self.correlations(part)
+                for target in self.targets():
+                    written[f"correlations-{target}{end}"] = self.correlations(part, target)
                 written[f"differences{end}"] = self.differences(part)
             if lines is not None:
                 written[f"lines{end}"] = lines.to_frame()

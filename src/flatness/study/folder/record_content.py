@@ -37,6 +37,7 @@ RECORD: dict[str, Any] = {
     "data": Optional({"digest": TEXT, "source": TEXT}),
     "training": Optional({"status": TEXT, "reason": TEXT, "losses": Optional([NUMBER])}),
     "evaluation": Optional(dict.fromkeys(_LOSSES, NUMBER)),
+    "corrupted": Optional({"key": TEXT, "results": [{"kind": TEXT, "loss": NUMBER, "accuracy": NUMBER}]}),
     "measuring": Optional(_MEASURING),
     "measured_so_far": Optional(_MEASURING),
     "lines": Optional({"key": TEXT, "loss": [[NUMBER]], "accuracy": [[NUMBER]], "positions": [NUMBER]}),

@@ -15,7 +15,8 @@ from flatness.errors import UndefinedMeasureError
 from flatness.measuring.measure import measure
 from flatness.report.report import Report
 from flatness.study.configuration import digest
-from flatness.study.objects import stream_seed
+from flatness.study.objects import Corrupted, stream_seed
+from flatness.study.training.program import risk_and_accuracy
 from flatness.symmetry.rewriting.rescaling import rescale
 
 _PASSED_ON = ("layers", "method", "curvature", "precision", "options", "batch_size")
@@ -65,6 +66,22 @@ def measured(
         _add(found, each)
         keep(found)
     return {name: value for name, value in found.items() if name != "passes"}
+
+
+def corruptions_key(settings: Mapping[str, Any]) -> str | None:
+    """Digest of the table [corruptions]; None where there is none."""
+    return digest(settings["corruptions"]) if settings.get("corruptions") else None
+
+
+def on_corrupted(
+    model: nn.Module, tests: Sequence[Corrupted], loss: str, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The `corrupted` part of a record: mean loss and accuracy on every corrupted copy of the test data."""
+    results = []
+    for kind, strength, test in tests:
+        risk, accuracy = risk_and_accuracy(model, test, loss)
+        results.append({"kind": kind, "strength": strength, "loss": risk, "accuracy": accuracy})
+    return {"key": corruptions_key(settings), "results": results}
 
 
 @dataclass(frozen=True)

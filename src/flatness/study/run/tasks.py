@@ -22,9 +22,17 @@ from flatness.study.experiments.catalogue import experiment
 from flatness.study.experiments.experiment import DONE, unit_key
 from flatness.study.folder.in_hand import in_hand
 from flatness.study.folder.records import FAILED, SO_FAR, Folder, readable_disk_errors
-from flatness.study.objects import Split, check_same_data, load_split, make_model, training_targets
+from flatness.study.objects import (
+    Corrupted,
+    Split,
+    check_same_data,
+    load_corrupted,
+    load_split,
+    make_model,
+    training_targets,
+)
 from flatness.study.run.executors import Orders, failures_told, in_time, kernels
-from flatness.study.run.measurement import measured, measuring_key
+from flatness.study.run.measurement import corruptions_key, measured, measuring_key, on_corrupted
 from flatness.study.run.watch import Progress
 from flatness.study.training.program import evaluation
 from flatness.study.training.train import CONVERGED, DIVERGED, Cohort, OutOfTimeError, Training
@@ -118,8 +126,9 @@ def is_final(record: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> b
         return True
     if not _is_measured(record, settings):
         return "evaluation" in record
-    walked_or_not_asked = lines_key(settings) in (None, record.get("lines", {}).get("key"))
-    return record.get("measuring", {}).get("key") == measuring_key(settings) and walked_or_not_asked
+    pieces = {"lines": lines_key(settings), "corrupted": corruptions_key(settings)}
+    whole = all(key in (None, record.get(name, {}).get("key")) for name, key in pieces.items())
+    return record.get("measuring", {}).get("key") == measuring_key(settings) and whole
 
 
 def _is_measured(record: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
@@ -150,6 +159,9 @@ def _measure(
             before = record.pop(SO_FAR, None)
             record["measuring"] = measured(model, train, loss, seed, one.key, settings, before, keep)
             write()  # lines may take long
+        if corruptions_key(settings) not in (None, record.get("corrupted", {}).get("key")):
+            record["corrupted"] = on_corrupted(model, _corrupted(one.data, settings, orders), loss, settings)
+            write()
         if lines_key(settings) not in (None, record.get("lines", {}).get("key")):
             record["lines"] = walked(model, train, loss, seed, settings)
     write()
@@ -228,6 +240,21 @@ def _split(data: Mapping[str, Any], orders: Orders) -> Split:
         check_same_data(found.mark, None if mark is None else mark["digest"], "this run, as it began")
         _SPLITS[asked] = found.to(torch.device(orders.device))
     return _SPLITS[asked]
+
+
+_CORRUPTED: dict[tuple[str, ...], list[Corrupted]] = {}
+
+
+def _corrupted(data: Mapping[str, Any], settings: Mapping[str, Any], orders: Orders) -> Sequence[Corrupted]:
+    """Corrupted test data on the device; the last are kept, as by `_split`."""
+    asked = (digest(dict(data)), digest(settings["corruptions"]), orders.device, orders.run)
+    if asked not in _CORRUPTED:
+        _CORRUPTED.clear()
+        _CORRUPTED[asked] = [
+            (kind, strength, (x.to(orders.device), y.to(orders.device)))
+            for kind, strength, (x, y) in load_corrupted(data, settings["corruptions"])
+        ]
+    return _CORRUPTED[asked]
 
 
 Task = tuple[str, Mapping[str, Any]]

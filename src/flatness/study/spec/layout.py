@@ -17,11 +17,13 @@ from flatness.errors import SpecError, nearest
 from flatness.landscape.directions import KINDS as DIRECTIONS
 from flatness.measuring import CURVATURES, METHODS
 from flatness.study.key import Key
-from flatness.study.table import GAPS, OUTCOMES, Condition
+from flatness.study.table import GAPS, OUTCOMES, Condition, corrupted_columns
+from flatness.study.training.augmentation import AUGMENTATIONS, NONE
 from flatness.study.training.optimizers import OPTIMIZERS
 from flatness.study.training.program import LOSSES
 from flatness.symmetry.rewriting.kinds import KINDS as RESCALINGS
 from flatness.symmetry.rewriting.rescaling import rescale
+from flatness.zoo.data.corruption import CORRUPTIONS, STRENGTHS
 from flatness.zoo.models.initial import SCHEMES
 
 SCALES = ("smoke", "small", "gallery", "paper")
@@ -44,6 +46,11 @@ def _count(least: int) -> Key:
 
 _NUMBER, _WHOLE, _TEXT, _YES_NO = map(Key, ("a number", "a whole number", "text", "true or false"))
 _TABLE, _ANY = Key("a table"), Key()
+_STRENGTHS = Key(
+    "a list",
+    wanted=f"strengths from {STRENGTHS[0]} to {STRENGTHS[-1]}",
+    right=lambda values: len(values) > 0 and all(type(n) is int and n in STRENGTHS for n in values),
+)
 
 
 def _table(**inner: Key) -> Key:
@@ -59,6 +66,7 @@ AXES: dict[str, Key] = {
         default=0.0, wanted="numbers from 0 to below 1", right=lambda x: _number(x) and 0 <= x < 1
     ),
     "weight_decay": Key(default=0.0, wanted="numbers of at least 0", right=lambda x: _number(x) and x >= 0),
+    "augmentation": Key(default=NONE, known=AUGMENTATIONS),
     "random_labels": Key(
         default=0.0, wanted="shares from 0 to 1", right=lambda x: _number(x) and 0 <= x <= 1
     ),
@@ -96,9 +104,10 @@ _FILE: dict[str, Key] = {
         loss=Key("text", known=LOSSES),
         at_once=_count(1),
         tf32=_YES_NO,
+        bfloat16=_YES_NO,
         decay_every=_count(1),  # epochs, as torch's StepLR
         decay=Key("a number", wanted="a factor above 0", right=lambda x: x > 0),
-        **dict.fromkeys(("beta1", "beta2", "alpha", "eps"), _NUMBER),
+        **dict.fromkeys(("beta1", "beta2", "alpha", "eps", "rho"), _NUMBER),
     ),
     "measure": _table(
         measures=_ANY,
@@ -119,6 +128,8 @@ _FILE: dict[str, Key] = {
         subset=_table(measures=_ANY, samples=_count(1), layers=_ANY, options=_TABLE),
     ),
     "gap": _table(kind=Key("text", known=GAPS)),
+    # Kinds with their strengths: the test data are evaluated with each, too.
+    "corruptions": _table(**dict.fromkeys(CORRUPTIONS, _STRENGTHS)),
     "rescale": _table(
         kind=Key("text", known=RESCALINGS),
         low=_NUMBER,
@@ -130,6 +141,7 @@ _FILE: dict[str, Key] = {
     "analysis": _table(
         keep=Key("a list"),
         headline=Key("a list"),
+        targets=Key("a list"),
         colour=_TEXT,
         resamples=_count(1),
         permutations=_count(0),
@@ -239,10 +251,13 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
     named = asked_columns(settings, where)
     if "checkpoints" in settings:  # whose table may add columns
         return
-    columns = Key(known=("part", *AXES, *OUTCOMES))
+    corrupted = corrupted_columns(settings.get("corruptions", {}))
+    columns = Key(known=("part", *AXES, *OUTCOMES, *corrupted))
     for key, column in named:
         if ":" not in column:
             columns.check(column, f"the column of {key} in [analysis]", where)
+    for name in settings.get("analysis", {}).get("targets", ()):
+        Key(known=("test_loss", "test_error", *corrupted)).check(name, "targets in [analysis]", where)
 
 
 def _check_measures(measure: Mapping[str, Any], rescaled: Mapping[str, Any], where: str) -> None:

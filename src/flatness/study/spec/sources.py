@@ -16,11 +16,12 @@ from flatness.catalogue.registry import select_measures
 from flatness.errors import CheckpointError, SpecError, listed, nearest
 from flatness.network.layers import LAYER_WORDS, find_layers, is_layer_word
 from flatness.study.configuration import Configuration, digest
-from flatness.study.objects import load_split, make_model
+from flatness.study.objects import load_corrupted, load_split, make_model
 from flatness.study.spec.grid import thinned, training
 from flatness.study.spec.layout import as_list, asked_columns
 from flatness.study.spec.spec import Spec
 from flatness.study.table import OUTCOMES, column_name
+from flatness.study.training.augmentation import NONE, check_images
 from flatness.zoo.checkpoints import find_checkpoints
 
 
@@ -35,11 +36,16 @@ def check_sources(spec: Spec, networks: Iterable[Configuration]) -> dict[str, Ma
         DataError: The data are not there.
     """
     data: dict[str, Mapping[str, str]] = {}
+    shapes: dict[str, Sequence[int]] = {}
     models: dict[str, list[str]] = {}
     for one in networks:
         table, model = digest(dict(one.data)), digest([one.part, dict(one.model)])
         if table not in data:
-            data[table] = load_split(one.data).mark
+            split = load_split(one.data)
+            data[table], shapes[table] = split.mark, split.train[0].shape
+            # What cannot be corrupted says so at the first of all.
+            next(load_corrupted(one.data, spec.parts[one.part].get("corruptions", {})), None)
+        check_images(shapes[table], one.axes.get("augmentation", NONE))
         if model not in models:
             # A scale may measure less than the file, whose headline then holds all the same.
             models[model] = _columns(make_model(one), spec.parts[one.part], spec.scale != "paper")

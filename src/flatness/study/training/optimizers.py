@@ -1,7 +1,7 @@
 """Optimizers over stacked parameters: one tensor (networks, parameters), one setting per network.
 
 Each does to every row what torch's optimizer of that name does to a network alone, with torch's defaults for
-what a study does not vary. Weight decay is torch's: its gradient is added to the loss's.
+what a study does not vary. Weight decay is torch's: its gradient is added to the loss's, except in AdamW.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Optimizer:
     Args:
         settings: ``learning_rate``, ``momentum`` and ``weight_decay`` of each network, tensors (networks, 1).
         like: The parameters, (networks, parameters).
-        options: What is the same for all: ``beta1``, ``beta2``, ``alpha``, ``eps``, ``decay_every``,
+        options: What is the same for all: ``beta1``, ``beta2``, ``alpha``, ``eps``, ``rho``, ``decay_every``,
             ``decay``.
     """
 
@@ -100,6 +100,25 @@ class Adam(Optimizer):
         flat.addcdiv_(mean * step_size, root, value=-1)
 
 
+class AdamW(Adam):
+    """Loshchilov and Hutter's: Adam whose weight decay is a step of its own, θ ← (1 − η·decay)·θ."""
+
+    def update(self, flat: Tensor, gradient: Tensor) -> None:
+        """Decay, then a step of Adam, in place."""
+        if self._decays:
+            flat.mul_(1 - self.settings["learning_rate"] * self.settings["weight_decay"])
+        self._step(flat, gradient)
+
+
+class SAM(SGD):
+    """Foret et al.'s: SGD with the gradient at θ + ρ·g/‖g‖, where ρ is the option ``rho``, 0.05."""
+
+    def ascent(self, gradient: Tensor) -> Tensor:
+        """The step up from θ, of length ρ in every network."""
+        length = gradient.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        return gradient * (self.options.get("rho", 0.05) / length)
+
+
 class RMSprop(Optimizer):
     """Hinton's: the gradient over the root of a running mean of its square; momentum where there is some."""
 
@@ -111,5 +130,11 @@ class RMSprop(Optimizer):
         self._move(flat, gradient / square.sqrt().add_(self.options.get("eps", 1e-8)))
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "rmsprop": RMSprop}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": SGD,
+    "adam": Adam,
+    "adamw": AdamW,
+    "rmsprop": RMSprop,
+    "sam": SAM,
+}
 """By the names that a study file uses."""

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatness.study.training.optimizers import Optimizer
+from flatness.study.training.augmentation import moved
+from flatness.study.training.optimizers import SAM, Optimizer
 from flatness.study.training.stack import Stack
 
 _BATCH = 1000  # samples at a time where a trained network is evaluated
@@ -80,8 +81,11 @@ class Program:
         targets: All training targets, (samples, …); with `own_targets` (networks, samples).
         loss: A key of `LOSSES`.
         own_targets: Whether every network has targets of its own.
+        augmented: Whether images are moved by `moves`.
+        bfloat16: Whether forward passes multiply in bfloat16, as `torch.autocast` does.
 
     Attributes:
+        moves: How each network sees each sample in this epoch (`augmentation`), (networks, samples); or None.
         sums: Of its samples' losses, and of those that are classified right, for each network: (2, networks);
             since they were last set to zero.
         graphed: Whether the step is recorded as a CUDA graph; on a CPU there is none.
@@ -95,9 +99,13 @@ class Program:
         targets: Tensor,
         loss: str,
         own_targets: bool = False,
+        augmented: bool = False,
+        bfloat16: bool = False,
     ) -> None:
         self.stack, self.optimizer, self.inputs, self.targets = stack, optimizer, inputs, targets
-        self._own_targets = own_targets
+        self._own_targets, self._bfloat16 = own_targets, bfloat16
+        shape = (len(stack), len(inputs))
+        self.moves = torch.zeros(shape, dtype=torch.int64, device=inputs.device) if augmented else None
         self._loss = LOSSES[loss]
         self.graphed = stack.flat.is_cuda
         self._begin()
@@ -115,18 +123,24 @@ class Program:
         self.optimizer.keep(rows)
         if self._own_targets:
             self.targets = self.targets[rows]
+        if self.moves is not None:
+            self.moves = self.moves[rows]
         self._begin()
 
     def losses(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Losses of the samples that `index` (networks, samples) names, and which are classified right."""
         rows, samples = index.shape
-        x = self.inputs.index_select(0, index.reshape(-1)).unflatten(0, (rows, samples))
+        x = self.inputs.index_select(0, index.reshape(-1))
+        if self.moves is not None:
+            x = moved(x, self.moves.gather(1, index).reshape(-1))
         y = (
             self.targets.gather(1, index).reshape(-1)
             if self._own_targets
             else self.targets.index_select(0, index.reshape(-1))
         )
-        output = self.stack.forward(x).flatten(0, 1)
+        # Without a cache of rounded weights, which a recorded step could not keep.
+        with torch.autocast(x.device.type, torch.bfloat16, self._bfloat16, cache_enabled=False):
+            output = self.stack.forward(x.unflatten(0, (rows, samples))).flatten(0, 1).float()
         return self._loss(output, y).view(rows, samples), correct(output.detach(), y).view(rows, samples)
 
     def step(self, index: Tensor) -> None:
@@ -147,9 +161,22 @@ class Program:
     def _step(self, index: Tensor) -> None:
         losses, right = self.losses(index)
         gradient = self.stack.gradient(losses.mean(1))
+        if isinstance(self.optimizer, SAM):
+            gradient = self._gradient_above(index, self.optimizer.ascent(gradient))
         with torch.no_grad():
             self.optimizer.update(self.stack.flat, gradient)
             self.sums += torch.stack([losses.detach().sum(1), right.sum(1)])
+
+    def _gradient_above(self, index: Tensor, ascent: Tensor) -> Tensor:
+        """The gradient a step up from θ; running statistics are those of θ."""
+        buffers = {name: value.clone() for name, value in self.stack.buffers.items()}
+        start = self.stack.flat.clone()
+        self.stack.flat.add_(ascent)
+        gradient = self.stack.gradient(self.losses(index)[0].mean(1))
+        self.stack.flat.copy_(start)
+        for name, value in buffers.items():
+            self.stack.buffers[name].copy_(value)
+        return gradient
 
     def _capture(self, index: Tensor) -> None:
         """Record the step, then run it once."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from flatness.files import DamagedFileError, intact, read_tensors, sealed, set_aside, write_tensors
 from flatness.study.configuration import Configuration, digest
 from flatness.study.objects import Split, check_same_data, make_model, stream_seed, training_targets
+from flatness.study.training.augmentation import NONE, draw
 from flatness.study.training.optimizers import OPTIMIZERS, Optimizer
 from flatness.study.training.program import Program
 from flatness.study.training.stack import ALONE, Stack, usual_engine
@@ -57,7 +58,7 @@ class Cohort:
     """Networks that train together.
 
     Args:
-        configurations: Networks of one shape with one batch size and one kind of optimizer.
+        configurations: Networks of one shape with one batch size, kind of optimizer and augmentation.
         split: The data, on the device to train on.
         checkpoint: File that the state is saved to, and resumed from where it is there.
         every: Seconds between two checkpoints.
@@ -102,10 +103,17 @@ class Cohort:
         stack = Stack(networks, device, engine or usual_engine(networks[0], device))
         labels = [training_targets(self.split, one) for one in self.members]
         own = any(each is not labels[0] for each in labels)
-        loss = self.members[0].train.get("loss", "cross_entropy")
-        targets = torch.stack(labels) if own else labels[0]
-        optimizer = _optimizer(self.members, stack)
-        program = Program(stack, optimizer, self.split.train[0], targets, loss, own_targets=own)
+        first = self.members[0]
+        program = Program(
+            stack,
+            _optimizer(self.members, stack),
+            self.split.train[0],
+            torch.stack(labels) if own else labels[0],
+            first.train.get("loss", "cross_entropy"),
+            own_targets=own,
+            augmented=first.axes.get("augmentation", NONE) != NONE,
+            bfloat16=first.train.get("bfloat16", False),
+        )
         if engine is None and stack.engine not in ALONE:
             program.check_engine(self._order()[:, :2])
         return program
@@ -122,6 +130,8 @@ class Cohort:
         """
         while len(self.ended) < len(self.members):
             order = self._order()
+            if self.program.moves is not None:
+                self.program.moves.copy_(self._by_seed("augmentation", draw))
             self.program.optimizer.begin(self.epoch)
             while self.position < self.samples:
                 self.program.step(order[:, self.position : self.position + self.batch])
@@ -139,13 +149,16 @@ class Cohort:
             raise OutOfTimeError
 
     def _order(self) -> Tensor:
-        """The order of samples in this epoch, (networks, samples): it depends on seed and epoch alone."""
+        """The order of samples in this epoch, (networks, samples)."""
+        return self._by_seed("order", lambda n, generator: torch.randperm(n, generator=generator))
+
+    def _by_seed(self, purpose: str, drawn: Callable[[int, torch.Generator], Tensor]) -> Tensor:
+        """A draw for every sample, (networks, samples), that depends on seed, purpose and epoch alone."""
         rows = {}
         for seed in {one.axes["seed"] for one in self.members}:
-            generator = torch.Generator().manual_seed(stream_seed(seed, "order", self.epoch))
-            rows[seed] = torch.randperm(self.samples, generator=generator)
-        order = torch.stack([rows[one.axes["seed"]] for one in self.members])
-        return order.to(self.split.train[0].device)
+            generator = torch.Generator().manual_seed(stream_seed(seed, purpose, self.epoch))
+            rows[seed] = drawn(self.samples, generator)
+        return torch.stack([rows[one.axes["seed"]] for one in self.members]).to(self.split.train[0].device)
 
     def _end_epoch(self, done: Done) -> None:
         losses, accuracies = (self.program.sums / self.samples).tolist()
@@ -230,7 +243,7 @@ class Cohort:
 
 
 def cohorts(configurations: Sequence[Configuration], at_once: int) -> list[Sequence[Configuration]]:
-    """Networks of one shape, batch size and optimizer in groups of at most `at_once`.
+    """Networks of one shape, batch size, optimizer and augmentation in groups of at most `at_once`.
 
     It does not depend on how many workers there are or on what is already done: the same study is divided in
     the same way wherever it runs.
@@ -238,7 +251,7 @@ def cohorts(configurations: Sequence[Configuration], at_once: int) -> list[Seque
     groups: dict[str, list[Configuration]] = {}
     for one in configurations:
         tables = [dict(table) for table in (one.data, one.model, one.train)]
-        axes = [one.axes.get(axis) for axis in ("batch_size", "optimizer")]
+        axes = [one.axes.get(axis) for axis in ("batch_size", "optimizer", "augmentation")]
         groups.setdefault(digest([one.part, *tables, *axes]), []).append(one)
     return [
         group[start : start + at_once] for group in groups.values() for start in range(0, len(group), at_once)
@@ -257,7 +270,9 @@ def _optimizer(members: Sequence[Configuration], stack: Stack) -> Optimizer:
         name: torch.tensor([[float(one.axes[name])] for one in members], dtype=torch.float64)
         for name in ("learning_rate", "momentum", "weight_decay")
     }
-    options = {key: value for key, value in members[0].train.items() if key not in ("loss", "tf32")}
+    options = {
+        key: value for key, value in members[0].train.items() if key not in ("loss", "tf32", "bfloat16")
+    }
     return OPTIMIZERS[members[0].axes["optimizer"]](settings, stack.flat, options)
 
 

@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 from flatness.errors import DataError, nearest
 from flatness.files import digest
 from flatness.zoo.data.array_file import ArrayFile
+from flatness.zoo.data.corruption import corrupted
 from flatness.zoo.data.source import SOURCES, Source
 
 # Every module of this package that defines a data set registers it.
@@ -91,6 +92,7 @@ def load(
     data_dir: str | os.PathLike[str] | None = None,
     limit: int | None = None,
     standardize: bool = False,
+    corruption: tuple[str, int] | None = None,
 ) -> Dataset:
     """Load one split of a data set into memory.
 
@@ -109,6 +111,8 @@ def load(
         limit: Take at most this many samples, the first ones; None takes all.
         standardize: Also bring each channel (each feature, for two-dimensional inputs) to mean 0 and standard
             deviation 1 over the training split.
+        corruption: What is done to the images before that, and how strongly, 1 to 5: ("noise", 3),
+            ("blur", 1), ("contrast", 5), ("jpeg", 2).
 
     Returns:
         The split. Pixels, and uint8 inputs of ``.npz`` files, are in [0, 1]; other inputs of such files are
@@ -132,6 +136,9 @@ def load(
     if limit is not None and limit < total:
         notes = (*notes, f"the first {limit:,} of {total:,} samples")
     inputs = torch.from_numpy(raw.inputs[:limit]).to(torch.float32, copy=True).contiguous().div_(raw.scale)
+    if corruption is not None:
+        inputs = torch.from_numpy(corrupted(inputs.numpy(), *corruption))
+        notes = (*notes, f"corrupted: {corruption[0]} of strength {corruption[1]}")
     if standardize:
         mean, std = (torch.from_numpy(each).to(torch.float32) for each in raw.moments())
         inputs.sub_(mean).div_(std)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from torch import nn
 
 from flatness.errors import ModelError, nearest
-from flatness.zoo.models import convolutional, fully_connected, residual
+from flatness.zoo.models import attention, convolutional, fully_connected, residual
+from flatness.zoo.models.attention import *  # noqa: F403
 from flatness.zoo.models.convolutional import *  # noqa: F403
 from flatness.zoo.models.fully_connected import *  # noqa: F403
 from flatness.zoo.models.initial import SCHEMES, initialize
@@ -23,7 +24,7 @@ from flatness.zoo.models.residual import *  # noqa: F403
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     name: getattr(module, name)
-    for module in (convolutional, fully_connected, residual)
+    for module in (convolutional, fully_connected, residual, attention)
     for name in module.__all__
 }
 """Every factory of this package, by name."""
@@ -60,3 +61,4 @@ __all__ = ["MODELS", "SCHEMES", "build", "initialize"]
 __all__ += convolutional.__all__
 __all__ += fully_connected.__all__
 __all__ += residual.__all__
+__all__ += attention.__all__
