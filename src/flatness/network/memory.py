@@ -40,6 +40,12 @@ def fits(work: Callable[[], object], device: torch.device) -> bool:
     return False
 
 
+def free_on(device: torch.device) -> int:
+    """Bytes that a GPU has left: what nobody has taken, and what torch holds from earlier work and reuses."""
+    reused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reused
+
+
 def batch_budget(device: torch.device, backward: bool) -> int:
     """Bytes that one micro-batch may take: a quarter of what is free on a GPU, what speed needs on a CPU.
 
@@ -47,12 +53,12 @@ def batch_budget(device: torch.device, backward: bool) -> int:
     long rows.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 4
+        return free_on(device) // 4
     return (64 if backward else 384) * _MEGABYTE
 
 
 def kept_budget(device: torch.device) -> int:
     """Bytes that signals kept between passes may take."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 4
+        return free_on(device) // 4
     return 1024 * _MEGABYTE

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from flatness.network.memory import free_on
+
 # Integers as wide as a number: as such, NaN equals itself and −0 is not 0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Of tensors and arrays that no module holds itself, those are copied that are no larger than this or than the
@@ -153,9 +155,7 @@ def _places(values: list[Any]) -> dict[torch.device, torch.device]:
     for part in chain.from_iterable(map(dense_parts, values)):
         needed[part.device] += part.nbytes
     filled = [
-        device
-        for device, size in needed.items()
-        if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0] // 4
+        device for device, size in needed.items() if device.type == "cuda" and size > free_on(device) // 4
     ]
     return {device: torch.device("cpu") if device in filled else device for device in needed}
 
