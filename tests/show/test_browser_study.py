@@ -146,7 +146,11 @@ def test_colours_follow_a_hyperparameter_and_come_with_shapes(opened):
     driver = opened("study")
     look = """const marks = Array.from(document.querySelectorAll("#plot .mark"));
         return new Set(marks.map((mark) => mark.getAttribute(arguments[0]))).size"""
+    first = texts(driver, "#legend li")
+    assert first[:1] + first[-3:] == ["batch size", "optimizer", "adam", "sgd"]
     choose(driver, "Colour", "learning rate")
+    assert [driver.execute_script(look, name) for name in ("fill", "d")] == [3, 2]
+    choose(driver, "Shape", "as colour")
     assert [driver.execute_script(look, name) for name in ("fill", "d")] == [3, 3]
     assert texts(driver, "#legend li") == ["learning rate", "0.05", "0.1", "0.2"]
     choose(driver, "Colour", "one colour")
@@ -155,15 +159,15 @@ def test_colours_follow_a_hyperparameter_and_come_with_shapes(opened):
 
 def test_a_table_is_sorted_by_mouse_and_by_keys(opened):
     driver = opened("study")
-    column = "table.correlations thead th:nth-child(4)"
+    column = "table.correlations thead th:nth-child(5)"
     one(driver, f"{column} button").click()
-    rising = [number(cell) for cell in texts(driver, "table.correlations tbody td[data-key=spearman]")]
+    rising = [number(cell) for cell in texts(driver, "table.correlations tbody td[data-key=pearson]")]
     assert rising == sorted(rising)
     assert one(driver, column).get_attribute("aria-sort") == "ascending"
     one(driver, f"{column} button").send_keys(Keys.ENTER)
-    falling = [number(cell) for cell in texts(driver, "table.correlations tbody td[data-key=spearman]")]
+    falling = [number(cell) for cell in texts(driver, "table.correlations tbody td[data-key=pearson]")]
     assert falling == sorted(rising, reverse=True)
-    assert one(driver, "#said").text == "Sorted by Spearman's ρ, largest first"
+    assert one(driver, "#said").text == "Sorted by Pearson's r, largest first"
     one(driver, "#rows thead th:nth-child(3) button").send_keys(Keys.ENTER, Keys.ENTER)
     rates = [float(cell) for cell in texts(driver, "#rows tbody td:nth-child(3)")]
     assert rates == sorted(rates, reverse=True)

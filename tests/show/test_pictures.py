@@ -155,7 +155,7 @@ def test_many_values_of_a_number_go_from_dark_to_light():
     in_order = [look[f"random labels {share / 10}"][0] for share in range(11)]
     brightness = [sum(int(colour[i : i + 2], 16) for i in (1, 3, 5)) for colour in in_order]
     assert brightness == sorted(brightness)
-    assert (in_order[0], in_order[-1]) == ("#00224e", "#fee838")
+    assert (in_order[0], in_order[-1]) == ("#481e70", "#fde725")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

@@ -65,6 +65,16 @@ loss, times the ratio of the set sizes, − summed training loss (petzka2019 for
 ``loss`` times the number of training samples). ``accuracy``: training accuracy − test accuracy (tsuzuku2020).
 """
 
+_FITTED = 0.9  # of the training labels
+
+
+def fitted(row: Mapping[str, Any]) -> bool:
+    """Whether a network, a row of the table, reached its target and fits nine tenths of its labels."""
+    accuracy = row.get("train_accuracy")
+    poor = isinstance(accuracy, float) and accuracy < _FITTED
+    return row["status"] != "not_converged" and not poor
+
+
 AXIS_LABELS = {
     "loss": "test loss − training loss",
     "summed_loss": "summed test loss (scaled) − summed training loss",

@@ -5,7 +5,10 @@ const check = JSON.parse(document.getElementById("data").textContent);
   const state = { kind: kinds[0], place: "", off: new Set() };
   const placesOf = (kind) => [...new Set(check.rows.filter((row) => row.kind === kind).map((row) => row.place))];
   state.place = placesOf(state.kind).includes("network") ? "network" : placesOf(state.kind)[0];
-  const quantities = [...new Set(check.rows.map((row) => row.name))];
+  // Those that move in some way come first, with colours that no other has; what stays is grey while it stays.
+  const moves = new Set(check.rows.filter((row) => !row.holds).map((row) => row.name));
+  const quantities = [...new Set([...moves, ...check.rows.map((row) => row.name)])];
+  const look = (row) => row.holds ? [COLOURS[6], lookOf(quantities.indexOf(row.name))[1], true] : lookOf(quantities.indexOf(row.name));
   const holder = document.getElementById("plot"), controls = document.getElementById("controls");
   const legend = element("ul", { class: "legend", "aria-label": "Measures; press one to hide or show it" });
   const plot = new Plot(holder, 420);
@@ -13,9 +16,9 @@ const check = JSON.parse(document.getElementById("data").textContent);
 
   function lines() {
     return check.rows.filter((row) => row.kind === state.kind && row.place === state.place).map((row) => ({
-      ...row, look: lookOf(quantities.indexOf(row.name)),
+      ...row, look: look(row),
       ratios: [row.value, ...row.values].map((value) => value / row.value),
-    }));
+    })).sort((a, b) => a.holds - b.holds);
   }
   function draw() {
     const found = lines(), shown = found.filter((row) => !state.off.has(row.name));
@@ -32,7 +35,7 @@ const check = JSON.parse(document.getElementById("data").textContent);
       x: scaleOf([-0.5, trials + 0.5], false), y, level: 1,
       xTicks: Array.from({ length: trials + 1 }, (_, i) => [i, i === 0 ? "original" : String(i)]),
       xLabel: "rewritten network", yLabel: "value ÷ value of the original",
-      lines: shown.map((row) => ({ colour: row.holds && still.length > 1 ? "#888888" : row.look[0], dash: row.holds ? null : "5 3",
+      lines: shown.map((row) => ({ colour: row.look[0], dash: row.holds ? null : "5 3",
         points: row.ratios.map((ratio, trial) => [trial, ratio]).filter(([, ratio]) => drawn(ratio)) })),
       marks: marks.filter((mark) => drawn(mark.y)),
       summary: `${shown.length} measures of ${state.place} over ${trials} ${state.kind} rescalings: ` +

@@ -34,6 +34,8 @@ const plain = (value) => isNumber(value) ? String(Number(value.toPrecision(7))) 
 // How group number i looks; when colours come again, they come with other shapes.
 const lookOf = (i) => [COLOURS[i % 7], OUTLINES[(i + Math.floor(i / 7)) % 7]];
 
+const markClass = ([, , hollow]) => hollow ? "mark hollow" : "mark";
+
 // ---- axes: a range with a little room, round numbers on it
 function scaleOf(values, logarithmic) {
   let low = Infinity, high = -Infinity;
@@ -97,7 +99,7 @@ class Plot {
     this.svg.addEventListener("blur", () => this.point(-1));
   }
 
-  // spec: x, y scales; xLabel, yLabel; xTicks [[value, text]] or none; lines [{points, colour, dash}]; marks [{x, y, look}];
+  // spec: x, y scales; xLabel, yLabel; xTicks [[value, text]] or none; lines [{points, colour, dash}]; marks [{x, y, look: [colour, outline, hollow]}];
   // tell(mark, others in its place) gives [heading, [[name, value], ...]]; open(mark); summary for screen readers; level: a line at this height.
   show(spec) {
     this.spec = spec;
@@ -140,7 +142,7 @@ class Plot {
   marks() {
     const nodes = this.spec.marks.map((mark) => {
       const x = this.across(mark.x), y = this.up(mark.y);
-      return [{ x, y, mark }, shape("path", { class: mark.chosen ? "mark chosen" : "mark", d: mark.look[1], fill: mark.look[0],
+      return [{ x, y, mark }, shape("path", { class: markClass(mark.look) + (mark.chosen ? " chosen" : ""), d: mark.look[1], fill: mark.look[0], color: mark.look[0],
         transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` })];
     });
     this.points = nodes.map(([point]) => point).sort((a, b) => a.x - b.x || a.y - b.y);
@@ -206,5 +208,5 @@ function ticker(label, checked, change) {
   box.addEventListener("change", () => change(box.checked));
   return element("label", { class: "tick" }, box, " ", label);
 }
-const symbol = ([colour, outline]) => shape("svg", { class: "symbol", viewBox: "-8 -8 16 16", "aria-hidden": "true" },
-  shape("path", { class: "mark", d: outline, fill: colour }));
+const symbol = (look) => shape("svg", { class: "symbol", viewBox: "-8 -8 16 16", "aria-hidden": "true" },
+  shape("path", { class: markClass(look), d: look[1], fill: look[0], color: look[0] }));

@@ -2,7 +2,7 @@
 const study = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const count = study.keys.length;
-const state = { part: 0, column: 0, copy: "values", target: 0, logX: true, logY: false, colour: study.colour,
+const state = { part: 0, column: 0, copy: "values", target: 0, logX: true, logY: false, colour: study.colour, shape: study.shape,
   filters: new Map(), left: false, open: -1 };
 
 // ---- which networks
@@ -18,29 +18,35 @@ const analysed = () => all.filter((i) => partOf(i) === state.part && study.out[i
 // A hyperparameter's value as people write it; names of ways to end have underscores.
 const label = (axis, code) => axis.name === "status" ? words(axis.values[code]) : plain(axis.values[code]);
 
-// ---- colours: a colour and a shape for few values, a scale from dark to light for many numbers
-const SCALE = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
+// ---- colours and shapes: a colour for each of few values, a scale from dark to light for numbers; hollow where not fitted
+const SCALE = [[72, 30, 112], [62, 88, 142], [38, 130, 142], [53, 176, 121], [139, 213, 70], [253, 231, 37]];
 function shade(share) {
   const at = share * (SCALE.length - 1), low = Math.min(Math.floor(at), SCALE.length - 2);
   return `rgb(${SCALE[low].map((c, k) => Math.round(c + (at - low) * (SCALE[low + 1][k] - c))).join(" ")})`;
 }
-const gradual = (axis) => axis.values.length > COLOURS.length && axis.values.every(isNumber);
+const graded = (axis) => axis.values.length > 2 && axis.values.every(isNumber);
+const colourOf = (axis, code) => graded(axis) ? shade(code / (axis.values.length - 1)) : lookOf(code)[0];
+// What shapes the marks: an axis of its own, else the one that colours them, where its values are few.
+function shaping() {
+  const own = state.shape >= 0 && state.shape !== state.colour, axis = study.axes[own ? state.shape : state.colour];
+  return axis && axis.values.length <= OUTLINES.length ? axis : null;
+}
 function looks() {
-  if (state.colour < 0) return () => lookOf(0);
-  const axis = study.axes[state.colour];
-  if (!gradual(axis)) return (i) => lookOf(axis.codes[i]);
-  return (i) => [shade(axis.codes[i] / (axis.values.length - 1)), OUTLINES[0]];
+  const axis = study.axes[state.colour], other = shaping();
+  return (i) => [axis ? colourOf(axis, axis.codes[i]) : COLOURS[0], other ? lookOf(other.codes[i])[1] : OUTLINES[0], !study.fitted[i]];
 }
 function legend() {
-  const axis = study.axes[state.colour], list = byId("legend");
-  if (!axis) return list.replaceChildren();
-  const name = element("li", { class: "quiet" }, words(axis.name));
-  if (!gradual(axis)) {
-    return list.replaceChildren(name, ...axis.values.map((_, code) => element("li", {}, symbol(lookOf(code)), label(axis, code))));
+  const axis = study.axes[state.colour], other = shaping(), parts = [];
+  const entry = (look, text) => element("li", {}, symbol(look), text);
+  const named = (one) => element("li", { class: "quiet" }, words(one.name));
+  if (axis) {
+    const last = axis.values.length - 1;
+    const codes = last < OUTLINES.length || !graded(axis) ? axis.values.map((_, code) => code) : [0, 0.25, 0.5, 0.75, 1].map((share) => Math.round(share * last));
+    parts.push(named(axis), ...codes.map((code) => entry([colourOf(axis, code), other === axis ? lookOf(code)[1] : OUTLINES[0]], label(axis, code))));
   }
-  const few = [0, 0.25, 0.5, 0.75, 1].map((share) => Math.round(share * (axis.values.length - 1)));
-  list.replaceChildren(name, ...few.map((code) => element("li", {},
-    symbol([shade(code / (axis.values.length - 1)), OUTLINES[0]]), label(axis, code))));
+  if (other && other !== axis) parts.push(named(other), ...other.values.map((_, code) => entry([COLOURS[6], lookOf(code)[1]], label(other, code))));
+  if (shown.some((i) => !study.fitted[i])) parts.push(entry([COLOURS[6], OUTLINES[0], true], "not fitted"));
+  byId("legend").replaceChildren(...parts);
 }
 
 // ---- the scatter
@@ -70,7 +76,10 @@ function drawScatter() {
       ...(others.length > 0 ? [["in the same place", `${others.length} more`]] : [])]],
   });
   const missing = shown.length - fine.length, flat = fine.length - drawn.length;
+  const drawnAs = (values, logarithmic) => Float64Array.from(values, (value) => logarithmic ? Math.log(value) : value);
+  const r = pearson(drawnAs(marks.map((mark) => mark.x), state.logX), drawnAs(marks.map((mark) => mark.y), state.logY));
   byId("missing").textContent = [
+    (state.logX || state.logY) && marks.length > 2 ? `On the axes as drawn r is ${signed(r)}.` : "",
     missing > 0 ? `${missing} of the networks shown have no finite value here.` : "",
     flat > 0 ? `${flat} are zero or negative and not on a logarithmic axis.` : ""].join(" ");
 }

@@ -27,9 +27,11 @@ function control() {
   fields.push(chooser("Against", study.targets.map((target, i) => [i, target.label || study.parts[state.part].gap]), state.target, (value) => {
     state.target = Number(value); redraw();
   }));
-  fields.push(chooser("Colour", [[-1, "one colour"], ...study.axes.map((axis, i) => [i, words(axis.name), axis.varies]).filter((one) => one[2])], state.colour, (value) => {
-    state.colour = Number(value); drawScatter(); legend();
-  }));
+  const varying = study.axes.map((axis, i) => [i, words(axis.name)]).filter(([i]) => study.axes[i].varies);
+  for (const [name, none] of [["Colour", "one colour"], ["Shape", "as colour"]]) {
+    const key = name.toLowerCase(), fits = ([i]) => key === "colour" || study.axes[i].values.length <= OUTLINES.length;
+    fields.push(chooser(name, [[-1, none], ...varying.filter(fits)], state[key], (value) => { state[key] = Number(value); drawScatter(); legend(); }));
+  }
   fields.push(element("div", { class: "ticks" },
     ticker("x logarithmic", state.logX, (on) => { state.logX = on; drawScatter(); }),
     ticker("y logarithmic", state.logY, (on) => { state.logY = on; drawScatter(); })));

@@ -15,7 +15,7 @@ from flatness.study.analysis.correlations import FEWEST
 from flatness.study.analysis.results import Study
 from flatness.study.analysis.summary import without_measures
 from flatness.study.correlate import COEFFICIENTS
-from flatness.study.table import AXIS_LABELS, GAPS, column_name, distinct_columns, in_words
+from flatness.study.table import AXIS_LABELS, GAPS, column_name, distinct_columns, fitted, in_words
 
 if TYPE_CHECKING:
     import pandas
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SCRIPTS = ("tables", "plot", "statistics", "study", "networks", "study_controls")
 _HEADLINES = 5
 _COEFFICIENTS = {"kendall": "Kendall's τ", "spearman": "Spearman's ρ", "pearson": "Pearson's r"}
+_FEWER = {"spearman": "more"}  # shown when all columns are asked for
 _MAIN = {
     "within_expected": "τ expected by setting",
     "partial_pearson": "r given setting and loss",
@@ -111,7 +112,8 @@ def _correlations(study: Study, number: int, part: str) -> str:
         few = f"{len(kept)} networks are too few for a correlation."
         return f'<div class="part">{heading}<p>{few}</p></div>\n'
     rest = _rest(list(rows[0]))
-    headings = [("quantity", "text"), ("n", ""), *((text, "") for text in _COEFFICIENTS.values())]
+    headings = [("quantity", "text"), ("n", "")]
+    headings += [(text, _FEWER.get(name, "")) for name, text in _COEFFICIENTS.items()]
     headings += [(text or name, "" if text else "more") for name, text in rest.items()]
     lines = [_correlation(found, rest) for found in rows]
     gap = gap_label(study, part)
@@ -119,9 +121,8 @@ def _correlations(study: Study, number: int, part: str) -> str:
     caption = f"Every quantity against the gap ({gap}); {chance}"
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
     tick = '<label class="tick more-columns"><input type="checkbox"> all columns</label>'
-    wide = tick if "" in rest.values() else ""
     alone = without_measures(study, part).replace("-", "−")
-    return f'<div class="part">{heading}<p>{escape(alone)}</p>{wide}{inner}</div>\n'
+    return f'<div class="part">{heading}<p>{escape(alone)}</p>{tick}{inner}</div>\n'
 
 
 def _rest(columns: Sequence[str]) -> dict[str, str]:
@@ -157,7 +158,9 @@ def _coefficient(found: dict[str, Any], name: str) -> Cell:
         style = {"at": value, "low": low, "high": high}
         if math.isfinite(found.get("null_95", math.nan)):
             style["null"] = found["null_95"]
-    return Cell(text, value, kind="drawn" if name == "kendall" else "", style=style, key=name)
+    return Cell(
+        text, value, kind="drawn" if name == "kendall" else _FEWER.get(name, ""), style=style, key=name
+    )
 
 
 _SIGNED = ("psi_", "kendall_", "spearman_", "pearson_", "partial_", "within_")
@@ -231,7 +234,8 @@ def study_data(study: Study) -> dict[str, Any]:
         "reasons": list(reasons),
         "out": [reasons[left[key]] if key in left else -1 for key in keys],
         "axes": axes,
-        "colour": _colour(study, axes),
+        **_told_apart(study, axes),
+        "fitted": [int(fitted(row)) for row in frame.to_dict("records")],
         "first": next(iter(study.headline()), ""),
         "targets": _targets(study, frame, records),
         "columns": _columns(frame, records),
@@ -280,12 +284,11 @@ def _scalar(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float | str) else str(value)
 
 
-def _colour(study: Study, axes: Sequence[Mapping[str, Any]]) -> int:
-    """Place of the hyperparameter that colours the points: the file's choice, else the first that varies."""
-    asked = [settings.get("analysis", {}).get("colour") for settings in study.spec.parts.values()]
-    wanted = [*asked, *(columns[0] for columns in study.axes().values())]
+def _told_apart(study: Study, axes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Places of the hyperparameters that colour and shape the marks at first; −1 for none."""
     places = {axis["name"]: place for place, axis in enumerate(axes) if axis["varies"]}
-    return next((places[name] for name in wanted if name in places), -1)
+    colour, shape = study.told_apart()
+    return {"colour": places.get(colour, -1), "shape": places.get(shape, -1)}
 
 
 def _targets(

@@ -18,19 +18,17 @@ from flatness.show.plots.charts import save_chart, save_intervals
 from flatness.show.plots.generalization import save_bounds, save_correlations
 from flatness.show.plots.landscape import save_line
 from flatness.show.plots.scatter import Scatter, save_scatter
-from flatness.show.plots.themes import SHAPES, Picture, Where
+from flatness.show.plots.themes import Picture, Where
 from flatness.study.analysis.correlations import settings_of
 from flatness.study.analysis.experiment import ExperimentStudy
-from flatness.study.analysis.granulated import SEED
 from flatness.study.analysis.results import Study
 from flatness.study.folder.environment import code_digest
-from flatness.study.table import AXIS_LABELS, in_words, measure_columns
+from flatness.study.table import AXIS_LABELS, fitted, in_words, measure_columns
 
 if TYPE_CHECKING:
     import pandas
 
 _BARS = 24
-_FITTED = 0.9  # of the training labels
 _FORMS = (".png", ".svg")
 _ROUNDING = 1e-17  # no difference at all has no place on a logarithmic axis
 
@@ -93,14 +91,14 @@ def _scatter(study: Study, part: str, kept: pandas.DataFrame, column: str) -> li
 
 def _scatter_of(study: Study, part: str, kept: Any, column: str) -> Scatter | None:
     """A column against the gap: coloured by batch size where it varies, shaped by the optimizer."""
-    colour, shape = _told_apart(study, part, kept)
+    colour, shape = study.told_apart(part)
     fine = [math.isfinite(x) and math.isfinite(y) for x, y in zip(kept[column], kept["gap"], strict=True)]
     known = kept[fine]
     if len(known) == 0:
         return None
     rows: list[dict[str, Any]] = known.to_dict("records")
     points = [
-        (float(row[column]), float(row["gap"]), row.get(colour, ""), row.get(shape, ""), _fitted(row))
+        (float(row[column]), float(row["gap"]), row.get(colour, ""), row.get(shape, ""), fitted(row))
         for row in rows
     ]
     title = f"{study.spec.name}{f', {part}' if part else ''}: n = {len(points)}"
@@ -110,23 +108,6 @@ def _scatter_of(study: Study, part: str, kept: Any, column: str) -> Scatter | No
     settings = settings_of(known, study.axes()).tolist()
     names = [name.replace("_", " ") for name in (colour, shape)]
     return Scatter(title, label, gap, points, settings, *names)
-
-
-def _told_apart(study: Study, part: str, kept: Any) -> tuple[str, str]:
-    """The hyperparameters that colour and shape the marks; an empty name for none."""
-    axes = [columns[0] for axis, columns in study.axes().items() if axis != SEED]
-    varying = [name for name in axes if name in kept and kept[name].nunique() > 1]
-    colour = "batch_size" if "batch_size" in varying else study.colour(part)
-    colour = colour if colour in kept and kept[colour].nunique() > 1 else ""
-    words = [name for name in varying if name != colour and kept[name].nunique() <= len(SHAPES)]
-    return colour, "optimizer" if "optimizer" in words else next(iter(words), "")
-
-
-def _fitted(row: Mapping[str, Any]) -> bool:
-    """Whether a network reached its target and fits nine tenths of its labels."""
-    accuracy = row.get("train_accuracy")
-    poor = isinstance(accuracy, float) and accuracy < _FITTED
-    return row["status"] != "not_converged" and not poor
 
 
 def save_study(

@@ -35,7 +35,7 @@ SHAPES = ("o", "s", "^", "D", "X", "*", "v")
 # Fewer than colours, so that pairs last.
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1)), (0, (8, 1, 1, 1, 1, 1)))
 # Dark to light, as brightness alone tells too: for more values of a number than there are colours.
-_SHADES = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
+_SHADES = ((72, 30, 112), (62, 88, 142), (38, 130, 142), (53, 176, 121), (139, 213, 70), (253, 231, 37))
 _DOTS, _ON_SCREEN = 240, 140
 # Names that leave room for curves beside them: so many at most, of so many letters.
 _FEW, _SHORT = 4, 16
@@ -164,7 +164,7 @@ def shade(share: float) -> str:
     """A colour between dark (0) and light (1).
 
     >>> shade(0.0), shade(0.5), shade(1.0)
-    ('#00224e', '#7d7c74', '#fee838')
+    ('#481e70', '#2e9984', '#fde725')
     """
     at = share * (len(_SHADES) - 1)
     below = min(int(at), len(_SHADES) - 2)

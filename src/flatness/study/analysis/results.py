@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MEMORY = ".analysis.json"
 _FORMAT = "flatness study analysis 2"
 _MOST_TABLES = 32  # three of every part, and what a study had before it grew
+_SHAPES = 7  # that marks can have
 _LARGEST = 1 << 26
 
 
@@ -317,6 +318,20 @@ class Study(Records):
         candidates += [columns[0] for axis, columns in self.axes().items() if axis != SEED]
         varies = (name for name in candidates if name in kept and kept[name].nunique() > 1)
         return next(varies, next(iter(candidates), "status"))
+
+    def told_apart(self, part: str | None = None) -> tuple[str, str]:
+        """The hyperparameters that colour and shape the marks of a scatter; an empty name for none.
+
+        Batch size colours where it varies, else `colour`; optimizer shapes, or another one of few values.
+        """
+        kept: Any = self.kept(part)
+        axes = [columns[0] for axis, columns in self.axes().items() if axis != SEED]
+        varying = [name for name in axes if name in kept and kept[name].nunique() > 1]
+        first = next(iter(self.spec.parts)) if part is None else part
+        colour = "batch_size" if "batch_size" in varying else self.colour(first)
+        colour = colour if colour in kept and kept[colour].nunique() > 1 else ""
+        words = [name for name in varying if name != colour and kept[name].nunique() <= _SHAPES]
+        return colour, "optimizer" if "optimizer" in words else next(iter(words), "")
 
     def lines(self, part: str = "") -> Line | None:
         """Losses along lines through the networks, grouped by `colour`; None where the file asks for none."""
