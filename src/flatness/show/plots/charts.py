@@ -170,6 +170,8 @@ def save_intervals(
         axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axes.invert_yaxis()
         axes.set_xlim(-1.05, 1.05)
-        _label(axes, theme, x_label, "", title)
+        _label(axes, theme, x_label, "", "")
+        # Over names and bars: a long title would not fit above the bars alone.
+        figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=9)
         add_legend(figure, axes, inside=False)
     return figure

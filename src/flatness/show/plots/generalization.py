@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from flatness.generalization.bound_result import GeneralizationBound
 from flatness.generalization.locally_constant import LabelConstancy
 from flatness.generalization.robustness_result import Robustness
 from flatness.show.charts import Chart, Mark
 from flatness.show.plots.charts import save_chart
-from flatness.show.plots.themes import COLOURS, WIDTH, Picture, Where, colour_on, picture, tidy, written
+from flatness.show.plots.themes import (
+    COLOURS,
+    SHAPES,
+    WIDTH,
+    Picture,
+    Where,
+    colour_on,
+    picture,
+    tidy,
+    written,
+)
 
 
 def save_labels(path: Where, found: LabelConstancy, *, dark: bool = False) -> Picture:
@@ -93,3 +107,43 @@ def _save_separations(path: Where, series: Mapping[str, Sequence[Mark]], y_label
 
 def _curve(deltas: Sequence[float], values: Sequence[float]) -> list[Mark]:
     return [Mark(delta, value) for delta, value in zip(deltas, values, strict=True)]
+
+
+_DIFFERENCES = (
+    {"difference_float64": "float64, Lanczos"},
+    {"difference": "float32, power method", "published": "the paper"},
+    {"difference_euclidean": "in the Euclidean metric"},
+)
+"""The panels of a picture of differences: their columns, and what these are called."""
+_ROUNDING = 1e-17  # no difference at all has no place on a logarithmic axis
+
+
+def save_differences(path: Where, rows: Sequence[Mapping[str, Any]]) -> Picture:
+    """Save how far spectral norms of equal networks differ, a line per rescaling, a panel per few decades.
+
+    Args:
+        path: Where to.
+        rows: The summary of `experiments.rangamani2019_invariance`.
+    """
+    names = [name for panel in _DIFFERENCES for name in panel.values()]
+    with picture(path, 1.6 * WIDTH, 1.1 + 0.3 * len(rows)) as (figure, theme):
+        panels: Any = figure.subplots(1, len(_DIFFERENCES), sharey=True, width_ratios=(2, 3, 3))
+        for axes, columns in zip(panels, _DIFFERENCES, strict=True):
+            for key, name in columns.items():
+                known = [(max(row[key], _ROUNDING), y) for y, row in enumerate(rows) if row[key] is not None]
+                colour, shape = COLOURS[names.index(name)], SHAPES[names.index(name)]
+                axes.plot(*zip(*known, strict=True), color=colour, marker=shape, linestyle="", label=name)
+            powers = [math.log10(x) for line in axes.lines for x in line.get_xdata()]
+            low, high = math.floor(min(powers)), math.ceil(max(powers))
+            axes.set_xscale("log")
+            axes.set_xlim(0.7 * 10.0**low, 1.4 * 10.0**high)
+            axes.xaxis.set_major_locator(
+                FixedLocator([10.0**k for k in range(low, high + 1, 1 + (high - low) // 4)])
+            )
+            axes.xaxis.set_minor_locator(NullLocator())
+            tidy(axes, theme)
+        panels[0].set_yticks(range(len(rows)), [row["rescaling"] for row in rows])
+        panels[0].set_ylim(len(rows) - 0.5, -0.5)
+        panels[1].set_xlabel("relative difference of the spectral norm of the Hessian under rescaling")
+        figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
+    return figure

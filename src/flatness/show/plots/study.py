@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatness.errors import OptionError, listed, nearest
-from flatness.show.charts import Chart, Mark
-from flatness.show.plots.charts import save_chart, save_intervals
-from flatness.show.plots.generalization import save_bounds, save_correlations
+from flatness.show.plots.charts import save_intervals
+from flatness.show.plots.generalization import save_bounds, save_correlations, save_differences
 from flatness.show.plots.landscape import save_line
 from flatness.show.plots.scatter import Scatter, save_scatter
 from flatness.show.plots.themes import Picture, Where
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 _BARS = 24
 _FORMS = (".png", ".svg")
-_ROUNDING = 1e-17  # no difference at all has no place on a logarithmic axis
 
 
 def write_figures(study: Study | ExperimentStudy) -> list[str]:
@@ -217,23 +215,7 @@ def _bound(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
 
 
 def _invariance(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
-    """Each rescaling at what it does to the Euclidean norm, and above it what it does on the manifold."""
-    names = {
-        "published": "the paper",
-        "difference": "float32, power method",
-        "difference_float64": "float64, Lanczos",
-    }
-    series = {
-        label: [
-            Mark(row["difference_euclidean"], max(row[column], _ROUNDING), row["rescaling"])
-            for row in rows
-            if row[column] is not None
-        ]
-        for column, label in names.items()
-    }
-    title = "Spectral norm of the Hessian under rescaling: relative difference"
-    chart = Chart(title, "in the Euclidean metric", "on the quotient manifold", series)
-    return {"invariance": partial(save_chart, chart=chart)}
+    return {"invariance": partial(save_differences, rows=rows)}
 
 
 _PICTURES: dict[str, Callable[[_Rows], Mapping[str, Callable[[Where], Picture]]]] = {
