@@ -74,10 +74,23 @@ def test_sign_errors_are_those_of_environments():
     assert set(found["environments"]) == {9}
     assert (found["median_sign_error"] <= found["high_sign_error"]).all()
     assert (found["high_sign_error"] <= found["worst_sign_error"]).all()
-    assert (found["environments_filtered"] < 9).all()
     assert (found["psi_batch_size_low"] <= found["psi_batch_size_high"]).all()
     without = table(networks().drop(columns="test_samples"))
     assert "environments_filtered" not in without
+
+
+def test_the_noise_filter_is_that_of_the_gap_itself():
+    """Accuracies by their number of samples; losses by their deviation, in whatever unit the gap is."""
+    frame = networks().assign(test_error=lambda own: 0.01 * own["gap"])
+    accuracy = table(frame.assign(gap=frame["test_error"]))
+    assert 0 < accuracy["environments_filtered"].iloc[0] < 9
+    losses = frame.assign(test_loss=frame["train_loss"] + frame["gap"], test_loss_deviation=20.0)
+    few, summed = table(losses), table(losses.assign(gap=50_000 * losses["gap"]))
+    assert 0 < few["environments_filtered"].iloc[0] < 9
+    assert (few["worst_sign_error_filtered"] == summed["worst_sign_error_filtered"]).all()
+    sure = table(losses.assign(test_loss_deviation=1e-6))
+    assert (sure["worst_sign_error_filtered"] == sure["worst_sign_error"]).all()
+    assert "environments_filtered" not in table(losses.drop(columns="test_loss_deviation"))
 
 
 def test_a_measure_that_is_missing_for_a_network_goes_by_the_others():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -217,6 +218,10 @@ def test_the_noise_filter_by_hand():
     sure = (1 - 2 * math.exp(-10_000 * 0.03**2 / 2)) ** 2 - 0.5
     np.testing.assert_allclose(weights[0], [0, 0, sure])
     assert weights[1, 2] == pytest.approx((1 - 2 * math.exp(-2)) ** 2 - 0.5)
+    # Both mean losses within Δ/2 of what they are, as normal variables with deviations s/√n.
+    losses = pair_weights(np.array([1.0, 1.03]), 10_000, np.array([1.0, 0.5]))
+    inside = [2 * NormalDist(0, s / 100).cdf(0.015) - 1 for s in (1.0, 0.5)]
+    assert losses[0, 1] == losses[1, 0] == pytest.approx(inside[0] * inside[1] - 0.5)
 
 
 def test_environments_without_enough_pairs_that_are_sure_are_left_out():

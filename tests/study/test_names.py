@@ -48,7 +48,7 @@ def test_titles_that_a_terminal_would_obey():
 
 TAKEN = (
     "key, part, status, reason, epochs, training_seconds, measuring_seconds, train_loss, test_loss, "
-    "train_accuracy, test_accuracy, test_samples, train_error, test_error, gap"
+    "train_accuracy, test_accuracy, test_samples, test_loss_deviation, train_error, test_error, gap"
 )
 
 

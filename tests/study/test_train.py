@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from flatness.study.objects import load_split, make_model, stream_seed, training_targets
+from flatness.study.training.program import evaluation
 from flatness.study.training.stack import ENGINES
 from flatness.study.training.train import Cohort, OutOfTimeError
 from studies import configurations
@@ -199,3 +200,15 @@ def test_the_share_of_random_labels_is_what_was_asked_for():
     # 60 of 120 are drawn anew, and a tenth of the draws hits the right class.
     assert 46 <= int(changed.sum()) <= 60
     assert torch.equal(training_targets(split, none), split.train[1])
+
+
+def test_an_evaluation_has_means_and_the_deviation_of_the_test_losses():
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(4, 3), torch.randn(1300, 4), torch.randint(3, (1300,))
+    found = evaluation(model, (x[:300], y[:300]), (x[300:], y[300:]), "cross_entropy")
+    losses = F.cross_entropy(model(x), y, reduction="none").double().detach().numpy()
+    assert found["train_loss"] == pytest.approx(losses[:300].mean(), rel=1e-6)
+    assert found["test_loss"] == pytest.approx(losses[300:].mean(), rel=1e-6)
+    assert found["test_loss_deviation"] == pytest.approx(losses[300:].std(), rel=1e-6)
+    assert found["test_accuracy"] == float((model(x[300:]).argmax(1) == y[300:]).double().mean())
+    assert (found["train_samples"], found["test_samples"]) == (300, 1000)

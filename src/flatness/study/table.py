@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 PENDING, FINISHED = "pending", "finished"
 _EVALUATED = ("train_loss", "test_loss", "train_accuracy", "test_accuracy", "test_samples")
+_EVALUATED += ("test_loss_deviation",)
 _ERRORS = ("train_error", "test_error", "gap")
 OUTCOMES = ("status", "reason", "epochs", "training_seconds", "measuring_seconds", *_EVALUATED, *_ERRORS)
 """Columns of the table of networks beside their hyperparameters and measures."""

@@ -71,8 +71,7 @@ def correlation_table(
           ``least_information``, with intervals;
         - ``worst_sign_error``, ``high_sign_error`` (90 % are below) and ``median_sign_error`` over
           ``environments``, pairs of settings that differ in one hyperparameter; the same with ``_filtered``
-          for those that are left where pairs of networks count whose accuracy gaps differ surely
-          (`pair_weights`).
+          for those that are left where pairs of networks count whose gaps differ surely (`pair_weights`).
     """
     import pandas as pd
 
@@ -306,14 +305,24 @@ def _pairs(
     return [found[name] for name in columns]
 
 
+_OUTCOMES = ("gap", "train_error", "test_error", "train_loss", "test_loss", "test_loss_deviation")
+
+
 def _noise(known: pandas.DataFrame) -> Array | None:
-    """The weights of the noise filter, where accuracies and the number of test samples are known."""
-    if not {"test_error", "train_error", "test_samples"} <= set(known.columns):
+    """The weights of the noise filter, where it is known how far the study's own gap is noise.
+
+    For a gap of accuracies the number of test samples says so; for one of losses, summed or not, their
+    deviation over the samples too, which records of earlier versions do not hold.
+    """
+    columns = known.reindex(columns=[*_OUTCOMES, "test_samples"]).to_numpy(float).T
+    gap, train_error, test_error, train_loss, test_loss, deviations, samples = columns
+    if len(gap) == 0 or not np.isfinite(samples).all():
         return None
-    errors = (known["test_error"] - known["train_error"]).to_numpy(float)
-    samples = known["test_samples"].to_numpy(float)
-    fine = len(errors) > 0 and np.isfinite(errors).all() and np.isfinite(samples).all()
-    return pair_weights(errors, int(samples.min())) if fine else None
+    if np.allclose(gap, test_error - train_error):
+        return pair_weights(gap, int(samples.min()))
+    losses = test_loss - train_loss
+    fine = np.isfinite(losses).all() and np.isfinite(deviations).all()
+    return pair_weights(losses, int(samples.min()), deviations) if fine else None
 
 
 def _about(pairs: Pairs, x: Array, gap: Array, noise: Array | None) -> dict[str, Any]:

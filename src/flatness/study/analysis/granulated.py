@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import erf
 
 from flatness.study.correlate import Array, Codes, interval
 from flatness.study.within import codes_of
@@ -77,23 +78,30 @@ def granulated(
     return Pairs(axes, len(g), resamples).about(x, g)
 
 
-def pair_weights(errors: Array, samples: int) -> Array:
-    """How sure it is that two networks differ in their generalisation error: (networks, networks), 0 to ½.
+def pair_weights(gaps: Array, samples: int, deviations: Array | None = None) -> Array:
+    """How sure it is that two networks differ in their generalisation gap: (networks, networks), 0 to ½.
 
-    Hoeffding's bound, (1 − 2 exp(−n Δ²/2))² less one half, nothing below 0: the noise filter of Dziugaite et
-    al. For errors between 0 and 1.
+    The noise filter of Dziugaite et al.: the chance that both gaps are known to half of their difference Δ,
+    less one half, nothing below 0. For accuracies that is Hoeffding's bound, (1 − 2 exp(−n Δ²/2))². A mean
+    loss has no bound and is taken as normal: erf(√n Δ/(√8 s₁)) erf(√n Δ/(√8 s₂)).
 
     Args:
-        errors: The generalisation error of each network: test error − training error.
+        gaps: The gap of each network, between two accuracies or two mean losses.
         samples: The number n of test samples.
+        deviations: The standard deviation s of each network's loss over the test samples; None for
+            accuracies.
 
     Example:
         >>> import numpy as np
         >>> pair_weights(np.array([0.0, 0.01, 0.1]), 10_000)[0].round(3)
         array([0. , 0. , 0.5])
     """
-    apart = errors[:, None] - errors[None, :]
-    sure = np.maximum(0.0, 1 - 2 * np.exp(-samples * apart**2 / 2)) ** 2
+    apart = np.abs(gaps[:, None] - gaps[None, :])
+    if deviations is None:
+        sure = np.maximum(0.0, 1 - 2 * np.exp(-samples * apart**2 / 2)) ** 2
+    else:
+        known = erf(np.sqrt(samples / 8) * apart / np.maximum(deviations, 1e-300)[:, None])
+        sure = known * known.T
     return np.maximum(sure - _LEAST_WEIGHT, 0.0)
 
 

@@ -44,26 +44,36 @@ def correct(output: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def risk_and_accuracy(model: nn.Module, data: tuple[Tensor, Tensor], loss: str) -> tuple[float, float]:
-    """Mean loss, summed in float64, and the share of samples classified right (NaN without classes)."""
-    total, right, samples = 0.0, 0.0, len(data[0])
+def _losses_and_accuracy(model: nn.Module, data: tuple[Tensor, Tensor], loss: str) -> tuple[Tensor, float]:
+    """The loss of each sample, and the share of samples classified right (NaN without classes)."""
+    losses, right = [], 0.0
     for x, y in zip(*(part.split(_BATCH) for part in data), strict=True):
         output = model(x)
-        total += float(LOSSES[loss](output, y).double().sum())
+        losses.append(LOSSES[loss](output, y).double())
         right += float(correct(output, y).sum())
-    return total / samples, float("nan") if data[1].is_floating_point() else right / samples
+    return torch.cat(losses), float("nan") if data[1].is_floating_point() else right / len(data[0])
+
+
+def risk_and_accuracy(model: nn.Module, data: tuple[Tensor, Tensor], loss: str) -> tuple[float, float]:
+    """Mean loss, in float64, and the share of samples classified right (NaN without classes)."""
+    losses, accuracy = _losses_and_accuracy(model, data, loss)
+    return float(losses.mean()), accuracy
 
 
 def evaluation(
     model: nn.Module, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], loss: str
 ) -> dict[str, float]:
-    """What the gap is computed from; `train` has the targets that the network was trained on."""
+    """What the gap is computed from, and how far test losses differ from sample to sample.
+
+    `train` has the targets that the network was trained on.
+    """
     model.eval()
     train_loss, train_accuracy = risk_and_accuracy(model, train, loss)
-    test_loss, test_accuracy = risk_and_accuracy(model, test, loss)
+    test_losses, test_accuracy = _losses_and_accuracy(model, test, loss)
     return {
         "train_loss": train_loss,
-        "test_loss": test_loss,
+        "test_loss": float(test_losses.mean()),
+        "test_loss_deviation": float(test_losses.std(correction=0)),
         "train_accuracy": train_accuracy,
         "test_accuracy": test_accuracy,
         "train_samples": len(train[0]),
