@@ -186,7 +186,7 @@ def one_run(task: tuple[int, str, argparse.Namespace, float]) -> dict[str, Any] 
     data = images("train", given.samples, given.data, given.device)
     test = images("test", given.test_samples, given.data, given.device)
     build, mixed = RECIPES[given.model].build, RECIPES[given.model].mixed
-    model = build(seed=seed, **given.options).to(given.device, memory_format=torch.channels_last)
+    model = build(seed=seed, **given.options).to(given.device).to(memory_format=torch.channels_last)
     started = time.perf_counter()
     try:
         torch.backends.cudnn.benchmark = mixed

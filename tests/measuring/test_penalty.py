@@ -4,6 +4,7 @@ import itertools
 import os
 
 import pytest
+import scipy.linalg
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -92,16 +93,25 @@ def assert_slopes(model, penalty, value):
     assert gradient == pytest.approx(slopes(model, value), rel=DIFFERENCES, abs=1e-9)
 
 
-def over_all_signs(monkeypatch, entries, value):
-    """The mean of value() over all signs of that many entries of a probe."""
-    total = 0.0
-    for signs in itertools.product((-1.0, 1.0), repeat=entries):
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                Signs, "like", lambda self, like, signs=signs: like.new_tensor(signs).reshape(like.shape)
+def over_all_signs(monkeypatch, entries, value, columns=4):
+    """The mean of value() over all signs of that many entries of a probe.
+
+    Where derivatives of so many columns are multiplied with four random signs each, these are the rows of a
+    Hadamard matrix in turn, whose products with themselves add up to the identity.
+    """
+    total, hadamard = 0.0, torch.from_numpy(scipy.linalg.hadamard(columns)).split(4)
+    for signs, directions in itertools.product(itertools.product((-1.0, 1.0), repeat=entries), hadamard):
+
+        def like(self, tensor, signs=signs, directions=directions):
+            values = (
+                tensor.new_tensor(signs) if tensor.dim() == 3 else directions.to(tensor).expand_as(tensor)
             )
+            return values.reshape(tensor.shape)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Signs, "like", like)
             total = total + value()
-    return total / 2**entries
+    return total / (2**entries * len(hadamard))
 
 
 LOSSES = {
@@ -264,6 +274,29 @@ def test_convolutions_averaged_over_all_signs(convolution, monkeypatch):
         )
         assert mean.item() == pytest.approx(measured(model, (x, y), measure, "0"), rel=EXACT)
         assert_slopes(model, mean, lambda measure=measure: measured(model, (x, y), measure, "0"))
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [
+        nn.Conv2d(4, 10, 2, stride=2, padding=1, groups=2),
+        nn.Conv1d(2, 5, 4, dilation=2, padding="same", padding_mode="circular"),
+    ],
+    ids=["grouped and strided", "circular"],
+)
+@pytest.mark.parametrize("measure", ["relative_flatness", "hessian_trace"])
+def test_wide_convolutions_averaged_over_all_signs_and_directions(convolution, measure, monkeypatch):
+    model = smooth(convolution, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3))
+    x, y = sized(2, convolution.in_channels, *[4] * (convolution.weight.dim() - 2)), classes(2)
+    model(x)
+
+    def value(seed=None):
+        return flatness.penalty(model, (x, y), measure, "0", seed=seed)
+
+    mean = over_all_signs(monkeypatch, 6, value, columns=8)
+    assert mean.item() == pytest.approx(measured(model, (x, y), measure, "0"), rel=EXACT)
+    assert_slopes(model, mean, lambda: measured(model, (x, y), measure, "0"))
+    assert value(seed=1) != value(seed=2)
 
 
 def test_tokens_and_attention_averaged_over_all_signs(monkeypatch):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -193,9 +194,9 @@ def _total(run: TrainingPass, measure: Measure, seed: Seed) -> Tensor:
             probed.append(layer)
         else:
             sums[layer.name] = closed
-    for layer, received in _signals(run, probed, seed):
+    for layer, received, signs in _signals(run, probed, seed):
         frame = frames[layer.name]
-        sums[layer.name] = probed_sums(measure.needs, layer, frame, received, len(run.items.logits))
+        sums[layer.name] = probed_sums(measure.needs, layer, frame, received, signs, len(run.items.logits))
     values = []
     for layer in run.layers:
         means = {name: value / C for name, value in sums[layer.name].items()}
@@ -219,12 +220,13 @@ def _closed_form(
 
 def _signals(
     run: TrainingPass, layers: list[Layer], seed: Seed
-) -> Iterator[tuple[Layer, list[tuple[Use, Tensor, Tensor]]]]:
-    """What one random vector sends back: for every layer its calls with input and signal."""
+) -> Iterator[tuple[Layer, list[tuple[Use, Tensor, Tensor]], Signs]]:
+    """What one random vector sends back: for every layer its calls with input and signal, and signs."""
     if not layers:
         return
     logits = run.items.logits
-    s = run.loss.live_probe(run.items, _signs(seed, logits))
+    signs = _signs(seed, logits)
+    s = run.loss.live_probe(run.items, signs)
     assert s is not None  # or the loss would have been refused
     calls = [(layer, run.uses(layer)) for layer in layers]
     edges = {id(call): call.edge for _, own in calls for _, call in own if call.edge is not None}
@@ -234,7 +236,9 @@ def _signals(
             found = torch.autograd.grad(logits, list(edges.values()), s, create_graph=True, allow_unused=True)
     signals = dict(zip(edges, found, strict=True))
     for layer, own in calls:
-        yield layer, [(use, call.x, _or_zero(signals.get(id(call)), call.z)) for use, call in own]
+        received = [(use, call.x, _or_zero(signals.get(id(call)), call.z)) for use, call in own]
+        # Signs of its own: those of one layer do not depend on which others are asked for.
+        yield layer, received, signs.at(crc32(layer.name.encode()))
 
 
 def _or_zero(signal: Tensor | None, z: Tensor) -> Tensor:

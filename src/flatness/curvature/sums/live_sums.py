@@ -19,10 +19,14 @@ from flatness.curvature.sums.statistic import BlockStatistic, SignalPair, Square
 from flatness.losses import Items, Loss
 from flatness.losses.base import promote
 from flatness.losses.elementwise import Elementwise
+from flatness.losses.signs import Signs
 from flatness.network.graph import only_layout_between
 from flatness.network.layers import Layer
 from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.live_calls import LiveCall
+
+DIRECTIONS = 4
+"""Columns of U in `probed_sums`."""
 
 
 def output_curvature(loss: Loss, items: Items, layer: Layer, call: LiveCall) -> Tensor | None:
@@ -100,15 +104,21 @@ def probed_sums(
     layer: Layer,
     frame: Frame,
     received: Sequence[tuple[Use, Tensor, Tensor]],
+    signs: Signs,
     n: int,
 ) -> dict[str, Tensor]:
     """The sums over a batch from one random signal per sample.
+
+    Where a sample meets the layer at many positions its derivative g costs as much as the layer itself.
+    Statistics made of products of its rows, as relative flatness is, then take g U instead, with random signs
+    U (m, 4) of the sample's own, scaled such that E U Uᵀ = 1.
 
     Args:
         needs: The statistics.
         layer: The layer.
         frame: Its `live_frame`.
         received: For every call of every use of its weight the input and the signal at the output.
+        signs: Where U comes from.
         n: Number of samples.
     """
     if isinstance(layer, SharedLayer):
@@ -119,7 +129,11 @@ def probed_sums(
     ((_, x, dz),) = received
     x, dz, statistics = promote(x), promote(dz), statistics_of(needs)
     delta = layer.signals(dz, n)
-    _, d, m = frame.W.shape
+    G, d, m = frame.W.shape
+    if _projects(statistics, layer, d, delta.shape[-1]):
+        U = signs.like(delta.new_empty(n, G, DIRECTIONS, m)) * DIRECTIONS**-0.5
+        g = delta @ layer.along(x, U, n).mT
+        return {one.name: one.of_product(frame, g, g).sum(0) for one in statistics}  # type: ignore[union-attr]
     if _forms_g(statistics, d, m, delta.shape[-1]):
         return _of_gradients(needs, frame, layer.gradients(x, dz, n))
     pair = SignalPair(frame, layer.seen(x, n), delta, delta)
@@ -134,6 +148,12 @@ def live_frame(layer: Layer) -> Frame:
 def _of_gradients(needs: frozenset[str], frame: Frame, g: Tensor) -> dict[str, Tensor]:
     """From derivatives g (n, G, d, m)."""
     return {one.name: one.of_pair(frame, g, g).sum(0) for one in statistics_of(needs)}
+
+
+def _projects(statistics: Sequence[Statistic], layer: Layer, d: int, P: int) -> bool:
+    """Whether g U takes the place of g."""
+    blocks = all(isinstance(one, BlockStatistic) for one in statistics)
+    return blocks and P > 1 and d > DIRECTIONS and not layer.chooses
 
 
 def _forms_g(statistics: Sequence[Statistic], d: int, m: int, P: int) -> bool:

@@ -75,6 +75,14 @@ class ConvolutionLayer(_PatchLayer):
         )
         return g.reshape(n, self.groups, dz.shape[1] // self.groups, -1)
 
+    def along(self, x: Tensor, V: Tensor, n: int) -> Tensor:
+        """VΦ (n, G, d, P) of weights V (n, G, d, m): one convolution with a group per sample; no patches."""
+        x = self._padded(x).flatten(0, 1)[None]
+        kernels = V.reshape(-1, x.shape[1] // (n * self.groups), *self._kernel)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self._kernel) - 1]
+        z = convolve(x, kernels, None, self._stride, 0, self._dilation, n * self.groups)
+        return z.reshape(n, self.groups, V.shape[2], -1)
+
     def _padded(self, x: Tensor) -> Tensor:
         conv = cast(Any, self.module)
         # torch keeps the padding of every mode in the form F.pad wants: last dimension first, (before, after)

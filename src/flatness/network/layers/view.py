@@ -132,6 +132,10 @@ class Layer(ABC):
         """The derivatives g = δΦᵀ (n, G, d, m) of every sample in terms of W, differentiable in x and dz."""
         return self.seen(x, n).outer(self.signals(dz, n))
 
+    def along(self, x: Tensor, V: Tensor, n: int) -> Tensor:
+        """VΦ (n, G, d, P) of weights V (n, G, d, m) of its own for every sample, differentiable in x."""
+        return self.seen(x, n).along(V)
+
     @abstractmethod
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:
         """Lay out values shaped like the module's input as (n, input units, positions)."""

@@ -33,9 +33,10 @@ class Relative(BlockStatistic):
         return (T * self.gram(frame)).sum(dtype=torch.float64)
 
     def of_product(self, frame: Frame, a: Tensor, b: Tensor) -> Tensor:
-        """⟨W Wᵀ a, b⟩, or ⟨Wᵀa, Wᵀb⟩ where W is so tall that both products cost less."""
+        """⟨W Wᵀ a, b⟩, or ⟨Wᵀa, Wᵀb⟩ where W is so tall, or W Wᵀ is used so little, that this costs less."""
         _, d, m = frame.W.shape
-        if d <= (m if a is b else 2 * m):
+        used_once = frame.W.requires_grad and a.shape[0] * a.shape[-1] < d
+        if d <= (m if a is b else 2 * m) and not used_once:
             return (across(self.gram(frame), a) * b).sum((1, 2, 3))
         W = self.weight(frame).mT
         first = across(W, a)
