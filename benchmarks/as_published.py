@@ -1,4 +1,4 @@
-"""The studies that train as the published code does: how many of their networks does one GPU take in minutes?
+"""Studies that train as the published code does, and our own: how many of their networks does one GPU take in minutes?
 
 Lanes work side by side, each through its stages one after the other: a study, some of its parts, and so many
 seeds, trained and measured before the next stage begins. A cut leaves whole stages, every setting with as

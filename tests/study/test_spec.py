@@ -61,6 +61,7 @@ def test_sizes_are_those_of_the_papers():
     assert read_spec("petzka2021-bound").size == "800 data sets"
     assert read_spec("rangamani2019-invariance").size == "20 comparisons"
     assert {sizes[name] for name in sizes if name.startswith("tsuzuku2020")} == {99}
+    assert sizes["beyond-cifar10"] == (36 + 14) * 5
 
 
 def test_values_together_vary_together():
@@ -343,7 +344,9 @@ def test_experiments_without_work_or_with_too_few_samples_are_refused():
 
 
 def test_names_and_files_that_are_not_there():
-    assert message("petzka2021-cifar").startswith("Expected the name of a study, one of petzka2019-cifar10, ")
+    assert message("petzka2021-cifar").startswith(
+        "Expected the name of a study, one of beyond-cifar10, petzka2019-cifar10, "
+    )
     assert message("petzka2021-cifar").endswith("Did you mean 'petzka2021-cifar10'?")
     assert message("no/such.toml") == (
         "Expected a study file that can be read but got no/such.toml: No such file or directory."
