@@ -1,4 +1,4 @@
-"""Studies that train as the published code does, and our own: how many of their networks does one GPU take in minutes?
+"""Studies that train as the published code does, and our own: how many networks does one GPU take in minutes?
 
 Lanes work side by side, each through its stages one after the other: a study, some of its parts, and so many
 seeds, trained and measured before the next stage begins. A cut leaves whole stages, every setting with as
@@ -67,9 +67,7 @@ def staged(stage: Stage, scale: str) -> Spec:
 
 def work(lane: str, given: argparse.Namespace, until: float) -> None:
     """Go through the stages of a lane until they are done or time is over."""
-    Study.write_tables = (
-        lambda study: []
-    )  # whoever unpacks the records makes tables; here they would cost minutes
+    Study.write_tables = lambda study: []  # made of the records at home; here they would cost minutes
     if lane == "labels":
         os.nice(10)  # cores are first of all for those who keep the GPU busy
     for stage in LANES[lane]:
