@@ -349,6 +349,25 @@ def test_preconditioned_sharpness_needs_an_optimizer():
     assert f"not computed for the whole network: preconditioned_sharpness. {message}" in notes
 
 
+def test_a_state_without_second_moments_is_refused():
+    model, optimizer = trained()
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(
+        OptionError, match="remember max_exp_avg_sq of '0.weight' but its state has only step"
+    ):
+        measured(model, data(), PRECONDITIONED, optimizer=optimizer)
+    for state in optimizer.state.values():
+        del state["exp_avg_sq"]
+    optimizer.param_groups[0]["amsgrad"] = False
+    for measure in (CRITICAL, PRECONDITIONED):
+        with pytest.raises(OptionError) as caught:
+            measured(model, data(), measure, optimizer=optimizer)
+        assert str(caught.value) == (
+            "Expected Adam to remember exp_avg_sq of '0.weight' but its state has only step, exp_avg. Load "
+            "the state that the same kind of optimizer, with the same options, saved."
+        )
+
+
 def test_a_saved_report_tells_the_optimizers_settings(tmp_path):
     model, optimizer = trained(torch.optim.SGD, momentum=0.9)
     report = flatness.measure(

@@ -214,6 +214,22 @@ class OptimizerState:
                 "its state is empty. Measure after the first step, or load its state: "
                 "optimizer.load_state_dict(checkpoint['optimizer'])."
             )
+        for name, own in self._own.items():
+            if lost := [key for key in self._moments(own) if own.state and key not in own.state]:
+                kind = type(self._optimizer).__name__
+                raise OptionError(
+                    f"Expected {kind} to remember {listed(lost)} of {name!r} but its state has only "
+                    f"{listed(own.state)}. Load the state that the same kind of optimizer, with the same "
+                    "options, saved."
+                )
+
+    def _moments(self, own: _Own) -> list[str]:
+        """What an adaptive optimizer's metric is made of."""
+        if isinstance(self._optimizer, SGD):
+            return []
+        if isinstance(self._optimizer, RMSprop):
+            return ["square_avg"] + ["grad_avg"] * bool(own.group.get("centered"))
+        return ["exp_avg_sq"] + ["max_exp_avg_sq"] * bool(own.group.get("amsgrad"))
 
 
 def _rate(group: Mapping[str, Any]) -> float:
