@@ -352,9 +352,7 @@ def test_preconditioned_sharpness_needs_an_optimizer():
 def test_a_state_without_second_moments_is_refused():
     model, optimizer = trained()
     optimizer.param_groups[0]["amsgrad"] = True
-    with pytest.raises(
-        OptionError, match="remember max_exp_avg_sq of '0.weight' but its state has only step"
-    ):
+    with pytest.raises(OptionError, match="to remember max_exp_avg_sq of '0"):
         measured(model, data(), PRECONDITIONED, optimizer=optimizer)
     for state in optimizer.state.values():
         del state["exp_avg_sq"]
