@@ -25,6 +25,7 @@ import numpy as np
 import flatness
 from flatness.show.plots.beyond import Dot, Row, save_beyond
 from flatness.show.plots.charts import save_intervals
+from flatness.show.plots.scatter import Scatter, save_scatter
 from flatness.show.plots.study import write_figures
 from flatness.study import Study
 from flatness.study.analysis.correlations import settings_of
@@ -42,7 +43,7 @@ OPENING = "petzka2019-mnist"
 AGAIN = "-again"
 """Ends the name of the records of a study's second run."""
 
-BLOCK = re.compile(r"(<!-- made: (\w+)(?: ([\w-]+))? -->\n)(.*?)(<!-- /made -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- made: (\w+)(?: ([\w/-]+))? -->\n)(.*?)(<!-- /made -->)", re.DOTALL)
 """A part of a page that is made: its kind, its study, its text."""
 
 
@@ -53,8 +54,8 @@ def loaded(name: str) -> Study | ExperimentStudy:
 
 
 def study(name: str) -> Study:
-    """A study of networks."""
-    found = loaded(name)
+    """A study of networks, by its name or that of one of its parts: STUDY/PART."""
+    found = loaded(name.partition("/")[0])
     assert isinstance(found, Study), f"{name} is no study of networks"
     return found
 
@@ -85,9 +86,24 @@ def counts(name: str) -> str:
     return f"{len(found.networks)} networks: {ends}. {kept}\n"
 
 
+def part_of(name: str) -> str:
+    """The part that a name asks for."""
+    return name.partition("/")[2]
+
+
+def networks(name: str) -> Any:
+    """The networks in the analysis of a study, or of the part that its name asks for."""
+    return study(name).kept(part_of(name) or None)
+
+
 def correlations(name: str, part: str = "") -> list[dict[str, Any]]:
     """The rows of the study's table of correlations."""
-    return study(name).correlations(part).to_dict("records")
+    return study(name).correlations(part or part_of(name)).to_dict("records")
+
+
+def baselines(name: str, part: str = "") -> list[dict[str, Any]]:
+    """The rows of the study's table of what is known without a measure."""
+    return study(name).baselines(part or part_of(name)).to_dict("records")
 
 
 def coefficients(name: str, part: str, rows: list[dict[str, Any]]) -> str:
@@ -97,7 +113,7 @@ def coefficients(name: str, part: str, rows: list[dict[str, Any]]) -> str:
     head = ["quantity", "Kendall τ (95 %)", "Pearson r (95 %)", "Ψ", "τ between seeds", "p, best of all"]
     head += ["τ after rescaling"] if rescaled else []
     head += [f"τ, the {len(minima)} that converged"] if minima is not None else []
-    known = study(name).baselines(part).to_dict("records")
+    known = baselines(name, part)
     lines = []
     for row in [*rows, *known]:
         measured = "p_family" in row
@@ -119,7 +135,7 @@ def chance(p: float) -> str:
 
 def converged(name: str, part: str) -> Any:
     """Those networks of the analysis that reached their target, where others did not; else None."""
-    kept: Any = study(name).kept(part)
+    kept: Any = study(name).kept(part or part_of(name))
     reached = kept[kept["status"] == "converged"]
     return reached if 10 <= len(reached) < len(kept) else None
 
@@ -211,7 +227,7 @@ def brief(name: str) -> str:
     head = ["measure", "τ with the gap (95 %)", "within a hyperparameter, Ψ"]
     head += [f"τ, the {len(minima)} that converged"] if minima is not None else []
     lines = []
-    for row in [*one_row_per_measure(name), *study(name).baselines("").to_dict("records")]:
+    for row in [*one_row_per_measure(name), *baselines(name)]:
         cells = [f"`{row['measure']}`" if "measure" in row else f"*{in_words(row['quantity'])}*"]
         cells += [between(row, "kendall"), number(row["granulated"])]
         lines.append(cells + ([among(minima, row["quantity"])] if minima is not None else []))
@@ -289,7 +305,7 @@ def beyond(name: str) -> str:
 
 def beyond_epochs(name: str, wanted: list[str]) -> dict[str, Any]:
     """Partial correlations given setting, training loss and epochs; of the epochs, given the first two."""
-    kept: Any = study(name).kept()
+    kept = networks(name)
     settings = settings_of(kept, study(name).axes())
     gap, loss, epochs = (kept[key].to_numpy(float) for key in ("gap", "train_loss", "epochs"))
     known = np.log([loss, epochs])
@@ -331,7 +347,7 @@ def claims(_: str) -> str:
             row = next(row for row in rows if row["quantity"] == claim["quantity"])
             ours = f"{'r' if claim['statistic'] == 'pearson' else 'τ'} = {between(row, claim['statistic'])}"
             n = str(row["n"])
-        page = GALLERY / f"{claim['study']}.md"
+        page = GALLERY / f"{claim.get('page', claim['study'])}.md"
         name = f"[{claim['study']}]({page.name})" if page.is_file() else claim["study"]
         lines.append([name, claim["paper"], claim["claim"], claim["theirs"], ours, n, claim["verdict"]])
     return table(["study", "paper", "claim", "theirs", "ours", "n", "verdict"], lines)
@@ -372,9 +388,8 @@ def known_rows() -> list[Row]:
     marginal: dict[str, dict[str, Dot]] = {}
     given: dict[str, dict[str, Dot]] = {}
     for name in _BEYOND:
-        found, kept = study(name), study(name).kept()
-        frame: Any = kept
-        codes = settings_of(kept, found.axes())
+        found, frame = study(name), networks(name)
+        codes = settings_of(frame, found.axes())
         gap, loss = frame["gap"].to_numpy(float), np.log(frame["train_loss"].to_numpy(float))
         weight = next(row for row in correlations(name) if row["quantity"] == "weight_norm:network")
         for label, column in (
@@ -426,7 +441,7 @@ def opening(name: str) -> str:
     """Few measures in few columns, with what they cost."""
     by_name = {one.name: one for one in flatness.measures()}
     table_rows = {row["measure"]: row for row in one_row_per_measure(name)}
-    kept: Any = study(name).kept()
+    kept = networks(name)
     lines = []
     for measure in (*_TABLED, "weight_norm"):
         row = table_rows[measure]
@@ -445,9 +460,7 @@ def opening(name: str) -> str:
     # Read the way it goes with the gap: the larger, the smaller the gap.
     places = {axis: list(kept[own].itertuples(index=False)) for axis, own in study(name).axes().items()}
     worst = granulated(-kept["batch_size"], kept["gap"], places).worst_sign_error
-    batch = next(
-        row for row in study(name).baselines("").to_dict("records") if row["quantity"] == "batch_size"
-    )
+    batch = next(row for row in baselines(name) if row["quantity"] == "batch_size")
     lines.append(["*batch size*", between(batch, "kendall"), "–", number(worst), "none", "–"])
     head = [
         "",
@@ -495,9 +508,36 @@ def draw(name: str) -> None:
                 shutil.copy(file, GALLERY / f"{prefix}-{file.name}")
 
 
+_TRAINED = {
+    "rangamani2019-loss": "on 5,000 images to a loss",
+    "rangamani2019-batch": "to a loss of 0.001",
+    "rangamani2019-batch-published": "for 200 epochs",
+}
+"""Studies of the fully connected network of rangamani2019, and how they train it."""
+
+
+def draw_losses() -> None:
+    """The spectral norm against the loss reached, of small and large batches, by how long they train."""
+    points, settings = [], []
+    for name, trained in _TRAINED.items():
+        if not (RECORDS / f"{name}.json.xz").is_file():
+            continue
+        kept = networks(name)
+        known = kept[kept["part"].str.startswith(("mnist-fc", "loss"))]
+        settings += [f"{name} {part} {size}" for part, size in known[["part", "batch_size"]].to_numpy()]
+        rows = known[["train_loss", "riemannian_spectral_norm:network", "batch_size"]].to_numpy()
+        points += [(float(loss), float(norm), int(size), trained, True) for loss, norm, size in rows]
+    codes = [sorted(set(settings)).index(setting) for setting in settings]
+    title = "Fully connected network of rangamani2019 on MNIST"
+    labels = ("training loss reached", "Riemannian spectral norm")
+    save_scatter(
+        GALLERY / "rangamani2019-losses.png", Scatter(title, *labels, points, codes, "batch size", "trained")
+    )
+
+
 def draw_opening() -> None:
     """Measures of the catalogue, and the baselines, on the networks of one study."""
-    everything = [*one_row_per_measure(OPENING), *study(OPENING).baselines("").to_dict("records")]
+    everything = [*one_row_per_measure(OPENING), *baselines(OPENING)]
     minima = converged(OPENING, "")
     rows = []
     for row in everything:
@@ -520,7 +560,7 @@ def draw_opening() -> None:
         "Kendall's τ with the gap, 95 % bootstrap interval",
         OPENING,
         by_chance,
-        (f"all {len(study(OPENING).kept())} networks", f"the {len(minima)} that converged"),
+        (f"all {len(networks(OPENING))} networks", f"the {len(minima)} that converged"),
     )
 
 
@@ -532,6 +572,7 @@ def main() -> None:
         if not name.endswith(AGAIN):
             draw(name)
     draw_opening()
+    draw_losses()
     for page in [*sorted(GALLERY.glob("*.md")), GALLERY.parent / "which-measure.md"]:
         before = page.read_text(encoding="utf-8")
         page.write_text(filled(before), encoding="utf-8")

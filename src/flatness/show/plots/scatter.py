@@ -30,6 +30,7 @@ from flatness.study.correlate import correlation
 
 _WIDTH, _HEIGHT = 5.6, 3.4
 _DECADE = 10.0
+_TWO_DECADES = 100.0  # of heights, which are rarely so far apart
 _FAR = 3.0  # times beyond the others: a network that did not fit is drawn at the edge
 _FEWEST = 4  # settings that an interval is drawn from
 _MOST_HANDLES = 3  # in a row of the legend
@@ -68,6 +69,7 @@ def save_scatter(path: Where, scatter: Scatter, *, dark: bool = False) -> Pictur
     fitted = np.array([point[4] for point in scatter.points], bool)
     within = xs[fitted] if fitted.any() else xs
     logarithmic = bool((xs > 0).all() and within.max() > _DECADE * within.min())
+    high = bool((ys > 0).all() and ys.max() > _TWO_DECADES * ys.min())
     placed, beyond = _placed(xs, fitted, within, logarithmic)
     with picture(path, _WIDTH, _HEIGHT, dark=dark) as (figure, theme):
         axes = figure.add_subplot()
@@ -77,10 +79,10 @@ def save_scatter(path: Where, scatter: Scatter, *, dark: bool = False) -> Pictur
         looks = {value: _colour(theme, shades, place, graded) for place, value in enumerate(shades)}
         _draw(axes, scatter, placed, beyond, shapes, looks)
         scale_axis(axes, "x", list(placed), logarithmic)
-        scale_axis(axes, "y", list(ys), False)
+        scale_axis(axes, "y", list(ys), high)
         axes.set_xlabel(scatter.x_label)
         axes.set_ylabel(scatter.y_label)
-        told = _told(np.log(xs) if logarithmic else xs, ys, scatter.settings)
+        told = _told(np.log(xs) if logarithmic else xs, np.log(ys) if high else ys, scatter.settings)
         axes.set_title(f"{scatter.title}\n{told}" if told else scatter.title)
         tidy(axes, theme)
         handles = _shapes(theme, scatter.shape, shapes)
