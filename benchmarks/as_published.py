@@ -59,7 +59,8 @@ def staged(stage: Stage, scale: str) -> Spec:
     content: dict[str, Any] = {**read_spec(name, scale).content}
     for table, key in (("grid", "seed"), ("experiment", "datasets")):
         if table in content:
-            content[table] = {**content[table], key: min(seeds, content[table][key])}
+            most = content[table][key] if scale == "smoke" else seeds
+            content[table] = {**content[table], key: min(seeds, most)}
     if parts:
         content["parts"] = {part: content["parts"][part] for part in parts}
     return replace(make_spec(name, "paper", content, name), scale=scale)
