@@ -26,7 +26,7 @@ def check(
     given: o.Network,
     measures: o.Measures = None,
     layers: o.Layers = None,
-    kinds: Annotated[list[str] | None, o.option(_OUT_OF, "KINDS", callback=o.split_list)] = None,
+    kinds: Annotated[list[str] | None, o.option(_OUT_OF, "NAMES", callback=o.split_list)] = None,
     trials: Annotated[int, o.option("Rewritten networks per kind.", min=1)] = 3,
     samples: Annotated[int, o.option("At most so many samples.", min=1)] = 1000,
     low: Annotated[float, o.option("Smallest factor.")] = 0.2,

@@ -107,14 +107,15 @@ def steps_of(names: Sequence[str]) -> tuple[str, tuple[float, ...]]:
     ...     steps_of(["epoch=1-step=50.ckpt", "epoch=1-step=99.ckpt"]),
     ... )
     (('epoch', (2.0, 10.0)), ('step', (50.0, 99.0)))
-    >>> steps_of(["first.pt", "last.pt"])
-    ('checkpoint', (0.0, 1.0))
+    >>> steps_of(["first.pt", "last.pt"]), steps_of(["net1.pt", "net3.pt"])
+    (('checkpoint', (0.0, 1.0)), ('checkpoint', (1.0, 3.0)))
     """
     found = [re.findall(r"([A-Za-z]*)[\W_]*(\d+)", os.path.splitext(name)[0]) for name in names]
     for numbers in zip(*found, strict=False):
         steps = tuple(float(number) for _, number in numbers)
         if len(steps) > 1 and all(one < next_ for one, next_ in itertools.pairwise(steps)):
             word = numbers[0][0].lower()
-            words = {"epoch": "epoch", "ep": "epoch", "e": "epoch", "step": "step", "iter": "iteration"}
-            return words.get(word, "step"), steps
+            words = {"ep": "epoch", "e": "epoch", "iter": "iteration", "ckpt": "step", "": "step"}
+            word = words.get(word, word)
+            return word if word in ("epoch", "step", "iteration") else "checkpoint", steps
     return "checkpoint", tuple(map(float, range(len(names))))
