@@ -192,6 +192,26 @@ def settings(name: str) -> str:
     return table(head, lines)
 
 
+def stored(name: str) -> str:
+    """Spectral norms beside what the published code stores of them: over 2 + 2 · loss, also times 10⁻⁶."""
+    lines = []
+    for (part, size), rows in networks(name).groupby(["part", "batch_size"], sort=False):
+        norms, losses = (rows[key] for key in ("riemannian_spectral_norm:network", "train_loss"))
+        kept = norms / (2 + 2 * losses) * (1e-6 if part.startswith("mnist-fc") else 1.0)
+        told = [spread(list(values)) for values in (losses, rows["test_accuracy"], norms, kept)]
+        lines.append([part, str(size), str(len(rows)), *told])
+    head = [
+        "part",
+        "batch size",
+        "n",
+        "training loss",
+        "test accuracy",
+        "spectral norm",
+        "as the code stores it",
+    ]
+    return table(head, lines)
+
+
 def spread(values: list[float | None]) -> str:
     """Mean ± standard deviation, in plain numbers where they are not too small."""
     known = [value for value in values if value is not None and math.isfinite(value)]
@@ -480,6 +500,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "brief": brief,
     "summary": summary,
     "settings": settings,
+    "stored": stored,
     "again": again,
     "beyond": beyond,
     "opening": opening,
