@@ -91,7 +91,7 @@ def test_a_report_at_80_columns():
         "fc2          2.500       2.500     2.500   2.500",
         "network Σ    7.250       7.250     7.250   7.250",
         "",
-        "† changes when layers are rescaled: an equal network can have any value",
+        "† changes when layers are rescaled: an equivalent network can have any value",
         "",
         "note: a note about something that is long enough to be wrapped in a narrow",
         "      terminal",
@@ -140,8 +140,8 @@ def test_latex_escapes_and_sets_numbers_in_math_mode():
         r"& $(1$ & $.50$ & ${}\pm 0.02) \times 10^{-9}$ \\",
         r"fc & $3$ & $.000^*$ & \\",
         r"\bottomrule",
-        r"\multicolumn{4}{l}{\footnotesize $^\dagger$ changes when layers are rescaled: an equal network can "
-        r"have any value}",
+        r"\multicolumn{4}{l}{\footnotesize $^\dagger$ changes when layers are rescaled: an equivalent "
+        r"network can have any value}",
         r"\end{tabular}",
     ]
 
@@ -279,7 +279,7 @@ def test_what_is_recommended_comes_first_and_what_rescaling_changes_last_and_mar
         assert text.count(f"hessian trace{mark}") == text.count(f"weight norm{mark}") == 1
         assert f"relative flatness{mark}" not in text
     for text in (shown.to_latex(), html, page):
-        assert "changes when layers are rescaled: an equal network can have any value" in text
+        assert "changes when layers are rescaled: an equivalent network can have any value" in text
 
 
 def test_latex_has_the_columns_that_are_asked_for():

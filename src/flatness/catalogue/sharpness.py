@@ -205,8 +205,8 @@ epsilon_sharpness = Measure(
     ),
     when=("For the worst case at a given distance, where the quadratic approximation may fail."),
     misleads=(
-        "The ascent gives a lower bound. In the Euclidean metric, rescaling can give an equal network any "
-        "value: use metric='layerwise' or 'nodewise' to compare networks."
+        "The ascent gives a lower bound. In the Euclidean metric, rescaling can give an equivalent network "
+        "any value: use metric='layerwise' or 'nodewise' to compare networks."
     ),
     levels=("network",),
     explore=_epsilon_sharpness,

@@ -1,4 +1,4 @@
-"""``flatness check``: which measures notice that a network was rewritten into an equal one."""
+"""``flatness check``: which measures notice that a network was rewritten into an equivalent one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(
     out: Annotated[Path | None, o.option("Folder for CSV, plots and an HTML page.", "DIR", o.OUTPUT)] = None,
     compute: o.Compute,
 ) -> None:
-    """Rewrite a network into equal ones and report how far each measure drifts.
+    """Rewrite a network into equivalent ones and report how far each measure drifts.
 
     The exit status is 1 if a measure drifts that declares not to. --out writes the table, plots and a page.
 

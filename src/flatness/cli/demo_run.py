@@ -3,7 +3,7 @@
 ``demo.toml`` is a study of six settings (five batch sizes, and one with a tenth of the labels drawn at
 random), a few seeds each, every network trained to the same loss. All layers are measured, and the network's
 relative flatness is held against its gap between test and training loss. One of them is then rewritten into
-equal networks: which measures notice?
+equivalent networks: which measures notice?
 """
 
 from __future__ import annotations

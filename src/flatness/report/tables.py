@@ -13,7 +13,7 @@ REDUCTION_LABEL = {"max": "max", "sum": "Σ"}
 # A model that is one layer has the empty name.
 WHOLE_MODEL = "(model)"
 MARK = "†"
-CHANGES = f"{MARK} changes when layers are rescaled: an equal network can have any value"
+CHANGES = f"{MARK} changes when layers are rescaled: an equivalent network can have any value"
 """What a marked column is."""
 _HEADING_WIDTH = 11
 # A standard error that is as small, relatively, is rounding, and would take more digits than anyone reads.

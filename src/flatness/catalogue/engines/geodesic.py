@@ -9,7 +9,7 @@ M = GᵀG and N = HᵀH there are two metrics in which these moves are isometrie
 
 A direction is horizontal where it is orthogonal to all (GΛ, −HΛᵀ), along which the function stays. The
 ascent goes along θ + ξ − ½Γ(ξ, ξ), a geodesic to second order. All steps and lengths are those of the metric,
-so that an equal network takes equal steps.
+so that an equivalent network takes equal steps.
 """
 
 from __future__ import annotations

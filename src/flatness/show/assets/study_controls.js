@@ -23,7 +23,7 @@ function control() {
   fields.push(chooser("Measure", measures.map((name) => [name, words(name)]), column.measure, chooseMeasure));
   fields.push(chooser("Layer", placesOf(column.measure).map(([i, one]) => [i, one.place]), state.column, (value) => choose(Number(value))));
   if (study.columns.some((one) => one.rescaled)) fields.push(chooser("Networks", [["values", "as trained"], ...(column.rescaled ?
-    [["rescaled", "equal copies, rescaled"]] : [])], state.copy, (value) => { state.copy = value; redraw(); }));
+    [["rescaled", "rescaled copies"]] : [])], state.copy, (value) => { state.copy = value; redraw(); }));
   fields.push(chooser("Against", study.targets.map((target, i) => [i, target.label || study.parts[state.part].gap]), state.target, (value) => {
     state.target = Number(value); redraw();
   }));

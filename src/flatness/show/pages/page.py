@@ -30,7 +30,7 @@ from flatness.symmetry.check.verdicts import InvarianceReport, InvarianceRow
 _OPEN_SECTIONS = 3
 _OF_CHECKS = ("tables", "plot", "invariance")
 _REWRITTEN = """<section aria-labelledby="explore-name">
-<h2 id="explore-name">Equal networks, written differently</h2>
+<h2 id="explore-name">Equivalent networks, written differently</h2>
 <div id="controls" class="controls"></div>
 <p id="count" class="quiet" role="status" aria-live="polite"></p>
 <div id="plot" class="plot"></div>
@@ -220,7 +220,7 @@ def _value(result: Result, of_data: bool) -> str:
 
 
 def render_invariance(report: InvarianceReport) -> str:
-    """The page of a check: how far each measure moves when the network is rewritten into an equal one."""
+    """The page of a check: how far each measure moves when the network is rewritten."""
     meta = report.meta or {}
     lead = [_about(meta), report.summary()]
     rows = [one for one in report.rows if one.level != "unit" or one.verdict == "broken"]
