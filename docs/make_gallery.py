@@ -96,9 +96,10 @@ def networks(name: str) -> Any:
     return study(name).kept(part_of(name) or None)
 
 
-def correlations(name: str, part: str = "") -> list[dict[str, Any]]:
+@functools.cache
+def correlations(name: str, part: str = "", target: str = "gap") -> list[dict[str, Any]]:
     """The rows of the study's table of correlations."""
-    return study(name).correlations(part or part_of(name)).to_dict("records")
+    return study(name).correlations(part or part_of(name), target).to_dict("records")
 
 
 def baselines(name: str, part: str = "") -> list[dict[str, Any]]:
@@ -336,6 +337,74 @@ def beyond_epochs(name: str, wanted: list[str]) -> dict[str, Any]:
     return dict(zip(wanted, values, strict=True)) | {"epochs": told}
 
 
+def by_target(name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of the tables of correlations by quantity, for the gap and for the study's other targets."""
+    wanted = ["gap", *study(name).targets()]
+    return {key: {row["quantity"]: row for row in correlations(name, target=key)} for key in wanted}
+
+
+def targets(name: str) -> str:
+    """What is left of measures given setting and training loss, for the gap and the study's other targets."""
+    tables = by_target(name)
+    own = [quantity for quantity in study(name).headline() if quantity in tables["gap"]]
+    own.sort(key=lambda quantity: -tables["gap"][quantity]["partial_pearson"])
+    lines = []
+    for quantity in own:
+        rows = [found[quantity] for found in tables.values()]
+        told = [(between(row, "partial_pearson"), row["partial_pearson_p_family"]) for row in rows]
+        cells = [rows[0]["name"], number(rows[0]["kendall"])]
+        lines.append(cells + [f"**{text}**" if p < 0.05 else text for text, p in told])
+    lines.append(["*epochs*", "", *(between(epochs_given(name, key), "partial_pearson") for key in tables)])
+    head = ["quantity", "τ with the gap", *(f"{in_words(key)}, r (95 %)" for key in tables)]
+    height = next(iter(tables["gap"].values()))["partial_pearson_null_95_family"]
+    kept = networks(name)
+    settings = len(np.unique(settings_of(kept, study(name).axes())))
+    return (
+        f"{table(head, lines)}\n"
+        f"{len(kept)} networks in {settings} settings; r given setting and training loss. The largest |r| "
+        f"with the gap of all {len(tables['gap'])} quantities stays below {number(height)} in 95 % of the "
+        "permutations within settings; in bold, p < 0.05 as the best of all.\n"
+    )
+
+
+def epochs_given(name: str, target: str) -> dict[str, float]:
+    """How the number of epochs goes with a target, given setting and training loss."""
+    kept = networks(name)
+    epochs, column, loss = (kept[key].to_numpy(float) for key in ("epochs", target, "train_loss"))
+    codes = settings_of(kept, study(name).axes())
+    one = partial(epochs[None], column, codes, np.log(loss), permutations=0).found["pearson"][0]
+    return {"partial_pearson": one.value, "partial_pearson_low": one.low, "partial_pearson_high": one.high}
+
+
+def draw_targets(name: str) -> None:
+    """Measures against the gap and the study's other targets; `name` is that of a study and one part."""
+    tables = by_target(name)
+    invariant = {
+        one.name
+        for one in flatness.measures()
+        if {"layerwise", "layerwise without attention"} & set(one.invariances)
+    }
+    rows = []
+    for quantity in study(name).headline():
+        if quantity in tables["gap"]:
+            told = {key: own[quantity] for key, own in tables.items()}
+            measure = quantity.split(":")[0]
+            other = "known" if measure == "weight_norm" else "changes"
+            kind = "invariant" if measure in invariant else other
+            marginal = {key: dots(row, "kendall") for key, row in told.items()}
+            given = {key: dots(row, "partial_kendall") for key, row in told.items()}
+            rows.append(Row(told["gap"]["name"], kind, marginal, given))
+    rows.sort(key=lambda row: (row.kind == "known", -row.given["gap"].value))
+    chance_of = {
+        key: statistics.median(row["partial_kendall_null_95"] for row in own.values())
+        for key, own in tables.items()
+    }
+    path = GALLERY / f"{name.replace('/', '-')}-targets.png"
+    save_beyond(
+        path, rows, {key: in_words(key) for key in tables}, chance_of, target="what the shape stands for"
+    )
+
+
 def cost(name: str) -> str:
     """What the run took, as the records say."""
     devices: dict[str, list[Mapping[str, Any]]] = {}
@@ -503,6 +572,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "stored": stored,
     "again": again,
     "beyond": beyond,
+    "targets": targets,
     "opening": opening,
     "cost": cost,
     "claims": claims,
@@ -592,6 +662,9 @@ def main() -> None:
         name = file.name.removesuffix(".json.xz")
         if not name.endswith(AGAIN):
             draw(name)
+        found = loaded(name)
+        for part in found.spec.parts if isinstance(found, Study) and found.targets() else ():
+            draw_targets(f"{name}/{part}")
     draw_opening()
     draw_losses()
     for page in [*sorted(GALLERY.glob("*.md")), GALLERY.parent / "which-measure.md"]:

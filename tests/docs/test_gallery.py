@@ -15,6 +15,7 @@ import flatness
 from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.lines import lines_key
 from flatness.study.run.measurement import measuring_key
+from made_up import made_up_study
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "gallery").glob("*.md"))
@@ -105,6 +106,29 @@ def test_a_second_run_is_told_beside_the_first(gallery, monkeypatch):
     assert "all 2 quantities" in text
     assert "1 have a second τ within" in text
     assert "0.12 in the mean and 0.20 at most" in text
+
+
+def test_other_targets_than_the_gap_are_told_given_setting_and_loss(gallery, monkeypatch):
+    asked = {"targets": ["test_error"], "headline": ["hessian_trace:fc1"], "resamples": 9, "permutations": 9}
+    found = made_up_study({"batch_size": [16, 64], "seed": 14}, 1, analysis=asked)
+    for number, record in enumerate(found.records.values()):
+        record["training"]["epochs"] = 20 + 7 * number % 11
+    monkeypatch.setattr(gallery, "study", lambda _: found)
+    _, _, trace, epochs, *_ = gallery.targets("made-up").splitlines()
+    kept = found.kept()
+    known = np.c_[kept["batch_size"] == 16, kept["batch_size"] == 64, np.log(kept["train_loss"])]
+
+    def left(values):
+        return values - known @ np.linalg.lstsq(known.astype(float), values, rcond=None)[0]
+
+    for line, values in (
+        (trace, np.log(kept["hessian_trace:fc1"])),
+        (epochs, np.log(kept["epochs"].astype(float))),
+    ):
+        told = line.replace("*", "").replace("−", "-").split("|")
+        for cell, target in ((told[3], "gap"), (told[4], "test_error")):
+            r = np.corrcoef(left(values.to_numpy()), left(kept[target].to_numpy()))[0, 1]
+            assert float(cell.split("(")[0]) == pytest.approx(r, abs=0.0051)
 
 
 def quantity(name, kendall, low, high):

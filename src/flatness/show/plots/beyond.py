@@ -65,6 +65,7 @@ def save_beyond(
     studies: Mapping[str, str],
     chance: Mapping[str, float],
     *,
+    target: str = "the generalisation gap",
     dark: bool = False,
 ) -> Picture:
     """Save two panels, a dot per measure and study: as found, and given setting and training loss.
@@ -74,6 +75,7 @@ def save_beyond(
         rows: From top to bottom; those of kind "known" stand below a line.
         studies: The studies by their keys in the rows, and what each is called.
         chance: By study, what 95 % of permutations within settings stay below, for a single measure.
+        target: What they are correlated with, in words.
         dark: Whether to draw light on dark.
     """
     known = sum(row.kind == "known" for row in rows)
@@ -85,7 +87,7 @@ def save_beyond(
             if 0 < known < len(rows):
                 axes.axhline(len(rows) - known - 0.2, color=theme.quiet, linewidth=0.8)
             axes.set_title(titles)
-            axes.set_xlabel("Kendall's τ with the generalisation gap")
+            axes.set_xlabel(f"Kendall's τ with {target}")
             tidy(axes, theme)
             axes.grid(False, axis="y")
         widest = max(chance.values())
