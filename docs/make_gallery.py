@@ -649,7 +649,7 @@ def draw_opening() -> None:
         GALLERY / "all-measures.png",
         rows,
         "Kendall's τ with the gap, 95 % bootstrap interval",
-        OPENING,
+        f"Every measure on the networks of {OPENING}",
         by_chance,
         (f"all {len(networks(OPENING))} networks", f"the {len(minima)} that converged"),
     )

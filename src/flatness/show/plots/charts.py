@@ -168,7 +168,7 @@ def save_intervals(
             axes.axvspan(-chance, chance, color="#888888", alpha=0.18, label="95 % of permutations")
         axes.axvline(0, color=theme.ink, linewidth=0.8)
         axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-        axes.invert_yaxis()
+        axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(-1.05, 1.05)
         _label(axes, theme, x_label, "", "")
         # Over names and bars: a long title would not fit above the bars alone.
