@@ -172,7 +172,7 @@ def settings(name: str) -> str:
     axis, quantities = found.colour(next(iter(found.spec.parts))), found.headline()
     groups: dict[tuple[str, Any], list[dict[str, Any]]] = {}
     for row in found.kept().to_dict("records"):
-        groups.setdefault((row["part"], row[axis]), []).append(row)
+        groups.setdefault((row.get("part", "–"), row[axis]), []).append(row)
     head = [
         "part",
         axis.replace("_", " "),
