@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from flatness.errors import ModelError
 from flatness.study.training.optimizers import SGD
 from flatness.study.training.program import Program
-from flatness.study.training.stack import ENGINES, BandedConvolutions, Stack, usual_engine
+from flatness.study.training.stack import ALONE, ENGINES, BandedConvolutions, Stack, usual_engine
 from flatness.zoo.models import lenet5, mlp, resnet18
 
 
@@ -113,6 +113,7 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused():
 )
 def test_the_usual_engine_depends_on_the_device_and_the_widest_convolution(build, device, engine):
     assert usual_engine(build(), torch.device(device)) == engine
+    assert usual_engine(build(), torch.device(device), bfloat16=True) in ALONE
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])

@@ -200,11 +200,13 @@ class Program:
         graph.replay()
 
     def check_engine(self, index: Tensor) -> None:
-        """Go on with one network at a time where a model cannot run as a stack, such as one with branches."""
+        """Go on with one network at a time where a model cannot run as a stack, such as one with branches.
+
+        Forward or backward: kernels of attention, for one, refuse what `torch.vmap` lays out for them.
+        """
         buffers = {name: value.clone() for name, value in self.stack.buffers.items()}
         try:
-            with torch.no_grad():
-                self.losses(index)
+            self.stack.gradient(self.losses(index)[0].mean(1))
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, NotImplementedError):

@@ -144,14 +144,17 @@ def _stacked(held: Sequence[dict[str, Tensor]], name: str) -> Tensor:
     return torch.stack([own[name].detach() for own in held])
 
 
-def usual_engine(model: nn.Module, device: torch.device) -> str:
+def usual_engine(model: nn.Module, device: torch.device, bfloat16: bool = False) -> str:
     """The engine that is usually the fastest for such networks.
 
     A rule and no trial: engines round differently, and a study that is run again is to train the same
     networks. A CPU works on one convolution with all its cores and gains nothing from several at once
     (measured: a third of the speed), while small products do profit. A GPU wants everything at once, as long
-    as networks are small.
+    as networks are small; in bfloat16 one after the other: `torch.vmap` has no batch norm
+    of two precisions.
     """
+    if bfloat16:
+        return "looped" if device.type == "cpu" else "channels_last"
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     widest = max((own.out_channels for own in model.modules() if isinstance(own, convolutions)), default=0)
     if not widest:

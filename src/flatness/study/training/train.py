@@ -100,7 +100,8 @@ class Cohort:
     def _program(self, engine: str | None) -> Program:
         device = self.split.train[0].device
         networks = [make_model(one) for one in self.members]
-        stack = Stack(networks, device, engine or usual_engine(networks[0], device))
+        bfloat16 = self.members[0].train.get("bfloat16", False)
+        stack = Stack(networks, device, engine or usual_engine(networks[0], device, bfloat16))
         labels = [training_targets(self.split, one) for one in self.members]
         own = any(each is not labels[0] for each in labels)
         first = self.members[0]
@@ -112,7 +113,7 @@ class Cohort:
             first.train.get("loss", "cross_entropy"),
             own_targets=own,
             augmented=first.axes.get("augmentation", NONE) != NONE,
-            bfloat16=first.train.get("bfloat16", False),
+            bfloat16=bfloat16,
         )
         if engine is None and stack.engine not in ALONE:
             program.check_engine(self._order()[:, :2])
