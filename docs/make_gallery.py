@@ -170,27 +170,16 @@ def settings(name: str) -> str:
     """What the networks of each setting have, over their seeds: mean ± standard deviation."""
     found = study(name)
     axis, quantities = found.colour(next(iter(found.spec.parts))), found.headline()
-    groups: dict[tuple[str, Any], list[dict[str, Any]]] = {}
-    for row in found.kept().to_dict("records"):
-        groups.setdefault((row.get("part", "–"), row[axis]), []).append(row)
-    head = [
-        "part",
-        axis.replace("_", " "),
-        "n",
-        "training loss",
-        "test accuracy",
-        *(in_words(q) for q in quantities),
-    ]
-    lines = [
-        [
-            part,
-            str(value),
-            str(len(rows)),
-            *(spread([row.get(key) for row in rows]) for key in ("train_loss", "test_accuracy", *quantities)),
-        ]
-        for (part, value), rows in groups.items()
-    ]
-    return table(head, lines)
+    fitted = "train_accuracy" if axis == "random_labels" else "train_loss"
+    outcomes = {"train_accuracy": "training accuracy", "train_loss": "training loss"}
+    head = [axis.replace("_", " "), "n", outcomes[fitted], "test accuracy", *map(in_words, quantities)]
+    kept = networks(name)
+    parted = ["part"] * ("part" in kept)
+    lines = []
+    for keys, rows in kept.groupby([*parted, axis], sort=False):
+        told = [spread(rows[key].tolist()) for key in (fitted, "test_accuracy", *quantities)]
+        lines.append([*map(str, keys), str(len(rows)), *told])
+    return table([*parted, *head], lines)
 
 
 def stored(name: str) -> str:
