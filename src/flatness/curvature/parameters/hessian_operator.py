@@ -45,14 +45,13 @@ class HessianOperator:
         """H v for every vector, in float64; one pass over the data."""
         self.products += 1
         normaliser, decay = self.space.normaliser, self.space.problem.weight_decay
-        batches = self._batches
 
         def answers(product: Product) -> dict[int, Tensor]:
-            end = None if batches.kept else len(vectors) - 1
+            end = None if self._batches.kept else len(vectors) - 1
             return {place: product(vector, last=place == end) for place, vector in enumerate(vectors)}
 
         with differentiable(self.space.problem.model):
-            totals = batches.sums(answers)
+            totals = self._batches.sums(answers)
         found = [totals[place].div_(normaliser) for place in range(len(vectors))]
         for total, vector in zip(found, vectors, strict=True):
             total.add_(vector, alpha=decay)
