@@ -311,12 +311,41 @@ def test_positions_of_single_samples_where_a_batch_is_padded(shared):
     assert found == pytest.approx(oracle.hessian_trace(truth), rel=1e-9)
 
 
-def test_a_penalty_says_which_tables_are_not_looked_up_for_every_sample():
-    model, (x, y) = built(), data()
-    with pytest.raises(flatness.errors.LayerError, match=r"tokens of shape \[3\] for 5 samples"):
-        flatness.penalty(model, (x, y), layers="place")
+@pytest.mark.parametrize("positions", ["one vector", "one row"])
+@pytest.mark.parametrize("n", [LENGTH, 5])
+def test_a_penalty_of_positions_that_all_samples_share_is_that_of_a_row_for_each(positions, n):
+    """Also where as many samples as positions make a vector of positions look like a token for each."""
+    model, (x, y) = built(), data(n)
+    asked = {"layers": None, "seed": 1}
     model.positions = POSITIONS["a row a sample"]
-    assert bool(flatness.penalty(model, (x, y), layers="place").isfinite())
+    expected = flatness.penalty(model, (x, y), **asked)
+    slopes = torch.autograd.grad(expected, list(model.parameters()))
+    again = built()
+    again.positions = POSITIONS[positions]
+    with untouched(again, x, y):
+        value = flatness.penalty(again, (x, y), **asked)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+    for slope, truth in zip(torch.autograd.grad(value, list(again.parameters())), slopes, strict=True):
+        assert torch.allclose(slope, truth, rtol=1e-9, atol=1e-12)
+    # Batches of other lengths, and of one sample.
+    for part in (x[:2, :2], x[:1]):
+        value = flatness.penalty(again, (part, part), **asked).item()
+        assert value == pytest.approx(flatness.penalty(model, (part, part), **asked).item(), rel=1e-12)
+
+
+def test_a_penalty_says_which_tables_are_not_looked_up_for_every_sample():
+    """Distances between positions: their rows are averaged, not added to those of a sample."""
+
+    def forward(self, x):
+        steps = torch.arange(x.shape[1])
+        return self.head(self.token(x) + self.place((steps[:, None] - steps).abs()).mean(0))
+
+    parts = {"token": nn.Embedding(TOKENS, WIDTH), "place": nn.Embedding(LENGTH, WIDTH)}
+    model = nets.Compute(forward, **parts, head=nn.Linear(WIDTH, TOKENS)).double()
+    for n in (LENGTH, 5):
+        with pytest.raises(flatness.errors.LayerError, match=rf"tokens of shape \[3, 3\] for {n} samples"):
+            flatness.penalty(model, data(n), layers="place")
+        assert bool(flatness.penalty(model, data(n), layers="token").isfinite())
 
 
 def test_a_penalty_refuses_weights_that_layers_lay_out_differently():

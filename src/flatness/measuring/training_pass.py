@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,15 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatness.errors import LayerError, listed
+from flatness.errors import FlatnessError, LayerError, listed
 from flatness.losses import Items, Loss
 from flatness.losses.base import promote
 from flatness.measuring.examine.unfamiliar import is_familiar
 from flatness.network.layers import Layer, find_layers, select_layers
 from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.live_calls import LiveCall, LiveCalls
+from flatness.network.memory import ran_out
+from flatness.network.repeated_parameters import told_apart
 from flatness.problem import batches
-from flatness.problem.guard import Guard, is_compiled
+from flatness.problem.guard import Guard, is_compiled, repeated_tokens
 from flatness.problem.model import DefaultForward, Forward, unwrap
 
 
@@ -61,6 +64,54 @@ def _settled_forward(model: nn.Module, batch: Any, loss: Loss) -> DefaultForward
     return forward
 
 
+# What a table is asked for by all samples together, such as positions, by its name; None where every sample
+# asks for rows of its own. Found out once.
+_SHARED: WeakKeyDictionary[nn.Module, dict[str, Tensor | None]] = WeakKeyDictionary()
+
+
+def _shared_tokens(
+    model: nn.Module, batch: Any, loss: Loss, forward: Forward, tables: Mapping[str, nn.Module]
+) -> dict[str, Tensor | None]:
+    """How these tables are asked for; runs that find it out leave the model as it was."""
+    known = _SHARED.setdefault(model, {})
+    if tables.keys() <= known.keys() or batches.size_of(batch) < 2:
+        return known
+
+    def run(samples: int, repeated: Mapping[nn.Module, Tensor]) -> tuple[Tensor, dict[str, list[LiveCall]]]:
+        calls = LiveCalls(tables, tables)
+        with calls, repeated_tokens(repeated, lambda: samples):
+            output, target = forward(model, batches.copied(batches.rows(batch, 0, samples)))
+        return loss.items(promote(output), target).logits, calls.of
+
+    with Guard(model, seed=0):
+        (_, alone), (before, both) = run(1, {}), run(2, {})
+        pairs = {name: list(zip(alone.get(name, []), both.get(name, []), strict=False)) for name in tables}
+        shared = {
+            name: calls[0][0].x
+            for name, calls in pairs.items()
+            if len(calls) == len(both[name]) == 1 and torch.equal(calls[0][0].x, calls[0][1].x)
+        }
+        repeated = {tables[name]: x for name, x in shared.items()}
+        if repeated and not _apart(before, partial(run, 2, repeated), shared):
+            shared = {}
+    own = [name for name, calls in pairs.items() if all(len(two.x) == 2 * len(one.x) for one, two in calls)]
+    known |= dict.fromkeys(own) | shared
+    return known
+
+
+def _apart(
+    before: Tensor, run: Callable[[], tuple[Tensor, dict[str, list[LiveCall]]]], names: Iterable[str]
+) -> bool:
+    """Whether these tables, asked once for each sample, act on their own sample alone."""
+    try:
+        after, calls = run()
+    except (RuntimeError, FlatnessError) as error:
+        if isinstance(error, RuntimeError) and ran_out(error):
+            raise
+        return False
+    return told_apart(before, after, [calls[name][0].edge for name in names])
+
+
 def training_pass(
     model: nn.Module,
     batch: Any,
@@ -85,8 +136,15 @@ def training_pass(
         kinds = {name: type(module).__name__ for name, module in inner.named_modules()}
         select_layers(available, list(available), asked, modules=kinds)
     probed = () if asked == "last" else available.keys()
+    tables = _tables(available, asked)
+    shared = _shared_tokens(inner, batch, loss, forward, tables)
+    repeated = {tables[name]: x for name in tables if (x := shared.get(name)) is not None}
     calls = LiveCalls({name: view.module for name, view in available.items()}, probed)
-    with _differentiable_twice(inner, second=bool(probed)), calls:
+    with (
+        _differentiable_twice(inner, second=bool(probed)),
+        repeated_tokens(repeated, lambda: batches.size_of(batch)),
+        calls,
+    ):
         # The wrapper that keeps processes in step is called, not one that copies modules.
         output, target = forward(inner if isinstance(model, nn.DataParallel) else model, batch)
     items = loss.items(promote(output) if isinstance(output, Tensor) else output, target)
@@ -94,8 +152,18 @@ def training_pass(
     run = TrainingPass(loss, output, items, _one_per_weight(names, available, calls.of), calls.of)
     for layer in run.layers:
         for use, call in run.uses(layer):
-            _check_call(use, call, len(items.logits))
+            _check_call(use, call, len(items.logits), shared)
     return run
+
+
+def _tables(views: Mapping[str, Layer], asked: str | Iterable[str] | None) -> dict[str, nn.Module]:
+    """The tables that may be asked for; a last layer only has them where its weight is tied."""
+    keys = [_weight_key(view) for view in views.values()]
+    return {
+        name: view.module
+        for name, view in views.items()
+        if view.chooses and (asked != "last" or keys.count(_weight_key(view)) > 1)
+    }
 
 
 def _names(available: Mapping[str, Layer], calls: LiveCalls, asked: str | Iterable[str] | None) -> list[str]:
@@ -148,10 +216,10 @@ def _weight_key(view: Layer) -> int:
     return id(view.weight if isinstance(view.weight, nn.Parameter) else view.module)
 
 
-def _check_call(use: Use, call: LiveCall, n: int) -> None:
+def _check_call(use: Use, call: LiveCall, n: int, tables: Mapping[str, Tensor | None]) -> None:
     """Refuse a layer that computes something else than WΦ + b, or whose input was overwritten."""
     view, kind = use.view, type(use.view.module).__name__
-    if view.chooses and len(call.x) % n:
+    if view.chooses and n > 1 and (use.name not in tables or len(call.x) % n):
         raise LayerError(
             f"Expected {use.name!r} to look up rows for every sample but it was given tokens of shape "
             f"{list(call.x.shape)} for {n} samples. Pass layers= without it, or look positions up for each "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -52,6 +52,34 @@ class Kept(UnsplitStack):
             self._before = Snapshot(self._model)
         self.undo(self._before.restore)
         self.let_go()
+
+
+@contextmanager
+def repeated_tokens(
+    tables: Mapping[nn.Module, Tensor], samples: Callable[[], int]
+) -> Iterator[Callable[[], Any]]:
+    """Tables that get the same tokens for all samples, such as positions, get them once for each.
+
+    What they return then says sample by sample how it is used. Call what the context gives to keep the hooks
+    when it ends.
+
+    Args:
+        tables: The tables, with what they were asked for. Other batches may ask for rows of another
+            length, or, where some samples are padded, for a row of each sample: those stay as they are.
+        samples: How many samples the model runs on.
+    """
+
+    def repeat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tokens, usual = args[0] if args else kwargs["input"], tables[module]
+        if tokens.dim() == usual.dim():
+            own = tokens.shape[1:] if len(usual) == 1 and usual.dim() > 1 else tokens.shape
+            tokens = tokens.expand(samples(), *own)
+        return (tokens, *args[1:]), {key: value for key, value in kwargs.items() if key != "input"}
+
+    with ExitStack() as hooks:
+        for table in tables:
+            hooks.callback(table.register_forward_pre_hook(repeat, with_kwargs=True).remove)
+        yield hooks.pop_all
 
 
 class Guard(Kept):
@@ -131,29 +159,11 @@ class Guard(Kept):
         open_attention(self._model)
         _shorten_rows(self._model)
 
-    @contextmanager
-    def repeated_tokens(self, tables: Mapping[nn.Module, Tensor]) -> Iterator[Callable[[], Any]]:
-        """Tables that get the same tokens for all samples, such as positions, get them once for each.
-
-        What they return then says sample by sample how it is used. Call what the context gives to keep the
-        hooks when it ends; they go with the guard.
-
-        Args:
-            tables: The tables, with what they were asked for. Other batches may ask for rows of another
-                length, or, where some samples are padded, for a row of each sample: those stay as they are.
-        """
-
-        def repeat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            tokens, usual = args[0] if args else kwargs["input"], tables[module]
-            if tokens.dim() == usual.dim():
-                own = tokens.shape[1:] if len(usual) == 1 and usual.dim() > 1 else tokens.shape
-                tokens = tokens.expand(self.samples, *own)
-            return (tokens, *args[1:]), {key: value for key, value in kwargs.items() if key != "input"}
-
-        with ExitStack() as hooks:
-            for table in tables:
-                hooks.callback(table.register_forward_pre_hook(repeat, with_kwargs=True).remove)
-            yield hooks.pop_all
+    def repeated_tokens(
+        self, tables: Mapping[nn.Module, Tensor]
+    ) -> AbstractContextManager[Callable[[], Any]]:
+        """See the function; what it gives keeps the hooks until the guard goes."""
+        return repeated_tokens(tables, lambda: self.samples)
 
     def written(self) -> list[str]:
         """Names of the parameters that hold other numbers than at the beginning, or than when last asked.
