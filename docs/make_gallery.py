@@ -25,12 +25,14 @@ import numpy as np
 import flatness
 from flatness.show.plots.beyond import Dot, Row, save_beyond
 from flatness.show.plots.charts import save_intervals
+from flatness.show.plots.landscape import save_line
 from flatness.show.plots.scatter import Scatter, save_scatter
 from flatness.show.plots.study import write_figures
 from flatness.study import Study
 from flatness.study.analysis.correlations import settings_of
 from flatness.study.analysis.experiment import ExperimentStudy, belongs, cell
 from flatness.study.analysis.granulated import granulated
+from flatness.study.analysis.lines import lines_together
 from flatness.study.correlate import Correlation, correlation
 from flatness.study.table import in_words
 from flatness.study.within import partial
@@ -615,6 +617,15 @@ def draw_losses() -> None:
     )
 
 
+def draw_lines() -> None:
+    """Lines through AlexNet-type networks of both batch sizes, which are parts of their own in one study."""
+    name = "rangamani2019-batch-published"
+    if (RECORDS / f"{name}.json.xz").is_file():
+        found = lines_together(networks(name).to_dict("records"), study(name).records, "batch_size")
+        if found is not None:
+            save_line(GALLERY / f"{name}-lines.png", found)
+
+
 def draw_opening() -> None:
     """Measures of the catalogue, and the baselines, on the networks of one study."""
     everything = [*one_row_per_measure(OPENING), *baselines(OPENING)]
@@ -656,6 +667,7 @@ def main() -> None:
             draw_targets(f"{name}/{part}")
     draw_opening()
     draw_losses()
+    draw_lines()
     for page in [*sorted(GALLERY.glob("*.md")), GALLERY.parent / "which-measure.md"]:
         before = page.read_text(encoding="utf-8")
         page.write_text(filled(before), encoding="utf-8")
