@@ -28,7 +28,7 @@ from flatness.errors import DataError, nearest
 from flatness.files import digest
 from flatness.zoo.data.array_file import ArrayFile
 from flatness.zoo.data.corruption import corrupted
-from flatness.zoo.data.source import SOURCES, Source
+from flatness.zoo.data.source import SOURCES, Source, Stored
 
 # Every module of this package that defines a data set registers it.
 for _module in pkgutil.iter_modules(__path__):
@@ -135,10 +135,9 @@ def load(
     notes = raw.notes
     if limit is not None and limit < total:
         notes = (*notes, f"the first {limit:,} of {total:,} samples")
-    inputs = torch.from_numpy(raw.inputs[:limit]).to(torch.float32, copy=True).contiguous().div_(raw.scale)
     if corruption is not None:
-        inputs = torch.from_numpy(corrupted(inputs.numpy(), *corruption))
         notes = (*notes, f"corrupted: {corruption[0]} of strength {corruption[1]}")
+    inputs = _inputs(raw, limit, corruption)
     if standardize:
         mean, std = (torch.from_numpy(each).to(torch.float32) for each in raw.moments())
         inputs.sub_(mean).div_(std)
@@ -147,6 +146,12 @@ def load(
     counted = None if standardize else limit
     stored = [torch.from_numpy(np.ascontiguousarray(each[:counted])) for each in (raw.inputs, raw.targets)]
     return Dataset(short, split, inputs, targets, raw.classes, notes, raw.source, digest(stored))
+
+
+def _inputs(raw: Stored, limit: int | None, corruption: tuple[str, int] | None) -> torch.Tensor:
+    """Inputs divided by their scale, with a corruption where one is asked for."""
+    inputs = torch.from_numpy(raw.inputs[:limit]).to(torch.float32, copy=True).contiguous().div_(raw.scale)
+    return inputs if corruption is None else torch.from_numpy(corrupted(inputs.numpy(), *corruption))
 
 
 def _check_arguments(split: str, limit: int | None) -> None:
