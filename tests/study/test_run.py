@@ -235,6 +235,7 @@ def test_networks_are_evaluated_on_corrupted_test_data_too(tmp_path, monkeypatch
     assert found.targets() == ["test_error", "blur_gap"]
     tau = found.correlations("", "blur_gap").set_index("quantity")["kendall"]["hessian_trace:network"]
     assert tau == pytest.approx(frame["hessian_trace:network"].corr(frame["blur_gap"], "kendall"))
+    assert not [name for name in found.correlations("", "blur_gap") if name.endswith("_filtered")]
     table = pandas.read_csv(tmp_path / "correlations-blur_gap.csv").set_index("quantity")
     assert table["kendall"]["hessian_trace:network"] == pytest.approx(tau)
     with pytest.raises(StudyError) as caught:

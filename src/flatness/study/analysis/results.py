@@ -274,7 +274,8 @@ class Study(Records):
                 f"Expected target to be a column of the study but got {target!r}."
                 f"{nearest(target, kept.columns)}"
             )
-        kept = kept.assign(gap=kept[target])
+        if target != "gap":  # how far it is noise is not known
+            kept = kept.assign(gap=kept[target]).drop(columns="test_samples")
         cells = [[name, str(column.dtype), repr(column.tolist())] for name, column in kept.items()]
         key = digest([code_digest(), np.__version__, compute.__name__, axes, settings, cells])
         columns = self.memory.get("tables", key)
