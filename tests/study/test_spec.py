@@ -296,8 +296,8 @@ def test_names_and_ranges_that_would_fail_every_network_are_refused_before_train
     columns = (
         "part, initialization, batch_size, learning_rate, optimizer, momentum, weight_decay, augmentation, "
         "random_labels, seed, status, reason, epochs, training_seconds, measuring_seconds, train_loss, "
-        "test_loss, train_accuracy, test_accuracy, test_samples, test_loss_deviation, train_error, test_error, "
-        "gap"
+        "test_loss, train_accuracy, test_accuracy, test_samples, test_loss_deviation, train_error, "
+        "test_error, gap"
     )
     assert message(study(analysis={"colour": "batchsize"})) == (
         f"Expected the column of colour in [analysis] to be one of {columns} but the study has 'batchsize'. "
