@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flatness.catalogue.measure import Measure
 from flatness.errors import listed
 from flatness.report.report import Address, Drawn, Report, Result, address
-from flatness.report.tables import format_table
+from flatness.report.tables import Column, format_table, heading
 
 if TYPE_CHECKING:
     import pandas
@@ -135,7 +136,9 @@ class InvarianceReport(Drawn):
         # A kind that only some measures have rows of stands behind the one that it is a part of.
         kinds = sorted({row.kind for row in shown})
         lines = [[*quantity, *(found.get(kind, "") for kind in kinds)] for quantity, found in cells.items()]
-        table = format_table(["measure", "layer", *kinds], lines)
+        names = [Column("measure", narrow="middle"), Column("layer", narrow="start")]
+        width = shutil.get_terminal_size((100, 24)).columns
+        table = format_table([*names, *(Column(heading(kind)) for kind in kinds)], lines, width)
         return "\n".join([table, "", self.summary(), *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
