@@ -46,10 +46,20 @@ LANES: dict[str, tuple[Stage, ...]] = {
     "lenet": tuple(("tsuzuku2020-lenet-mnist-fitted", (), seeds) for seeds in (2, 4, 6, 9)),
     "cifar10": tuple(("tsuzuku2020-lenet-cifar10-fitted", (), seeds) for seeds in (2, 4, 6, 9)),
     "perceptrons": tuple(("tsuzuku2020-mlp-mnist-fitted", (), seeds) for seeds in (2, 4, 6, 9)),
-    "own": tuple(("beyond-cifar10", (), seeds) for seeds in (1, 2, 3)),
+    "own": tuple(
+        ("beyond-cifar10", (part,), seeds)
+        for part, seeds in (
+            ("resnet18", 1),
+            ("resnet18", 2),
+            ("vit", 1),
+            ("vit", 2),
+            ("resnet18", 3),
+            ("vit", 3),
+        )
+    ),
     "labels": tuple(("petzka2021-labels", (), sets) for sets in (400, 700, 1000)),
 }
-JOBS = {"large-batches": 4, "labels": 4, "own": 5}
+JOBS = {"large-batches": 4, "labels": 4, "own": 6}
 """Processes of a lane; 2 where it is not said. Cohorts of different batch sizes train side by side."""
 
 
