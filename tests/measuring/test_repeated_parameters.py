@@ -34,7 +34,7 @@ class Vision(nn.Module):
         return self.head(F.gelu(h + self.scale * mixed)[:, 0])
 
 
-def built(kind=Vision):
+def built(kind: type[nn.Module] = Vision):
     with torch.random.fork_rng():
         torch.manual_seed(7)
         return kind().double().eval()
@@ -54,17 +54,36 @@ def planned(model, given, **options):
 
 def test_what_may_have_a_copy_for_every_sample_has_one():
     plan = planned(built(), data())
-    assert plan.repeated == ("token", "places")
-    assert plan.by_parameters.rest == ["scale"]
-    text = str(plan)
-    assert "trace of token, places: probes, with a copy for every sample" in text
-    assert "trace of scale: products with their Hessian" in text
+    assert plan.repeated == {"token": (1, WIDTH), "places": (LENGTH + 1, WIDTH), "scale": (1, WIDTH)}
+    assert plan.by_parameters.rest == []
+    assert "trace of token, places, scale: probes, with a copy for every sample" in str(plan)
+
+
+def test_a_scale_is_broadcast_to_what_it_multiplies():
+    """Images with channels before their places, with channels after them, and a shift that is reshaped."""
+
+    class Images(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(2, WIDTH, 1), nn.Linear(WIDTH, 3)
+            self.front = nn.Parameter(torch.ones(WIDTH, 1, 1))
+            self.back, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            h = torch.tanh(self.front * self.conv(x)) + self.shift.reshape(1, -1, 1, 1)
+            return self.head((self.back * h.movedim(1, 3)).tanh().mean((1, 2)))
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 2, 3, 3, generator=generator, dtype=torch.float64)
+    plan = planned(built(Images), (x, torch.randint(3, (8,), generator=generator)))
+    assert plan.repeated == {"front": (WIDTH, 1, 1), "back": (1, 1, WIDTH)}
+    assert plan.by_parameters.rest == ["shift"]
 
 
 @pytest.mark.parametrize("curvature", ["hessian", "gauss_newton"])
 def test_the_trace_of_the_network_is_unbiased_and_its_error_honest(curvature):
     model, (x, y) = built(), data()
-    names = [name for name, _ in model.named_parameters() if name != "scale"]
+    names = [name for name, _ in model.named_parameters()]
     if curvature == "hessian":
         full = oracle.hessian(model, oracle.mean_risk(x, y, F.cross_entropy), names)
     else:
@@ -78,9 +97,6 @@ def test_the_trace_of_the_network_is_unbiased_and_its_error_honest(curvature):
 
 def _runs(model, given, curvature, seeds):
     """The trace of all that is probed, with its error, for each seed."""
-    model.scale.requires_grad_(False)
-    del model.scale
-    model.scale = torch.ones(WIDTH, dtype=torch.float64)
     found = []
     for run in rows_over_seeds(model, *given, "hessian_trace", Budget(8, 8), seeds, curvature=curvature):
         row = next(row for row in run if row.layer is None and row.reduction is None)
@@ -117,7 +133,7 @@ def test_parameters_that_samples_share_in_other_ways_take_products():
             return self.head(F.gelu(h + self.places.mean(0))[:, 0])
 
     plan = planned(built(Shared), data())
-    assert plan.repeated == ()
+    assert plan.repeated == {}
     assert {"token", "places"} <= {*plan.by_parameters.rest}
 
 
@@ -129,7 +145,7 @@ def test_a_parameter_of_which_the_first_row_is_taken_takes_products():
             h = torch.cat([self.token[0].expand(len(x), 1, WIDTH), self.embed(x)], 1)
             return self.head(F.gelu(h + self.places[0])[:, 0])
 
-    assert planned(built(First), data()).repeated == ()
+    assert planned(built(First), data()).repeated == {}
 
 
 def test_a_parameter_that_is_also_read_from_a_list_takes_products():
@@ -144,9 +160,9 @@ def test_a_parameter_that_is_also_read_from_a_list_takes_products():
             h = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1)
             return self.head(F.gelu(h + self.listed[0] + self.places)[:, 0])
 
-    assert planned(built(Listed), data()).repeated == ("token",)
+    assert list(planned(built(Listed), data()).repeated) == ["token"]
 
 
 def test_exact_values_do_without_copies():
     model, given = built(), data(6)
-    assert planned(model, given, method="exact").repeated == ()
+    assert planned(model, given, method="exact").repeated == {}

@@ -269,9 +269,10 @@ def softmax_probe(logits: Tensor, scale: Tensor, signs: Signs) -> Tensor:
     roots = softmax_roots(logits)
     top = roots.argmax(-1, keepdim=True)
     root_top = roots.gather(-1, top)
-    q = (roots * signs.like(roots)).scatter(-1, top, 0.0)
-    shared = (-roots.square() / (1 + root_top)).scatter(-1, top, -root_top)
-    return (q + shared * q.sum(-1, keepdim=True)) * scale[..., None]
+    # In place where autograd allows it: with a vocabulary, each of these is a large part of the memory.
+    q = (roots * signs.like(roots)).scatter_(-1, top, 0.0)
+    shared = (roots.square() / (-1 - root_top)).scatter_(-1, top, -root_top)
+    return q.addcmul_(shared, q.sum(-1, keepdim=True)).mul_(scale[..., None])
 
 
 def _hard(items: Items) -> bool:

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+Shape = tuple[int, ...]
+"""Of one sample's copy."""
+
+
+def shapes_of_copies(parameter: Tensor) -> list[Shape]:
+    """Shapes (…) that one sample's copy may have, such that copies (n, …) may stand for the parameter.
+
+    A parameter (1, …) is repeated along its first dimension. One with a single long dimension, such as a
+    scale for each channel, is broadcast to what the model has of each sample, which may be rows of a matrix.
+    """
+    if parameter.dim() > 1 and len(parameter) == 1:
+        return [parameter.shape[1:]]
+    if parameter.dim() and parameter.numel() == max(parameter.shape):
+        return [(*[1] * places, *parameter.shape) for places in range(3)]
+    return []
+
 
 class RepeatedParameters:
-    """A context in which parameters of shape (1, …) are their copies for n samples, (n, …).
+    """A context in which parameters are their copies for n samples.
 
     Args:
         model: The network.
-        names: The parameters, as `named_parameters` calls them.
+        shapes: The shape of one sample's copy, by the parameter's name in `named_parameters`.
 
     Attributes:
         copies: The copies of the batch that `prepare` was called for, by name.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape]) -> None:
         parameters = dict(model.named_parameters())
-        self._own = {name: parameters[name] for name in names}
+        self._own, self._shapes = {name: parameters[name] for name in shapes}, shapes
         owners = [(module, key) for module in model.modules() for key in module._parameters]
         self._places = {
             name: [(module, key) for module, key in owners if module._parameters[key] is parameter]
@@ -43,7 +59,7 @@ class RepeatedParameters:
     def prepare(self, samples: int) -> None:
         """Fresh copies for a batch of so many samples."""
         for name, parameter in self._own.items():
-            copies = parameter.detach().expand(samples, *parameter.shape[1:])
+            copies = parameter.detach().reshape(1, *self._shapes[name]).expand(samples, *self._shapes[name])
             self.copies[name] = copies.clone().requires_grad_()
             for module, key in self._places[name]:
                 module._parameters[key] = self.copies[name]  # type: ignore[assignment]
@@ -70,6 +86,8 @@ def told_apart(
         return list(torch.autograd.grad(summed, [*edges, *own], retain_graph=True, allow_unused=True))  # type: ignore[list-item]
 
     of_first, of_others = arriving(after[:1]), arriving(after[1:])
+    if any(value is None for value in of_first[: len(edges)]):
+        return False
     stray = [value[1:] for value in of_first[: len(edges)] if value is not None]
     stray += [value[:1] for value in of_others[: len(edges)] if value is not None]
     stray += [value for value in (*of_first[len(edges) :], *of_others[len(edges) :]) if value is not None]

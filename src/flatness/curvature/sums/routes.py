@@ -125,7 +125,8 @@ class Routes:
         network: Whether all parameters of the network are being traced.
         passes: Backward passes per micro-batch.
         copy_inputs: Whether inputs must be copied because the network overwrites them.
-        repeated: Parameters with a copy for every sample whose trace is wanted. For the sampled engine.
+        repeated: Parameters with a copy for every sample, of this shape, whose trace is wanted. For the
+            sampled engine.
         curved: Names of layers, norm layers and such parameters after which the network is not piecewise
             linear, where the Hessian is more than its Gauss-Newton part. For the sampled engine.
     """
@@ -136,7 +137,7 @@ class Routes:
     passes: int = 0
     copy_inputs: bool = False
     curved: frozenset[str] = frozenset()
-    repeated: tuple[str, ...] = ()
+    repeated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def backward(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from flatness.network.recording import Record, Recording
 from flatness.problem import batches
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
+
+if TYPE_CHECKING:
+    from flatness.network.repeated_parameters import Shape
 
 _SAMPLES = (8, 4, 2, 1)
 # Outputs that the examined samples have together, at most, unless there are only two: two sequences of a
@@ -139,23 +142,27 @@ def _position_tables(views: Mapping[str, View], run: Examined, alone: Alone) -> 
     }
 
 
-def repeatable_parameters(problem: Problem, names: Iterable[str]) -> list[str]:
-    """The parameters among these that may have a copy for every sample: class tokens, positions.
+def repeatable_parameters(problem: Problem, names: Iterable[str]) -> dict[str, Shape]:
+    """The parameters among these that may have a copy for every sample, with the shape of a copy.
 
-    Their first dimension is that of the samples, of length 1, and is repeated along them.
+    Class tokens, positions, scales of residual branches: those that modules of a class have under the same
+    name go together.
     """
-    held = dict(problem.model.named_parameters())
-    candidates = [name for name in names if held[name].dim() > 1 and len(held[name]) == 1]
+    from flatness.network.repeated_parameters import RepeatedParameters, shapes_of_copies, told_apart
+
+    held, kinds = dict(problem.model.named_parameters()), _kinds(problem.model)
+    candidates: dict[object, dict[str, list[Shape]]] = {}
+    for name in names:
+        if shapes := shapes_of_copies(held[name]):
+            candidates.setdefault((kinds[name], tuple(shapes)), {})[name] = shapes
     example = problem.example(2) if candidates else None
     if not candidates or batches.size_of(example) < 2:
-        return []
-    from flatness.network.repeated_parameters import RepeatedParameters, told_apart
-
+        return {}
     with torch.no_grad():
         before = problem.items(batches.copied(example)).logits
 
-    def fits_in(names: list[str]) -> bool:
-        with differentiable(problem.model), RepeatedParameters(problem.model, names) as repeated:
+    def fits_in(shapes: dict[str, Shape]) -> bool:
+        with differentiable(problem.model), RepeatedParameters(problem.model, shapes) as repeated:
             repeated.prepare(len(before))
             try:
                 after = problem.items(batches.copied(example)).logits
@@ -163,10 +170,24 @@ def repeatable_parameters(problem: Problem, names: Iterable[str]) -> list[str]:
                 if isinstance(error, RuntimeError) and ran_out(error):
                     raise
                 return False
-            own = [held[name] for name in names]
+            own = [held[name] for name in shapes]
             return after.requires_grad and told_apart(before, after, repeated.copies.values(), own)
 
-    return candidates if fits_in(candidates) else [name for name in candidates if fits_in([name])]
+    found: dict[str, Shape] = {}
+    for group in candidates.values():
+        ways = [dict(zip(group, way, strict=True)) for way in zip(*group.values(), strict=True)]
+        found |= next((way for way in ways if fits_in(way)), {})
+    return {name: found[name] for name in names if name in found}
+
+
+def _kinds(model: nn.Module) -> dict[str, tuple[type, str]]:
+    """The class of the module that has a parameter, and its name there."""
+    named = model.named_modules()
+    return {
+        f"{prefix}.{key}".lstrip("."): (type(module), key)
+        for prefix, module in named
+        for key, _ in module.named_parameters(recurse=False)
+    }
 
 
 def _views(model: nn.Module) -> dict[str, View]:

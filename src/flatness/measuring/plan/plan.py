@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -62,7 +62,8 @@ class Plan:
         network: Whether all parameters of the network are being traced.
         rest: Parameters that only that trace asks for and that take Hessian products.
         rest_complete: Whether those take all directions.
-        repeated: Those of them that get a copy for every sample and go with the layers that are probed.
+        repeated: Those of them that get a copy for every sample, of this shape, and go with the layers that
+            are probed.
         copy_inputs: Whether the inputs of layers must be copied because the network overwrites them.
         gradient_routes: Layers and norm layers whose per-sample gradients come from one backward pass.
         called: Every layer that the forward pass calls, measured or not, by name.
@@ -89,7 +90,7 @@ class Plan:
     aliases: dict[str, str]
     loss: str
     graph_bytes: int = 0
-    repeated: tuple[str, ...] = ()
+    repeated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sample_bytes: int = 0
     micro_batch: int = 0
     notes: tuple[str, ...] = ()

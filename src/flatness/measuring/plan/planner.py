@@ -74,7 +74,7 @@ def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
         loss=problem.loss.name,
     )
     if plan.rest and _probes_all_there_is(plan):
-        plan = replace(plan, repeated=tuple(repeatable_parameters(problem, plan.rest)))
+        plan = replace(plan, repeated=repeatable_parameters(problem, plan.rest))
     problem.watched_by(
         Watch(
             problem,
