@@ -27,6 +27,7 @@ from minima import share_the_gpu
 import flatness
 from flatness.study import Study
 from flatness.study.analysis.experiment import ExperimentStudy
+from flatness.study.spec.layout import merged
 from flatness.study.spec.spec import Spec, make_spec, read_spec
 
 Stage = tuple[str, tuple[str, ...], int]
@@ -71,8 +72,9 @@ def staged(stage: Stage, scale: str) -> Spec:
         if table in content:
             most = content[table][key] if scale == "smoke" else seeds
             content[table] = {**content[table], key: min(seeds, most)}
-    if parts:
-        content["parts"] = {part: content["parts"][part] for part in parts}
+    if "parts" in content:  # where a scale writes its number of seeds
+        fewer = {"grid": {"seed": content["grid"]["seed"]}}
+        content["parts"] = {part: merged(content["parts"][part], fewer) for part in parts or content["parts"]}
     return replace(make_spec(name, "paper", content, name), scale=scale)
 
 
