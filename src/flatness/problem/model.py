@@ -92,8 +92,10 @@ def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
     )
     _refuse(
         [name for name, value in held if hasattr(value, "full_tensor")],
-        "Expected whole parameters but got sharded ones (DTensor): {}. Gather them in an unsharded copy "
-        "of the model and measure that.",
+        "Expected whole parameters but got sharded ones (DTensor): {}. In all processes, build the model "
+        "anew and load into it what get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict "
+        "returns; measure that copy.",
     )
     _refuse(
         [f"{name} ({value.dtype})" for name, value in held if not value.is_floating_point()],
