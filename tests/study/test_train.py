@@ -193,6 +193,21 @@ def test_engines_agree_on_a_convolutional_network(engine, tmp_path):
             torch.testing.assert_close(found[key][0][name], value, rtol=1e-3, atol=1e-5)
 
 
+def test_attention_trains_together_as_it_does_alone(tmp_path):
+    members = configurations(
+        data={"limit": 32},
+        model={"name": "vit", "options": {"size": 8, "width": 6, "blocks": 1, "channels": 1}},
+        grid={"learning_rate": [0.05, 0.1], "seed": 1},
+        stop={"epochs": 2},
+    )
+    split = load_split(members[0].data)
+    alone = trained(Cohort(members, split, tmp_path / "a.pt", engine="looped"))
+    together = trained(Cohort(members, split, tmp_path / "b.pt", engine="grouped"))
+    for key, (weights, _) in alone.items():
+        for name, value in weights.items():
+            torch.testing.assert_close(together[key][0][name], value, rtol=1e-4, atol=1e-6)
+
+
 def test_the_share_of_random_labels_is_what_was_asked_for():
     half, none = configurations(grid={"random_labels": [0.5, 0.0], "learning_rate": 0.1, "seed": 1})
     split = load_split(half.data)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from flatness.errors import ModelError
@@ -76,7 +77,9 @@ class Stack:
         """(networks, samples, …) → (networks, samples, outputs); network i sees x[i]."""
         if self.engine in ALONE:
             return torch.stack([self._alone(i, each) for i, each in enumerate(x)])
-        with BandedConvolutions() if self.engine == "banded" else nullcontext():
+        # Fused attention fails on a GPU, backward, on what vmap lays out for it.
+        plain = sdpa_kernel(SDPBackend.MATH)
+        with plain, BandedConvolutions() if self.engine == "banded" else nullcontext():
             return torch.vmap(self._one, randomness="different")(self.parameters, self.buffers, x)
 
     def _one(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
