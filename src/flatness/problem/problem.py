@@ -204,9 +204,14 @@ class Problem:
         return batch
 
     def items(self, batch: Any, *, look: bool = True) -> Items:
-        """Run the model on a placed batch and lay its outputs out as predictions; see `laid_out`."""
+        """Run the model on a placed batch and lay its outputs out as predictions; see `laid_out`.
+
+        Args:
+            batch: The batch.
+            look: Whether to look at their numbers, for which the device is waited for, and at the way there.
+        """
         items = self.laid_out(*self.outputs(batch), look=look)
-        if self._watch is not None:
+        if look and self._watch is not None:
             self._watch(items.logits)
         return items
 

@@ -126,9 +126,9 @@ class _Basis:
 
 def _along(part: Tensor, w: Tensor) -> Tensor:
     """⟨v, w⟩ for all v of a part (B, j, N): (B, j)."""
-    # Of a single long v, a batched product would make one thread block of a GPU.
-    if part.shape[1] == 1:
-        return (part[:, 0] * w).sum(1, keepdim=True)
+    if part.shape[:2] == (1, 1):
+        # As a batched product, a single long one would be the work of one thread block of a GPU.
+        return torch.dot(part[0, 0], w[0]).view(1, 1)
     return torch.einsum("bjn,bn->bj", part, w)
 
 

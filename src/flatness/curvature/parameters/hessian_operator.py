@@ -69,5 +69,7 @@ class HessianOperator:
         return BatchSums(problem, lambda: nullcontext(self._product), "Hessian products", keep=keep)
 
     def _product(self, batch: Any) -> Product:
-        error = self.error if self.products == 1 else None
-        return batch_product(self.space, batch, self._curvature, error)[1]
+        # All samples come in the first product, and again the same way in every other.
+        first = self.products == 1
+        error = self.error if first else None
+        return batch_product(self.space, batch, self._curvature, error, look=first)[1]

@@ -70,7 +70,12 @@ def step_length(space: ParameterSpace, vector: Tensor) -> float:
 
 
 def batch_product(
-    space: ParameterSpace, batch: Any, curvature: str, error: DifferenceError | None = None
+    space: ParameterSpace,
+    batch: Any,
+    curvature: str,
+    error: DifferenceError | None = None,
+    *,
+    look: bool = True,
 ) -> tuple[Items, Product]:
     """The predictions of a micro-batch, and products with the Hessian of its summed losses.
 
@@ -79,6 +84,7 @@ def batch_product(
         batch: A placed micro-batch.
         curvature: "hessian", "gauss_newton" or "finite_differences".
         error: Told about the error of the first difference of the batch.
+        look: Whether the batch is to be looked at; see `Problem.items`.
     """
     problem = space.problem
     if curvature == "finite_differences":
@@ -86,8 +92,8 @@ def batch_product(
             items = problem.items(batch)
         return items, _differences(space, batch, error)
     with torch.enable_grad():
-        items = problem.items(batch)
-        multiply = second_derivatives(problem.loss, items, space.parameters, curvature)
+        items = problem.items(batch, look=look)
+        multiply = second_derivatives(problem.loss, items, space.parameters, curvature, look=look)
     nothing = {name: value.new_zeros(()).expand_as(value) for name, value in space.parameters.items()}
 
     def product(vector: Tensor, /, *, last: bool = False) -> Tensor:

@@ -27,7 +27,9 @@ class Multiply(Protocol):
         ...
 
 
-def second_derivatives(loss: Loss, items: Items, at: Mapping[str, Any], curvature: str) -> Multiply:
+def second_derivatives(
+    loss: Loss, items: Items, at: Mapping[str, Any], curvature: str, *, look: bool = True
+) -> Multiply:
     """Products with ∇²Σℓ, or with its part Jᵀ(∇²_f ℓ)J, J the derivative of the outputs.
 
     Args:
@@ -35,11 +37,13 @@ def second_derivatives(loss: Loss, items: Items, at: Mapping[str, Any], curvatur
         items: The predictions of a micro-batch, with their graph.
         at: Where derivatives are taken: parameters or edges of the graph, by any name.
         curvature: "hessian" or "gauss_newton".
+        look: Whether to look for operators without a second derivative.
 
     Returns:
         A function from directions, at all of these places or some, to the products there.
     """
-    _refuse_once_differentiable(items.logits)
+    if look:
+        _refuse_once_differentiable(items.logits)
     twice = _gauss_newton if curvature == "gauss_newton" else _hessian
     first, onward = twice(loss, items, list(at.values()))
     slopes = dict(zip(at, first, strict=True))

@@ -119,15 +119,27 @@ def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: 
     if plan.sampling.curved:
         each = 1 + (len(plan.sampling.curved) + 1) / 2 if pilot.alone else _JOINT_PASSES
         options = _residual_options(pilot, slopes, most, each)
-    found = []
+    first, second = _largest(first, second)
+    spreads = torch.tensor([option.spread for option in options], dtype=second.dtype, device=second.device)
+    found: list[tuple[float, float, int | None, _Option]] = []
     for r1 in _numbers(plan, len(slopes), most - min(option.probes for option in options)):
         passes = r1 or plan.rank
         variance = first / r1 if r1 else torch.zeros_like(first)
-        for option in [one for one in options if one.probes + passes <= most] or options[:1]:
-            excess = float((variance + second * option.spread).max()) / goal
-            budget = replace(option.budget, gauss_newton=r1, average=option.probes)
-            found.append(_Choice(budget, excess if excess > _NEAR else 1.0, passes + option.passes))
-    return min(found, key=_Choice.rank)
+        excess = (variance + second * spreads[:, None]).amax(1) / goal
+        tried = zip(excess.tolist(), options, strict=True)
+        ways = [way for way in tried if way[1].probes + passes <= most] or [(float(excess[0]), options[0])]
+        found += [(one if one > _NEAR else 1.0, passes + option.passes, r1, option) for one, option in ways]
+    excess, passes, r1, option = min(found, key=lambda way: way[:2])
+    return _Choice(replace(option.budget, gauss_newton=r1, average=option.probes), excess, passes)
+
+
+def _largest(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The pairs of variances that another pair does not exceed in both: one of them is always the largest."""
+    order = first.argsort(descending=True)
+    first, second = first[order], second[order]
+    before = second.cummax(0).values.roll(1)
+    before[0] = -torch.inf
+    return first[second > before], second[second > before]
 
 
 def _numbers(plan: Plan, samples: int, room: float) -> list[int | None]:
