@@ -176,7 +176,10 @@ def images(split: str, limit: int | None, folder: Path | None, device: str) -> D
 
 
 def one_run(task: tuple[int, str, argparse.Namespace, float]) -> dict[str, Any] | None:
-    """Train and measure one network; None when the time is up. Where it diverges the row has no numbers."""
+    """Train and measure one network; None when the time is up, or the GPU failed.
+
+    The row of a network that diverges has no numbers.
+    """
     seed, arm, given, until = task
     if time.time() > until:
         return None
@@ -195,6 +198,9 @@ def one_run(task: tuple[int, str, argparse.Namespace, float]) -> dict[str, Any] 
         record = measured(model, data, test, given.few)
     except NotFiniteError:
         record = {}
+    except RuntimeError as error:
+        print(arm, seed, error, flush=True)
+        return None
     return {"arm": arm, "seed": seed, **record, "seconds": round(time.perf_counter() - started, 1)}
 
 
@@ -217,18 +223,26 @@ def table(found: pd.DataFrame) -> str:
     "Against plain" are points of test accuracy: the mean over pairs of one seed and its standard error.
     """
     shown = [name for name in FIGURES if name in found]
-    lines = [f"| | {' | '.join(name.replace('_', ' ') for name in shown)} | against plain |"]
-    lines.append("|" + "---|" * (len(shown) + 2))
+    lines = [f"| | networks | {' | '.join(name.replace('_', ' ') for name in shown)} | against plain |"]
+    lines.append("|" + "---|" * (len(shown) + 3))
     rates = ["train_accuracy", "test_accuracy"]
     found = found.assign(**{name: 100 * found[name] for name in rates})
     plain = found[found["arm"] == "plain"].set_index("seed")["test_accuracy"]
     for arm in [arm for arm in ARMS if arm in set(found["arm"])]:
         own = found[found["arm"] == arm].set_index("seed")
-        cells = [FIGURES[name].format(own[name].mean(), own[name].std()) for name in shown]
+        cells = [str(len(own)), *(spread(FIGURES[name], own[name].dropna()) for name in shown)]
         pairs = (own["test_accuracy"] - plain).dropna()
-        cells.append("" if arm == "plain" else f"{pairs.mean():+.1f} ± {pairs.sem():.1f}")
+        cells.append("" if arm == "plain" else spread("{:+.1f} ± {:.1f}", pairs, pairs.sem()))
         lines.append(f"| {arm.replace('y ', 'y × ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def spread(written: str, values: pd.Series, error: float | None = None) -> str:
+    """Mean ± standard deviation, or another error; nothing to add to a single value."""
+    if values.empty:
+        return "diverged"
+    text = written.format(values.mean(), values.std() if error is None else error)
+    return text if len(values) > 1 else text.split(" ±")[0]
 
 
 def draw(found: pd.DataFrame, path: Path, title: str) -> None:
@@ -237,7 +251,8 @@ def draw(found: pd.DataFrame, path: Path, title: str) -> None:
     from flatness.show.plots.charts import save_chart
 
     series: dict[str, list[Any]] = {}
-    for arm in ARMS:
+    found = found.dropna()
+    for arm in [arm for arm in ARMS if arm in set(found["arm"])]:
         own = found[found["arm"] == arm]
         series[arm] = [Mark(*mark) for mark in zip(own["relative_flatness"], own["gap"], strict=True)]
     chart = Chart(title, "relative flatness of the last layer", "test loss − training loss", series)
@@ -276,7 +291,8 @@ def main() -> None:
     until = time.time() + 60 * given.minutes
     done = pd.read_csv(given.csv)[["seed", "arm"]].to_numpy().tolist() if given.csv.exists() else []
     runs = [(seed, arm) for seed in range(given.seeds) for arm in given.arms if [seed, arm] not in done]
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
+    # A process per network: an error of the GPU ends with it.
+    with multiprocessing.get_context("spawn").Pool(given.jobs, maxtasksperchild=1) as pool:
         for record in pool.imap_unordered(one_run, [(*run, given, until) for run in runs]):
             if record is not None:
                 append(given.csv, record)
