@@ -138,6 +138,7 @@ def test_a_table_of_which_the_first_row_is_taken_acts_on_all_samples():
 
     torch.manual_seed(2)
     parts = {"token": nn.Embedding(TOKENS, WIDTH), "place": nn.Embedding(LENGTH, WIDTH)}
+    parts["unused"] = nn.Embedding(2, WIDTH)
     model = nets.Compute(forward, **parts, head=nn.Linear(WIDTH, TOKENS)).double()
     x, y = data()
     assert planned(model, (x, y)).treatments["place"].through_parameter
@@ -341,6 +342,7 @@ def test_a_penalty_says_which_tables_are_not_looked_up_for_every_sample():
         return self.head(self.token(x) + self.place((steps[:, None] - steps).abs()).mean(0))
 
     parts = {"token": nn.Embedding(TOKENS, WIDTH), "place": nn.Embedding(LENGTH, WIDTH)}
+    parts["unused"] = nn.Embedding(2, WIDTH)
     model = nets.Compute(forward, **parts, head=nn.Linear(WIDTH, TOKENS)).double()
     for n in (LENGTH, 5):
         with pytest.raises(flatness.errors.LayerError, match=rf"tokens of shape \[3, 3\] for {n} samples"):

@@ -64,16 +64,18 @@ def _settled_forward(model: nn.Module, batch: Any, loss: Loss) -> DefaultForward
     return forward
 
 
-# What a table is asked for by all samples together, such as positions, by its name; None where every sample
-# asks for rows of its own. Found out once.
-_SHARED: WeakKeyDictionary[nn.Module, dict[str, Tensor | None]] = WeakKeyDictionary()
+# What a table is asked for by all samples together, such as positions; None where every sample asks for
+# rows of its own, and False where its rows are not those of single samples.
+_Asked = Tensor | bool | None
+# That of the tables of models, by name; found out once.
+_ASKED: WeakKeyDictionary[nn.Module, dict[str, _Asked]] = WeakKeyDictionary()
 
 
 def _shared_tokens(
     model: nn.Module, batch: Any, loss: Loss, forward: Forward, tables: Mapping[str, nn.Module]
-) -> dict[str, Tensor | None]:
+) -> dict[str, _Asked]:
     """How these tables are asked for; runs that find it out leave the model as it was."""
-    known = _SHARED.setdefault(model, {})
+    known = _ASKED.setdefault(model, {})
     if tables.keys() <= known.keys() or batches.size_of(batch) < 2:
         return known
 
@@ -89,13 +91,14 @@ def _shared_tokens(
         shared = {
             name: calls[0][0].x
             for name, calls in pairs.items()
-            if len(calls) == len(both[name]) == 1 and torch.equal(calls[0][0].x, calls[0][1].x)
+            if len(calls) == len(both.get(name, [])) == 1 and torch.equal(calls[0][0].x, calls[0][1].x)
         }
         repeated = {tables[name]: x for name, x in shared.items()}
         if repeated and not _apart(before, partial(run, 2, repeated), shared):
             shared = {}
     own = [name for name, calls in pairs.items() if all(len(two.x) == 2 * len(one.x) for one, two in calls)]
-    known |= dict.fromkeys(own) | shared
+    for found in (dict.fromkeys(tables, False), dict.fromkeys(own), shared):
+        known.update(found)
     return known
 
 
@@ -138,7 +141,7 @@ def training_pass(
     probed = () if asked == "last" else available.keys()
     tables = _tables(available, asked)
     shared = _shared_tokens(inner, batch, loss, forward, tables)
-    repeated = {tables[name]: x for name in tables if (x := shared.get(name)) is not None}
+    repeated = {tables[name]: x for name in tables if isinstance(x := shared.get(name), Tensor)}
     calls = LiveCalls({name: view.module for name, view in available.items()}, probed)
     with (
         _differentiable_twice(inner, second=bool(probed)),
@@ -216,10 +219,10 @@ def _weight_key(view: Layer) -> int:
     return id(view.weight if isinstance(view.weight, nn.Parameter) else view.module)
 
 
-def _check_call(use: Use, call: LiveCall, n: int, tables: Mapping[str, Tensor | None]) -> None:
+def _check_call(use: Use, call: LiveCall, n: int, tables: Mapping[str, _Asked]) -> None:
     """Refuse a layer that computes something else than WΦ + b, or whose input was overwritten."""
     view, kind = use.view, type(use.view.module).__name__
-    if view.chooses and n > 1 and (use.name not in tables or len(call.x) % n):
+    if view.chooses and n > 1 and (tables.get(use.name, False) is False or len(call.x) % n):
         raise LayerError(
             f"Expected {use.name!r} to look up rows for every sample but it was given tokens of shape "
             f"{list(call.x.shape)} for {n} samples. Pass layers= without it, or look positions up for each "
