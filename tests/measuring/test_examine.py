@@ -811,3 +811,9 @@ def test_few_samples_are_examined_where_they_have_many_outputs(monkeypatch):
     # The first run says how many outputs there are.
     assert seen.count(8) == 1
     assert [row.value for row in after.results] == [row.value for row in before.results]
+
+
+def test_probabilities_in_the_place_of_logits_are_noted():
+    for end, noted in ((nn.Softmax(1), True), (nn.ReLU(), False)):
+        notes = measure(nn.Sequential(nn.Linear(4, 3).double(), end), data(), measures="weight_norm").notes
+        assert any(note.startswith("the outputs are probabilities") for note in notes) is noted

@@ -42,6 +42,10 @@ _SAMPLES = (8, 4, 2, 1)
 # language model have a hundred million.
 _MOST_OUTPUTS = 1 << 26
 _CUT_OFF = "no gradient reaches it (the forward pass uses torch.no_grad, detach or reentrant checkpointing)"
+_PROBABILITIES = (
+    "the outputs are probabilities, of which the loss takes the softmax once more; return logits, or pass "
+    "loss='nll' with log-probabilities"
+)
 # Only the math kernel of fused attention has this operator.
 _FUSED = "scaled_dot_product_attention"
 _MATH_ATTENTION = (
@@ -99,7 +103,15 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
     sent_back = _send_back(problem, run, views, last_only)
     examined = replace(run, records=_records(problem, example, views, run, alone, sent_back))
     notes = [_MATH_ATTENTION] * (_FUSED in run.graph.operators) + notes_on(problem.model, examined, misread)
+    notes += [_PROBABILITIES] * _are_probabilities(problem, first.logits)
     return replace(examined, notes=tuple(notes))
+
+
+def _are_probabilities(problem: Problem, logits: Tensor) -> bool:
+    """Whether what should be logits is at least 0 and sums to 1 for every prediction."""
+    if problem.loss.name != "cross_entropy" or logits.shape[-1] == 1:
+        return False
+    return bool((logits >= 0).all() and ((logits.float().sum(-1) - 1).abs() < 1e-2).all())
 
 
 def _with_repeated_tokens(
