@@ -161,10 +161,10 @@ def headline(name: str) -> str:
     """The quantities that the study is about."""
     found = study(name)
     parts = []
-    for part in found.spec.parts:
+    for part in [part_of(name)] if part_of(name) else found.spec.parts:
         wanted = found.headline()
         rows = [row for row in correlations(name, part) if row["quantity"] in wanted]
-        parts.append((f"**{part}**\n\n" if part else "") + coefficients(name, part, rows))
+        parts.append((f"**{part}**\n\n" if part and not part_of(name) else "") + coefficients(name, part, rows))
     return "\n".join(parts)
 
 
@@ -436,7 +436,7 @@ def claims(_: str) -> str:
 _BEYOND = {
     "petzka2021-cifar10": "LeNet-5 on CIFAR-10: batch, rate, optimizer",
     "petzka2019-cifar10": "LeNet-5 on CIFAR-10: batch, initialisation",
-    "petzka2019-mnist": "perceptrons on MNIST: batch",
+    "petzka2019-mnist-converged/zero-to-one": "perceptrons on MNIST: batch",
 }
 """The studies of the opening figure, and what they vary."""
 _SHOWN = (
@@ -495,7 +495,7 @@ def opening_rows() -> list[Row]:
     invariant = {one.name for one in flatness.measures() if "layerwise" in one.invariances}
     rows = [
         Row(
-            tables[OPENING][measure]["name"].rpartition(",")[0],
+            next(iter(tables.values()))[measure]["name"].rpartition(",")[0],
             "invariant" if measure in invariant else "changes",
             {name: dots(rows[measure], "kendall") for name, rows in tables.items()},
             {name: dots(rows[measure], "partial_kendall") for name, rows in tables.items()},
