@@ -164,7 +164,9 @@ def headline(name: str) -> str:
     for part in [part_of(name)] if part_of(name) else found.spec.parts:
         wanted = found.headline()
         rows = [row for row in correlations(name, part) if row["quantity"] in wanted]
-        parts.append((f"**{part}**\n\n" if part and not part_of(name) else "") + coefficients(name, part, rows))
+        parts.append(
+            (f"**{part}**\n\n" if part and not part_of(name) else "") + coefficients(name, part, rows)
+        )
     return "\n".join(parts)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from flatness.show.plots.beyond import Dot, Row, save_beyond
 
 MARGINAL = {"a": Dot(0.5, 0.3, 0.6, 0.45), "b": Dot(0.4, 0.2, 0.5, 0.4)}
@@ -33,8 +31,9 @@ def test_dots_intervals_and_what_the_setting_alone_gives():
     ]
     assert [0.1, 0.4] in bars
     assert [-0.2, 0.1] in bars
-    band = right.patches[0].get_extents().transformed(right.transData.inverted())
-    assert (band.x0, band.x1) == (pytest.approx(-0.2), pytest.approx(0.2))
+    # A dot lies on what 95 % of permutations stay below in its own study: there are dots of the first alone.
+    assert bars.count([-0.15, 0.15]) == 2
+    assert [-0.2, 0.2] not in bars
 
 
 def test_what_is_known_without_a_measure_stands_below_a_line():

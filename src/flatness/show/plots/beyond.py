@@ -90,11 +90,9 @@ def save_beyond(
             axes.set_xlabel(f"Kendall's τ with {target}")
             tidy(axes, theme)
             axes.grid(False, axis="y")
-        widest = max(chance.values())
-        right.axvspan(-widest, widest, color="#888888", alpha=0.18, linewidth=0)
         for place, row in zip(places, rows, strict=True):
-            _dots(left, theme, place, row, row.marginal, list(studies))
-            _dots(right, theme, place, row, row.given, list(studies))
+            _dots(left, theme, place, row, row.marginal, dict.fromkeys(studies))
+            _dots(right, theme, place, row, row.given, {name: chance.get(name) for name in studies})
         left.set_xlim(-0.95, 0.95)
         right.set_xlim(-0.95, 0.95)
         left.set_ylim(places[-1] + 0.6, -0.6)
@@ -105,15 +103,22 @@ def save_beyond(
 
 
 def _dots(
-    axes: Axes, theme: Theme, place: float, row: Row, dots: Mapping[str, Dot], studies: Sequence[str]
+    axes: Axes,
+    theme: Theme,
+    place: float,
+    row: Row,
+    dots: Mapping[str, Dot],
+    chance: Mapping[str, float | None],
 ) -> None:
-    """The dots of one row, a little above one another."""
+    """The dots of one row, a little above one another, each on the band of its study's chance."""
     colour = colour_on(theme, _KINDS[row.kind])
-    for number, study in enumerate(studies):
+    for number, (study, own) in enumerate(chance.items()):
         dot = dots.get(study)
         if dot is None:
             continue
-        y = place + _SPREAD * (number / max(len(studies) - 1, 1) - 0.5)
+        y = place + _SPREAD * (number / max(len(chance) - 1, 1) - 0.5)
+        if own is not None:
+            axes.plot([-own, own], [y, y], color="#888888", alpha=0.22, linewidth=5, solid_capstyle="butt")
         axes.plot([dot.low, dot.high], [y, y], color=colour, linewidth=0.9, alpha=0.7)
         axes.plot([dot.value], [y], color=colour, marker=SHAPES[number], markersize=4, linestyle="")
         if dot.expected is not None:
