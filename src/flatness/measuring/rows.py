@@ -213,10 +213,10 @@ def row_notes(outline: Outline, run: Run, results: list[Result]) -> list[str]:
 def _silent_layers(outline: Outline, results: list[Result]) -> list[str]:
     """A note on layers whose curvature is exactly 0 in a network that has some."""
     curved = {measure.name for measure in outline.request.measures if measure.of_layers and measure.flatness}
-    largest: dict[str, float] = {}
-    for row in results:
-        if row.layer is not None and row.measure in curved:
-            largest[row.layer] = max(largest.get(row.layer, 0.0), abs(row.value), row.stderr)
+    rows = [row for row in results if row.layer is not None and row.measure in curved]
+    largest: dict[Any, float] = {}
+    for row in rows:
+        largest[row.layer] = max(largest.get(row.layer, 0.0), abs(row.value), row.stderr)
     silent = [layer for layer, value in largest.items() if value == 0]
     if not silent or len(silent) == len(largest):
         return []

@@ -352,15 +352,17 @@ def _sentence(counts: Counter[str], names: tuple[str, str], kind: str) -> str:
             return f"Neither is flatter by the measure {kind}: {next(iter(counts))}."
         return f"Neither is flatter by any of {measures}: {', '.join(rest)}."
     if counts[first] == counts[second]:
-        after = f"; {', '.join(rest)}" if rest else ""
-        return f"{first} and {second} are each flatter by {counts[first]} of {measures}{after}."
-    rest = [f"{second} by {counts[second]}"] * bool(counts[second]) + rest
-    after = f"; {', '.join(rest)}" if rest else ""
+        return f"{first} and {second} are each flatter by {counts[first]} of {measures}{_after(rest)}."
     if total == 1:
         return f"{first} is flatter than {second} by the measure {kind}."
+    rest = [f"{second} by {counts[second]}"] * bool(counts[second]) + rest
     how = f"all {measures}" if counts[first] == total else f"{counts[first]} of {measures}"
     unclear = "No clear verdict: " if 2 * counts[first] <= total else ""
-    return f"{unclear}{first} is flatter than {second} by {how}{after}."
+    return f"{unclear}{first} is flatter than {second} by {how}{_after(rest)}."
+
+
+def _after(rest: Sequence[str]) -> str:
+    return f"; {', '.join(rest)}" if rest else ""
 
 
 @functools.lru_cache(maxsize=256)

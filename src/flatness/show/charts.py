@@ -79,8 +79,8 @@ def trajectory_charts(found: Trajectory, most: int = 2) -> list[Chart]:
     summed = [column for column in columns if column.endswith(REDUCTION_LABEL["sum"])] or columns
     curves = {"training loss": found.risks}
     for column in summed[:most]:
-        values = [row[column].value if column in row else math.nan for row in found.rows]
-        curves[marked(column).replace("_", " ")] = values
+        values = [row.get(column) for row in found.rows]
+        curves[marked(column).replace("_", " ")] = [math.nan if one is None else one.value for one in values]
     return [_curve(found, name, values) for name, values in curves.items() if any(map(math.isfinite, values))]
 
 

@@ -118,6 +118,17 @@ _DIFFERENCES = (
 _ROUNDING = 1e-17  # no difference at all has no place on a logarithmic axis
 
 
+def _whole_decades(axes: Any) -> None:
+    """A logarithmic axis from one power of ten to another, with at most five of them marked."""
+    powers = [math.log10(x) for line in axes.lines for x in line.get_xdata()]
+    low, high = math.floor(min(powers)), math.ceil(max(powers))
+    marked = range(low, high + 1, 1 + (high - low) // 4)
+    axes.set_xscale("log")
+    axes.set_xlim(0.7 * 10.0**low, 1.4 * 10.0**high)
+    axes.xaxis.set_major_locator(FixedLocator([10.0**power for power in marked]))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
 def save_differences(path: Where, rows: Sequence[Mapping[str, Any]]) -> Picture:
     """Save how far spectral norms of equal networks differ, a line per rescaling, a panel per few decades.
 
@@ -133,14 +144,7 @@ def save_differences(path: Where, rows: Sequence[Mapping[str, Any]]) -> Picture:
                 known = [(max(row[key], _ROUNDING), y) for y, row in enumerate(rows) if row[key] is not None]
                 colour, shape = COLOURS[names.index(name)], SHAPES[names.index(name)]
                 axes.plot(*zip(*known, strict=True), color=colour, marker=shape, linestyle="", label=name)
-            powers = [math.log10(x) for line in axes.lines for x in line.get_xdata()]
-            low, high = math.floor(min(powers)), math.ceil(max(powers))
-            axes.set_xscale("log")
-            axes.set_xlim(0.7 * 10.0**low, 1.4 * 10.0**high)
-            axes.xaxis.set_major_locator(
-                FixedLocator([10.0**k for k in range(low, high + 1, 1 + (high - low) // 4)])
-            )
-            axes.xaxis.set_minor_locator(NullLocator())
+            _whole_decades(axes)
             tidy(axes, theme)
         panels[0].set_yticks(range(len(rows)), [row["rescaling"] for row in rows])
         panels[0].set_ylim(len(rows) - 0.5, -0.5)

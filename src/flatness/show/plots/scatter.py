@@ -68,31 +68,41 @@ def save_scatter(path: Where, scatter: Scatter, *, dark: bool = False) -> Pictur
     xs, ys = (np.array([point[i] for point in scatter.points], float) for i in (0, 1))
     fitted = np.array([point[4] for point in scatter.points], bool)
     within = xs[fitted] if fitted.any() else xs
-    logarithmic = bool((xs > 0).all() and within.max() > _DECADE * within.min())
-    high = bool((ys > 0).all() and ys.max() > _TWO_DECADES * ys.min())
+    logarithmic, high = _spans(xs, within, _DECADE), _spans(ys, ys, _TWO_DECADES)
     placed, beyond = _placed(xs, fitted, within, logarithmic)
     with picture(path, _WIDTH, _HEIGHT, dark=dark) as (figure, theme):
         axes = figure.add_subplot()
-        shades = sorted({point[2] for point in scatter.points}, key=value_order)
-        shapes = sorted({point[3] for point in scatter.points}, key=value_order)
-        graded = all(isinstance(value, int | float) for value in shades) and len(shades) > len(COLOURS)
+        shades, shapes = (sorted({point[i] for point in scatter.points}, key=value_order) for i in (2, 3))
+        graded = _numbers(shades) and len(shades) > len(COLOURS)
         looks = {value: _colour(theme, shades, place, graded) for place, value in enumerate(shades)}
         _draw(axes, scatter, placed, beyond, shapes, looks)
         scale_axis(axes, "x", list(placed), logarithmic)
         scale_axis(axes, "y", list(ys), high)
         axes.set_xlabel(scatter.x_label)
         axes.set_ylabel(scatter.y_label)
-        told = _told(np.log(xs) if logarithmic else xs, np.log(ys) if high else ys, scatter.settings)
-        axes.set_title(f"{scatter.title}\n{told}" if told else scatter.title)
+        told = _told(_drawn(xs, logarithmic), _drawn(ys, high), scatter.settings)
+        axes.set_title("\n".join(filter(None, (scatter.title, told))))
         tidy(axes, theme)
-        handles = _shapes(theme, scatter.shape, shapes)
         if graded:
             _bar(figure, axes, scatter.colour, shades)
-        elif scatter.colour:
-            handles = [*_colours(scatter.colour, looks), *handles]
-        handles += _marks(theme, fitted, beyond)
-        _add_legend(figure, handles)
+        colours = _colours(scatter.colour, looks) if scatter.colour and not graded else []
+        shaped = _shapes(theme, scatter.shape, shapes)
+        _add_legend(figure, [*colours, *shaped, *_marks(theme, fitted, beyond)])
     return figure
+
+
+def _numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _drawn(values: Any, logarithmic: bool) -> Any:
+    """Values as their axis places them."""
+    return np.log(values) if logarithmic else values
+
+
+def _spans(values: Any, within: Any, factor: float) -> bool:
+    """Whether positive values lie so far apart that a logarithmic axis shows them better."""
+    return bool((values > 0).all() and within.max() > factor * within.min())
 
 
 def _draw(
@@ -133,7 +143,7 @@ def _placed(xs: Any, fitted: Any, within: Any, logarithmic: bool) -> tuple[Any, 
 
 
 def _colour(theme: Theme, shades: Sequence[Any], place: int, graded: bool) -> str:
-    if graded or (len(shades) > 2 and all(isinstance(value, int | float) for value in shades)):
+    if graded or (len(shades) > 2 and _numbers(shades)):
         return shade(place / max(len(shades) - 1, 1))
     return colour_on(theme, COLOURS[place % len(COLOURS)])
 

@@ -137,6 +137,13 @@ def baseline_table(
     return table.sort_values("kendall", key=abs, ascending=False, ignore_index=True)
 
 
+def _known(kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The columns that vary of what is known without a measure: hyperparameters and training loss."""
+    found = {axis: columns[0] for axis, columns in axes.items() if axis != SEED}
+    found["train_loss"] = "train_loss"
+    return {name: column for name, column in found.items() if _numbers_that_vary(kept[column])}
+
+
 def difference_table(
     kept: pandas.DataFrame,
     axes: Mapping[str, Sequence[str]],
@@ -163,10 +170,7 @@ def difference_table(
     import pandas as pd
 
     settings = settings_of(kept, axes)
-    known = {axis: columns[0] for axis, columns in axes.items() if axis != SEED} | {
-        "train_loss": "train_loss"
-    }
-    known = {name: column for name, column in known.items() if _numbers_that_vary(kept[column])}
+    known = _known(kept, axes)
     columns = {name: name for name in quantities if name in kept} | known
     frame: Any = kept[[*dict.fromkeys([*columns.values(), "gap", "train_loss"])]].astype(float)
     whole = np.isfinite(frame.to_numpy()).all(axis=1)

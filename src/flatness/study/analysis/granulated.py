@@ -105,6 +105,11 @@ def pair_weights(gaps: Array, samples: int, deviations: Array | None = None) -> 
     return np.maximum(sure - _LEAST_WEIGHT, 0.0)
 
 
+def _of_all(values: Mapping[str, Array]) -> dict[str, float]:
+    """Of every axis the value over all settings, which come before the resamples."""
+    return {axis: float(value[0]) for axis, value in values.items()}
+
+
 class Pairs:
     """The pairs of networks of a study, and how often resamples draw each.
 
@@ -136,21 +141,19 @@ class Pairs:
         errors = {axis: self._sign_error(signs, axis) for axis in self.codes}
         information = self._information(x, g)
         with np.errstate(invalid="ignore"):
-            own = [psi[axis] for axis in self.axes]
-            known = np.sum(np.isfinite(own), axis=0) if own else np.zeros(len(self.draws))
-            mean = np.nansum(own, axis=0) / known if own else np.full(len(self.draws), np.nan)
+            own = np.array([psi[axis] for axis in self.axes]).reshape(-1, len(self.draws))
+            mean = np.nansum(own, axis=0) / np.isfinite(own).sum(0)
         least = _least(list(information.values()))
-        named = {"granulated": mean, "least_information": least}
-        named |= {f"psi_{axis}": value for axis, value in psi.items()}
-        named |= {f"sign_error_{axis}": value for axis, value in errors.items()}
         shown = {NONE: information[()]} | {axis: information[axis,] for axis in self.axes}
-        named |= {f"information_{axis}": value for axis, value in shown.items()}
+        named = {"granulated": mean, "least_information": least}
+        for word, values in (("psi", psi), ("sign_error", errors), ("information", shown)):
+            named |= {f"{word}_{axis}": value for axis, value in values.items()}
         return Granulated(
-            {axis: float(value[0]) for axis, value in psi.items()},
+            _of_all(psi),
             float(mean[0]),
-            {axis: float(value[0]) for axis, value in errors.items()},
+            _of_all(errors),
             self.environments(x, g),
-            {axis: float(value[0]) for axis, value in shown.items()},
+            _of_all(shown),
             float(least[0]),
             {name: interval(value[1:]) for name, value in named.items()},
         )

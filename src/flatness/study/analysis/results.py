@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -326,13 +327,12 @@ class Study(Records):
         Batch size colours where it varies, else `colour`; optimizer shapes, or another one of few values.
         """
         kept: Any = self.kept(part)
+        varying = {name: count for name in kept if (count := kept[name].nunique()) > 1}
         axes = [columns[0] for axis, columns in self.axes().items() if axis != SEED]
-        varying = [name for name in axes if name in kept and kept[name].nunique() > 1]
-        first = next(iter(self.spec.parts)) if part is None else part
-        colour = "batch_size" if "batch_size" in varying else self.colour(first)
-        colour = colour if colour in kept and kept[colour].nunique() > 1 else ""
-        words = [name for name in varying if name != colour and kept[name].nunique() <= _SHAPES]
-        return colour, "optimizer" if "optimizer" in words else next(iter(words), "")
+        colours = ["batch_size", self.colour(next(iter(self.spec.parts)) if part is None else part)]
+        colour = next((name for name in colours if name in varying), "")
+        shapes = (name for name in ("optimizer", *axes) if varying.get(name, math.inf) <= _SHAPES)
+        return colour, next((name for name in shapes if name != colour), "")
 
     def lines(self, part: str = "") -> Line | None:
         """Losses along lines through the networks, grouped by `colour`; None where the file asks for none."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,11 +133,7 @@ def load(
     total = len(raw.targets) if raw.total is None else raw.total
     if total == 0:
         raise DataError(f"Expected at least one sample in {raw.source}, but found none.")
-    notes = raw.notes
-    if limit is not None and limit < total:
-        notes = (*notes, f"the first {limit:,} of {total:,} samples")
-    if corruption is not None:
-        notes = (*notes, f"corrupted: {corruption[0]} of strength {corruption[1]}")
+    notes = [*raw.notes, *_notes(limit, total, corruption)]
     inputs = _inputs(raw, limit, corruption)
     if standardize:
         mean, std = (torch.from_numpy(each).to(torch.float32) for each in raw.moments())
@@ -145,7 +142,14 @@ def load(
     short = os.path.basename(os.fspath(name))
     counted = None if standardize else limit
     stored = [torch.from_numpy(np.ascontiguousarray(each[:counted])) for each in (raw.inputs, raw.targets)]
-    return Dataset(short, split, inputs, targets, raw.classes, notes, raw.source, digest(stored))
+    return Dataset(short, split, inputs, targets, raw.classes, tuple(notes), raw.source, digest(stored))
+
+
+def _notes(limit: int | None, total: int, corruption: tuple[str, int] | None) -> Iterator[str]:
+    if limit is not None and limit < total:
+        yield f"the first {limit:,} of {total:,} samples"
+    if corruption is not None:
+        yield f"corrupted: {corruption[0]} of strength {corruption[1]}"
 
 
 def _inputs(raw: Stored, limit: int | None, corruption: tuple[str, int] | None) -> torch.Tensor:
