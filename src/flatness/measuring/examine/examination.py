@@ -175,9 +175,11 @@ def repeatable_parameters(problem: Problem, names: Iterable[str]) -> dict[str, S
 
     def fits_in(shapes: dict[str, Shape]) -> bool:
         with differentiable(problem.model), RepeatedParameters(problem.model, shapes) as repeated:
-            repeated.prepare(len(before))
             try:
-                after = problem.items(batches.copied(example)).logits
+                # Of one sample other kernels may run, which take no copies.
+                for part in (batches.rows(example, 0, 1), example):
+                    repeated.prepare(batches.size_of(part))
+                    after = problem.items(batches.copied(part)).logits
             except (RuntimeError, FlatnessError) as error:
                 if isinstance(error, RuntimeError) and ran_out(error):
                     raise
