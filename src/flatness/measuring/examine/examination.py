@@ -160,13 +160,9 @@ def repeatable_parameters(problem: Problem, names: Iterable[str]) -> dict[str, S
     Class tokens, positions, scales of residual branches: those that modules of a class have under the same
     name go together.
     """
-    from flatness.network.repeated_parameters import RepeatedParameters, shapes_of_copies, told_apart
+    from flatness.network.repeated_parameters import RepeatedParameters, told_apart
 
-    held, kinds = dict(problem.model.named_parameters()), _kinds(problem.model)
-    candidates: dict[object, dict[str, list[Shape]]] = {}
-    for name in names:
-        if shapes := shapes_of_copies(held[name]):
-            candidates.setdefault((kinds[name], tuple(shapes)), {})[name] = shapes
+    held, candidates = dict(problem.model.named_parameters()), _alike(problem.model, names)
     example = problem.example(2) if candidates else None
     if not candidates or batches.size_of(example) < 2:
         return {}
@@ -188,20 +184,23 @@ def repeatable_parameters(problem: Problem, names: Iterable[str]) -> dict[str, S
             return after.requires_grad and told_apart(before, after, repeated.copies.values(), own)
 
     found: dict[str, Shape] = {}
-    for group in candidates.values():
+    for group in candidates:
         ways = [dict(zip(group, way, strict=True)) for way in zip(*group.values(), strict=True)]
         found |= next((way for way in ways if fits_in(way)), {})
     return {name: found[name] for name in names if name in found}
 
 
-def _kinds(model: nn.Module) -> dict[str, tuple[type, str]]:
-    """The class of the module that has a parameter, and its name there."""
-    named = model.named_modules()
-    return {
-        f"{prefix}.{key}".lstrip("."): (type(module), key)
-        for prefix, module in named
-        for key, _ in module.named_parameters(recurse=False)
-    }
+def _alike(model: nn.Module, names: Iterable[str]) -> list[dict[str, list[Shape]]]:
+    """Shapes that copies may have, by name: groups that modules of a class have under the same name."""
+    from flatness.network.repeated_parameters import shapes_of_copies
+
+    groups: dict[object, dict[str, list[Shape]]] = {}
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        if shapes := shapes_of_copies(model.get_parameter(name)):
+            kind = type(model.get_submodule(owner)), key, tuple(shapes)
+            groups.setdefault(kind, {})[name] = shapes
+    return list(groups.values())
 
 
 def _views(model: nn.Module) -> dict[str, View]:

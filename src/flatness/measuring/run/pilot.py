@@ -126,9 +126,9 @@ def _cheapest(plan: Plan, pilot: Budget, first: Tensor, second: Tensor, slopes: 
         passes = r1 or plan.rank
         variance = first / r1 if r1 else torch.zeros_like(first)
         excess = (variance + second * spreads[:, None]).amax(1) / goal
-        tried = zip(excess.tolist(), options, strict=True)
-        ways = [way for way in tried if way[1].probes + passes <= most] or [(float(excess[0]), options[0])]
-        found += [(one if one > _NEAR else 1.0, passes + option.passes, r1, option) for one, option in ways]
+        excess = torch.where(excess > _NEAR, excess, 1.0).tolist()
+        ways = [(one, passes + way.passes, r1, way) for one, way in zip(excess, options, strict=True)]
+        found += [way for way in ways if way[3].probes + passes <= most] or ways[:1]
     excess, passes, r1, option = min(found, key=lambda way: way[:2])
     return _Choice(replace(option.budget, gauss_newton=r1, average=option.probes), excess, passes)
 
