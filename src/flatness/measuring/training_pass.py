@@ -161,12 +161,11 @@ def training_pass(
 
 def _tables(views: Mapping[str, Layer], asked: str | Iterable[str] | None) -> dict[str, nn.Module]:
     """The tables that may be asked for; a last layer only has them where its weight is tied."""
-    keys = [_weight_key(view) for view in views.values()]
-    return {
-        name: view.module
-        for name, view in views.items()
-        if view.chooses and (asked != "last" or keys.count(_weight_key(view)) > 1)
-    }
+    tables = {name: view for name, view in views.items() if view.chooses}
+    if asked == "last" and tables:
+        keys = [_weight_key(view) for view in views.values()]
+        tables = {name: view for name, view in tables.items() if keys.count(_weight_key(view)) > 1}
+    return {name: view.module for name, view in tables.items()}
 
 
 def _names(available: Mapping[str, Layer], calls: LiveCalls, asked: str | Iterable[str] | None) -> list[str]:
