@@ -186,6 +186,29 @@ def settings(name: str) -> str:
     return table([*parted, *head], lines)
 
 
+def trained(name: str) -> str:
+    """How far networks were trained, by part and batch size: least and largest loss of the last epoch."""
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for record in study(name).records.values():
+        key = record["part"], record["configuration"]["axes"]["batch_size"]
+        groups.setdefault(key, []).append(record["training"])
+    lines = []
+    for (part, size), own in groups.items():
+        last = sorted(one["losses"][-1] for one in own)
+        right = min(one["accuracies"][-1] for one in own)
+        ends = f"{last[0]:.2g} to {last[-1]:.2g}"
+        lines.append([part, str(size), str(len(own)), str(own[0]["epochs"]), ends, f"{right:.4g}"])
+    head = [
+        "part",
+        "batch size",
+        "n",
+        "epochs",
+        "training loss of the last epoch",
+        "training accuracy, at least",
+    ]
+    return table(head, lines)
+
+
 def stored(name: str) -> str:
     """Spectral norms beside what the published code stores of them: over 2 + 2 · loss, also times 10⁻⁶."""
     lines = []
@@ -563,6 +586,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "summary": summary,
     "settings": settings,
     "stored": stored,
+    "trained": trained,
     "again": again,
     "beyond": beyond,
     "targets": targets,
@@ -595,7 +619,7 @@ def draw(name: str) -> None:
 _TRAINED = {
     "rangamani2019-loss": "on 5,000 images to a loss",
     "rangamani2019-batch": "to a loss of 0.001",
-    "rangamani2019-batch-published": "for 200 epochs",
+    "rangamani2019-epochs": "on 3,000 images for 200 epochs",
 }
 """Studies of the fully connected network of rangamani2019, and how they train it."""
 
@@ -607,7 +631,8 @@ def draw_losses() -> None:
         if not (RECORDS / f"{name}.json.xz").is_file():
             continue
         kept = networks(name)
-        known = kept[kept["part"].str.startswith(("mnist-fc", "loss"))]
+        known = kept[kept["part"].str.startswith(("mnist-fc", "loss"))] if "part" in kept else kept
+        known = known.assign(part=known["part"] if "part" in kept else "")
         settings += [f"{name} {part} {size}" for part, size in known[["part", "batch_size"]].to_numpy()]
         rows = known[["train_loss", "riemannian_spectral_norm:network", "batch_size"]].to_numpy()
         points += [(float(loss), float(norm), int(size), trained, True) for loss, norm, size in rows]
