@@ -631,8 +631,8 @@ def draw_losses() -> None:
         if not (RECORDS / f"{name}.json.xz").is_file():
             continue
         kept = networks(name)
-        known = kept[kept["part"].str.startswith(("mnist-fc", "loss"))] if "part" in kept else kept
-        known = known.assign(part=known["part"] if "part" in kept else "")
+        parted = kept if "part" in kept else kept.assign(part="mnist-fc")
+        known = parted[parted["part"].str.startswith(("mnist-fc", "loss"))]
         settings += [f"{name} {part} {size}" for part, size in known[["part", "batch_size"]].to_numpy()]
         rows = known[["train_loss", "riemannian_spectral_norm:network", "batch_size"]].to_numpy()
         points += [(float(loss), float(norm), int(size), trained, True) for loss, norm, size in rows]
