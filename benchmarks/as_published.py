@@ -80,7 +80,7 @@ def staged(stage: Stage, scale: str) -> Spec:
 
 def work(lane: str, given: argparse.Namespace, until: float) -> None:
     """Go through the stages of a lane until they are done or time is over."""
-    Study.write_tables = lambda study: []  # made of the records at home; here they would cost minutes
+    Study.write_tables = lambda self: []  # made of the records at home; here they would cost minutes
     if lane == "labels":
         os.nice(10)  # cores are first of all for those who keep the GPU busy
     for stage in LANES[lane]:
