@@ -1,10 +1,13 @@
 """Products with the network's Hessian, moves in parameter space, squared gradients: against dense truth."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import flatness
 import oracle
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
@@ -44,6 +47,24 @@ def names_of(model):
 
 def matrix(operator):
     return torch.stack(operator(list(torch.eye(operator.space.dimension, dtype=torch.float64))), 1)
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "gauss_newton"])
+@pytest.mark.parametrize("name", ["cross_entropy", "bce"])
+def test_a_float32_network_that_is_sure_and_right_keeps_its_curvature(name, curvature):
+    model, x = nn.Sequential(nn.Linear(5, 3)), given()[0]
+    model[0].bias.data = torch.tensor([18.0, 0, 0] if name == "cross_entropy" else [18.0, 17, 19])
+    y = torch.zeros(21).long() if name == "cross_entropy" else torch.ones(21, 3)
+    double = copy.deepcopy(model).double()
+    loss = F.cross_entropy if name == "cross_entropy" else F.binary_cross_entropy_with_logits
+    H = oracle.hessian(
+        double, oracle.mean_risk(x, y if y.dtype == torch.long else y.double(), loss), names_of(model)
+    )
+    options = {"loss": name, "curvature": curvature, "progress": False}
+    report = flatness.measure(model, (x.float(), y), measures="hessian_top_eigenvalue", **options)
+    assert float(torch.linalg.eigvalsh(H)[-1]) < 1e-6
+    found = report.value("hessian_top_eigenvalue", layer=None, reduction=None)
+    assert found == pytest.approx(oracle.top_eigenvalue(H), rel=1e-4)
 
 
 @pytest.mark.parametrize("kept", [0, 1000, 2**40])

@@ -513,12 +513,12 @@ def test_normalized_cross_entropy_ignores_scale_and_shift():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["cross_entropy", "nll", "mse", "bce", "normalized_cross_entropy"])
-def test_half_precision_outputs_are_worked_on_in_single(name: str, dtype: torch.dtype):
+def test_half_precision_outputs_are_worked_on_in_single_at_least(name: str, dtype: torch.dtype):
     loss = resolve_loss(name)
     output = normal(6, 4).log_softmax(1).to(dtype)
     target = classes(4, 6) if "entropy" in name or name == "nll" else binary(6, 4)
     half, double = loss.items(output, target), loss.items(output.double(), target) if name != "nll" else None
-    assert loss.values(half).dtype == torch.float32
+    assert torch.finfo(loss.values(half).dtype).bits >= 32
     factors = total(loss, half)
     assert factors.isfinite().all()
     if double is not None:

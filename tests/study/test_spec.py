@@ -232,6 +232,20 @@ def test_hyperparameters_out_of_range_are_refused(axis, value, wanted):
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("rho", -0.1, "at least 0"),
+        ("eps", float("nan"), "at least 0"),
+        ("beta1", 1.0, "from 0 to below 1"),
+        ("alpha", -0.5, "from 0 to below 1"),
+    ],
+)
+def test_options_of_optimizers_out_of_range_are_refused(key, value, wanted):
+    refusal = f"Expected {key} in [train] to be {wanted} but the study has {value!r}."
+    assert message(study(train={key: value})) == refusal
+
+
+@pytest.mark.parametrize(
     ("table", "given", "least"),
     [
         ("measure", {"samples": -5}, 1),

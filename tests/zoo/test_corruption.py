@@ -92,3 +92,12 @@ def test_what_cannot_be_corrupted_is_refused():
         "Expected images of one channel or three to corrupt, (samples, channels, height, width), but got "
         "inputs of shape (50, 16, 12)."
     )
+    assert message(2 * IMAGES - 1, "blur", 1).startswith(
+        "Expected images with pixels from 0 to 1 to corrupt, but got pixels from -"
+    )
+
+
+@pytest.mark.parametrize("given", ["noise", ("noise",), ("noise", 1, 2), 3])
+def test_a_corruption_is_a_kind_with_a_strength(given):
+    with pytest.raises(DataError, match="a kind with a strength, such as"):
+        data.load("digits", split="test", corruption=given)

@@ -113,8 +113,8 @@ class BinaryCrossEntropy(Elementwise):
         self.weight = None if weight is None else weight.detach()
 
     def values(self, items: Items) -> Tensor:
-        """Return the mean binary cross-entropies, shape (n,)."""
-        logits = promote(items.logits)
+        """Return the mean binary cross-entropies in float64, as `CrossEntropy` does, shape (n,)."""
+        logits = items.logits.double()
         losses = F.binary_cross_entropy_with_logits(
             logits,
             items.target.to(logits),

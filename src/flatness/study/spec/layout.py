@@ -107,7 +107,11 @@ _FILE: dict[str, Key] = {
         bfloat16=_YES_NO,
         decay_every=_count(1),  # epochs, as torch's StepLR
         decay=Key("a number", wanted="a factor above 0", right=lambda x: x > 0),
-        **dict.fromkeys(("beta1", "beta2", "alpha", "eps", "rho"), _NUMBER),
+        **dict.fromkeys(
+            ("beta1", "beta2", "alpha"),
+            Key("a number", wanted="from 0 to below 1", right=lambda x: 0 <= x < 1),
+        ),
+        **dict.fromkeys(("eps", "rho"), Key("a number", wanted="at least 0", right=lambda x: x >= 0)),
     ),
     "measure": _table(
         measures=_ANY,

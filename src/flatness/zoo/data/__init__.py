@@ -127,7 +127,7 @@ def load(
         >>> test.inputs.shape, len(test.classes)
         (torch.Size([359, 1, 8, 8]), 10)
     """
-    _check_arguments(split, limit)
+    _check_arguments(split, limit, corruption)
     # How a sample is scaled, where that is not known beforehand, depends on all of them.
     raw = _source(os.fspath(name)).read(split, data_dir, None if standardize else limit)
     total = len(raw.targets) if raw.total is None else raw.total
@@ -158,11 +158,15 @@ def _inputs(raw: Stored, limit: int | None, corruption: tuple[str, int] | None) 
     return inputs if corruption is None else torch.from_numpy(corrupted(inputs.numpy(), *corruption))
 
 
-def _check_arguments(split: str, limit: int | None) -> None:
+def _check_arguments(split: str, limit: int | None, corruption: tuple[str, int] | None) -> None:
     if split not in ("train", "test"):
         raise DataError(f"Expected split to be 'train' or 'test', but got {split!r}.")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise DataError(f"Expected limit to be a positive whole number or None, but got {limit!r}.")
+    if corruption is not None and not (isinstance(corruption, (tuple, list)) and len(corruption) == 2):
+        raise DataError(
+            f"Expected corruption to be a kind with a strength, such as ('blur', 3), but got {corruption!r}."
+        )
 
 
 def is_known(name: str) -> bool:

@@ -72,17 +72,23 @@ def corrupted(images: Images, kind: str, strength: int) -> Images:
         >>> [round(float(pixel), 2) for pixel in corrupted(image, "contrast", 2).flatten()]
         [0.3, 0.5]
     """
-    if kind not in CORRUPTIONS:
+    if not isinstance(kind, str) or kind not in CORRUPTIONS:
         raise DataError(
             f"Expected a corruption, one of {', '.join(CORRUPTIONS)}, but got {kind!r}."
             f"{nearest(str(kind), CORRUPTIONS)}"
         )
-    if strength not in STRENGTHS:
+    if type(strength) is not int or strength not in STRENGTHS:
         raise DataError(f"Expected the strength of a corruption to be 1, 2, 3, 4 or 5, but got {strength!r}.")
     if images.ndim != 4 or images.shape[1] not in (1, 3):
         raise DataError(
             "Expected images of one channel or three to corrupt, (samples, channels, height, width), but got "
             f"inputs of shape {images.shape}."
+        )
+    low, high = (images.min(), images.max()) if images.size else (0, 1)
+    if not 0 <= low <= high <= 1:
+        raise DataError(
+            f"Expected images with pixels from 0 to 1 to corrupt, but got pixels from {low:g} to {high:g}. "
+            "Store them as uint8, which are divided by 255, or divided by the largest value they can have."
         )
     function, strengths = CORRUPTIONS[kind]
     return function(images, strengths[strength - 1]).clip(0, 1).astype(np.float32)
