@@ -28,6 +28,7 @@ NOT_RUN = {  # reasons, and how many blocks
     "needs torchrun": 1,
     "needs a cluster": 2,
     "takes minutes": 5,
+    "takes a GPU": 1,
     "needs files": 2,
 }
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
