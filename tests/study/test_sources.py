@@ -169,3 +169,11 @@ def test_what_ones_own_code_raises_says_whose_it_is(tmp_path, monkeypatch, table
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     content = {**study(), table: {"name": f"mine:{name}"}}
     assert refused(tmp_path / "out", content, FlatnessError) == said
+
+
+def test_a_network_that_does_not_take_the_data_is_refused(tmp_path):
+    message = refused(tmp_path / "out", study(model={"options": {"sizes": [63, 16, 10]}}))
+    assert message.startswith(
+        "Expected mlp to take the samples of digits, of shape (1, 8, 8), but it raised "
+    )
+    assert message.endswith("Set its sizes with options in [model].")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import hashlib
 import re
@@ -9,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flatness.catalogue.measure import Measure
 from flatness.catalogue.registry import select_measures
@@ -26,32 +28,46 @@ from flatness.zoo.checkpoints import find_checkpoints
 
 
 def check_sources(spec: Spec, networks: Iterable[Configuration]) -> dict[str, Mapping[str, str]]:
-    """Load every data set and build every model once: what is missing is said now, not after an hour.
+    """Load every data set, and build and call every model once: what is wrong is said now, not after an hour.
 
     Returns:
         `Split.mark` of every data set, by the digest of its table [data].
 
     Raises:
-        SpecError: A layer or a column is named that there will not be.
+        SpecError: A layer or a column is named that there will not be, or a model does not take the data.
         DataError: The data are not there.
     """
     data: dict[str, Mapping[str, str]] = {}
-    shapes: dict[str, Sequence[int]] = {}
+    inputs: dict[str, Tensor] = {}
     models: dict[str, list[str]] = {}
     for one in networks:
         table, model = digest(dict(one.data)), digest([one.part, dict(one.model)])
         if table not in data:
             split = load_split(one.data)
-            data[table], shapes[table] = split.mark, split.train[0].shape
+            data[table], inputs[table] = split.mark, split.train[0]
             # What cannot be corrupted says so at the first of all.
             next(load_corrupted(one.data, spec.parts[one.part].get("corruptions", {})), None)
-        check_images(shapes[table], one.axes.get("augmentation", NONE))
+        check_images(inputs[table].shape, one.axes.get("augmentation", NONE))
         if model not in models:
             # A scale may measure less than the file, whose headline then holds all the same.
-            models[model] = _columns(make_model(one), spec.parts[one.part], spec.scale != "paper")
+            network = make_model(one)
+            _check_inputs(network, inputs[table][:2], one)
+            models[model] = _columns(network, spec.parts[one.part], spec.scale != "paper")
     if models:
         _check_analysis(spec, list(dict.fromkeys(name for names in models.values() for name in names)))
     return data
+
+
+def _check_inputs(model: nn.Module, inputs: Tensor, one: Configuration) -> None:
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model).eval()(inputs)
+    except RuntimeError as error:
+        raise SpecError(
+            f"Expected {one.model['name']} to take the samples of {one.data['name']}, of shape "
+            f"{tuple(inputs.shape[1:])}, but it raised RuntimeError: {str(error).splitlines()[0]}. Set its "
+            "sizes with options in [model]."
+        ) from error
 
 
 def _columns(model: nn.Module, settings: Mapping[str, Any], everything: bool) -> list[str]:
