@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from flatness.losses.signs import Signs
 
 
+_MOST_IN_DOUBLE = 10_000  # classes
+
+
 class CrossEntropy(Loss):
     """Cross-entropy of a softmax, with torch's conventions for weights, smoothing and soft labels.
 
@@ -87,8 +90,10 @@ class CrossEntropy(Loss):
         """Return the smoothed cross-entropy of every prediction: shape (n, T).
 
         In float64: in float32 its derivative p_y − 1 is mostly rounding where a network is sure and right.
+        Vocabularies stay in the model's precision: there logits are most of the memory, and losses not so small.
         """
-        logits = items.logits.double()
+        fine = items.logits.shape[2] <= _MOST_IN_DOUBLE
+        logits = items.logits.double() if fine else promote(items.logits)
         target = items.target if _hard(items) else items.target.to(logits)
         losses = F.cross_entropy(
             logits.flatten(0, 1),
