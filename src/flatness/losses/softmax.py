@@ -90,7 +90,7 @@ class CrossEntropy(Loss):
         """Return the smoothed cross-entropy of every prediction: shape (n, T).
 
         In float64: in float32 its derivative p_y − 1 is mostly rounding where a network is sure and right.
-        Vocabularies stay in the model's precision: there logits are most of the memory, and losses not so small.
+        Vocabularies stay in the model's precision: their logits are most of the memory, and losses larger.
         """
         fine = items.logits.shape[2] <= _MOST_IN_DOUBLE
         logits = items.logits.double() if fine else promote(items.logits)
