@@ -13,7 +13,7 @@ from torch import nn
 
 import flatness
 from flatness.errors import ModelError
-from flatness.problem.process_state import OneAtATime
+from flatness.problem.process_state import PROCESS, OneAtATime
 from small import data, network
 from untouched import untouched
 
@@ -194,3 +194,27 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_does_not_have():
     let_on.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_the_lock_needs_nothing_that_early_versions_of_python_3_11_lack(monkeypatch):
+    class Early:
+        """What `threading.RLock` has in Python 3.11.2."""
+
+        def __init__(self):
+            own = threading.RLock()
+            self.acquire, self.release, self._is_owned = own.acquire, own.release, own._is_owned
+            self.free = lambda: own.acquire(blocking=False) and own.release() is None
+
+        def __enter__(self):
+            return self.acquire()
+
+        def __exit__(self, *error):
+            self.release()
+
+    lock = Early()
+    monkeypatch.setattr(PROCESS, "lock", lock)
+    with lock:
+        assert _measure(network()).value("hessian_trace") > 0
+        assert PROCESS.is_mine(), "the right is the caller's, who had it before"
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(lock.free).result(), "and nobody's afterwards"

@@ -41,10 +41,11 @@ class Kept(UnsplitStack):
 
     def prepare(self) -> None:
         """Wait for other measurements to end, and remember everything."""
-        self.undo(PROCESS.release())
-        while not PROCESS.lock.acquire(timeout=0.05):
-            self.handle_waiting()
-            refuse_measured(self._model)
+        if not PROCESS.is_mine():
+            self.undo(PROCESS.release)
+            while not PROCESS.lock.acquire(timeout=0.05):
+                self.handle_waiting()
+                refuse_measured(self._model)
         self.callback(self._at_work.pop, self, None)
         self._at_work[self] = (threading.get_ident(), _parts_of(self._model))
         # Copies of tensors made in inference mode could not be compared outside.

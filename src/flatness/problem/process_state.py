@@ -42,16 +42,15 @@ class OneAtATime:
             # In a child only the thread that forked goes on, and its copy of the lock may be another's.
             os.register_at_fork(after_in_child=self._forget)
 
-    def release(self) -> Callable[[], None]:
-        """What gives the right back as far as it is taken from now on; to be registered before it is."""
+    def is_mine(self) -> bool:
+        """Whether this thread has the right."""
         lock: Any = self.lock
-        before = lock._recursion_count()
+        return lock._is_owned()  # which `threading.Condition` asks for, in every Python
 
-        def give_back() -> None:
-            while lock._recursion_count() > before:
-                lock.release()
-
-        return give_back
+    def release(self) -> None:
+        """Give the right back, however often this thread has taken it."""
+        while self.is_mine():
+            self.lock.release()
 
     def _forget(self) -> None:
         self.lock = threading.RLock()
