@@ -245,6 +245,28 @@ def test_options_of_optimizers_out_of_range_are_refused(key, value, wanted):
     assert message(study(train={key: value})) == refusal
 
 
+def test_an_option_that_no_optimizer_of_the_file_takes_is_refused():
+    refusal = (
+        "Expected {} in [train] with an optimizer that takes it, {}, but the study has none in [grid]. Leave "
+        "{} out."
+    )
+    assert message(study(train={"rho": 0.1})) == refusal.format("rho", "sam", "rho")
+    rates = {**SMALL, "parts": {"one": {"train": {"beta1": 0.8}}}}
+    assert message(rates) == refusal.format("beta1", "adam or adamw", "beta1")
+    assert message(study(train={"alpha": 0.9}, grid={"optimizer": ["sgd", "adam"]})) == refusal.format(
+        "alpha", "rmsprop", "alpha"
+    )
+    # What one part or scale takes may stand above all of them.
+    taken = study(train={"rho": 0.1})
+    for given in (
+        study(train={"rho": 0.1}, grid={"optimizer": ["sgd", "sam"]}),
+        study(train={"rho": 0.1}, grid={"together": [{"optimizer": ["sam"], "momentum": [0.9]}]}),
+        {**taken, "parts": {"one": {}, "two": {"grid": {"optimizer": "sam"}}}},
+        {**taken, "scale": {"small": {"grid": {"optimizer": "sam"}}}},
+    ):
+        assert read_spec(given).configurations
+
+
 @pytest.mark.parametrize(
     ("table", "given", "least"),
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flatness.catalogue.registry import resolve_options, select_measures
@@ -233,6 +233,26 @@ def _check_text(value: Any, what: str, where: str) -> None:
         raise SpecError(
             f"Expected {what} to be text that can be shown but {where} has the character {wrong!r} in it."
         )
+
+
+def check_options(content: Mapping[str, Any], where: str) -> None:
+    """Refuse an option that no optimizer of a file takes, at any of its scales."""
+    grids = [row for grid in _tables(content, "grid") for row in (grid, *grid.get("together", ()))]
+    for option in [key for train in _tables(content, "train") for key in train]:
+        takers = [name for name, kind in OPTIMIZERS.items() if option in kind.takes]
+        if takers and not any(name in as_list(row.get("optimizer", ())) for name in takers for row in grids):
+            raise SpecError(
+                f"Expected {option} in [train] with an optimizer that takes it, {' or '.join(takers)}, but "
+                f"{where} has none in [grid]. Leave {option} out."
+            )
+
+
+def _tables(content: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
+    """A table wherever a file has it: at the top, in its parts and at its scales."""
+    yield content.get(name, {})
+    for group in ("scale", "parts"):
+        for inner in content.get(group, {}).values():
+            yield from _tables(inner, name)
 
 
 def check_settings(settings: Mapping[str, Any], where: str) -> None:

@@ -21,6 +21,7 @@ from flatness.study.spec.layout import (
     SCALES,
     TABLES,
     check_layout,
+    check_options,
     check_settings,
     merged,
 )
@@ -149,6 +150,7 @@ def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> 
     check_layout(content, where)
     if EXPERIMENT in content:
         return _experiment_spec(name, scale, content, where)
+    check_options(content, where)
     usual = _USUAL.get(scale, {})
     if "checkpoints" in content:
         usual = {table: changes for table, changes in usual.items() if table == "grid"}

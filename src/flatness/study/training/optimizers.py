@@ -26,6 +26,8 @@ class Optimizer:
     states: tuple[str, ...] = ()
     """What is kept per parameter from one step to the next."""
     takes_momentum = True
+    takes: tuple[str, ...] = ()
+    """Those of the options that are its own."""
 
     def __init__(self, settings: Mapping[str, Tensor], like: Tensor, options: Mapping[str, float]) -> None:
         self.settings = {name: value.to(like) for name, value in settings.items()}
@@ -89,6 +91,7 @@ class Adam(Optimizer):
 
     states = ("mean", "square")
     takes_momentum = False
+    takes = ("beta1", "beta2", "eps")
 
     def _step(self, flat: Tensor, gradient: Tensor) -> None:
         beta1, beta2 = self.options.get("beta1", 0.9), self.options.get("beta2", 0.999)
@@ -113,6 +116,8 @@ class AdamW(Adam):
 class SAM(SGD):
     """Foret et al.'s: SGD with the gradient at θ + ρ·g/‖g‖, where ρ is the option ``rho``, 0.05."""
 
+    takes = ("rho",)
+
     def ascent(self, gradient: Tensor) -> Tensor:
         """The step up from θ, of length ρ in every network."""
         length = gradient.norm(dim=1, keepdim=True).clamp_min(1e-12)
@@ -123,6 +128,7 @@ class RMSprop(Optimizer):
     """Hinton's: the gradient over the root of a running mean of its square; momentum where there is some."""
 
     states = ("square",)
+    takes = ("alpha", "eps")
 
     def _step(self, flat: Tensor, gradient: Tensor) -> None:
         alpha = self.options.get("alpha", 0.99)
