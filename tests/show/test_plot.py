@@ -13,6 +13,8 @@ import flatness
 from flatness.errors import OptionError, ReportError
 from flatness.report.report import Report, Result
 from flatness.report.trajectory import Trajectory
+from flatness.study.analysis.results import Study
+from made_up import made_up_study
 from small import data, network
 
 META = {"model": "Net", "samples": 20, "loss": "mse", "risk": 0.5}
@@ -257,3 +259,12 @@ def test_a_study_is_a_scatter_of_its_first_quantity_against_the_gap(tmp_path):
     with pytest.raises(OptionError) as error:
         study.plot(measures=["a", "b"])
     assert str(error.value) == "Expected one column of the study but got 2. Draw one by one."
+
+
+def test_a_study_without_measured_networks_says_so(tmp_path):
+    made = made_up_study({"seed": 2}, layers=1)
+    begun = Study(made.spec, made.networks, {}, tmp_path)
+    for measures in (None, ["hessian_trace:network"]):
+        with pytest.raises(OptionError) as error:
+            begun.plot(measures=measures)
+        assert str(error.value) == "Expected measured networks to draw but the study has none yet. Run it."

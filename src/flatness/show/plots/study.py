@@ -112,10 +112,12 @@ def save_study(
     path: Where, study: Study, *, measures: Sequence[str] | None = None, dark: bool = False
 ) -> Picture:
     """A quantity of the study against the generalisation gap, a mark per network: its first headline."""
-    (column, *more) = measures or study.headline() or [""]
+    known = measure_columns(study.kept())
+    if not known:
+        raise OptionError("Expected measured networks to draw but the study has none yet. Run it.")
+    (column, *more) = measures or study.headline() or known
     if measures is not None and more:
         raise OptionError(f"Expected one column of the study but got {len(measures)}. Draw one by one.")
-    known = measure_columns(study.kept())
     if column not in known:
         raise OptionError(
             f"Expected a column of the study to draw but got {column!r}.{nearest(column, known)} There are: "
