@@ -56,25 +56,26 @@ class Frame:
         return torch.where(self.V > 0, 1 / self.V, 0).square()
 
     @cached_property
-    def WW(self) -> Tensor:
-        """W Wᵀ (G, d, d)."""
-        return self.W @ self.W.mT
+    def _grams(self) -> dict[Units, Tensor]:
+        """What `gram` has computed."""
+        return {}
+
+    def gram(self, units: Units) -> Tensor:
+        """The products of the rows of `weight` with one another (G, d, d): W Wᵀ, W V² Wᵀ or W C Wᵀ."""
+        if units not in self._grams:
+            W = self.weight(units)
+            self._grams[units] = W @ W.mT
+        return self._grams[units]
+
+    def weight(self, units: Units) -> Tensor:
+        """The weight W, W V or W Y that multiplies features in these units (G, d, m)."""
+        if units == "spread":
+            assert self.V is not None
+            return self.W * self.V[:, None]
+        return self._whitened if units == "whitened" else self.W
 
     @cached_property
-    def WW_V(self) -> Tensor:
-        """The same of W V."""
-        assert self.V is not None
-        W_V = self.W * self.V[:, None]
-        return W_V @ W_V.mT
-
-    @cached_property
-    def WW_C(self) -> Tensor:
-        """W C Wᵀ (G, d, d)."""
-        return self.whitened @ self.whitened.mT
-
-    @cached_property
-    def whitened(self) -> Tensor:
-        """The weight W Y that multiplies whitened features (G, d, m)."""
+    def _whitened(self) -> Tensor:
         return self._whitening.of_weight(self.W)
 
     def features(self, units: Units, Phi: Tensor) -> Tensor:

@@ -16,29 +16,21 @@ class Relative(BlockStatistic):
     name = "relative"
     from_squares = uses_u = True
 
-    def gram(self, frame: Frame) -> Tensor:
-        """The matrix that traces are multiplied with."""
-        return frame.WW
-
-    def weight(self, frame: Frame) -> Tensor:
-        """The matrix whose products with itself that is."""
-        return frame.W
-
     def of_identity(self, frame: Frame) -> Tensor:
         """Tr H_ss = m in every row, 0 between rows."""
         return frame.W.shape[2] * frame.W.square().sum()
 
     def of_blocks(self, frame: Frame, T: Tensor) -> Tensor:
         """⟨T, W Wᵀ⟩."""
-        return (T * self.gram(frame)).sum(dtype=torch.float64)
+        return (T * frame.gram(self.units)).sum(dtype=torch.float64)
 
     def of_product(self, frame: Frame, a: Tensor, b: Tensor) -> Tensor:
         """⟨W Wᵀ a, b⟩, or ⟨Wᵀa, Wᵀb⟩ where W is so tall, or W Wᵀ is used so little, that this costs less."""
         _, d, m = frame.W.shape
         used_once = frame.W.requires_grad and a.shape[0] * a.shape[-1] < d
         if d <= (m if a is b else 2 * m) and not used_once:
-            return (across(self.gram(frame), a) * b).sum((1, 2, 3))
-        W = self.weight(frame).mT
+            return (across(frame.gram(self.units), a) * b).sum((1, 2, 3))
+        W = frame.weight(self.units).mT
         first = across(W, a)
         return (first * (first if a is b else across(W, b))).sum((1, 2, 3))
 
@@ -57,18 +49,9 @@ class RelativeNormalized(Relative):
     name = "relative_normalized"
     units = "spread"
 
-    def gram(self, frame: Frame) -> Tensor:
-        """The matrix that traces are multiplied with."""
-        return frame.WW_V
-
-    def weight(self, frame: Frame) -> Tensor:
-        """The matrix whose products with itself that is."""
-        assert frame.V is not None
-        return frame.W * frame.V[:, None]
-
     def of_identity(self, frame: Frame) -> Tensor:
         """Tr H_ss = Σ_t V_t⁻² in every row, 0 between rows."""
-        return (frame.inverse_V2.sum(1) * (frame.W.square() * frame.V2[:, None]).sum((1, 2))).sum()
+        return frame.inverse_V2.sum(1) @ frame.weight(self.units).square().sum((1, 2))
 
     def of_squares(self, squares: SquaredSignals) -> Tensor:
         """Σ ‖V⁻¹φ‖² ‖V Wᵀδ‖²."""
@@ -87,18 +70,11 @@ class RelativeWhitened(Relative):
     # Squared signals of single input units do not say what those of white features are.
     from_squares = uses_u = False
 
-    def gram(self, frame: Frame) -> Tensor:
-        """The matrix that traces are multiplied with."""
-        return frame.WW_C
-
-    def weight(self, frame: Frame) -> Tensor:
-        """The matrix whose products with itself that is."""
-        return frame.whitened
-
     def of_identity(self, frame: Frame) -> Tensor:
         """Tr H_ss = taps · Tr C⁺ in every row, 0 between rows."""
         assert frame.whitening is not None
-        return frame.taps * (frame.whitening.Z.square().sum((1, 2)) @ frame.whitened.square().sum((1, 2)))
+        of_features = frame.whitening.Z.square().sum((1, 2))
+        return frame.taps * (of_features @ frame.weight(self.units).square().sum((1, 2)))
 
     def of_softmax(self, rows: SoftmaxRows) -> Tensor:
         """Σ ‖Zᵀφ‖² a Σ_t Var_p((W Y)_·t)."""
