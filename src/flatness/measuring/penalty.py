@@ -45,7 +45,7 @@ from flatness.measuring.training_pass import TrainingPass, training_pass
 from flatness.network.layers import Layer
 from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.memory import ran_out
-from flatness.problem.model import Forward
+from flatness.problem.model import Forward, refuse_missing_row
 
 Seed = int | torch.Generator | None
 
@@ -101,7 +101,11 @@ def penalty(
     _check_gradients(model)
     # A parametrised weight is computed once, for the layer and for the penalty.
     with parametrize.cached():
-        run = training_pass(model, batch, layers, resolved, forward)
+        try:
+            run = training_pass(model, batch, layers, resolved, forward)
+        except IndexError as error:
+            refuse_missing_row(model, error)
+            raise
         with torch.autocast(run.output.device.type, enabled=False):
             value = _total(run, chosen, seed)
     if not bool(value.isfinite()):
