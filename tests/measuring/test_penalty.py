@@ -637,5 +637,5 @@ def test_a_model_without_layers_is_refused():
 def test_a_row_that_a_table_lacks_is_named():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 3))
     tokens = torch.tensor([[1, 2, 3], [4, 11, 5]])
-        with pytest.raises(DataError, match="from 0 to 9 .* table '0' but row 1 of its input has 11"):
+    with pytest.raises(DataError, match=r"from 0 to 9 .* table '0' but row 1 of its input has 11"):
         flatness.penalty(model, (tokens, torch.tensor([0, 1])))
