@@ -428,7 +428,7 @@ def cost(name: str) -> str:
         environment = record["environment"]
         devices.setdefault(environment.get("device_name", environment["device"]), []).append(record)
     told = "; ".join(f"on {device}: {spent(records)}" for device, records in sorted(devices.items()))
-    return f"{told[0].upper()}{told[1:]}. Times of several at work side by side are added up.\n"
+    return f"{told[0].upper()}{told[1:]}. Times of parallel workers are added up.\n"
 
 
 def spent(records: list[Mapping[str, Any]]) -> str:

@@ -56,7 +56,7 @@ def test_what_may_have_a_copy_for_every_sample_has_one():
     plan = planned(built(), data())
     assert plan.repeated == {"token": (1, WIDTH), "places": (LENGTH + 1, WIDTH), "scale": (1, WIDTH)}
     assert plan.by_parameters.rest == []
-    assert "trace of token, places, scale: probes, with a copy for every sample" in str(plan)
+    assert "trace of token, places, scale: probes, with one copy per sample" in str(plan)
 
 
 def test_a_scale_is_broadcast_to_what_it_multiplies():

@@ -404,7 +404,7 @@ def test_sharded_parameters_are_refused():
     model.head.weight = Sharded(model.head.weight.detach())
     assert refusal(ModelError, model, data()) == (
         "Expected whole parameters but got sharded ones (DTensor): head.weight. In all processes, build the "
-        "model anew and load into it what get_model_state_dict(model, "
+        "model again and load into it what get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict returns; "
         "measure that copy."
     )

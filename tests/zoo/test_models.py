@@ -255,7 +255,7 @@ def test_lenet5_refuses_images_too_small_for_its_kernels() -> None:
     assert models.lenet5(size=16)(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
     assert message(ModelError, models.lenet5, size=15) == (
         "Expected images of at least 16×16 pixels, padding included, but got 15×15 with padding 0. Pad them "
-        "more, or take another network, such as mlp."
+        "more, or use another network, such as mlp."
     )
 
 

@@ -91,7 +91,7 @@ WHITENED = Metric(
     notes=_of_whitening,
 )
 METRICS = {one.name: one for one in (EUCLIDEAN, LAYERWISE, NODEWISE, FISHER, RELATIVE, UNIT_SPREAD, WHITENED)}
-# What metrics keep of single layers only, and not of all of them together.
+# Metrics are invariant to these for single layers only, not for all layers together.
 _OF_LAYERS = {"neuronwise except own features", "attention q, k, v"}
 
 

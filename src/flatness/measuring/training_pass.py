@@ -64,17 +64,17 @@ def _settled_forward(model: nn.Module, batch: Any, loss: Loss) -> DefaultForward
     return forward
 
 
-# What a table is asked for by all samples together, such as positions; None where every sample asks for
-# rows of its own, and False where its rows are not those of single samples.
+# The tokens that a table is given once for all samples, such as positions; None if every sample has its own,
+# and False if its rows do not belong to single samples.
 _Asked = Tensor | bool | None
-# That of the tables of models, by name; found out once.
+# These tokens for every table of a model, by name; found once.
 _ASKED: WeakKeyDictionary[nn.Module, dict[str, _Asked]] = WeakKeyDictionary()
 
 
 def _shared_tokens(
     model: nn.Module, batch: Any, loss: Loss, forward: Forward, tables: Mapping[str, nn.Module]
 ) -> dict[str, _Asked]:
-    """How these tables are asked for; runs that find it out leave the model as it was."""
+    """The tokens that these tables are given; the runs that find them leave the model as it was."""
     known = _ASKED.setdefault(model, {})
     if tables.keys() <= known.keys() or batches.size_of(batch) < 2:
         return known
@@ -105,7 +105,7 @@ def _shared_tokens(
 def _apart(
     before: Tensor, run: Callable[[], tuple[Tensor, dict[str, list[LiveCall]]]], names: Iterable[str]
 ) -> bool:
-    """Whether these tables, asked once for each sample, act on their own sample alone."""
+    """Whether rows of these tables, looked up once for each sample, act on that sample alone."""
     try:
         after, calls = run()
     except (RuntimeError, FlatnessError) as error:
@@ -160,7 +160,7 @@ def training_pass(
 
 
 def _tables(views: Mapping[str, Layer], asked: str | Iterable[str] | None) -> dict[str, nn.Module]:
-    """The tables that may be asked for; a last layer only has them where its weight is tied."""
+    """The tables that may be penalised; the last layer involves one only if its weight is tied."""
     tables = {name: view for name, view in views.items() if view.chooses}
     if asked == "last" and tables:
         keys = [_weight_key(view) for view in views.values()]

@@ -41,7 +41,7 @@ def fits(work: Callable[[], object], device: torch.device) -> bool:
 
 
 def free_on(device: torch.device) -> int:
-    """Bytes that a GPU has left: what nobody has taken, and what torch holds from earlier work and reuses."""
+    """Free bytes of a GPU: unallocated memory, and memory that torch holds from earlier work and reuses."""
     reused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + reused
 

@@ -1,4 +1,4 @@
-"""Parameters with a copy for every sample, so that derivatives in them come back sample by sample."""
+"""Parameters with one copy per sample, so that their derivatives come sample by sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 Shape = tuple[int, ...]
-"""Of one sample's copy."""
+"""The shape of one sample's copy."""
 
 
 def shapes_of_copies(parameter: Tensor) -> list[Shape]:
@@ -25,7 +25,7 @@ def shapes_of_copies(parameter: Tensor) -> list[Shape]:
 
 
 class RepeatedParameters:
-    """A context in which parameters are their copies for n samples.
+    """A context that replaces parameters by their copies for n samples.
 
     Args:
         model: The network.
@@ -46,7 +46,7 @@ class RepeatedParameters:
         self.copies: dict[str, Tensor] = {}
 
     def __enter__(self) -> RepeatedParameters:
-        """Nothing yet: `prepare` says how many samples there are."""
+        """Do nothing yet: `prepare` makes the copies once the number of samples is known."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -57,7 +57,7 @@ class RepeatedParameters:
         self.copies.clear()
 
     def prepare(self, samples: int) -> None:
-        """Fresh copies for a batch of so many samples."""
+        """Fresh copies for a batch with this many samples."""
         for name, parameter in self._own.items():
             copies = parameter.detach().reshape(1, *self._shapes[name]).expand(samples, *self._shapes[name])
             self.copies[name] = copies.clone().requires_grad_()
@@ -68,7 +68,7 @@ class RepeatedParameters:
 def told_apart(
     before: Tensor, after: Tensor, copies: Iterable[object], originals: Iterable[Tensor] = ()
 ) -> bool:
-    """Whether copies for every sample leave the outputs as they are, and each acts on its own sample alone.
+    """Whether copies leave the outputs unchanged, and each acts on its own sample alone.
 
     Args:
         before: The outputs without copies, samples first.
@@ -95,5 +95,5 @@ def told_apart(
 
 
 def _agree(before: Tensor, after: Tensor) -> bool:
-    """Whether outputs are the same, up to what other kernels change."""
+    """Whether outputs agree up to the rounding of different kernels."""
     return after.shape == before.shape and bool((after - before).abs().max() <= 1e-4 * before.abs().max())

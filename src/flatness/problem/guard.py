@@ -59,9 +59,9 @@ class Kept(UnsplitStack):
 def repeated_tokens(
     tables: Mapping[nn.Module, Tensor], samples: Callable[[], int]
 ) -> Iterator[Callable[[], Any]]:
-    """Tables that get the same tokens for all samples, such as positions, get them once for each.
+    """Give tables that look tokens up once for all samples, such as positions, the tokens once for each sample.
 
-    What they return then says sample by sample how it is used. Call what the context gives to keep the hooks
+    Derivatives of their outputs then come sample by sample. Call what the context returns to keep the hooks
     when it ends.
 
     Args:
@@ -163,7 +163,7 @@ class Guard(Kept):
     def repeated_tokens(
         self, tables: Mapping[nn.Module, Tensor]
     ) -> AbstractContextManager[Callable[[], Any]]:
-        """See the function; what it gives keeps the hooks until the guard goes."""
+        """As the function `repeated_tokens`; calling what it returns keeps the hooks until the guard ends."""
         return repeated_tokens(tables, lambda: self.samples)
 
     def written(self) -> list[str]:

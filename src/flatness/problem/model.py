@@ -93,7 +93,7 @@ def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
     _refuse(
         [name for name, value in held if hasattr(value, "full_tensor")],
         "Expected whole parameters but got sharded ones (DTensor): {}. In all processes, build the model "
-        "anew and load into it what get_model_state_dict(model, "
+        "again and load into it what get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict "
         "returns; measure that copy.",
     )
@@ -131,7 +131,7 @@ def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def refuse_missing_row(model: nn.Module, error: IndexError) -> None:
-    """Refuse an index that an embedding table does not have, if that is why the model failed."""
+    """Refuse an index outside an embedding table if that is why the model failed."""
     names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         table, indices = frame.f_locals.get("self"), frame.f_locals.get("input")

@@ -23,7 +23,7 @@ OUTCOMES = ("status", "reason", "epochs", "training_seconds", "measuring_seconds
 """Columns of the table of networks beside their hyperparameters and measures."""
 
 ALL_KINDS = "corrupted"
-"""Begins the columns about all kinds of corruption together."""
+"""The prefix of the columns about all kinds of corruption together."""
 
 
 def corrupted_columns(corruptions: Mapping[str, Sequence[Any]]) -> list[str]:

@@ -19,7 +19,7 @@ _KEPT_ON_RESTART, _KEPT_BELOW = 4, 2
 _CHECK_EVERY = 4
 # What a basis may take, and the fewest and the most vectors of it.
 _BASIS_BYTES, _SMALLEST_BASIS, _LARGEST_BASIS = 512 * 2**20, 12, 64
-# What is worth copying to have it in one piece.
+# Parts up to this size are copied into one piece.
 _PART_BYTES = 64 * 2**20
 
 
@@ -55,7 +55,7 @@ def basis_limit(numbers: int) -> int:
 
 
 def basis_dtype(numbers: int, dtype: torch.dtype) -> torch.dtype:
-    """The precision of a basis: that of its products where not even the smallest in float64 would fit."""
+    """The precision of a basis: float64, or that of its products if not even the smallest basis would fit."""
     large = numbers * 8 * _SMALLEST_BASIS > _BASIS_BYTES
     return torch.promote_types(dtype, torch.float32) if large else torch.float64
 
@@ -127,7 +127,7 @@ class _Basis:
 def _along(part: Tensor, w: Tensor) -> Tensor:
     """⟨v, w⟩ for all v of a part (B, j, N): (B, j)."""
     if part.shape[:2] == (1, 1):
-        # As a batched product, a single long one would be the work of one thread block of a GPU.
+        # As a batched product, a GPU would give a single long one to one thread block.
         return torch.dot(part[0, 0], w[0]).view(1, 1)
     return torch.einsum("bjn,bn->bj", part, w)
 

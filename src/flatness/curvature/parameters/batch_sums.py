@@ -51,7 +51,7 @@ class BatchSums(Generic[Made]):
 
     @property
     def kept(self) -> bool:
-        """Whether what is made is there for further questions."""
+        """Whether the batch's intermediate results are kept for further questions."""
         return self._kept is not None
 
     def sums(self, answers: Callable[[Made], Mapping[Key, Tensor]]) -> dict[Key, Tensor]:

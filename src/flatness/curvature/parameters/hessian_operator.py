@@ -15,9 +15,9 @@ from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.network.memory import kept_budget
 from flatness.problem.guard import differentiable
 
-# Graphs that are kept save a third of the work, and take what is worth more to others where they are large.
+# Keeping graphs saves a third of the work; above this size the memory is worth more elsewhere.
 _MOST_KEPT = 8 * 2**30
-# Graphs of this size keep any device busy: longer micro-batches take memory and save no time.
+# Graphs of this size keep any device busy; larger micro-batches take memory and save no time.
 _AT_ONCE = 16 * 2**30
 
 
@@ -69,7 +69,7 @@ class HessianOperator:
         return BatchSums(problem, lambda: nullcontext(self._product), "Hessian products", keep=keep)
 
     def _product(self, batch: Any) -> Product:
-        # All samples come in the first product, and again the same way in every other.
+        # Only the first product checks batches: every later one gets the same samples in the same way.
         first = self.products == 1
         error = self.error if first else None
         return batch_product(self.space, batch, self._curvature, error, look=first)[1]

@@ -224,7 +224,7 @@ class OptimizerState:
                 )
 
     def _moments(self, own: _Own) -> list[str]:
-        """What an adaptive optimizer's metric is made of."""
+        """The entries of the state that an adaptive optimizer's metric needs."""
         if isinstance(self._optimizer, SGD):
             return []
         if isinstance(self._optimizer, RMSprop):

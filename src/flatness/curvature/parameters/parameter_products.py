@@ -33,7 +33,7 @@ class Product(Protocol):
     """Products with the Hessian of a micro-batch's summed losses."""
 
     def __call__(self, vector: Tensor, /, *, last: bool = False) -> Tensor:
-        """H v; what it is made from is kept for others unless this is the last."""
+        """H v; the graph is kept for further products unless this is the last."""
         ...
 
 

@@ -23,7 +23,7 @@ class Multiply(Protocol):
     """Products with the second derivatives at some places."""
 
     def __call__(self, along: Mapping[str, Tensor], /, *, last: bool = False) -> dict[str, Tensor]:
-        """The products with directions, without those that are zero everywhere; the last frees the graph."""
+        """The products with directions, except those that are zero everywhere; the last frees the graph."""
         ...
 
 

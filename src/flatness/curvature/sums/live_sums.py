@@ -151,7 +151,7 @@ def _of_gradients(needs: frozenset[str], frame: Frame, g: Tensor) -> dict[str, T
 
 
 def _projects(statistics: Sequence[Statistic], layer: Layer, d: int, P: int) -> bool:
-    """Whether g U takes the place of g."""
+    """Whether g U replaces g."""
     blocks = all(isinstance(one, BlockStatistic) for one in statistics)
     return blocks and P > 1 and d > DIRECTIONS and not layer.chooses
 

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from flatness.network.repeated_parameters import Shape
 
 _SAMPLES = (8, 4, 2, 1)
-# Outputs that the examined samples have together, at most, unless there are only two: two sequences of a
-# language model have a hundred million.
+# The most outputs that all examined samples have together, unless there are only two samples: two sequences
+# of a language model have a hundred million.
 _MOST_OUTPUTS = 1 << 26
 _CUT_OFF = "no gradient reaches it (the forward pass uses torch.no_grad, detach or reentrant checkpointing)"
 _PROBABILITIES = (
-    "the outputs are probabilities, of which the loss takes the softmax once more; return logits, or pass "
+    "the outputs are probabilities, but the loss applies a softmax to them; return logits, or pass "
     "loss='nll' with log-probabilities"
 )
 # Only the math kernel of fused attention has this operator.
@@ -108,7 +108,7 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
 
 
 def _are_probabilities(problem: Problem, logits: Tensor) -> bool:
-    """Whether what should be logits is at least 0 and sums to 1 for every prediction."""
+    """Whether the supposed logits are at least 0 and sum to 1 for every prediction."""
     if problem.loss.name != "cross_entropy" or logits.shape[-1] == 1:
         return False
     return bool((logits >= 0).all() and ((logits.float().sum(-1) - 1).abs() < 1e-2).all())

@@ -43,7 +43,7 @@ def _gradients(plan: Plan) -> tuple[float, float]:
 
 
 def _of_probes(plan: Plan) -> tuple[float, float]:
-    """What the sampled engine takes."""
+    """The gradients that the sampled engine takes."""
     each = _PROBE if plan.sampling.curved else 0.0
     if plan.complete:
         directions = max((t.cost for t in plan.treatments.values() if t.sampled), default=0)

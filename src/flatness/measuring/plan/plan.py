@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def curvature(self) -> str:
-        """The word in the results; finite differences count as "hessian"."""
+        """The curvature as named in the results; finite differences count as "hessian"."""
         return "hessian" if self.request.differences else self.request.curvature
 
     @cached_property
@@ -237,7 +237,7 @@ class Plan:
         if self.by_parameters.rest:
             yield f"trace of {listed(self.by_parameters.rest, 6)}: products with their Hessian"
         if self.repeated:
-            yield f"trace of {listed(self.repeated, 6)}: probes, with a copy for every sample"
+            yield f"trace of {listed(self.repeated, 6)}: probes, with one copy per sample"
         if self.request.differences:
             yield "Hessian products are central differences of gradients"
         if self.estimate is not None:

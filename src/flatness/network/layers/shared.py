@@ -66,7 +66,7 @@ class SharedLayer(Layer):
             return False
         if len({type(view) for view, _ in laid_out}) == 1:
             return True
-        # The same memory in the same order; how far apart the groups are is no matter where there is one.
+        # The same memory in the same order; the stride between groups does not matter if there is only one.
         return len({(W.data_ptr(), W.stride()[len(W) == 1 :]) for _, W in laid_out}) == 1
 
     @property

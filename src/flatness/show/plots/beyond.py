@@ -110,7 +110,7 @@ def _dots(
     dots: Mapping[str, Dot],
     chance: Mapping[str, float | None],
 ) -> None:
-    """The dots of one row, a little above one another, each on the band of its study's chance."""
+    """The dots of one row, slightly offset, each on the band of what chance gives in its study."""
     colour = colour_on(theme, _KINDS[row.kind])
     for number, (study, own) in enumerate(chance.items()):
         dot = dots.get(study)

@@ -62,7 +62,7 @@ _APART = 0.012  # of the width
 
 
 def _side_by_side(series: Mapping[str, Sequence[Mark]]) -> dict[str, list[Mark]]:
-    """Marks of several groups at one place move apart by as much as their error bars need."""
+    """Move marks of several groups at one place apart, as far as their error bars need."""
     marks = [mark for members in series.values() for mark in members]
     ranged = [name for name, members in series.items() if any(mark.low is not None for mark in members)]
     if len(ranged) < 2:
@@ -171,7 +171,7 @@ def save_intervals(
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(-1.05, 1.05)
         _label(axes, theme, x_label, "", "")
-        # Over names and bars: a long title would not fit above the bars alone.
+        # Across names and bars: a long title would not fit above the bars alone.
         figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=9)
         add_legend(figure, axes, inside=False)
     return figure

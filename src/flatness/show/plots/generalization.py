@@ -115,7 +115,7 @@ _DIFFERENCES = (
     {"difference_euclidean": "in the Euclidean metric"},
 )
 """The panels of a picture of differences: their columns, and what these are called."""
-_ROUNDING = 1e-17  # no difference at all has no place on a logarithmic axis
+_ROUNDING = 1e-17  # a difference of 0 does not fit on a logarithmic axis
 
 
 def _whole_decades(axes: Any) -> None:

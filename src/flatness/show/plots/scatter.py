@@ -30,7 +30,7 @@ from flatness.study.correlate import correlation
 
 _WIDTH, _HEIGHT = 5.6, 3.4
 _DECADE = 10.0
-_TWO_DECADES = 100.0  # of heights, which are rarely so far apart
+_TWO_DECADES = 100.0  # y values rarely span this much
 _FAR = 3.0  # times beyond the others: a network that did not fit is drawn at the edge
 _FEWEST = 4  # settings that an interval is drawn from
 _MOST_HANDLES = 3  # in a row of the legend
@@ -96,7 +96,7 @@ def _numbers(values: Sequence[Any]) -> bool:
 
 
 def _drawn(values: Any, logarithmic: bool) -> Any:
-    """Values as their axis places them."""
+    """Values on the scale of their axis."""
     return np.log(values) if logarithmic else values
 
 

@@ -71,7 +71,7 @@ def correlation_table(
           ``least_information``, with intervals;
         - ``worst_sign_error``, ``high_sign_error`` (90 % are below) and ``median_sign_error`` over
           ``environments``, pairs of settings that differ in one hyperparameter; the same with ``_filtered``
-          for those that are left where pairs of networks count whose gaps differ surely (`pair_weights`).
+          for pairs of networks weighted by how certain it is that their gaps differ (`pair_weights`).
     """
     import pandas as pd
 
@@ -138,7 +138,7 @@ def baseline_table(
 
 
 def _known(kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The columns that vary of what is known without a measure: hyperparameters and training loss."""
+    """The columns known without a measure that vary: hyperparameters and training loss."""
     found = {axis: columns[0] for axis, columns in axes.items() if axis != SEED}
     found["train_loss"] = "train_loss"
     return {name: column for name, column in found.items() if _numbers_that_vary(kept[column])}
@@ -313,7 +313,7 @@ _OUTCOMES = ("gap", "train_error", "test_error", "train_loss", "test_loss", "tes
 
 
 def _noise(known: pandas.DataFrame) -> Array | None:
-    """The weights of the noise filter, where it is known how far the study's own gap is noise.
+    """The weights of the noise filter, if it is known how much of the study's own gap is noise.
 
     For a gap of accuracies the number of test samples says so; for one of losses, summed or not, their
     deviation over the samples too, which records of earlier versions do not hold.

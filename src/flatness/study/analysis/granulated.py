@@ -79,10 +79,10 @@ def granulated(
 
 
 def pair_weights(gaps: Array, samples: int, deviations: Array | None = None) -> Array:
-    """How sure it is that two networks differ in their generalisation gap: (networks, networks), 0 to ½.
+    """How certain it is that two networks differ in their generalisation gap: (networks, networks), 0 to ½.
 
     The noise filter of Dziugaite et al.: the chance that both gaps are known to half of their difference Δ,
-    less one half, nothing below 0. For accuracies that is Hoeffding's bound, (1 − 2 exp(−n Δ²/2))². A mean
+    minus one half, and at least 0. For accuracies that is Hoeffding's bound, (1 − 2 exp(−n Δ²/2))². A mean
     loss has no bound and is taken as normal: erf(√n Δ/(√8 s₁)) erf(√n Δ/(√8 s₂)).
 
     Args:

@@ -245,7 +245,7 @@ class Study(Records):
         return self._table(baseline_table, part, settings, target)
 
     def targets(self) -> list[str]:
-        """What the file wants measures correlated with beside the gap."""
+        """The columns other than the gap that the file wants measures correlated with."""
         return [name for name in self._asked("targets") if name in self._frame]
 
     def differences(self, part: str | None = None) -> pandas.DataFrame:
@@ -275,7 +275,7 @@ class Study(Records):
                 f"Expected target to be a column of the study but got {target!r}."
                 f"{nearest(target, kept.columns)}"
             )
-        if target != "gap":  # how far it is noise is not known
+        if target != "gap":  # how much of it is noise is unknown
             kept = kept.assign(gap=kept[target]).drop(columns="test_samples")
         cells = [[name, str(column.dtype), repr(column.tolist())] for name, column in kept.items()]
         key = digest([code_digest(), np.__version__, compute.__name__, axes, settings, cells])

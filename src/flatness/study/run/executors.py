@@ -1,4 +1,4 @@
-"""Where the work of a study runs, with which orders, and which errors count as its own.
+"""Where and how the work of a study runs, and which errors count as its own.
 
 In this process, in several on this machine, or on a cluster through Ray.
 """

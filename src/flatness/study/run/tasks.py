@@ -246,7 +246,7 @@ _CORRUPTED: dict[tuple[str, ...], list[Corrupted]] = {}
 
 
 def _corrupted(data: Mapping[str, Any], settings: Mapping[str, Any], orders: Orders) -> Sequence[Corrupted]:
-    """Corrupted test data on the device; the last are kept, as by `_split`."""
+    """Corrupted test data on the device; like `_split`, it keeps the last."""
     asked = (digest(dict(data)), digest(settings["corruptions"]), orders.device, orders.run)
     if asked not in _CORRUPTED:
         _CORRUPTED.clear()

@@ -273,12 +273,12 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
         raise SpecError(f"Expected 0 < low ≤ high in [rescale] but {where} has low = {low}, high = {high}.")
     _check_measures(settings.get("measure", {}), asked, where)
     named = asked_columns(settings, where)
-    if "checkpoints" not in settings:  # whose table may add columns
+    if "checkpoints" not in settings:  # checkpoints may add columns
         _check_columns(named, settings, where)
 
 
 def _check_columns(named: Sequence[tuple[str, str]], settings: Mapping[str, Any], where: str) -> None:
-    """The columns that [analysis] names are some that the table of networks will have."""
+    """Check that the table of networks will have the columns that [analysis] names."""
     corrupted = corrupted_columns(settings.get("corruptions", {}))
     columns = Key(known=("part", *AXES, *OUTCOMES, *corrupted))
     for key, column in named:

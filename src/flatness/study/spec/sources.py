@@ -28,7 +28,7 @@ from flatness.zoo.checkpoints import find_checkpoints
 
 
 def check_sources(spec: Spec, networks: Iterable[Configuration]) -> dict[str, Mapping[str, str]]:
-    """Load every data set, and build and call every model once: what is wrong is said now, not after an hour.
+    """Load every data set, and build and call every model once: errors appear now, not after an hour.
 
     Returns:
         `Split.mark` of every data set, by the digest of its table [data].
@@ -45,7 +45,7 @@ def check_sources(spec: Spec, networks: Iterable[Configuration]) -> dict[str, Ma
         if table not in data:
             split = load_split(one.data)
             data[table], inputs[table] = split.mark, split.train[0]
-            # What cannot be corrupted says so at the first of all.
+            # The first corruption raises an error if the data cannot be corrupted.
             next(load_corrupted(one.data, spec.parts[one.part].get("corruptions", {})), None)
         check_images(inputs[table].shape, one.axes.get("augmentation", NONE))
         if model not in models:

@@ -1,7 +1,7 @@
-"""Images as a network sees them in training: cropped at random from a wider frame, and mirrored.
+"""Random crops and mirror images for training.
 
-One number says how an image is moved. It is drawn for every sample and epoch beforehand, so that a step can
-be recorded as a CUDA graph, and a run that is killed goes on with the same images.
+One number determines how an image is moved. It is drawn for every sample and epoch beforehand, so that a step
+can be recorded as a CUDA graph, and a killed run resumes with the same images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flatness.errors import DataError
 
 NONE = "none"
 AUGMENTATIONS = (NONE, "crop+flip")
-"""``crop+flip``: a window at random out of the image and 4 zeros on every side; mirrored every other time."""
+"""``crop+flip``: a random window of the image padded with 4 zeros on each side, mirrored half of the time."""
 
 _MARGIN = 4
 _PLACES = 2 * _MARGIN + 1
@@ -40,7 +40,7 @@ def moved(images: Tensor, moves: Tensor) -> Tensor:
 
 
 def check_images(shape: Sequence[int], augmentation: str) -> None:
-    """Refuse to move what is no image.
+    """Refuse inputs that are not images.
 
     Args:
         shape: Of the inputs of a data set.

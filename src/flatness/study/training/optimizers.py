@@ -104,7 +104,7 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Loshchilov and Hutter's: Adam whose weight decay is a step of its own, θ ← (1 − η·decay)·θ."""
+    """AdamW (Loshchilov and Hutter): Adam with weight decay as a separate step, θ ← (1 − η·decay)·θ."""
 
     def update(self, flat: Tensor, gradient: Tensor) -> None:
         """Decay, then a step of Adam, in place."""
@@ -114,7 +114,7 @@ class AdamW(Adam):
 
 
 class SAM(SGD):
-    """Foret et al.'s: SGD with the gradient at θ + ρ·g/‖g‖, where ρ is the option ``rho``, 0.05."""
+    """SAM (Foret et al.): SGD with the gradient at θ + ρ·g/‖g‖, where ρ is the option ``rho``, 0.05."""
 
     takes = ("rho",)
 

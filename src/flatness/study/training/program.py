@@ -12,7 +12,7 @@ from flatness.study.training.augmentation import moved
 from flatness.study.training.optimizers import SAM, Optimizer
 from flatness.study.training.stack import Stack
 
-_BATCH = 1000  # samples at a time where a trained network is evaluated
+_BATCH = 1000  # samples at a time when a trained network is evaluated
 _WARM_UP = 3  # steps before one is recorded
 
 
@@ -33,7 +33,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": _mse,
     "squared_error": _squared_error,
 }
-"""By the names that `flatness.measure` gives them: outputs (samples, …) and targets to (samples,)."""
+"""By their names in `flatness.measure`: functions of outputs (samples, …) and targets, returning (samples,)."""
 
 
 def correct(output: Tensor, target: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Program:
             if self._own_targets
             else self.targets.index_select(0, index.reshape(-1))
         )
-        # Without a cache of rounded weights, which a recorded step could not keep.
+        # No cache of rounded weights: a recorded step could not keep it.
         with torch.autocast(x.device.type, torch.bfloat16, self._bfloat16, cache_enabled=False):
             output = self.stack.forward(x.unflatten(0, (rows, samples))).flatten(0, 1).float()
         return self._loss(output, y).view(rows, samples), correct(output.detach(), y).view(rows, samples)
@@ -178,7 +178,7 @@ class Program:
             self.sums += torch.stack([losses.detach().sum(1), right.sum(1)])
 
     def _gradient_above(self, index: Tensor, ascent: Tensor) -> Tensor:
-        """The gradient a step up from θ; running statistics are those of θ."""
+        """The gradient one step up from θ; running statistics are those of θ."""
         buffers = {name: value.clone() for name, value in self.stack.buffers.items()}
         start = self.stack.flat.clone()
         self.stack.flat.add_(ascent)
@@ -200,7 +200,7 @@ class Program:
         graph.replay()
 
     def check_engine(self, index: Tensor) -> None:
-        """Go on with one network at a time where a model cannot run as a stack, such as one with branches.
+        """Continue with one network at a time if a model cannot run as a stack, such as one with branches.
 
         Forward or backward: kernels of attention, for one, refuse what `torch.vmap` lays out for them.
         """

@@ -77,7 +77,7 @@ class Stack:
         """(networks, samples, …) → (networks, samples, outputs); network i sees x[i]."""
         if self.engine in ALONE:
             return torch.stack([self._alone(i, each) for i, each in enumerate(x)])
-        # Fused attention fails on a GPU, backward, on what vmap lays out for it.
+        # On a GPU, the backward pass of fused attention fails on the layout that vmap produces.
         plain = sdpa_kernel(SDPBackend.MATH)
         with plain, BandedConvolutions() if self.engine == "banded" else nullcontext():
             return torch.vmap(self._one, randomness="different")(self.parameters, self.buffers, x)

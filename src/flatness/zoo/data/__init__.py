@@ -112,7 +112,7 @@ def load(
         limit: Take at most this many samples, the first ones; None takes all.
         standardize: Also bring each channel (each feature, for two-dimensional inputs) to mean 0 and standard
             deviation 1 over the training split.
-        corruption: What is done to the images before that, and how strongly, 1 to 5: ("noise", 3),
+        corruption: The corruption applied to the images before that, with a strength from 1 to 5: ("noise", 3),
             ("blur", 1), ("contrast", 5), ("jpeg", 2).
 
     Returns:
@@ -153,7 +153,7 @@ def _notes(limit: int | None, total: int, corruption: tuple[str, int] | None) ->
 
 
 def _inputs(raw: Stored, limit: int | None, corruption: tuple[str, int] | None) -> torch.Tensor:
-    """Inputs divided by their scale, with a corruption where one is asked for."""
+    """Inputs divided by their scale, corrupted if requested."""
     inputs = torch.from_numpy(raw.inputs[:limit]).to(torch.float32, copy=True).contiguous().div_(raw.scale)
     return inputs if corruption is None else torch.from_numpy(corrupted(inputs.numpy(), *corruption))
 

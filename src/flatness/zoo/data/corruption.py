@@ -1,4 +1,4 @@
-"""Images as they may come in use: with noise, blurred, with less contrast, compressed as JPEG.
+"""Corrupted images: with noise, blurred, with less contrast, or compressed as JPEG.
 
 Four of the corruptions of Hendrycks and Dietterich (2019, arXiv:1903.12261), at the five strengths that they
 chose for CIFAR-10. The same images give the same result in every process; pixels are not rounded to eight
@@ -19,12 +19,12 @@ Images = np.ndarray
 
 
 def _noise(images: Images, deviation: float) -> Images:
-    """Gaussian noise, of its own in every pixel and channel."""
+    """Gaussian noise, independent in every pixel and channel."""
     return images + deviation * np.random.default_rng(0).standard_normal(images.shape, np.float32)
 
 
 def _blur(images: Images, width: float) -> Images:
-    """A Gaussian window of this standard deviation in pixels, cut off at four; pixels at the edge go on."""
+    """A Gaussian window of this standard deviation in pixels, cut off at four; edge pixels are repeated."""
     from scipy.ndimage import gaussian_filter
 
     return gaussian_filter(images, width, mode="nearest", axes=(2, 3))
@@ -55,7 +55,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Images, float], Images], tuple[float, ...
     "contrast": (_contrast, (0.75, 0.5, 0.4, 0.3, 0.15)),
     "jpeg": (_jpeg, (80, 65, 58, 50, 40)),
 }
-"""By name: the function, and what it takes at the strengths 1 to 5."""
+"""By name: the function, and its argument at strengths 1 to 5."""
 STRENGTHS = range(1, 6)
 
 

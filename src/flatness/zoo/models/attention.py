@@ -13,7 +13,7 @@ __all__ = ["vit"]
 
 
 class Attention(nn.Module):
-    """Every token takes from all: softmax(q kᵀ/√d) v per head, then ``out``."""
+    """Every token attends to all: softmax(q kᵀ/√d) v per head, then ``out``."""
 
     def __init__(self, width: int, heads: int) -> None:
         """Queries, keys and values come out of one layer ``qkv``, in that order."""
@@ -48,7 +48,7 @@ class TransformerBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """``patches``, learned places, ``block1``, ``block2``, …, ``norm``, the mean over tokens, ``fc``."""
+    """``patches``, learned positions, ``block1``, ``block2``, …, ``norm``, the mean over tokens, ``fc``."""
 
     def __init__(
         self, size: int, patch: int, width: int, blocks: int, heads: int, channels: int, classes: int

@@ -55,7 +55,7 @@ def _lenet(
     if side < 1:
         raise ModelError(
             f"Expected images of at least 16×16 pixels, padding included, but got {size}×{size}"
-            f" with padding {padding}. Pad them more, or take another network, such as mlp."
+            f" with padding {padding}. Pad them more, or use another network, such as mlp."
         )
     with seeded(seed):
         layers: OrderedDict[str, nn.Module] = OrderedDict(
