@@ -59,7 +59,7 @@ class Kept(UnsplitStack):
 def repeated_tokens(
     tables: Mapping[nn.Module, Tensor], samples: Callable[[], int]
 ) -> Iterator[Callable[[], Any]]:
-    """Give tables that look tokens up once for all samples, such as positions, the tokens once for each sample.
+    """Let tables that look tokens up once for all samples, such as positions, do so for each sample.
 
     Derivatives of their outputs then come sample by sample. Call what the context returns to keep the hooks
     when it ends.

@@ -34,7 +34,7 @@ _REWRITTEN = """<section aria-labelledby="explore-name">
 <div id="controls" class="controls"></div>
 <p id="count" class="quiet" role="status" aria-live="polite"></p>
 <div id="plot" class="plot"></div>
-<p class="quiet">Grey marks at 1 are measures that do not change; coloured, dashed lines are those that do.</p>
+<p class="quiet">Measures in grey, at 1, do not change; those with coloured, dashed lines do.</p>
 </section>
 """
 

@@ -43,7 +43,7 @@ def check_images(shape: Sequence[int], augmentation: str) -> None:
     """Refuse inputs that are not images.
 
     Args:
-        shape: Of the inputs of a data set.
+        shape: The shape of a data set's inputs.
         augmentation: One of `AUGMENTATIONS`.
     """
     if augmentation != NONE and len(shape) != 4:

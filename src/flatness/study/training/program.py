@@ -33,7 +33,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": _mse,
     "squared_error": _squared_error,
 }
-"""By their names in `flatness.measure`: functions of outputs (samples, …) and targets, returning (samples,)."""
+"""By name as in `flatness.measure`: functions of outputs (samples, …) and targets to (samples,)."""
 
 
 def correct(output: Tensor, target: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def load(
         limit: Take at most this many samples, the first ones; None takes all.
         standardize: Also bring each channel (each feature, for two-dimensional inputs) to mean 0 and standard
             deviation 1 over the training split.
-        corruption: The corruption applied to the images before that, with a strength from 1 to 5: ("noise", 3),
+        corruption: What to corrupt the images with before that, and a strength from 1 to 5: ("noise", 3),
             ("blur", 1), ("contrast", 5), ("jpeg", 2).
 
     Returns:
