@@ -1,4 +1,4 @@
-"""Making a plan: a few samples are looked at, and every layer gets its treatment before any pass."""
+"""Making a plan: a few samples are examined, and every layer gets its treatment before any pass."""
 
 from __future__ import annotations
 
