@@ -362,7 +362,7 @@ def test_a_state_without_second_moments_is_refused():
             measured(model, data(), measure, optimizer=optimizer)
         assert str(caught.value) == (
             "Expected Adam to remember exp_avg_sq of '0.weight' but its state has only step, exp_avg. Load "
-            "the state that the same kind of optimizer, with the same options, saved."
+            "a state saved by the same kind of optimizer with the same options."
         )
 
 

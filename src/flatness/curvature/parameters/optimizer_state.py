@@ -219,8 +219,8 @@ class OptimizerState:
                 kind = type(self._optimizer).__name__
                 raise OptionError(
                     f"Expected {kind} to remember {listed(lost)} of {name!r} but its state has only "
-                    f"{listed(own.state)}. Load the state that the same kind of optimizer, with the same "
-                    "options, saved."
+                    f"{listed(own.state)}. Load a state saved by the same kind of optimizer with the "
+                    "same options."
                 )
 
     def _moments(self, own: _Own) -> list[str]:

@@ -88,7 +88,7 @@ def corrupted(images: Images, kind: str, strength: int) -> Images:
     if not 0 <= low <= high <= 1:
         raise DataError(
             f"Expected images with pixels from 0 to 1 to corrupt, but got pixels from {low:g} to {high:g}. "
-            "Store them as uint8, which are divided by 255, or divided by the largest value they can have."
+            "Store them as uint8, which is divided by 255, or divide them by their largest possible value."
         )
     function, strengths = CORRUPTIONS[kind]
     return function(images, strengths[strength - 1]).clip(0, 1).astype(np.float32)
