@@ -30,6 +30,7 @@ import flatness
 from flatness.data import load
 from flatness.errors import NotFiniteError
 from flatness.models import lenet5, resnet18
+from flatness.study.training.augmentation import moved
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
 ARMS = ("plain", *(f"penalty {strength:g}" for strength in STRENGTHS), "SAM")
@@ -107,18 +108,8 @@ def climbed(model: nn.Module) -> Iterator[None]:
 
 def augmented(x: Tensor, random: torch.Generator) -> Tensor:
     """Every image shifted by up to four pixels and perhaps mirrored."""
-    n, channels, size, _ = x.shape
-    top, left, turn = (torch.randint(high, (n, 1), generator=random).to(x.device) for high in (9, 9, 2))
-    along = torch.arange(size, device=x.device)
-    columns = left + torch.where(turn == 1, along.flip(0), along)
-    images, kept = (torch.arange(count, device=x.device) for count in (n, channels))
-    index = (
-        images[:, None, None, None],
-        kept[:, None, None],
-        (top + along)[:, None, :, None],
-        columns[:, None, None],
-    )
-    return F.pad(x, (4, 4, 4, 4))[index]
+    top, left, turn = (torch.randint(high, (len(x), 1), generator=random)[:, 0] for high in (9, 9, 2))
+    return moved(x, ((9 * top + left) * 2 + turn).to(x.device))
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, arm: str, seed: int, given: argparse.Namespace) -> None:
