@@ -109,7 +109,7 @@ def _apart(
     try:
         after, calls = run()
     except (RuntimeError, FlatnessError) as error:
-        if isinstance(error, RuntimeError) and ran_out(error):
+        if ran_out(error):
             raise
         return False
     return told_apart(before, after, [calls[name][0].edge for name in names])

@@ -130,7 +130,7 @@ def _with_repeated_tokens(
         try:
             again = _recorded(problem, example, views)
         except (RuntimeError, FlatnessError) as error:
-            if isinstance(error, RuntimeError) and ran_out(error):
+            if ran_out(error):
                 raise
             return run
         edges = [again.recorded[name][0].z_edge for name in tables]
@@ -177,7 +177,7 @@ def repeatable_parameters(problem: Problem, names: Iterable[str]) -> dict[str, S
                     repeated.prepare(batches.size_of(part))
                     after = problem.items(batches.copied(part)).logits
             except (RuntimeError, FlatnessError) as error:
-                if isinstance(error, RuntimeError) and ran_out(error):
+                if ran_out(error):
                     raise
                 return False
             own = [held[name] for name in shapes]
