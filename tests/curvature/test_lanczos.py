@@ -59,6 +59,7 @@ def test_long_vectors_come_in_parts_of_their_own_precision(monkeypatch):
     assert solver.converged.all()
     assert solver.vectors.dtype == torch.float32
     assert len(solver._parts) > 2
+    assert all(part.nbytes <= 3 * 200 * 4 for part in solver._parts)
     assert solver.values.item() == pytest.approx(1.0, rel=2e-6)
     V = torch.cat(solver._parts, 1)[0].double()
     torch.testing.assert_close(V @ V.T, torch.eye(len(V), dtype=torch.float64), rtol=0, atol=2e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatness.study.training.optimizers import OPTIMIZERS
+from flatness.study.training.optimizers import OPTIMIZERS, SAM
 
 SETTINGS = (
     # learning rate, momentum, weight decay
@@ -91,3 +91,13 @@ def test_rows_that_stay_keep_their_state_and_a_saved_state_goes_on(name):
     for gradient in gradients[4:]:
         second.update(flat, gradient[rows])
     assert torch.equal(flat, whole[rows])
+
+
+def test_what_holds_where_a_file_gives_neither_rho_nor_decay():
+    gradient = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    rates = torch.tensor([[0.1], [0.2]])
+    settings = {"learning_rate": rates, "momentum": 0 * rates, "weight_decay": 0 * rates}
+    optimizer = SAM(settings, gradient, {"decay_every": 2})
+    torch.testing.assert_close(optimizer.ascent(gradient).norm(dim=1), torch.full((2,), 0.05))
+    optimizer.begin(5)
+    torch.testing.assert_close(optimizer.settings["learning_rate"], torch.tensor([[0.001], [0.002]]))
