@@ -8,7 +8,7 @@ from flatness.errors import MeasureError, SpecError
 from flatness.study import names, read_spec
 from flatness.study.configuration import digest
 from flatness.study.experiments.experiment import unit_key
-from flatness.study.spec.spec import Spec, usual_scale
+from flatness.study.spec.spec import Spec, make_spec, usual_scale
 from studies import SMALL, configurations, study
 
 
@@ -243,6 +243,11 @@ def test_hyperparameters_out_of_range_are_refused(axis, value, wanted):
 def test_options_of_optimizers_out_of_range_are_refused(key, value, wanted):
     refusal = f"Expected {key} in [train] to be {wanted} but the study has {value!r}."
     assert message(study(train={key: value})) == refusal
+
+
+def test_a_stored_study_with_an_option_that_nothing_takes_still_loads():
+    content = study(train={"rho": 0.1})
+    assert make_spec("stored", "paper", content, "study.json").configurations
 
 
 def test_an_option_that_no_optimizer_of_the_file_takes_is_refused():

@@ -141,6 +141,7 @@ def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "
         )
     name, where, content = _content(source)
     spec = make_spec(name, scale, content, where)
+    check_options(content, where)  # of files; stored studies load as they are
     own = isinstance(source, Mapping) or not os.path.exists(where)  # content, or a study of this package
     return spec if own else replace(spec, received=received_with(where))
 
@@ -150,7 +151,6 @@ def make_spec(name: str, scale: str, content: Mapping[str, Any], where: str) -> 
     check_layout(content, where)
     if EXPERIMENT in content:
         return _experiment_spec(name, scale, content, where)
-    check_options(content, where)
     usual = _USUAL.get(scale, {})
     if "checkpoints" in content:
         usual = {table: changes for table, changes in usual.items() if table == "grid"}
