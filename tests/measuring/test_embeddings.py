@@ -10,6 +10,7 @@ from torch import nn
 import flatness
 import oracle
 import transformer_models as nets
+from flatness.curvature.sums.routes import LayerRoute
 from flatness.curvature.sums.sampled import Budget
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
@@ -214,6 +215,62 @@ def test_sampled_values_are_unbiased_and_their_errors_honest(layer):
     z = torch.tensor([(row.value - truth) / row.stderr for row in rows])
     assert abs(float(z.mean())) < 4 / len(z) ** 0.5
     assert abs(float(z.var()) - 1) < 4 * (2 / len(z)) ** 0.5
+
+
+def tall_table():
+    """A table of 24 tokens is the head as well."""
+    torch.manual_seed(4)
+    model = nets.Compute(
+        lambda self, x: self.head(torch.tanh(self.mix(self.token(x))).cumsum(1)),
+        token=nn.Embedding(24, 4),
+        mix=nn.Linear(4, 4),
+        head=nn.Linear(4, 24, bias=False),
+    ).double()
+    model.head.weight = model.token.weight
+    x, y = (torch.randint(24, (16, 3), generator=torch.Generator().manual_seed(k)) for k in (5, 6))
+    return model, x, y, token_cross_entropy, "head"
+
+
+def tall_twice():
+    """A layer of three inputs runs a second time, on what it returned."""
+    torch.manual_seed(7)
+    model = nets.Compute(
+        lambda self, x: self.head(torch.tanh(self.tall(torch.tanh(self.tall(x))[:, :3]))),
+        tall=nn.Linear(3, 16),
+        head=nn.Linear(16, 4),
+    ).double()
+    x = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    return model, x, torch.arange(16) % 4, F.cross_entropy, "tall"
+
+
+@pytest.mark.parametrize("case", [tall_table, tall_twice])
+@pytest.mark.parametrize("measures", [["relative_flatness", "hessian_trace"], ["relative_flatness"]])
+def test_probes_fitted_to_relative_flatness_are_unbiased_and_their_errors_honest(case, measures):
+    model, x, y, loss, layer = case()
+    H = oracle.layer_hessian(model, oracle.mean_risk(x, y, loss), layer)
+    truths = {
+        "relative_flatness": oracle.relative_flatness(oracle.layer_weight(model, layer), H),
+        "hessian_trace": oracle.hessian_trace(H),
+    }
+    runs = rows_over_seeds(model, x, y, measures, Budget(2, 8), 100)
+    for name in measures:
+        rows = [next(r for r in run if (r.measure, r.layer) == (name, layer)) for run in runs]
+        z = torch.tensor([(row.value - truths[name]) / row.stderr for row in rows])
+        assert abs(float(z.mean())) < 4 / len(z) ** 0.5
+        assert abs(float(z.var()) - 1) < 4 * (2 / len(z)) ** 0.5
+
+
+def test_probes_fitted_to_relative_flatness_have_less_noise_in_a_tall_table(monkeypatch):
+    model, x, y, _, layer = tall_table()
+
+    def noise():
+        runs = rows_over_seeds(model, x, y, ["relative_flatness", "hessian_trace"], Budget(None, 8), 40)
+        own = (row for run in runs for row in run if row.layer == layer)
+        return torch.tensor([row.value for row in own if row.measure == "relative_flatness"]).std().item()
+
+    fitted = noise()
+    monkeypatch.setattr(LayerRoute, "fits", False)
+    assert noise() > 2 * fitted
 
 
 def test_rewriting_other_layers_leaves_a_table_as_it_is():

@@ -71,10 +71,20 @@ class LayerPairs:
                 values = {statistic.name: statistic.of_signals(pair) for statistic in self.statistics}
                 collector.put(self.name, values, part.start)
 
-    def add_gradients(self, collector: Collector, a: Tensor, q: Tensor, start: int) -> None:
-        """Take a pair (n, G, d, m) in terms of the weights, of the samples from `start` on."""
-        values = {statistic.name: statistic.of_pair(self.frame, a, q) for statistic in self.statistics}
-        collector.put(self.name, values, start)
+    def add_gradients(
+        self, collector: Collector, a: Tensor, q: Tensor, start: int, but: frozenset[str] = frozenset()
+    ) -> None:
+        """Take a pair (n, G, d, m) in terms of the weights, of the samples from `start` on.
+
+        Args:
+            collector: Where its values go.
+            a: One derivative.
+            q: The other.
+            start: The first sample.
+            but: Statistics that are left out.
+        """
+        wanted = [statistic for statistic in self.statistics if statistic.name not in but]
+        collector.put(self.name, {one.name: one.of_pair(self.frame, a, q) for one in wanted}, start)
 
     def chunks(self) -> Iterator[tuple[slice, Features]]:
         """Slices of samples whose features and derivatives fit into memory, with Φ of each."""

@@ -85,6 +85,11 @@ class Budget:
     scales: Mapping[str, float] = field(default_factory=dict)
     folds: int = FOLDS
 
+    @property
+    def alternates(self) -> bool:
+        """Whether samples have as many pairs of probes of the residual of one kind as of another."""
+        return self.residual is not None and self.residual % 4 == 0
+
     def counts(self, slopes: Tensor) -> Tensor:
         """Probes of the residual of samples with slopes ‖∂ℓ/∂f‖ (n,): `residual` times a power of 2.
 
@@ -257,7 +262,8 @@ class SampledEngine:
         twice = Twice(items.logits, slope, targets)
         for number in numbers:
             signs, collector = probes.drawn(number)
-            for asked in self._residual_directions(twice, signs):
+            fitted = number // 2 % 2 == 1 if self.budget.alternates else None
+            for asked in self._residual_directions(twice, signs, fitted):
                 self._take_products(twice, asked, collector)
 
     def _take_products(
@@ -270,7 +276,9 @@ class SampledEngine:
             for (_, direction), (products, moved) in zip(asked, found, strict=True):
                 direction.take(collector, products, moved)
 
-    def _residual_directions(self, twice: Twice, signs: Signs) -> Iterator[list[tuple[Target, Direction]]]:
+    def _residual_directions(
+        self, twice: Twice, signs: Signs, fitted: Tensor | None
+    ) -> Iterator[list[tuple[Target, Direction]]]:
         """Targets that share a product, each with its direction: all of them, or one after another."""
         if self.budget.residual is None:
             for target in twice.targets:
@@ -278,7 +286,7 @@ class SampledEngine:
                     yield [(target, direction)]
             return
         drawn = (
-            (target, target.random_direction(signs.next(), twice.slopes[target.name]))
+            (target, target.random_direction(signs.next(), twice.slopes[target.name], fitted))
             for target in twice.targets
         )
         yield from ([one] for one in drawn) if self.budget.alone else [list(drawn)]

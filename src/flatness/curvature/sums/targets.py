@@ -54,8 +54,15 @@ class Target(ABC):
         """Add what one direction of the output sends back, squared, with a signed weight (n,) or ±1."""
 
     @abstractmethod
-    def random_direction(self, signs: Signs, slopes: Found) -> Direction:
-        """A random direction with E ηηᵀ = 1, given the first derivatives at the edges."""
+    def random_direction(self, signs: Signs, slopes: Found, fitted: Tensor | None) -> Direction:
+        """A random direction with E ηηᵀ = 1, given the first derivatives at the edges.
+
+        Args:
+            signs: Where its signs come from.
+            slopes: The first derivatives.
+            fitted: Which samples (n,) get a direction fitted to relative flatness, at a target that has one:
+                half of each sample's pairs of probes. None where there are too few for two kinds.
+        """
 
     @abstractmethod
     def every_direction(self, slopes: Found) -> Iterator[Direction]:
@@ -85,7 +92,7 @@ class _CallTarget(Target):
         if delta is not None:
             self.add(collector, delta, _weighted(delta, weight, self.n))
 
-    def random_direction(self, signs: Signs, slopes: Found) -> Direction:
+    def random_direction(self, signs: Signs, slopes: Found, fitted: Tensor | None) -> Direction:
         """Signs shaped like what the module returns."""
         return self._given(signs.like(_zeros(slopes, self.shape)))
 
@@ -115,10 +122,10 @@ class LayerTarget(_CallTarget):
         """Add a pair of signals to the layer's statistics."""
         self.pairs.add(collector, eta, h)
 
-    def random_direction(self, signs: Signs, slopes: Found) -> Direction:
+    def random_direction(self, signs: Signs, slopes: Found, fitted: Tensor | None) -> Direction:
         """Signs shaped like z where a sample meets W once, η = VΦ with signs V at many positions."""
         if self.pairs.plain:
-            return super().random_direction(signs, slopes)
+            return super().random_direction(signs, slopes, fitted)
         drawn = WeightSigns(self.pairs, signs)
 
         def take(collector: Collector, products: Found, moved: Found) -> None:

@@ -49,12 +49,18 @@ def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Spread]) -> B
     # Samples that are ignored have no slope, and nothing to say.
     counting = slopes.nonzero()[:, 0] if bool(slopes.any()) else torch.arange(len(slopes), device="cpu")
     size = pilot_size(len(counting))
-    pilot = Budget(PROBES, PROBES if curved else 0, folds=fold_count(plan.sampling.layers))
+    # Weights with two kinds of probes need two pairs.
+    fits = (
+        any(route.fits and len(route.needs) > 1 for route in plan.sampling.layers)
+        and plan.request.max_passes >= 3 * PROBES
+    )
+    residual = (2 * PROBES if fits else PROBES) if curved else 0
+    pilot = Budget(PROBES, residual, folds=fold_count(plan.sampling.layers))
 
     def tried(budget: Budget, samples: Tensor) -> _Choice:
         sums = _probed(problem, plan, spreads, budget, samples)
         share = len(samples) / len(counting)
-        first, second = _variances(problem, plan, spreads, sums)
+        first, second = _variances(problem, plan, spreads, budget, sums)
         # The noise of a sample's residual goes with its slope: what the pilot has seen of both says how.
         second = second * share**2 / max(float(slopes[samples].square().sum()), 1e-300)
         return _cheapest(plan, budget, first * share, second, slopes[counting])
@@ -194,9 +200,10 @@ def _residual_options(pilot: Budget, slopes: Tensor, most: int, each: float) -> 
     squares = torch.zeros_like(many, dtype=slopes.dtype).index_add(0, group, slopes.square())
     typical, shares = (squares / many).sqrt(), many.double() / len(slopes)
     mean = max(float(slopes.mean()), 1e-300)
+    step = pilot.residual or PROBES
     steps = [0.0, *(2 ** (1 + k / 2) / mean for k in range(_HALF_DOUBLINGS))]
     options = []
-    for fewest in sorted({_even(2 * 1.25**k) for k in range(_STEPS)}):
+    for fewest in sorted({step * math.ceil(1.25**k) for k in range(_STEPS)}):
         for per_slope in steps:
             budget = replace(pilot, residual=fewest, per_slope=per_slope)
             R = budget.counts(typical).double()
@@ -235,16 +242,18 @@ def _probed(
     return engine.found
 
 
-def _variances(problem: Problem, plan: Plan, spreads: dict[str, Spread], sums: SampledSums) -> Tensor:
+def _variances(
+    problem: Problem, plan: Plan, spreads: dict[str, Spread], pilot: Budget, sums: SampledSums
+) -> Tensor:
     """Relative variance of every value per probe of all samples of a pilot, by part: (2, values)."""
     names = [route.name for route in plan.sampling.layers if not plan.treatments[route.name].complete]
     variances, nothing = [], torch.zeros(1, dtype=torch.float64, device="cpu")
-    for part in PARTS:
+    for part, probes in zip(PARTS, (pilot.gauss_newton or 0, pilot.residual or 0), strict=True):
         scatter = Scatter.of(sums, (part,))
         found = relative_variances(
             problem, plan, spreads, sums.statistics, scatter, names, sums.part("gauss_newton")
         )
-        variances.append(PROBES * CAUTION * torch.cat([nothing, *found]))
+        variances.append(probes * CAUTION * torch.cat([nothing, *found]))
     return torch.stack(variances)
 
 
