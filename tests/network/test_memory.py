@@ -7,8 +7,10 @@ from flatness.network import memory
 
 def test_memory_that_torch_holds_from_earlier_work_counts_as_free(monkeypatch):
     gigabyte = 2**30
-    held = {"mem_get_info": (40 * gigabyte, 100 * gigabyte), "memory_reserved": 50 * gigabyte}
-    for name, value in (held | {"memory_allocated": 10 * gigabyte}).items():
+    sizes = {"reserved_bytes": 50 * gigabyte, "allocated_bytes": 10 * gigabyte}
+    held = {name: {"all": {"current": size}} for name, size in sizes.items()}
+    said = {"mem_get_info": (40 * gigabyte, 100 * gigabyte), "memory_stats_as_nested_dict": held}
+    for name, value in said.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     device = torch.device("cuda", 0)
     assert memory.free_on(device) == 80 * gigabyte

@@ -18,7 +18,7 @@ from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.statistics import Statistics
 from flatness.files import digest
 from flatness.measuring.plan.plan import Plan
-from flatness.problem.batches import describe
+from flatness.problem.batches import describe, on_host
 from flatness.problem.problem import Problem
 from flatness.problem.snapshot import dense_parts
 from flatness.report.report import Report
@@ -127,15 +127,16 @@ def joint_fingerprint(codes: Iterable[int]) -> str:
 def model_fingerprint(model: nn.Module) -> str:
     """Depends on names, shapes and values of parameters and buffers: sums, and up to 256 entries each."""
     digest = hashlib.sha256()
-    numbers: list[Tensor] = []
+    parts: list[Tensor] = []
     for name, value in model.state_dict().items():
         digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
-        for part in dense_parts(value):
-            if part.numel() and not part.is_complex():
-                flat = part.detach().reshape(-1)
-                # Devices sum large tensors where they are, each in its own order.
-                flat = flat.cpu() if flat.numel() <= _SMALL else flat
-                numbers.append(flat.sum(dtype=torch.float64).reshape(1).cpu())
-                numbers.append(flat[:: -(-flat.numel() // 256)].double().cpu())
-    digest.update(torch.cat(numbers).numpy().tobytes())
+        parts += [part.detach().reshape(-1) for part in dense_parts(value) if not part.is_complex()]
+    # Devices sum large tensors where they are, each in its own order.
+    small = iter(on_host([part for part in parts if part.numel() <= _SMALL]))
+    numbers: list[Tensor] = []
+    for flat in parts:
+        flat = next(small) if flat.numel() <= _SMALL else flat
+        if flat.numel():
+            numbers += [flat.sum(dtype=torch.float64).reshape(1), flat[:: -(-flat.numel() // 256)].double()]
+    digest.update(torch.cat(on_host(numbers)).numpy().tobytes())
     return digest.hexdigest()[:16]

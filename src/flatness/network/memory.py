@@ -42,8 +42,10 @@ def fits(work: Callable[[], object], device: torch.device) -> bool:
 
 def free_on(device: torch.device) -> int:
     """Free bytes of a GPU: unallocated memory, and memory that torch holds from earlier work and reuses."""
-    reused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + reused
+    held = torch.cuda.memory_stats_as_nested_dict(device)  # `memory_stats` takes ten times as long
+    kinds = ("reserved_bytes", "allocated_bytes")
+    reserved, allocated = (held[kind]["all"]["current"] if held else 0 for kind in kinds)
+    return torch.cuda.mem_get_info(device)[0] + reserved - allocated
 
 
 def batch_budget(device: torch.device, backward: bool) -> int:

@@ -80,6 +80,14 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return map_tensors(batch, move)
 
 
+def on_host(values: list[Tensor]) -> list[Tensor]:
+    """Tensors brought to the host; a GPU is waited for once, not for each of them."""
+    found = [value.to("cpu", non_blocking=value.is_cuda) for value in values]
+    for device in {value.device for value in values if value.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return found
+
+
 def copied(batch: Any) -> Any:
     """The same batch in memory of its own."""
     return map_tensors(batch, Tensor.clone)

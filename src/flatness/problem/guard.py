@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from flatness.errors import ModelError, listed
 from flatness.network.attention import open_attention
+from flatness.problem.batches import on_host
 from flatness.problem.process_state import PROCESS, ProcessState, UnsplitStack
 from flatness.problem.snapshot import HeldTensor, Snapshot
 
@@ -176,7 +177,9 @@ class Guard(Kept):
             self._settled = {}
             self.push(self._refuse_late_writing)
         held = {**self._before.parameters, **self._settled}
-        found = [name for name, value in held.items() if value.changed(beyond_rounding=name in self._settled)]
+        changed = zip(held, on_host([value.changed() for value in held.values()]), strict=True)
+        found = [name for name, other in changed if other]
+        found = [name for name in found if not (name in self._settled and held[name].rounded())]
         for name in found:
             self._settled[name] = HeldTensor(held[name].tensor, held[name].tensor.device)
         return found

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from flatness.errors import DataError, FlatnessError, ModelError, NotFiniteError, OptionError, listed
 from flatness.losses import Loss
-from flatness.problem.batches import describe, logits_of
+from flatness.problem.batches import describe, logits_of, on_host
 from flatness.problem.guard import is_compiled, refuse_measured
 
 if TYPE_CHECKING:
@@ -118,12 +118,10 @@ def _check_finite(parameters: dict[str, nn.Parameter]) -> None:
     held = {name: value.detach() for name, value in parameters.items()}
     # NaN and infinity stay in a sum, which takes a fortieth of the time; that of large numbers may overflow.
     # There is none in eight bits.
-    sums = {
-        name: float(value.sum(dtype=torch.float64 if value.element_size() < 2 else None))
-        for name, value in held.items()
-    }
+    sums = on_host([v.sum(dtype=torch.float64 if v.element_size() < 2 else None) for v in held.values()])
+    odd = [name for name, value in zip(held, sums, strict=True) if not math.isfinite(value)]
     _refuse(
-        [name for name in held if not (math.isfinite(sums[name]) or held[name].isfinite().all())],
+        [name for name in odd if not held[name].isfinite().all()],
         "Expected finite weights but got NaN or infinity in {}. Training diverged, or the checkpoint is "
         "damaged: measure an earlier one.",
         NotFiniteError,

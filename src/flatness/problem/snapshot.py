@@ -24,6 +24,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flatness.network.memory import free_on
+from flatness.problem.batches import on_host
 
 # Integers as wide as a number: as such, NaN equals itself and −0 is not 0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,43 +41,56 @@ class HeldTensor:
     Args:
         tensor: The tensor.
         device: Where to keep the numbers.
+
+    Attributes:
+        memory: The memory.
     """
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self.tensor = tensor
-        self._memory = tensor.data
+        self.memory = tensor.data
         self._requires_grad, self._hooks = tensor.requires_grad, tensor._backward_hooks
         self._gradient = tensor.grad if tensor.is_leaf else None
         self._version = tensor._version if not tensor.is_inference() else None
-        self._numbers = _one_of_each(self._memory).to(device, copy=True)
+        self._numbers = _one_of_each(self.memory).to(device, copy=True)
+        self._bits = None if self.memory.is_quantized else _bits(self._numbers)
 
-    def changed(self, *, beyond_rounding: bool = False) -> bool:
-        """Whether the tensor holds other numbers, or stands for other memory with other numbers.
+    def changed(self, now: Tensor | None = None) -> Tensor:
+        """Whether numbers differ from those at the beginning: one truth value, where the numbers are.
 
         Args:
-            beyond_rounding: Whether numbers count as the same that differ by rounding: to divide by a norm
-                that is 1 already moves last digits.
+            now: The memory they are in; that which the tensor stands for when None.
         """
+        now = self.tensor.data if now is None else now
+        if now.shape != self.memory.shape or now.dtype != self.memory.dtype:
+            return torch.ones((), dtype=torch.bool, device="cpu")
+        if self._bits is None:
+            return torch.tensor(self.tensor._version != self._version, device="cpu")
+        bits = _bits(_one_of_each(now))
+        return (bits != self._bits.to(bits.device)).any()
+
+    def rounded(self) -> bool:
+        """Whether no more than rounding changed the numbers: to divide by a norm of 1 moves last digits."""
         now = self.tensor.data
-        if now.shape != self._memory.shape or now.dtype != self._memory.dtype:
-            return True
-        if self._holds(now):
+        if now.shape != self.memory.shape or now.dtype != self.memory.dtype or not now.is_floating_point():
             return False
-        if not beyond_rounding or not now.is_floating_point() or now.is_quantized:
-            return True
         now, before = _one_of_each(now), self._numbers.to(now.device)
         allowed = _ROUNDINGS * torch.finfo(now.dtype).eps * before.abs().max()
-        return not bool((now - before).abs().max() <= allowed)
+        return bool((now - before).abs().max() <= allowed)
 
-    def restore(self) -> None:
-        """The same memory with the same numbers, and the gradient and hooks that it had."""
+    def restore(self, *, changed: bool) -> None:
+        """The same memory with the same numbers, and the gradient and hooks that it had.
+
+        Args:
+            changed: Whether the numbers in that memory are others now.
+        """
         now = self.tensor.data
-        if now.data_ptr() != self._memory.data_ptr() or _layout(now) != _layout(self._memory):
-            self.tensor.data = self._memory
-        if not self._holds(self._memory):
+        if now.data_ptr() != self.memory.data_ptr() or _layout(now) != _layout(self.memory):
+            self.tensor.data = self.memory
+        if changed:
             # Inference tensors are written to in that mode only; others keep their version counter.
-            with torch.inference_mode(self._memory.is_inference()):
-                _one_of_each(self._memory).copy_(self._numbers)
+            with torch.inference_mode(self.memory.is_inference()):
+                _one_of_each(self.memory).copy_(self._numbers)
         if self.tensor.is_leaf:
             if self.tensor.requires_grad != self._requires_grad:
                 self.tensor.requires_grad_(self._requires_grad)
@@ -84,12 +98,6 @@ class HeldTensor:
                 self.tensor.grad = self._gradient
             if self.tensor._backward_hooks is not self._hooks:
                 self.tensor._backward_hooks = self._hooks
-
-    def _holds(self, memory: Tensor) -> bool:
-        if memory.is_quantized:
-            return self.tensor._version == self._version
-        now = _one_of_each(memory)
-        return torch.equal(_bits(now), _bits(self._numbers.to(now.device)))
 
 
 class Snapshot:
@@ -109,19 +117,24 @@ class Snapshot:
         room = max(_ASIDE_BYTES, sum(map(_bytes, model.parameters())))
         copied = [value for value, aside in reachable(model) if not aside or _bytes(value) <= room]
         places = _places(copied)
+        self._held: list[HeldTensor] = []
         self._steps: list[Callable[[], object]] = []
         for value in copied:
-            held = [HeldTensor(part, places[part.device]) for part in dense_parts(value)]
-            self._steps += [part.restore for part in held]
             if not isinstance(value, Tensor):
                 self._steps.append(putting_back(value))
-            elif id(value) in names and held:
+                continue
+            held = [HeldTensor(part, places[part.device]) for part in dense_parts(value)]
+            self._held += held
+            if id(value) in names and held:
                 self.parameters[names[id(value)]] = held[-1]
 
     def restore(self) -> None:
         """Put everything back as it was, once; what has not changed is not written to."""
         if not self._restored:
             with torch.inference_mode(False), torch.no_grad():
+                changed = on_host([held.changed(held.memory) for held in self._held])
+                for held, others in zip(self._held, changed, strict=True):
+                    held.restore(changed=bool(others))
                 for step in self._steps:
                     step()
             self._restored = True
@@ -193,7 +206,7 @@ def putting_back(value: Any) -> Callable[[], object]:
 def _put_back_dict(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
     # An own `__setitem__` is not asked. An OrderedDict keeps an order of its own.
     kind: Any = OrderedDict if isinstance(entries, OrderedDict) else dict
-    same_keys = [id(key) for key in kind.keys(entries)] == [id(key) for key in before]
+    same_keys = list(map(id, kind.keys(entries))) == list(map(id, before))
     if not same_keys:
         kind.clear(entries)
     for key, value in before.items():
@@ -258,10 +271,10 @@ def reachable(model: nn.Module) -> Iterator[tuple[Any, bool]]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        inside, slots = list(_items(value)), list[str]()
+        slots, inside = [], _items(value)
         if _has_attributes(type(value)):
             slots = _slots_of(value)
-            inside += [*(getattr(value, name) for name in slots), *_own_attributes(value)]
+            inside = [*inside, *(getattr(value, name) for name in slots), *_own_attributes(value)]
             aside = aside or not isinstance(value, (nn.Module, *_CONTAINERS, tuple))
         if slots or isinstance(value, _CHANGING):
             yield value, aside

@@ -231,11 +231,9 @@ def holds_one_block(needs: frozenset[str]) -> bool:
     return "bias" not in needs and not any(statistic.per_class for statistic in statistics_of(needs))
 
 
-def route_kind(
-    layer: Layer, record: Record, items: Items, loss: Loss, marked: Tensor | None, needs: frozenset[str]
-) -> Kind:
-    """The cheapest exact way to a layer's statistics; `marked` is what arrives there of `marker`."""
-    if skipped_positions(layer, record, items, marked) is None:
+def route_kind(layer: Layer, items: Items, loss: Loss, needs: frozenset[str], *, last: bool) -> Kind:
+    """The cheapest exact way to the statistics of a layer, which may be the network's last."""
+    if not last:
         return "passes"
     statistics = statistics_of(needs)
     # The closed form sees columns, not input channels: kernels of several taps take the other route.

@@ -99,9 +99,10 @@ class Statistics:
 
     def to_host(self) -> Statistics:
         """Move everything to the host, in place."""
-        self.normaliser, self.risk = self.normaliser.cpu(), self.risk.cpu()
-        for own in self.sums.values():
-            own.update({name: value.cpu() for name, value in own.items()})
+        own = self.by_key()
+        self.normaliser, self.risk, *values = batches.on_host([self.normaliser, self.risk, *own.values()])
+        for (owner, name), value in zip(own, values, strict=True):
+            self.sums[owner][name] = value
         return self
 
     def mean(self, owner: str, statistic: str) -> Tensor:

@@ -396,7 +396,8 @@ def _begins_with(x: Tensor, own: Tensor, n: int, *, several: bool) -> bool:
     rows = len(own)
     if x.shape != (n * rows, *own.shape[1:]) or (rows > 1 and not several):
         return False
-    return not largest(x[:rows] - own) > 1e-2 * largest(own)
+    apart, size = largest(x[:rows] - own, own)
+    return not apart > 1e-2 * size
 
 
 def _cut_off(problem: Problem, example: Any, run: Examined, views: Mapping[str, View]) -> dict[str, str]:

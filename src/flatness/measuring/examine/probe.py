@@ -173,14 +173,15 @@ def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alon
     """
     logits, again = first.logits, again.detach()
     with torch.no_grad():
-        total = float(problem.loss.values(first).sum(dtype=torch.float64))
+        total = problem.loss.values(first).sum(dtype=torch.float64)
+    total, scale, change = largest(total, logits, logits - again)
     if not math.isfinite(total):
         problem.locate_bad_loss()
-    scale, change = max(largest(logits), 1e-30), largest(logits - again)
+    scale = max(scale, 1e-30)
     if change > _SAME_BATCH * scale:
         with torch.no_grad():
             repeated = problem.items(batches.copied(example)).logits
-        change = largest(logits - repeated)
+        (change,) = largest(logits - repeated)
         if change > _SAME_BATCH * scale:
             raise NondeterministicError(
                 "Expected the same output for the same batch but two runs in evaluation mode differ by "
@@ -190,7 +191,8 @@ def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alon
     if logits.shape[0] == 1:
         return
     pairs = [(logits[:1], alone.logits), (logits[-1:], alone.last)]
-    change = max(largest(one - own) if own.shape == one.shape else math.inf for one, own in pairs)
+    same = all(one.shape == own.shape for one, own in pairs)
+    change = max(largest(*(one - own for one, own in pairs))) if same else math.inf
     if change > _OTHER_BATCH * scale:
         raise ModelError(
             f"Expected each sample's output to depend on that sample alone but it changes by "
@@ -199,6 +201,7 @@ def check_runs(problem: Problem, example: Any, first: Items, again: Tensor, alon
         )
 
 
-def largest(values: Tensor) -> float:
-    """The largest size of an entry."""
-    return float(values.abs().max()) if values.numel() else 0.0
+def largest(*several: Tensor) -> list[float]:
+    """The largest size of an entry of each, for which the device is waited for once."""
+    sizes = [one.abs().max() if one.numel() else one.new_zeros(()) for one in several]
+    return [float(size) for size in batches.on_host(sizes)]

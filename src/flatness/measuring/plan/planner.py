@@ -299,9 +299,9 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
     if record.shared is not None:
         return LayerRoute(name, record.shared, "passes", needs, record.shared.matrix().shape[2], size)
     layer = examined.layers[name]
-    kind = route_kind(layer, call, examined.items, problem.loss, record.marked, needs)
-    skipped = skipped_positions(layer, call, examined.items, record.marked) or (0, 0)
-    return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size, skipped)
+    skipped = skipped_positions(layer, call, examined.items, record.marked)
+    kind = route_kind(layer, examined.items, problem.loss, needs, last=skipped is not None)
+    return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size, skipped or (0, 0))
 
 
 def _fit_memory(problem: Problem, examined: Examined, plan: Plan) -> tuple[int, int]:
