@@ -215,6 +215,7 @@ def measured(networks: Networks, text: str) -> dict[str, Any]:
         "memory GB": memory / 1e9,
         "worst": errors.get(worst, 0.0),
         "worst layer": worst,
+        "largest errors": dict(sorted(errors.items(), key=lambda pair: -pair[1])[:12]),
         "median": statistics.median(errors.values()) if errors else 0.0,
         "layers": len(report.layers()),
         "notes": [note[:200] for note in report.meta.get("notes", [])],
