@@ -42,7 +42,7 @@ def fits(work: Callable[[], object], device: torch.device) -> bool:
 
 def free_on(device: torch.device) -> int:
     """Free bytes of a GPU: unallocated memory, and memory that torch holds from earlier work and reuses."""
-    held = torch.cuda.memory_stats_as_nested_dict(device)  # `memory_stats` takes ten times as long
+    held = torch.cuda.memory_stats_as_nested_dict(device)  # `memory_stats` takes four times as long
     kinds = ("reserved_bytes", "allocated_bytes")
     reserved, allocated = (held[kind]["all"]["current"] if held else 0 for kind in kinds)
     return torch.cuda.mem_get_info(device)[0] + reserved - allocated
