@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from harness import show
-from minima import share_the_gpu
 
 import flatness
 from flatness.study import Study
@@ -47,20 +46,10 @@ LANES: dict[str, tuple[Stage, ...]] = {
     "lenet": tuple(("tsuzuku2020-lenet-mnist-fitted", (), seeds) for seeds in (2, 4, 6, 9)),
     "cifar10": tuple(("tsuzuku2020-lenet-cifar10-fitted", (), seeds) for seeds in (2, 4, 6, 9)),
     "perceptrons": tuple(("tsuzuku2020-mlp-mnist-fitted", (), seeds) for seeds in (2, 4, 6, 9)),
-    "own": tuple(
-        ("beyond-cifar10", (part,), seeds)
-        for part, seeds in (
-            ("resnet18", 1),
-            ("resnet18", 2),
-            ("vit", 1),
-            ("vit", 2),
-            ("resnet18", 3),
-            ("vit", 3),
-        )
-    ),
+    "own": tuple(("beyond-cifar10", (), seeds) for seeds in (1, 2, 3)),
     "labels": tuple(("petzka2021-labels", (), sets) for sets in (400, 700, 1000)),
 }
-JOBS = {"large-batches": 4, "labels": 4, "own": 6}
+JOBS = {"large-batches": 4, "labels": 4, "own": 8}
 """Processes of a lane; 2 where it is not said. Cohorts of different batch sizes train side by side."""
 
 
@@ -138,8 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.until:
         return work(given.lanes[0], given, given.until)
     given.folder.mkdir(parents=True, exist_ok=True)
-    if given.device == "cuda":
-        share_the_gpu()
     until = time.time() + 60 * given.minutes
     again = [sys.executable, __file__, *(arguments or sys.argv[1:]), "--until", str(until), "--lanes"]
     for lane in [subprocess.Popen([*again, lane]) for lane in given.lanes]:
