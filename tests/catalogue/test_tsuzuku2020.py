@@ -138,7 +138,7 @@ def test_negative_curvature_everywhere_gives_zero_and_a_note():
         row = report.result("normalized_sharpness", layer=layer)
         assert row.value == 0.0
         assert row.notes[-2:] == (
-            "λ = 0.5; negative diagonal clipped: 100.0% of its mass; within 0.0e+00 of the minimum",
+            "λ = 0.5; negative diagonal clipped: 100.0% of its mass; within 1e-12 of the minimum",
             "no positive curvature anywhere: 0 means that this is not a minimum, not that it is flat",
         )
 

@@ -15,6 +15,8 @@ from flatness.catalogue.options import NORMALIZED_LOSS, choice, count, declared,
 
 # A certified relative distance from the minimum above which a value counts as not converged.
 _CERTIFIED = 1e-6
+# What gaps are told to: below, they are rounding, which differs from one processor to the next.
+_ROUNDING = 1e-12
 
 
 def _matrix_normalized(view: LayerView) -> Valued:
@@ -62,7 +64,7 @@ def _normalized(view: LayerView, diagonal: Tensor) -> Valued:
     gap = (value - lower) / value if value > 0 else 0.0
     notes = [
         f"λ = {scale:g}; negative diagonal clipped: {clipped:.1%} of its mass; "
-        f"within {max(gap, 0.0):.1e} of the minimum"
+        f"within {max(gap, _ROUNDING):.0e} of the minimum"
     ]
     if value == 0 and clipped > 0:
         notes.append(
