@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flatness.catalogue.engines.ball_ascent import ARRIVED
 from flatness.catalogue.measure import Surroundings, Valued
-from flatness.curvature.operators.ascent import Ascent, Chart, ascend
+from flatness.curvature.operators.ascent import Chart, ascend
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.errors import FlatnessError, ProcessError, UndefinedMeasureError, listed
 from flatness.problem import batches
@@ -68,10 +68,6 @@ class Geometry(ABC):
     def connection(self, xi: Pair) -> Pair:
         """Γ(ξ, ξ): geodesics have ξ̈ = −Γ(ξ̇, ξ̇)."""
 
-    @abstractmethod
-    def product(self, eta: Pair, zeta: Pair) -> Tensor:
-        """⟨η, ζ⟩."""
-
     def _moved(self, xi: Pair, L: Tensor) -> Pair:
         return xi[0] + self.G @ L, xi[1] - self.H @ L.T
 
@@ -95,10 +91,6 @@ class Mixed(Geometry):
         G_part = a @ (b.T @ H + H.T @ b) - G @ (b.T @ b)
         H_part = b @ (a.T @ G + G.T @ a) - H @ (a.T @ a)
         return G_part @ self._inverse_N, H_part @ self._inverse_M
-
-    def product(self, eta: Pair, zeta: Pair) -> Tensor:
-        """Tr(N η_Gᵀζ_G + M η_Hᵀζ_H)."""
-        return ((eta[0] @ self.N) * zeta[0]).sum() + ((eta[1] @ self.M) * zeta[1]).sum()
 
 
 class Own(Geometry):
@@ -127,11 +119,6 @@ class Own(Geometry):
 
     def _one(self, G: Tensor, inverse: Tensor, a: Tensor) -> Tensor:
         return G @ inverse @ a.T @ a - a @ inverse @ (a.T @ G + G.T @ a)
-
-    def product(self, eta: Pair, zeta: Pair) -> Tensor:
-        """Tr(M⁻¹ η_Gᵀζ_G + N⁻¹ η_Hᵀζ_H)."""
-        G_part = ((eta[0] @ self._inverse_M) * zeta[0]).sum()
-        return G_part + ((eta[1] @ self._inverse_N) * zeta[1]).sum()
 
 
 GEOMETRIES: dict[str, type[Geometry]] = {"mixed": Mixed, "own": Own}
@@ -202,60 +189,6 @@ class Curved(Chart):
         return found
 
 
-@dataclass(frozen=True)
-class Found:
-    """What the ascents found.
-
-    Attributes:
-        rises: max E − E of every batch.
-        ascents: The ascents behind them.
-        heads: How many heads have a geometry of their own.
-        notes: What the user should know about them.
-    """
-
-    rises: tuple[float, ...]
-    ascents: tuple[Ascent, ...]
-    heads: int
-    notes: tuple[str, ...]
-
-
-def geodesic_rises(space: ParameterSpace, *, metric: str, rho: float, steps: int, parts: int) -> Found:
-    """The largest rise of the risk along horizontal geodesics of length ρ that an ascent finds.
-
-    Args:
-        space: All parameters.
-        metric: "mixed" or "own".
-        rho: The length.
-        steps: Gradients per ascent.
-        parts: Into how many batches the data is divided, each with an ascent of its own.
-    """
-    heads, notes = _heads(space.problem)
-    blocks = [_block(space, head, GEOMETRIES[metric]) for head in heads]
-    kept = [block.geometry for block in blocks if block.geometry is not None]
-    if len(kept) < len(blocks):
-        notes.append(f"heads with a zero matrix, which do not move: {len(blocks) - len(kept)}")
-    singular = sum(not geometry.regular for geometry in kept)
-    if singular:
-        notes.append(
-            f"heads with fewer inputs than channels, or dependent channels: {singular}; {_ADDED:g} of the "
-            "mean eigenvalue is added to their metric, and mixing their channels may change the value"
-        )
-    chart = Curved(space.theta, blocks)
-    if not bool(chart.displacement(torch.ones_like(space.theta)).any()):
-        raise UndefinedMeasureError(
-            "Expected parameters to move in proportion to their size but all of them are zero: "
-            "geodesic_sharpness is not defined here. Check that the weights are loaded."
-        )
-    zero = torch.zeros_like(space.theta)
-    rises, ascents = [], []
-    for part in _parts(space, parts):
-        risk, gradient = part.gradient()
-        start = {"the gradient": chart.slope(zero, gradient)}
-        ascents.append(ascend(part, chart, rho, start, norm="l2", steps=steps))
-        rises.append(max(ascents[-1].risk - risk, 0.0))
-    return Found(tuple(rises), tuple(ascents), len(kept), tuple(notes))
-
-
 def _parts(space: ParameterSpace, count: int) -> Iterator[ParameterSpace]:
     """The same parameters over consecutive batches of the data, as large as each other up to one sample.
 
@@ -275,18 +208,7 @@ def _parts(space: ParameterSpace, count: int) -> Iterator[ParameterSpace]:
             )
     for number in range(count):
         first, last = number * samples // count, (number + 1) * samples // count
-        part = Problem(
-            problem.model,
-            _rows(pieces, first, last),
-            problem.loss,
-            forward=problem.forward,
-            weight_decay=problem.weight_decay,
-            batch_size=problem.micro_batch,
-            seed=problem.seed,
-            progress=problem.progress,
-            ranks=problem.ranks,
-        )
-        yield ParameterSpace(part)
+        yield ParameterSpace(problem.beside(_rows(pieces, first, last)))
 
 
 def _rows(pieces: Sequence[Any], first: int, last: int) -> list[Any]:
@@ -344,23 +266,44 @@ def _block(space: ParameterSpace, head: Head, geometry: type[Geometry]) -> _Bloc
 
 
 def geodesic_sharpness(around: Surroundings) -> dict[str | None, Valued]:
-    """The largest rises that ascents find, and how they found them."""
-    options = around.options
+    """The largest rises of the risk along horizontal geodesics that ascents find, one for every batch."""
+    options, space = around.options, around.space
     rho, metric = float(options["rho"]), options["metric"]
-    found = geodesic_rises(
-        around.space, metric=metric, rho=rho, steps=options["steps"], parts=options["batches"]
-    )
-    passes = sum(ascent.passes for ascent in found.ascents)
-    aligned = min(ascent.alignment for ascent in found.ascents)
-    over = "all the data at once" if len(found.rises) == 1 else f"the mean over {len(found.rises)} batches"
-    notes = [
-        f"a lower bound: {over}, {passes} gradients; ρ = {rho:g}, {metric} metric for {found.heads} pairs of "
+    heads, notes = _heads(space.problem)
+    blocks = [_block(space, head, GEOMETRIES[metric]) for head in heads]
+    kept = [block.geometry for block in blocks if block.geometry is not None]
+    if len(kept) < len(blocks):
+        notes.append(f"heads with a zero matrix, which do not move: {len(blocks) - len(kept)}")
+    singular = sum(not geometry.regular for geometry in kept)
+    if singular:
+        notes.append(
+            f"heads with fewer inputs than channels, or dependent channels: {singular}; {_ADDED:g} of the "
+            "mean eigenvalue is added to their metric, and mixing their channels may change the value"
+        )
+    chart = Curved(space.theta, blocks)
+    if not bool(chart.displacement(torch.ones_like(space.theta)).any()):
+        raise UndefinedMeasureError(
+            "Expected parameters to move in proportion to their size but all of them are zero: "
+            "geodesic_sharpness is not defined here. Check that the weights are loaded."
+        )
+    zero = torch.zeros_like(space.theta)
+    rises, ascents = [], []
+    for part in _parts(space, options["batches"]):
+        risk, gradient = part.gradient()
+        start = {"the gradient": chart.slope(zero, gradient)}
+        ascents.append(ascend(part, chart, rho, start, norm="l2", steps=options["steps"]))
+        rises.append(max(ascents[-1].risk - risk, 0.0))
+    passes = sum(ascent.passes for ascent in ascents)
+    aligned = min(ascent.alignment for ascent in ascents)
+    over = "all the data at once" if len(rises) == 1 else f"the mean over {len(rises)} batches"
+    notes.insert(
+        0,
+        f"a lower bound: {over}, {passes} gradients; ρ = {rho:g}, {metric} metric for {len(kept)} pairs of "
         "matrices in heads of attention, adaptive for the rest",
-        *found.notes,
-    ]
+    )
     if aligned < ARRIVED:
         notes.append(
             f"still climbing: displacement and gradient are aligned to {aligned:.3f} only; raise steps"
         )
-    value = sum(found.rises) / len(found.rises)
+    value = sum(rises) / len(rises)
     return {None: Valued(value, tuple(notes), aligned >= ARRIVED, method="ascent")}
