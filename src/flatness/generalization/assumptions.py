@@ -16,11 +16,11 @@ from torch import Tensor
 
 from flatness.curvature.operators.lanczos import TopEigenvalues
 from flatness.errors import OptionError
-from flatness.generalization.chosen_layer import ChosenLayer
 from flatness.generalization.fitting import Predictor, sample_losses
 from flatness.generalization.kernels import Kernel, bandwidth, check_delta
 from flatness.generalization.local_losses import local_losses
 from flatness.generalization.perturbations import weight_gradient
+from flatness.generalization.perturbed_layer import ChosenLayer
 from flatness.losses import Loss
 
 _GRADIENT = 0.01
@@ -59,8 +59,8 @@ class Assumption:
 
 def at_minimum(chosen: ChosenLayer, relative_flatness: float | None, delta: float) -> list[Assumption]:
     """A minimum in W: the gradient against the curvature's effect, and the smallest eigenvalue."""
-    W = chosen.perturbed.W.double()
-    gradient = weight_gradient(chosen.perturbed)
+    W = chosen.W.double()
+    gradient = weight_gradient(chosen)
     norm = float(gradient.norm())
     # Over random A the first order averages out; what a typical A sees is δ‖Wᵀ∇E‖_F/√m.
     first = delta * float((W.transpose(1, 2) @ gradient).norm()) / chosen.features**0.5
@@ -86,8 +86,7 @@ def extreme_eigenvalues(chosen: ChosenLayer, products: int = 60) -> tuple[float,
 
     By Lanczos on products of two backward passes. What it finds is never below the true smallest eigenvalue.
     """
-    perturbed = chosen.perturbed
-    still = torch.zeros_like(perturbed.W)[None]
+    still = torch.zeros_like(chosen.W)[None]
     solver = TopEigenvalues(
         (1, still.numel()),
         still.device,
@@ -95,7 +94,7 @@ def extreme_eigenvalues(chosen: ChosenLayer, products: int = 60) -> tuple[float,
         max_products=min(products, still.numel()),
     )
     while not solver.done:
-        product = perturbed.gradient(still, solver.query().reshape(still.shape))[1]
+        product = chosen.gradient(still, solver.query().reshape(still.shape))[1]
         solver.tell(-product.reshape(1, -1))
     residual = float(solver.residuals[0])
     return -float(solver.values[0]), -float(solver.smallest[0]), residual, bool(solver.converged.all())

@@ -22,7 +22,6 @@ from flatness.generalization.assumptions import (
 )
 from flatness.generalization.bound_result import BoundTerm, GeneralizationBound
 from flatness.generalization.chosen_layer import (
-    ChosenLayer,
     choose_layer,
     collect_samples,
     measured_flatness,
@@ -31,6 +30,7 @@ from flatness.generalization.chosen_layer import (
 from flatness.generalization.fitting import fitter_of
 from flatness.generalization.kernels import Kernel, bandwidth, kernel_of
 from flatness.generalization.locally_constant import LabelConstancy, label_constancy
+from flatness.generalization.perturbed_layer import ChosenLayer
 from flatness.generalization.rate_constants import rate_constants
 from flatness.generalization.representativeness import (
     Representativeness,
@@ -124,7 +124,7 @@ def generalization_bound(
         flat = None if isinstance(report, NotExactError) else report
         notes = [f"no flatness: {report}"] if flat is None else []
         kappa = flat.value("relative_flatness", layer=chosen.name) if flat else None
-        predict = chosen.perturbed.predictor()
+        predict = chosen.predictor()
         tried = expansions(predict, z, y, problem.loss, shape, kappa, given, seed)
         step, rule = tried[-1].delta, bandwidth(*z.shape)
         minimum = at_minimum(chosen, kappa, step)

@@ -10,45 +10,15 @@ import torch
 from torch import Tensor
 
 from flatness.errors import LayerError, NotExactError, listed
-from flatness.generalization.perturbed_layer import PerturbedLayer
+from flatness.generalization.perturbed_layer import ChosenLayer
 from flatness.measuring.examine.examination import examine
 from flatness.measuring.examine.examined import Examined
 from flatness.measuring.measure import measure
 from flatness.network.graph import only_layout_between
-from flatness.network.layers import Layer, select_layers
+from flatness.network.layers import select_layers
 from flatness.problem import batches
 from flatness.problem.problem import Problem
 from flatness.report.report import Report
-
-
-@dataclass(frozen=True)
-class ChosenLayer:
-    """A layer of a network and what a run of a few samples showed about it.
-
-    Attributes:
-        name: Its name in the model.
-        layer: The layer as W and Φ.
-        perturbed: The same, ready to be changed.
-        features: m, the columns of W in each group.
-        outputs: d, the rows of W over all groups.
-        positions: P, how often a sample meets W.
-        last: Whether the output is W φ + b itself, so that only the loss follows.
-        curved: Operators that follow and are not piecewise linear.
-    """
-
-    name: str
-    layer: Layer
-    perturbed: PerturbedLayer
-    features: int
-    outputs: int
-    positions: int
-    last: bool
-    curved: tuple[str, ...]
-
-    @property
-    def kinks(self) -> bool:
-        """Whether what follows is piecewise linear with pieces: a Hessian does not see where they meet."""
-        return not self.last and not self.curved
 
 
 def choose_layer(problem: Problem, layer: str) -> ChosenLayer:
@@ -70,15 +40,14 @@ def choose_layer(problem: Problem, layer: str) -> ChosenLayer:
     sizes = [(entry.x.numel() + entry.z_shape.numel()) // n for entry in examined.calls.values()]
     each = problem.dtype.itemsize * 2 * (sum(sizes) + examined.items.logits.numel() // n)
     problem.fit_memory(each, backward=False)
+    last = call.z_edge is not None and only_layout_between(examined.items.logits, call.z_edge)
     return ChosenLayer(
-        name=name,
-        layer=view,
-        perturbed=PerturbedLayer(problem, view, each),
-        features=view.matrix().shape[2],
-        outputs=view.output_units,
+        problem,
+        view,
+        each,
         positions=max(1, call.z_shape.numel() // (n * view.output_units)),
-        last=call.z_edge is not None and only_layout_between(examined.items.logits, call.z_edge),
-        curved=record.operators,
+        last=last,
+        kinks=not last and not record.operators,
     )
 
 
@@ -124,7 +93,7 @@ def require_vectors(chosen: ChosenLayer) -> None:
 
 def require_all_through(chosen: ChosenLayer) -> None:
     """Refuse layers that something goes around: ψ would not be a function of their features alone."""
-    if not chosen.perturbed.everything_passes():
+    if not chosen.everything_passes():
         raise LayerError(
             "Expected a layer that everything passes through, so that ψ is a function of its features, but "
             f"something goes around {chosen.name!r}. Choose another layer, such as 'last'."
@@ -159,7 +128,7 @@ def collect_samples(problem: Problem, chosen: ChosenLayer | None) -> Samples:
 
     def step(batch: object) -> None:
         inputs = nullcontext([next(batches.tensors_in(batch))])
-        with inputs if chosen is None else chosen.perturbed.inputs() as seen:
+        with inputs if chosen is None else chosen.inputs() as seen:
             output, target = problem.outputs(batch)
         items = problem.laid_out(output, target)
         largest = float(problem.loss.values(items).max())

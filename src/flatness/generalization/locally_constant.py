@@ -126,7 +126,7 @@ def locally_constant_labels(
         require_all_through(chosen)
         seen = collect_samples(problem, chosen)
         return label_constancy(
-            chosen.perturbed.predictor(),
+            chosen.predictor(),
             seen.z[:samples],
             seen.y[:samples],
             problem.loss,

@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from flatness.errors import LayerError, OptionError
-from flatness.generalization.chosen_layer import ChosenLayer, require_vectors
+from flatness.generalization.chosen_layer import require_vectors
 from flatness.generalization.kernels import Kernel, directions
 from flatness.generalization.matrices import (
     on_patches,
@@ -18,7 +18,7 @@ from flatness.generalization.matrices import (
     random_directions,
     random_matrices,
 )
-from flatness.generalization.perturbed_layer import PerturbedLayer
+from flatness.generalization.perturbed_layer import ChosenLayer
 from flatness.problem import batches
 from flatness.problem.progress import ProgressBar
 
@@ -58,31 +58,31 @@ class Perturbations:
 
 def given_perturbations(chosen: ChosenLayer, A: Tensor, alphas: list[float], through: str) -> Perturbations:
     """Perturbations by given matrices."""
-    perturbed, layer = chosen.perturbed, chosen.layer
+    layer = chosen.layer
     if through == "noise":
         raise OptionError(
             "Expected through='weights' or 'features' with given matrices but got 'noise', which draws its "
             "own. Leave through out, or pass a number as matrices."
         )
     if through == "weights":
-        V = perturbed.W.cpu().double() @ on_patches(A, layer)
-        return Perturbations(perturbed.weight_losses, lambda _, which: V[which], len(A), alphas)
+        V = chosen.W.cpu().double() @ on_patches(A, layer)
+        return Perturbations(chosen.weight_losses, lambda _, which: V[which], len(A), alphas)
     if A.shape[-1] != layer.matrix().shape[2] // layer.taps:
         raise OptionError(
             f"Expected matrices that mix the channels of {layer.name!r} to perturb its features but got "
             "patch-space ones: no change of a feature map does the same. Use through='weights'."
         )
-    return Perturbations(perturbed.feature_losses, lambda _, which: A[which], len(A), alphas)
+    return Perturbations(chosen.feature_losses, lambda _, which: A[which], len(A), alphas)
 
 
 def random_perturbations(
     chosen: ChosenLayer, kernel: Kernel, count: int, alphas: list[float], through: str, generator: Generator
 ) -> Perturbations:
     """Perturbations by random matrices with their negatives, or by the noise they induce."""
-    perturbed, layer, m = chosen.perturbed, chosen.layer, chosen.features
+    layer, m = chosen.layer, chosen.features
     if through == "weights":
-        V = random_directions(perturbed.W, kernel, count, generator)
-        return Perturbations(perturbed.weight_losses, lambda _, which: V[which], count, alphas, True)
+        V = random_directions(chosen.W, kernel, count, generator)
+        return Perturbations(chosen.weight_losses, lambda _, which: V[which], count, alphas, True)
     if through == "features":
         if layer.taps > 1:
             raise LayerError(
@@ -91,14 +91,14 @@ def random_perturbations(
                 "matrices that mix its channels."
             )
         A = random_matrices(kernel, count, layer.groups, m, generator)
-        return Perturbations(perturbed.feature_losses, lambda _, which: A[which], count, alphas, True)
+        return Perturbations(chosen.feature_losses, lambda _, which: A[which], count, alphas, True)
     require_vectors(chosen)
 
     def noise(batch: Any, which: list[int]) -> Tensor:
         shape = (len(which), batches.size_of(batch))
         return kernel.radii((*shape, 1), m, generator) * directions(shape, m, generator)
 
-    return Perturbations(perturbed.noise_losses, noise, count, alphas, True)
+    return Perturbations(chosen.noise_losses, noise, count, alphas, True)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class LossChanges:
         return int(self.single.argmax()) % self.single.shape[1]
 
 
-def loss_changes(perturbed: PerturbedLayer, asked: Perturbations) -> LossChanges:
+def loss_changes(perturbed: ChosenLayer, asked: Perturbations) -> LossChanges:
     """Stream the data once and evaluate every perturbation at every size."""
     sizes, sides = len(asked.alphas), 1 + asked.paired
     sums = torch.zeros(sides * sizes, asked.count, dtype=torch.float64)
@@ -152,7 +152,7 @@ def loss_changes(perturbed: PerturbedLayer, asked: Perturbations) -> LossChanges
 
 
 def worst_matrices(
-    perturbed: PerturbedLayer,
+    perturbed: ChosenLayer,
     delta: float,
     restarts: int,
     iterations: int,
@@ -192,7 +192,7 @@ def worst_matrices(
 
 
 def _line_search(
-    perturbed: PerturbedLayer, A: Tensor, risks: Tensor, gradients: Tensor, active: Tensor, delta: float
+    perturbed: ChosenLayer, A: Tensor, risks: Tensor, gradients: Tensor, active: Tensor, delta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps towards the polar factors, halved until no risk falls; with their risks and gradients."""
     target = _polar(gradients)
@@ -207,7 +207,7 @@ def _line_search(
     return moved, new_risks, new_gradients  # type: ignore[possibly-unbound]
 
 
-def _ascent(perturbed: PerturbedLayer, A: Tensor, delta: float) -> tuple[Tensor, Tensor]:
+def _ascent(perturbed: ChosenLayer, A: Tensor, delta: float) -> tuple[Tensor, Tensor]:
     """E(W + δWA) of each A, (R,), and its derivative with respect to A, (R, G, m, m)."""
     W = perturbed.W.double()
     risks, gradients = perturbed.gradient(delta * (W @ A))
@@ -219,12 +219,12 @@ def _polar(G: Tensor) -> Tensor:
     return U @ Vh
 
 
-def weight_gradient(perturbed: PerturbedLayer) -> Tensor:
+def weight_gradient(perturbed: ChosenLayer) -> Tensor:
     """∇_W E, (G, d, m) in float64."""
     return perturbed.gradient(torch.zeros_like(perturbed.W)[None])[1][0]
 
 
-def first_order_bound(perturbed: PerturbedLayer, delta: float) -> float:
+def first_order_bound(perturbed: ChosenLayer, delta: float) -> float:
     """δ ‖Wᵀ∇E‖_*, the largest first-order change over ‖A‖ ≤ 1: 0 at a minimum (nuclear norm)."""
     product = perturbed.W.double().transpose(1, 2) @ weight_gradient(perturbed)
     return delta * float(torch.linalg.matrix_norm(product, ord="nuc").sum())

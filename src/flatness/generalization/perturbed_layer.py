@@ -28,16 +28,27 @@ Change = Callable[[Tensor, torch.Size], Tensor]
 _AT_ONCE = 20_000
 
 
-class PerturbedLayer:
+class ChosenLayer:
     """One layer of a network, ready to be changed. Use it inside ``with problem.guarded():``.
 
     Args:
         problem: Model, data and loss.
         layer: The layer, as W and Φ.
-        bytes_per_sample: Memory that one sample takes on its way through the network.
+        bytes_each: Memory that one sample takes on its way through the network.
+        positions: P, how often a sample meets W.
+        last: Whether the output is W φ + b itself, so that only the loss follows.
+        kinks: Whether what follows is piecewise linear with pieces: a Hessian does not see where they meet.
+
+    Attributes:
+        name: The layer's name in the model.
+        W: The weight, (G, d, m).
+        features: m, the columns of W in each group.
+        outputs: The rows of W over all groups.
     """
 
-    def __init__(self, problem: Problem, layer: Layer, bytes_per_sample: int) -> None:
+    def __init__(
+        self, problem: Problem, layer: Layer, bytes_each: int, *, positions: int, last: bool, kinks: bool
+    ) -> None:
         if not isinstance(layer, (LinearLayer, ConvolutionLayer)):
             raise LayerError(
                 f"Expected a Linear or convolution layer but {layer.name!r} has a view of its own, "
@@ -45,9 +56,11 @@ class PerturbedLayer:
                 "flatness.ConvolutionLayer."
             )
         self.problem = problem
-        self.layer = layer
+        self.layer, self.name = layer, layer.name
         self.W = layer.matrix()
-        self._bytes = max(1, bytes_per_sample)
+        self.features, self.outputs = self.W.shape[2], layer.output_units
+        self.positions, self.last, self.kinks = positions, last, kinks
+        self._bytes = max(1, bytes_each)
         few = torch.zeros(2, *self.W.shape, dtype=self.W.dtype, device=self.W.device)
         self._together = True
         with torch.no_grad():

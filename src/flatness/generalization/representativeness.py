@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import DataError, OptionError
-from flatness.generalization.chosen_layer import ChosenLayer, choose_layer, collect_samples
+from flatness.generalization.chosen_layer import choose_layer, collect_samples
 from flatness.generalization.fitting import Fitter, fitter_of, sample_losses
 from flatness.generalization.kernels import Kernel, bandwidth, check_delta, kernel_of
 from flatness.generalization.local_losses import local_losses
+from flatness.generalization.perturbed_layer import ChosenLayer
 from flatness.losses import Loss
 from flatness.measuring.examine.examination import examine
 from flatness.problem import setting_of

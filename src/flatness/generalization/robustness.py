@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatness.errors import NotExactError, OptionError
-from flatness.generalization.chosen_layer import ChosenLayer, choose_layer, measured_flatness
+from flatness.generalization.chosen_layer import choose_layer, measured_flatness
 from flatness.generalization.kernels import Kernel, check_delta, kernel_of
 from flatness.generalization.matrices import given_matrices, operator_norms
 from flatness.generalization.perturbations import (
@@ -21,6 +21,7 @@ from flatness.generalization.perturbations import (
     random_perturbations,
     worst_matrices,
 )
+from flatness.generalization.perturbed_layer import ChosenLayer
 from flatness.generalization.robustness_result import Robustness
 from flatness.problem import setting_of
 from flatness.problem.model import Forward
@@ -141,13 +142,13 @@ def _random_run(
         )
     generator = torch.Generator().manual_seed(seed)
     drawn = random_perturbations(chosen, kernel, count, alphas, through, generator)
-    changes = loss_changes(chosen.perturbed, drawn)
+    changes = loss_changes(chosen, drawn)
     return _Run(repr(kernel), through, changes, kernel.second_moment(chosen.features))
 
 
 def _given_run(chosen: ChosenLayer, alphas: list[float], matrices: Any, through: str) -> _Run:
     A = given_matrices(matrices, chosen.layer)
-    changes = loss_changes(chosen.perturbed, given_perturbations(chosen, A, alphas, through))
+    changes = loss_changes(chosen, given_perturbations(chosen, A, alphas, through))
     run, largest = _Run("given", through, changes), float(operator_norms(A).max())
     if largest > 1 + 1e-6:
         run.notes.append(f"the largest ‖A‖ is {largest:.4g}: the paper's δ is for ‖A‖ ≤ 1")
@@ -161,14 +162,13 @@ def _worst_run(chosen: ChosenLayer, alphas: list[float], matrices: Any, iteratio
             "Expected matrices to be the number of random starts with distribution='worst' but got a tensor. "
             "For example matrices=4."
         )
-    perturbed = chosen.perturbed
     restarts = min(max(1, matrices), 4) if matrices == _PAIRS else max(1, matrices)
     found: list[LossChanges] = []
     A, before, ended = None, alphas[0], True
     for alpha in alphas:
         start = None if A is None else A[:1] * (before / alpha)  # the same perturbation, of norm ≤ 1
-        A, own_ended = worst_matrices(perturbed, alpha, restarts, iterations, seed, start)
-        found.append(loss_changes(perturbed, given_perturbations(chosen, A[:1], [alpha], "weights")))
+        A, own_ended = worst_matrices(chosen, alpha, restarts, iterations, seed, start)
+        found.append(loss_changes(chosen, given_perturbations(chosen, A[:1], [alpha], "weights")))
         before, ended = alpha, ended and own_ended
     changes = replace(found[-1], values=torch.cat([one.values for one in found]))
     run = _Run("worst", "weights", changes, converged=ended)
@@ -177,7 +177,7 @@ def _worst_run(chosen: ChosenLayer, alphas: list[float], matrices: Any, iteratio
     )
     if not ended:
         run.notes.append("an ascent was still gaining when it was stopped: raise iterations")
-    run.bounds["first order, δ‖Wᵀ∇E‖_* (0 at a minimum)"] = first_order_bound(perturbed, alphas[-1])
+    run.bounds["first order, δ‖Wᵀ∇E‖_* (0 at a minimum)"] = first_order_bound(chosen, alphas[-1])
     return run
 
 
