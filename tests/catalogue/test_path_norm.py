@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import flatness
-from flatness.catalogue.engines.path_norm import _RULES
+from flatness.catalogue.engines.path_norm import PathSums
 from flatness.errors import UndefinedMeasureError
 from flatness.network.operators import OPERATORS, row_name
 from network.test_operator_table import CASES, ELSEWHERE
@@ -407,7 +407,9 @@ def case_of(name):
 
 
 def test_every_rule_is_known():
-    assert {row.paths for row in OPERATORS.values()} == {*_RULES, "creation", None}
+    words = {row.paths for row in OPERATORS.values()} - {"creation", None}
+    assert len(words) == 9
+    assert all(callable(getattr(PathSums, f"_{word}")) for word in words)
 
 
 @pytest.mark.parametrize(

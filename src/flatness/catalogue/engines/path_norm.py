@@ -228,11 +228,12 @@ class PathSums(TorchDispatchMode):
             self.refused.add("an output that no path from the input leads to")
 
     def _by_rule(self, call: _Call, in_complex: bool) -> Any:
-        rule = _RULES.get(call.row.paths or "")
+        """Rules are the methods that are called like the words for them in the table of operators."""
+        rule = getattr(self, f"_{call.row.paths}", None)
         if rule is None or in_complex:
             self._refuse_if(call.name, "of complex numbers" if in_complex else "", True)
             return call.run()
-        return rule(self, call)
+        return rule(call)
 
     def _move(self, call: _Call) -> Any:
         """What comes along is moved, left out, repeated, averaged or added up with weights ≥ 0."""
@@ -344,19 +345,6 @@ class PathSums(TorchDispatchMode):
 
     def _on_path(self, value: Any) -> bool:
         return self._from_input(value) or (isinstance(value, Tensor) and _memory(value) in self._of_weights)
-
-
-_RULES = {
-    "move": PathSums._move,
-    "maximum": PathSums._maximum,
-    "norm": PathSums._norm,
-    "comparison": PathSums._comparison,
-    "rectifier": PathSums._rectifier,
-    "negation": PathSums._negation,
-    "sum": PathSums._sum,
-    "product": PathSums._product,
-    "quotient": PathSums._quotient,
-}
 
 
 def _is_real(value: Any) -> bool:

@@ -267,7 +267,8 @@ class _Uses:
             return []
         if new & taken:
             raise _UnmixedError("other heads have some of their channels")
-        why = self._reasons(classes, partners)
+        counts, both = Counter(classes), zip(classes, partners, strict=True)
+        why = [self._reason({number, other}, counts[number]) for number, other in both]
         if all(why):
             fixed = self._flow.classes.reasons(int(labels[0])) if float(labels[0]) >= 0 else ()
             raise _UnmixedError(next(iter((*fixed, *why))))
@@ -285,15 +286,8 @@ class _Uses:
         """The class with the inverse factors of a label's; −1 without one."""
         return int(self._table[self._flow.classes.inverse(int(label))]) if label >= 0 else -1
 
-    def _reasons(self, classes: list[int], partners: list[int]) -> list[str | None]:
-        """Why each channel may not be mixed with others; None where it may."""
-        counts = Counter(classes)
-        return [
-            self._reason({number, other}, counts[number])
-            for number, other in zip(classes, partners, strict=True)
-        ]
-
     def _reason(self, both: set[int], count: int) -> str | None:
+        """Why a channel may not be mixed with others, of so many in its class; None where it may."""
         if -1 in both:
             return "they keep their scale"
         if count > 2:

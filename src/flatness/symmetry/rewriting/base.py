@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -298,23 +298,27 @@ def _multiply(values: Tensor, factor: Tensor, index: Tensor | None) -> None:
 
 def named_layers(found: Symmetries, given: Mapping[str, Any], what: str = "factors") -> dict[str, Use]:
     """The layers that a user gave something for, in network order."""
-    for name in given:
-        if name not in found.layers:
-            raise LayerError(
-                f"Expected {what} for layers of the model but got {name!r}.{nearest(name, found.layers)} "
-                f"Layers: {listed(found.layers, 20)}."
-            )
+    check_names(f"{what} for layers of the model", given, found.layers)
     return {name: action for name, action in found.layers.items() if name in given}
 
 
+def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a layer that is none of those that something may be given for."""
+    for name in given:
+        if name not in known:
+            raise LayerError(
+                f"Expected {what} but got {name!r}.{nearest(name, known)} Layers: {listed(known, 20)}."
+            )
+
+
 def numbers_in(value: Any, wanted: str, dtype: torch.dtype | None = None) -> Tensor:
-    """What a user gave as numbers.
+    """What a user gave as numbers, whatever their shape.
 
     Raises:
         OptionError: Where it is none.
     """
     try:
-        return torch.as_tensor(value, dtype=dtype).flatten()
+        return torch.as_tensor(value, dtype=dtype).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptionError(f"Expected {wanted} but got {value!r}.") from error
 
@@ -322,7 +326,7 @@ def numbers_in(value: Any, wanted: str, dtype: torch.dtype | None = None) -> Ten
 def positive(name: str, value: Any, units: int) -> Tensor:
     """Factors of a layer as a float64 tensor of one or `units` numbers, all positive."""
     wanted = f"{'one number' if units == 1 else f'one number or {units}'} as the factor of {name!r}"
-    values = numbers_in(value, wanted, torch.float64)
+    values = numbers_in(value, wanted, torch.float64).flatten()
     if values.numel() not in (1, units):
         got = f"{values.numel()} numbers" if values.numel() else repr(value)
         raise OptionError(f"Expected {wanted} but got {got}.")

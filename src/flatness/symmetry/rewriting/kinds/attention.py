@@ -14,10 +14,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from flatness.errors import LayerError, ModelError, OptionError, listed, nearest
+from flatness.errors import ModelError, OptionError, listed
 from flatness.symmetry.flow.groups import Symmetries
 from flatness.symmetry.flow.heads import Head
-from flatness.symmetry.rewriting.base import Draw, Invariance, Rescaling
+from flatness.symmetry.rewriting.base import Draw, Invariance, Rescaling, check_names, numbers_in
 from flatness.symmetry.trace.attention import LOOKED_FOR
 
 INTO_HEADS, OUT_OF_HEADS = "attention q, k, v", "attention o"
@@ -71,12 +71,7 @@ class Attention(Rescaling):
         by_name: dict[str, list[Head]] = {}
         for head in found.attention.heads:
             by_name.setdefault(head.name, []).append(head)
-        for name in factors:
-            if name not in by_name:
-                raise LayerError(
-                    f"Expected matrices for layers of queries or values but got {name!r}."
-                    f"{nearest(name, by_name)} Layers: {listed(by_name, 20)}."
-                )
+        check_names("matrices for layers of queries or values", factors, by_name)
         chosen = {
             name: _given(name, heads, factors[name]) if name in factors else map(_unmoved, heads)
             for name, heads in by_name.items()
@@ -175,10 +170,7 @@ def _given(name: str, heads: list[Head], value: Any) -> list[Tensor]:
     """A user's matrices for the heads of a layer, as they multiply its channels."""
     d = len(heads[0].channels)
     wanted = f"an invertible matrix {d}×{d} for {name!r}, or {len(heads)} of them, one for each head"
-    try:
-        matrices = torch.as_tensor(value, dtype=torch.float64).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(f"Expected {wanted}, but got {value!r}.") from error
+    matrices = numbers_in(value, f"{wanted},", torch.float64)
     if matrices.shape not in ((d, d), (len(heads), d, d)):
         got = "×".join(map(str, matrices.shape)) or "one number"
         raise OptionError(f"Expected {wanted}, but got {got}.")

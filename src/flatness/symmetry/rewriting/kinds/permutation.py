@@ -119,7 +119,7 @@ def _with_neighbours(signature: Tensor, own: Tensor, units: Tensor | None) -> Te
 def _order(name: str, value: Any, rows: int) -> list[int]:
     """A permutation as a user gave it."""
     wanted = f"a permutation of 0 … {rows - 1} for {name!r}"
-    order = numbers_in(value, wanted).tolist()
+    order = numbers_in(value, wanted).flatten().tolist()
     if sorted(order) != list(range(rows)):
         raise OptionError(f"Expected {wanted} but got {listed(order, 8)}.")
     return order
