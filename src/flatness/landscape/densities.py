@@ -230,13 +230,9 @@ class _Census:
                     raise
                 finally:
                     if lanczos.made:
-                        self._add(label, *lanczos.quadrature(), dimension)
-
-    def _add(self, label: str, nodes: Tensor, weights: Tensor, dimension: int) -> None:
-        """Further runs of a spectrum."""
-        own = SpectralQuadrature(nodes.numpy(), weights.numpy(), dimension)
-        before = self.spectra.get(label)
-        self.spectra[label] = own if before is None else before.and_runs(own)
+                        nodes, weights = (part.numpy() for part in lanczos.quadrature())
+                        own, before = SpectralQuadrature(nodes, weights, dimension), self.spectra.get(label)
+                        self.spectra[label] = own if before is None else before.and_runs(own)
 
 
 def _parts(space: ParameterSpace, plan: Plan, asked: dict[str, Any]) -> dict[str, Root]:

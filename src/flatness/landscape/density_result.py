@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatness.catalogue.soft_rank import soft_ranks
+from flatness.files import check_shape
 from flatness.landscape.captions import data_words, number_of
-from flatness.landscape.storage import Array, Saved
+from flatness.landscape.storage import Array, Saved, named_arrays
 from flatness.report.tables import format_value
 
 if TYPE_CHECKING:
@@ -160,19 +161,12 @@ class Density(Saved):
         return super()._texts() | {"spectra": {name: own.dimension for name, own in self.spectra.items()}}
 
     @classmethod
-    def _shape(cls) -> dict[str, Any]:
-        return super()._shape() | {"spectra": {}}
-
-    @classmethod
-    def _names(cls, meta: dict[str, Any]) -> list[str]:
-        return [f"{part} {place}" for place in range(len(meta["spectra"])) for part in _PARTS]
-
-    @classmethod
     def _fields(cls, arrays: dict[str, Array], meta: dict[str, Any]) -> dict[str, Any]:
-        spectra = {
-            name: SpectralQuadrature(arrays[f"nodes {place}"], arrays[f"weights {place}"], dimension)
-            for place, (name, dimension) in enumerate(meta.pop("spectra").items())
-        }
+        check_shape(meta, {"spectra": {}})
+        spectra = {}
+        for place, (name, dimension) in enumerate(meta.pop("spectra").items()):
+            nodes, weights = named_arrays(arrays, [f"{part} {place}" for part in _PARTS]).values()
+            spectra[name] = SpectralQuadrature(nodes, weights, dimension)
         return super()._fields(arrays, meta) | {"spectra": spectra}
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -69,29 +70,28 @@ class Saved(Drawn):
         """Read what `save` wrote."""
         _, arrays, meta = read_arrays(path, cls.kind)
         try:
-            check_shape(meta, cls._shape())
-            check_shape(arrays, dict.fromkeys(cls._names(meta), ANY))
+            return cls(**cls._fields(arrays, meta), **{"meta": meta})
         except ShapeError as error:
             raise ReportError(
                 f"Expected a whole {cls.kind} but {path} is damaged: {error}. Compute it again."
             ) from error
-        return cls(**cls._fields(arrays, meta), **{"meta": meta})
-
-    @classmethod
-    def _shape(cls) -> dict[str, Any]:
-        """What `_texts` of a saved one looks like."""
-        return {name: [TEXT] for name in cls.text_fields}
-
-    @classmethod
-    def _names(cls, meta: dict[str, Any]) -> list[str]:
-        """What the arrays of a saved one are called."""
-        return list(cls.array_fields)
 
     @classmethod
     def _fields(cls, arrays: dict[str, Array], meta: dict[str, Any]) -> dict[str, Any]:
-        """All fields but `meta`, whose entries that are fields are taken out of it."""
+        """All fields but `meta`, whose entries that are fields are taken out of it.
+
+        Raises:
+            ShapeError: When one is missing.
+        """
+        check_shape(meta, {name: [TEXT] for name in cls.text_fields})
         texts = {name: tuple(meta.pop(name)) for name in cls.text_fields}
-        return {**{name: arrays[name] for name in cls.array_fields}, **texts}
+        return named_arrays(arrays, cls.array_fields) | texts
+
+
+def named_arrays(arrays: dict[str, Array], names: Sequence[str]) -> dict[str, Array]:
+    """Some arrays of a file, all of which must be there."""
+    check_shape(arrays, dict.fromkeys(names, ANY))
+    return {name: arrays[name] for name in names}
 
 
 def read_arrays(path: str | os.PathLike[str], *kinds: str) -> tuple[str, dict[str, Array], dict[str, Any]]:

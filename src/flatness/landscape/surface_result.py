@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatness.landscape.captions import AXES, batch_norm_words, data_words
-from flatness.landscape.storage import Array, Saved
+from flatness.landscape.storage import Array, Saved, named_arrays
 
 if TYPE_CHECKING:
     import pandas
@@ -73,14 +73,10 @@ class Surface(Saved):
         }
 
     @classmethod
-    def _names(cls, meta: dict[str, Any]) -> list[str]:
-        return [*cls.array_fields, *(f"{_PATH}{place}" for place in range(len(meta["paths"])))]
-
-    @classmethod
     def _fields(cls, arrays: dict[str, Array], meta: dict[str, Any]) -> dict[str, Any]:
         found = super()._fields(arrays, meta)
-        paths = {name: arrays[f"{_PATH}{place}"] for place, name in enumerate(found["paths"])}
-        return {**found, "paths": paths}
+        paths = named_arrays(arrays, [f"{_PATH}{place}" for place in range(len(found["paths"]))])
+        return found | {"paths": dict(zip(found["paths"], paths.values(), strict=True))}
 
     def __str__(self) -> str:
         """The caption, and where the lowest point is."""
