@@ -303,8 +303,7 @@ def test_bad_input_is_refused_in_words():
         "Expected at least 2 random matrices, for a standard error, but got 1. For example matrices=32."
     )
     assert refusal(OptionError, through="neurons") == (
-        "Expected through to be one of weights, features, noise but got 'neurons'. Leave it out to perturb "
-        "the weights."
+        "Expected through to be one of weights, features, noise but got 'neurons'. The default is 'weights'."
     )
     assert refusal(LayerError, layer="fc9") == (
         "Expected the name of a supported layer but got 'fc9'. Did you mean 'fc1'? Supported layers of this "

@@ -258,8 +258,7 @@ def test_bad_input_gets_whole_sentences():
     model, data = network()
     assert refused(model, data, metric="layer") == (
         "Expected metric to be one of euclidean, layerwise, nodewise, fisher, relative, whitened but got "
-        "'layer'. Did you mean "
-        "'layerwise'?"
+        "'layer'. Did you mean 'layerwise'? The default is 'euclidean'."
     )
     assert refused(model, data, runs=0) == (
         "Expected runs to be a whole number of at least 1 but got 0. For example runs=10."

@@ -1,4 +1,4 @@
-"""Options of measures: the default of each, what it may be instead, and what is said of anything else."""
+"""Options, of measures and others: the default, what it may be instead, and what is said of anything else."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def count(default: int, least: int = 1) -> Option:
     return Option(default, f"an integer of at least {least}", good)
 
 
-def positive(default: float | None, *, none: str = "", example: str = "") -> Option:
+def positive(
+    default: float | None, meaning: str = "a positive number", *, none: str = "", example: str = ""
+) -> Option:
     """A finite number above 0; or None, where words say what that means."""
 
     def good(value: Any) -> bool:
@@ -75,14 +77,12 @@ def positive(default: float | None, *, none: str = "", example: str = "") -> Opt
             return bool(none)
         return _is_number(value) and 0 < value < math.inf
 
-    return Option(
-        default, f"a positive number, or None {none}," if none else "a positive number", good, (), example
-    )
+    return Option(default, f"{meaning}, or None {none}," if none else meaning, good, (), example)
 
 
-def share(default: float, meaning: str = "a number between 0 and 1") -> Option:
+def share(default: float, meaning: str = "a number between 0 and 1", *, example: str = "") -> Option:
     """A number strictly between 0 and 1."""
-    return Option(default, meaning, lambda value: _is_number(value) and 0 < value < 1)
+    return Option(default, meaning, lambda value: _is_number(value) and 0 < value < 1, (), example)
 
 
 def _is_number(value: Any) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatness.errors import NotExactError, OptionError
+from flatness.catalogue.options import share
+from flatness.errors import NotExactError
 from flatness.generalization.assumptions import (
     Assumption,
     Expansion,
@@ -47,6 +48,7 @@ from flatness.report.report import Report
 from flatness.report.tables import format_value
 
 _LABEL_SAMPLES = 1000
+_FAILURE = share(0.05, "a probability between 0 and 1", example="failure=0.05")
 _CROSS = "cross-validated, eq. 3: the paper says it is then technically not a bound"
 # A sum this share of the gap below the gap is worth a warning; less is within what refits differ by.
 _BELOW = 0.1
@@ -108,7 +110,7 @@ def generalization_bound(
         ['approximation', 'approximation', 'approximation', 'approximation', 'approximation', 'approximation']
     """
     setting = setting_of(locals())
-    _check_failure(failure)
+    _FAILURE.check("failure", failure)
     shape, given = kernel_of(kernel, sigma), given_delta(delta)
     problem = Problem(model, data, loss, **setting)
     fitter_of(fitter, problem.loss, 1, penalty)
@@ -156,14 +158,6 @@ def generalization_bound(
         labels=labels,
         notes=tuple(dict.fromkeys([*notes, *found.notes, *problem.notes])),
     )
-
-
-def _check_failure(failure: Any) -> None:
-    if not (isinstance(failure, (int, float)) and 0 < failure < 1):
-        raise OptionError(
-            f"Expected failure to be a probability between 0 and 1 but got {failure!r}. For example "
-            "failure=0.05."
-        )
 
 
 def _bound_terms(

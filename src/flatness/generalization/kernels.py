@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from scipy.special import beta as beta_function
 from scipy.special import gammainc, gammaincinv
 from torch import Generator, Tensor
 
+from flatness.catalogue.options import positive
 from flatness.errors import OptionError, nearest
+
+_SIGMA = positive(0.25, "a positive number, in units of the bandwidth,", example="sigma=0.25")
+_DELTA = positive(0.01, "a positive number, relative to the features' length,", example="delta=0.01")
 
 
 class Kernel(ABC):
@@ -94,11 +99,8 @@ class TruncatedNormal(Kernel):
     name = "truncated_normal"
 
     def __init__(self, sigma: float | None = None) -> None:
-        if sigma is not None and not (isinstance(sigma, (int, float)) and 0 < sigma < math.inf):
-            raise OptionError(
-                f"Expected sigma to be a positive number, in units of the bandwidth, but got {sigma!r}. For "
-                "example sigma=0.25."
-            )
+        if sigma is not None:
+            _SIGMA.check("sigma", sigma)
         self.given = sigma
 
     def sigma(self, m: int) -> float:
@@ -201,13 +203,9 @@ def bandwidth(samples: int, m: int) -> float:
     return samples ** (-1 / (4 + m))
 
 
-def check_delta(delta: object) -> float:
+def check_delta(delta: Any) -> float:
     """Refuse anything but a positive number."""
-    if not isinstance(delta, (int, float)) or isinstance(delta, bool) or not 0 < delta < math.inf:
-        raise OptionError(
-            f"Expected delta to be a positive number, relative to the features' length, but got {delta!r}. "
-            "For example delta=0.01."
-        )
+    _DELTA.check("delta", delta)
     return float(delta)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatness.catalogue.options import choice
 from flatness.errors import NotExactError, OptionError
 from flatness.generalization.chosen_layer import choose_layer, measured_flatness
 from flatness.generalization.kernels import Kernel, check_delta, kernel_of
@@ -29,7 +30,7 @@ from flatness.problem.problem import Problem
 from flatness.problem.ranks import separately
 from flatness.report.report import Result
 
-_ROUTES = ("weights", "features", "noise")
+_THROUGH = choice("weights", "features", "noise")
 _PAIRS = 32
 
 
@@ -99,11 +100,7 @@ def feature_robustness(
         True
     """
     setting = setting_of(locals())
-    if through not in _ROUTES:
-        raise OptionError(
-            f"Expected through to be one of {', '.join(_ROUTES)} but got {through!r}. Leave it out to "
-            "perturb the weights."
-        )
+    _THROUGH.check("through", through)
     alphas = _steps(delta, steps)
     problem = Problem(model, data, loss, **setting)
     with problem.guarded():

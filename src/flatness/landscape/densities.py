@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatness.catalogue.options import choice
 from flatness.curvature.metrics import Root
 from flatness.curvature.operators.lanczos import LanczosRuns, random_signs
 from flatness.curvature.operators.network_spectrum import metric_root
@@ -17,7 +18,7 @@ from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
 from flatness.curvature.spectra import METRICS, PARAMETERS, SpectrumRequest
 from flatness.curvature.sums.squared_gradients import squared_gradients
-from flatness.errors import OptionError, listed, nearest
+from flatness.errors import OptionError, listed
 from flatness.landscape.arguments import whole_number
 from flatness.landscape.density_result import Density, SpectralQuadrature
 from flatness.landscape.networks import (
@@ -40,7 +41,11 @@ from flatness.problem.problem import Problem
 from flatness.problem.progress import ProgressBar
 from flatness.problem.ranks import separately
 
-_CURVATURES = ("hessian", "gauss_newton")
+_CHOICES = {
+    "metric": choice(*METRICS),
+    "parameters": choice(*PARAMETERS),
+    "curvature": choice("hessian", "gauss_newton"),
+}
 _BASIS_BYTES = 1024 * 2**20
 
 
@@ -117,12 +122,8 @@ def density(
         "steps": whole_number("steps", steps, 1, 80),
         "curvature": curvature,
     }
-    for name, known in {"metric": METRICS, "parameters": PARAMETERS, "curvature": _CURVATURES}.items():
-        if asked[name] not in known:
-            raise OptionError(
-                f"Expected {name} to be one of {', '.join(known)} but got {asked[name]!r}."
-                f"{nearest(asked[name], known)}"
-            )
+    for name, option in _CHOICES.items():
+        option.check(name, asked[name])
     members = members_of(model)
     problems = [Problem(member.model, data, loss, **setting) for member in members]
     return _Census(members, problems, asked, resume).run()
