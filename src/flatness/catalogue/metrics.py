@@ -7,16 +7,12 @@ D → T D Tᵀ, leaves that spectrum as it is, so a measure is unchanged by what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from flatness.catalogue.measure import LayerView
-
-
-def _no_notes(view: LayerView) -> Iterator[str]:
-    return iter(())
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Metric:
     statistic: str = ""
     spectrum: str = ""
     factor: Callable[[LayerView], Tensor] | None = None
-    notes: Callable[[LayerView], Iterator[str]] = _no_notes
+    notes: Callable[[LayerView], Iterable[str]] = lambda view: ()
 
 
 def _of_whitening(view: LayerView) -> Iterator[str]:

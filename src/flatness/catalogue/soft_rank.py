@@ -33,17 +33,19 @@ def soft_ranks(nodes: Any, weights: Any, dimension: int, ridge: float) -> Any:
 
 
 def _soft_rank(around: Surroundings) -> dict[str | None, Valued]:
-    from flatness.curvature.operators.lanczos import quadratures
+    from flatness.curvature.operators.lanczos import lanczos_runs, side_by_side
 
     options = around.options
     root = around.root(SpectrumRequest(metric=options["metric"], parameters=options["parameters"]))
-
-    def products(vectors: torch.Tensor) -> torch.Tensor:
-        found = around.hessian([root(vector) for vector in vectors])
-        return torch.stack([root(product) for product in found])
-
     N, runs, steps = int(root.mask.sum()), options["runs"], options["steps"]
-    early, (nodes, weights) = quadratures(products, root.mask, runs, steps, around.seed)
+    after_some, after_all = [], []
+    for lanczos in lanczos_runs(runs, root.mask, steps, around.seed):
+        while not lanczos.done:
+            products = around.hessian([root(vector) for vector in lanczos.query()])
+            lanczos.tell(torch.stack([root(product) for product in products]))
+        after_some.append(lanczos.quadrature(-(-3 * lanczos.made // 4)))
+        after_all.append(lanczos.quadrature())
+    early, (nodes, weights) = side_by_side(after_some), side_by_side(after_all)
     counted = nodes[weights > 1e-14]
     largest, smallest = float(counted.max()), float(counted.min())
     if largest <= 0:

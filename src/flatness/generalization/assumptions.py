@@ -214,6 +214,5 @@ def why_smaller(tried: list[Expansion]) -> str:
     return (
         f"δ is the largest of |S|^(−1/(4+m)) = {first.delta:.3g} and its halves at which the flatness term "
         f"predicts the measured rise (ratio {last.ratio:.2f} at {last.delta:.3g}, {first.ratio:.2f} at the "
-        "rule's); "
-        "delta='rule' uses the rule's"
+        "rule's); delta='rule' uses the rule's"
     )

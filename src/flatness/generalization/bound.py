@@ -216,8 +216,7 @@ def _below_the_gap(found: Representativeness, terms: list[BoundTerm], expansion:
         advice = "the network's own ψ does as the flatness term says, but the refitted one is less robust"
     return [
         f"not a bound here: it lies below the cross-validated gap of {format_value(found.gap)}, since the "
-        "risk "
-        f"of the refitted ψ rises by {format_value(found.robustness)} under the perturbation and the "
+        f"risk of the refitted ψ rises by {format_value(found.robustness)} under the perturbation and the "
         f"flatness term is {format_value(flat)}; {advice}"
     ]
 

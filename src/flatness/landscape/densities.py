@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatness.catalogue.options import choice
 from flatness.curvature.metrics import Root
-from flatness.curvature.operators.lanczos import LanczosRuns, random_signs
+from flatness.curvature.operators.lanczos import lanczos_runs, side_by_side
 from flatness.curvature.operators.network_spectrum import metric_root
 from flatness.curvature.parameters.hessian_operator import HessianOperator
 from flatness.curvature.parameters.parameter_space import ParameterSpace
@@ -46,7 +46,6 @@ _CHOICES = {
     "parameters": choice(*PARAMETERS),
     "curvature": choice("hessian", "gauss_newton"),
 }
-_BASIS_BYTES = 1024 * 2**20
 
 
 @separately()
@@ -208,17 +207,14 @@ class _Census:
 
     def _spectrum(self, label: str, operator: HessianOperator, root: Root) -> None:
         """All runs of one spectrum, as many side by side as their bases leave room for; or till Ctrl-C."""
-        runs, problem = self.asked["runs"], operator.space.problem
-        mask = root.mask
-        dimension = int(mask.sum())
+        runs, steps, problem = self.asked["runs"], self.asked["steps"], operator.space.problem
+        dimension = int(root.mask.sum())
         if not dimension:
             self.notes.append(f"{label}: left out, because all its parameters are zero")
             return
-        steps = min(self.asked["steps"], dimension)
-        start = random_signs(runs, mask, problem.seed)
-        with ProgressBar(f"density of {label}", runs * steps, problem.progress) as bar:
-            for part in start.split(max(1, _BASIS_BYTES // (8 * len(mask) * steps))):
-                lanczos = LanczosRuns(part, steps)
+        found = []
+        with ProgressBar(f"density of {label}", runs * min(steps, dimension), problem.progress) as bar:
+            for lanczos in lanczos_runs(runs, root.mask, steps, problem.seed):
                 try:
                     while not lanczos.done:
                         asked = [root(vector) for vector in lanczos.query()]
@@ -231,9 +227,9 @@ class _Census:
                     raise
                 finally:
                     if lanczos.made:
-                        nodes, weights = (part.numpy() for part in lanczos.quadrature())
-                        own, before = SpectralQuadrature(nodes, weights, dimension), self.spectra.get(label)
-                        self.spectra[label] = own if before is None else before.and_runs(own)
+                        found.append(lanczos.quadrature())
+                        nodes, weights = (part.numpy() for part in side_by_side(found))
+                        self.spectra[label] = SpectralQuadrature(nodes, weights, dimension)
 
 
 def _parts(space: ParameterSpace, plan: Plan, asked: dict[str, Any]) -> dict[str, Root]:

@@ -42,16 +42,6 @@ class SpectralQuadrature:
     weights: Array
     dimension: int
 
-    def and_runs(self, other: SpectralQuadrature) -> SpectralQuadrature:
-        """With the runs of another; shorter ones get zeros at their end."""
-        most = max(self.nodes.shape[1], other.nodes.shape[1])
-
-        def together(*parts: Array) -> Array:
-            return np.concatenate([np.pad(part, ((0, 0), (0, most - part.shape[1]))) for part in parts])
-
-        nodes, weights = together(self.nodes, other.nodes), together(self.weights, other.weights)
-        return SpectralQuadrature(nodes, weights, self.dimension)
-
     def power_sum(self, power: int) -> tuple[float, float]:
         """Σ λ^power over all eigenvalues, and the standard error of the estimate.
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from flatness.curvature.operators.lanczos import TopEigenvalues, default_tolerance
 from flatness.curvature.parameters.hessian_operator import HessianOperator
@@ -107,11 +107,8 @@ def asked_for(
         )
     if isinstance(directions, str):
         return Asked(directions, count, parameters, layers, seed)
-    return Asked("given", count, parameters, layers, seed, tree_map(_as_tensor, directions))
-
-
-def _as_tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    given = tree_map_only(np.ndarray, torch.from_numpy, directions)
+    return Asked("given", count, parameters, layers, seed, given)
 
 
 def choose_directions(problem: Problem, asked: Asked, number: int) -> Chosen:

@@ -158,13 +158,9 @@ def _story(
     negative = sum(float(diagonal.clamp(max=0).abs().sum()) for diagonal in diagonals)
     pairs = zip(diagonals, posterior.deviations(strength), strict=True)
     return {
+        **options,
         "lambda": strength,
-        "delta": float(options["delta"]),
-        "sigma": str(options["sigma"]),
-        "hyperprior": str(options["hyperprior"]),
-        "psi": str(options["psi"]),
         "samples": samples,
-        "draws": int(options["draws"]),
         "loss": posterior.noise.space.problem.loss.name,
         # ½ Σ h s² of the surrogate loss, negative curvature clipped
         "expected rise": sum(float((0.5 * h.clamp(min=0) * s.square()).sum()) for h, s in pairs),

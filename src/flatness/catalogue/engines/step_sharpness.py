@@ -84,8 +84,8 @@ def critical_sharpness(around: Surroundings) -> dict[str | None, Valued]:
             f"a step at the rate η = {update.state.rate:g} raises the risk from a value of 2/η = "
             f"{2 / update.state.rate:.4g} on"
         )
-    found = Valued(value, tuple(notes), dip >= rounding, method="bisection", terms=terms)
-    return {None: replace(found, residual=2 / low - value)}
+    precise, off = dip >= rounding, 2 / low - value
+    return {None: Valued(value, tuple(notes), precise, method="bisection", residual=off, terms=terms)}
 
 
 def _risk_or_infinity(space: ParameterSpace, vector: Tensor) -> float:
@@ -132,11 +132,7 @@ def preconditioned_sharpness(around: Surroundings) -> dict[str | None, Valued]:
             f"without the optimizer's weight decay: pass weight_decay={state.penalty:g} for the curvature of "
             "the loss and its penalty together"
         )
-    return {
-        None: Valued(
-            found.value, (*said, *found.notes), found.converged, residual=found.residual, terms=terms
-        )
-    }
+    return {None: replace(found, notes=(*said, *found.notes), terms=terms)}
 
 
 def _against(value: float, state: OptimizerState) -> tuple[dict[str, Any], list[str]]:

@@ -7,7 +7,7 @@ operators on R^N advance in step, so that one pass over the data serves all of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 # Ritz vectors kept on a restart: of the upper end, which is wanted, and of the lower.
 _KEPT_ON_RESTART, _KEPT_BELOW = 4, 2
 _CHECK_EVERY = 4
-# What a basis may take, and the fewest and the most vectors of it.
+# What a basis may take, and the fewest and the most vectors of it; what the bases of runs in step may take.
 _BASIS_BYTES, _SMALLEST_BASIS, _LARGEST_BASIS = 512 * 2**20, 12, 64
+_RUNS_BYTES = 1024 * 2**20
 # Parts up to this size are copied into one piece.
 _PART_BYTES = 64 * 2**20
 
@@ -328,30 +329,21 @@ def random_signs(runs: int, mask: Tensor, seed: int) -> Tensor:
     return torch.where(mask, (2.0 * bits.double() - 1.0).to(mask.device), 0.0)
 
 
-def quadratures(
-    products: Callable[[Tensor], Tensor], mask: Tensor, runs: int, steps: int, seed: int
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Nodes and weights of all runs, after three quarters of the steps and after all of them.
+def lanczos_runs(runs: int, mask: Tensor, steps: int, seed: int) -> Iterator[LanczosRuns]:
+    """Runs from random signs where the mask is set, as many side by side as their bases leave room for.
 
     Args:
-        products: Gives the products with vectors (runs, N).
+        runs: How many there are in all.
         mask: Where vectors may have entries.
-        runs: How many; as many side by side as their bases leave room for.
         steps: Most steps; there are no more than entries.
         seed: Seed of the starting vectors.
     """
     steps = min(steps, int(mask.sum()))
-    early, late = [], []
-    for part in random_signs(runs, mask, seed).split(max(1, _BASIS_BYTES // (8 * len(mask) * steps))):
-        lanczos = LanczosRuns(part, steps)
-        while not lanczos.done:
-            lanczos.tell(products(lanczos.query()))
-        early.append(lanczos.quadrature(-(-3 * lanczos.made // 4)))
-        late.append(lanczos.quadrature())
-    return _side_by_side(early), _side_by_side(late)
+    for part in random_signs(runs, mask, seed).split(max(1, _RUNS_BYTES // (8 * len(mask) * steps))):
+        yield LanczosRuns(part, steps)
 
 
-def _side_by_side(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def side_by_side(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Quadratures of all parts; shorter ones get zeros at their end."""
     most = max(nodes.shape[1] for nodes, _ in parts)
     nodes, weights = (

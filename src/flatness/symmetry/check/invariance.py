@@ -283,7 +283,6 @@ def _check_numbers(trials: int, samples: int | None, weight_decay: float) -> Non
         raise OptionError(f"Expected samples to be a positive integer or None but got {samples!r}.")
     if weight_decay != 0:
         raise OptionError(
-            f"Expected weight_decay=0 but got {weight_decay!r}: with a penalty on the weights "
-            "no measure is invariant, because rescaling "
-            "changes the penalty. Leave it out."
+            f"Expected weight_decay=0 but got {weight_decay!r}: with a penalty on the weights no measure is "
+            "invariant, because rescaling changes the penalty. Leave it out."
         )
