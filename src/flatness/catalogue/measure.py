@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -195,8 +195,8 @@ class Measure:
         on_request: Whether "default" leaves it out even though it needs only the shared pass.
         clips: What the value clips at 0: "entries" of statistics, or "sums" of them, which are then under a
             root; None for nothing.
-        adapted: Called with all options; the measure as these options make it, where they change what it
-            needs.
+        adapted: Called with all options; the fields that these options change, by name, or the measure as
+            they make it.
     """
 
     name: str
@@ -224,7 +224,7 @@ class Measure:
     loss_of: Callable[[Mapping[str, Any]], str | None] | None = None
     on_request: bool = False
     clips: Clips | None = None
-    adapted: Callable[[Mapping[str, Any]], Measure] | None = None
+    adapted: Callable[[Mapping[str, Any]], Measure | Mapping[str, Any]] | None = None
 
     def own_loss(self, options: Mapping[str, Any]) -> str | None:
         """Name of the loss it is defined with under these options; None for the user's own."""
@@ -235,7 +235,8 @@ class Measure:
 
     def under(self, options: Mapping[str, Any]) -> Measure:
         """The measure as these options make it."""
-        return self if self.adapted is None else self.adapted(options)
+        changed = {} if self.adapted is None else self.adapted(options)
+        return changed if isinstance(changed, Measure) else replace(self, **changed)
 
     @property
     def invariant(self) -> bool:

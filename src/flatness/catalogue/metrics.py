@@ -7,8 +7,9 @@ D → T D Tᵀ, leaves that spectrum as it is, so a measure is unchanged by what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -91,6 +92,6 @@ METRICS = {one.name: one for one in (EUCLIDEAN, LAYERWISE, NODEWISE, FISHER, REL
 _OF_LAYERS = {"neuronwise except own features", "attention q, k, v"}
 
 
-def unchanged_together(metric: str) -> frozenset[str]:
-    """The rewritings that leave the spectrum of all layers together in the metric of that name."""
-    return METRICS[metric].unchanged - _OF_LAYERS
+def in_metric(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What leaves the spectrum of all layers together in the metric of the options; see `Measure.adapted`."""
+    return {"invariances": METRICS[options["metric"]].unchanged - _OF_LAYERS}

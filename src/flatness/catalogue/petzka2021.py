@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
 from torch import Tensor
 
 from flatness.catalogue.functionals import largest_eigenvalue, trace
@@ -100,13 +96,6 @@ relative_flatness_whitened = Measure(
 )
 
 
-def _in_metric(options: Mapping[str, Any]) -> Measure:
-    """The measure with or without white features."""
-    return replace(
-        relative_spectral_norm, **largest_eigenvalue(WHITENED if options["whitened"] else RELATIVE)
-    )
-
-
 relative_spectral_norm = Measure(
     name="relative_spectral_norm",
     symbol="‖Hess‖_W",
@@ -124,6 +113,6 @@ relative_spectral_norm = Measure(
     levels=("layer", "network"),
     **largest_eigenvalue(RELATIVE),
     reductions=("max", "sum"),
-    adapted=_in_metric,
+    adapted=lambda options: largest_eigenvalue(WHITENED if options["whitened"] else RELATIVE),
     **declared({**EIGENVALUE_OPTIONS, "whitened": choice(False, True)}),
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from flatness.catalogue.functionals import largest_of_network
 from flatness.catalogue.measure import Measure
-from flatness.catalogue.metrics import LAYERWISE, NODEWISE, unchanged_together
+from flatness.catalogue.metrics import LAYERWISE, NODEWISE, Metric, in_metric
 from flatness.catalogue.options import EIGENVALUE_OPTIONS, choice, declared
 from flatness.curvature.spectra import METRICS, PARAMETERS, SOLVERS
 
@@ -16,9 +14,15 @@ _OPTIONS = {**EIGENVALUE_OPTIONS, "parameters": choice(*PARAMETERS), "solver": c
 _COST = "Hessian products of the whole network: about 20 to 60, in step with other eigenvalues"
 
 
-def _in_metric(measure: Callable[[], Measure]) -> Callable[[Mapping[str, Any]], Measure]:
-    """A measure with what the metric in its options leaves unchanged."""
-    return lambda options: replace(measure(), invariances=unchanged_together(options["metric"]))
+def _largest(metric: Metric) -> dict[str, Any]:
+    """λ_max(D^½ H D^½) of the network, in this metric or the one that the options name."""
+    return {
+        "invariances": metric.unchanged,
+        "network": largest_of_network,
+        "network_needs": frozenset({"spectrum"}),
+        "adapted": in_metric,
+        **declared({**_OPTIONS, "metric": choice(*METRICS, default=metric.name)}),
+    }
 
 
 riemannian_spectral_norm = Measure(
@@ -36,11 +40,7 @@ riemannian_spectral_norm = Measure(
         "and has the paper's meaning only at a critical point: the notes give the gradient's length."
     ),
     levels=("network",),
-    invariances=LAYERWISE.unchanged,
-    network=largest_of_network,
-    network_needs=frozenset({"spectrum"}),
-    **declared({**_OPTIONS, "metric": choice(*METRICS, default=LAYERWISE.name)}),
-    adapted=_in_metric(lambda: riemannian_spectral_norm),
+    **_largest(LAYERWISE),
     cost=_COST,
 )
 
@@ -53,10 +53,6 @@ riemannian_spectral_norm_nodewise = Measure(
     when=("As `riemannian_spectral_norm`, and also between networks whose neurons have different scales."),
     misleads="Parameters near 0 hardly count, whatever their curvature: pruned networks look flat.",
     levels=("network",),
-    invariances=NODEWISE.unchanged,
-    network=largest_of_network,
-    network_needs=frozenset({"spectrum"}),
-    **declared({**_OPTIONS, "metric": choice(*METRICS, default=NODEWISE.name)}),
-    adapted=_in_metric(lambda: riemannian_spectral_norm_nodewise),
+    **_largest(NODEWISE),
     cost=_COST,
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from flatness.catalogue.measure import Measure, Surroundings, Valued, averaged
-from flatness.catalogue.metrics import unchanged_together
+from flatness.catalogue.metrics import in_metric
 from flatness.catalogue.options import choice, count, declared, positive
 from flatness.curvature.spectra import METRICS, SpectrumRequest
 
@@ -68,11 +66,6 @@ def _soft_rank(around: Surroundings) -> dict[str | None, Valued]:
     return {None: Valued(value, tuple(notes), converged, stderr, "sampled", terms=terms)}
 
 
-def _in_metric(options: Mapping[str, Any]) -> Measure:
-    """The measure with what its metric leaves unchanged."""
-    return replace(soft_rank, invariances=unchanged_together(options["metric"]))
-
-
 soft_rank = Measure(
     name="soft_rank",
     symbol="rank_λ H",
@@ -91,7 +84,7 @@ soft_rank = Measure(
     levels=("network",),
     explore=_soft_rank,
     flatness=False,
-    adapted=_in_metric,
+    adapted=in_metric,
     cost="runs × steps Hessian products of the whole network",
     **declared(
         {

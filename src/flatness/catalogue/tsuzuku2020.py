@@ -38,10 +38,9 @@ def _with_biases(view: NetworkView) -> Valued:
     return Valued(value, tuple(notes))
 
 
-def _matrix_adapted(options: Mapping[str, Any]) -> Measure:
-    if not options["biases"]:
-        return matrix_normalized_sharpness
-    return replace(matrix_normalized_sharpness, network=_with_biases, network_needs=frozenset({"traces"}))
+def _matrix_adapted(options: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"network": _with_biases, "network_needs": frozenset({"traces"})}
+    return found if options["biases"] else {}
 
 
 def _minimum(view: LayerView, diagonal: Tensor) -> tuple[float, float]:
@@ -73,16 +72,11 @@ def _normalized(view: LayerView, diagonal: Tensor) -> Valued:
     return Valued(value / math.sqrt(2 * scale), tuple(notes), gap <= _CERTIFIED)
 
 
-def _normalized_adapted(options: Mapping[str, Any]) -> Measure:
+def _normalized_adapted(options: Mapping[str, Any]) -> dict[str, Any]:
     if options["diagonal"] == "auto":
-        return normalized_sharpness
-    return replace(
-        normalized_sharpness,
-        needs=frozenset(),
-        layer=None,
-        explore=_by_finite_differences,
-        cost=f"{2 * options['draws']} gradients",
-    )
+        return {}
+    cost = f"{2 * options['draws']} gradients"
+    return {"needs": frozenset(), "layer": None, "explore": _by_finite_differences, "cost": cost}
 
 
 def _by_finite_differences(around: Surroundings) -> dict[str | None, Valued]:
