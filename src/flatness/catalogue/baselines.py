@@ -48,7 +48,7 @@ hessian_top_eigenvalue = Measure(
     network=largest_of_network,
     network_needs=frozenset({"spectrum"}),
     cost="eigenvalue iterations: about 20 to 60 Hessian products",
-    **declared(EIGENVALUE_OPTIONS),
+    **declared(**EIGENVALUE_OPTIONS),
 )
 
 weight_norm = Measure(

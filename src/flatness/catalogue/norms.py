@@ -89,7 +89,7 @@ fisher_rao = Measure(
     invariances=frozenset({"layerwise", "neuronwise", "attention"}),
     explore=_fisher_rao,
     cost="one pass with two backward passes",
-    **declared({"form": choice("definition", "published_script")}),
+    **declared(form=choice("definition", "published_script")),
 )
 
 fisher_rao_diagonal = Measure(

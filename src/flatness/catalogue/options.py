@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Option:
         raise OptionError(f"Expected {name} to be {self.expected} but got {value!r}.{hint}")
 
 
-def declared(options: Mapping[str, Option]) -> dict[str, Any]:
+def declared(**options: Option) -> dict[str, Any]:
     """The fields of a `Measure` that say which options it takes."""
     return {
         "options": {name: option.default for name, option in options.items()},

@@ -144,5 +144,5 @@ pac_bayes_flatness = Measure(
     levels=("network",),
     explore=_pac_bayes_flatness,
     cost="about 12 forward passes per draw of the noise",
-    **declared({"draws": count(5, 2), "drop": share(0.1), "tolerance": share(0.01)}),
+    **declared(draws=count(5, 2), drop=share(0.1), tolerance=share(0.01)),
 )

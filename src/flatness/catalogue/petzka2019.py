@@ -24,7 +24,7 @@ layer_flatness = Measure(
     levels=("layer", "network"),
     **largest_eigenvalue(LAYERWISE),
     reductions=("max", "sum"),
-    **declared(EIGENVALUE_OPTIONS),
+    **declared(**EIGENVALUE_OPTIONS),
 )
 
 layer_flatness_trace = Measure(

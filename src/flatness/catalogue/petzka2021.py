@@ -70,7 +70,7 @@ maximal_relative_flatness = Measure(
     needs=frozenset({"row_eigenvalues"}),
     layer=_maximal,
     reductions=("sum",),
-    **declared(EIGENVALUE_OPTIONS),
+    **declared(**EIGENVALUE_OPTIONS),
 )
 
 relative_flatness_whitened = Measure(
@@ -114,5 +114,5 @@ relative_spectral_norm = Measure(
     **largest_eigenvalue(RELATIVE),
     reductions=("max", "sum"),
     adapted=lambda options: largest_eigenvalue(WHITENED if options["whitened"] else RELATIVE),
-    **declared({**EIGENVALUE_OPTIONS, "whitened": choice(False, True)}),
+    **declared(**EIGENVALUE_OPTIONS, whitened=choice(False, True)),
 )

@@ -21,7 +21,7 @@ def _largest(metric: Metric) -> dict[str, Any]:
         "network": largest_of_network,
         "network_needs": frozenset({"spectrum"}),
         "adapted": in_metric,
-        **declared({**_OPTIONS, "metric": choice(*METRICS, default=metric.name)}),
+        **declared(**_OPTIONS, metric=choice(*METRICS, default=metric.name)),
     }
 
 

@@ -212,13 +212,11 @@ epsilon_sharpness = Measure(
     explore=_epsilon_sharpness,
     cost="gradients of all the data: restarts × steps at most, and one eigenvalue for several starts",
     **declared(
-        {
-            "epsilon": positive(1e-3),
-            "form": choice("ascent", "quadratic"),
-            "metric": choice(*DIAGONAL_METRICS),
-            "steps": count(20),
-            "restarts": count(3),
-        }
+        epsilon=positive(1e-3),
+        form=choice("ascent", "quadratic"),
+        metric=choice(*DIAGONAL_METRICS),
+        steps=count(20),
+        restarts=count(3),
     ),
 )
 
@@ -236,7 +234,7 @@ sam_sharpness = Measure(
     levels=("network",),
     explore=_sam,
     cost="one gradient and one forward pass",
-    **declared({"rho": positive(0.05)}),
+    **declared(rho=positive(0.05)),
 )
 
 adaptive_sharpness = Measure(
@@ -258,15 +256,13 @@ adaptive_sharpness = Measure(
     explore=_adaptive,
     cost="gradients of all the data: restarts × steps at most; average case: 2 × draws forward passes",
     **declared(
-        {
-            "case": choice("worst", "average"),
-            "norm": choice("l2", "linf"),
-            "rho": positive(None, none="for a radius that suits case and norm", example="0.5"),
-            "steps": count(20),
-            "restarts": count(1),
-            "draws": count(20, 2),
-            "logit_normalization": choice(False, True),
-        }
+        case=choice("worst", "average"),
+        norm=choice("l2", "linf"),
+        rho=positive(None, none="for a radius that suits case and norm", example="0.5"),
+        steps=count(20),
+        restarts=count(1),
+        draws=count(20, 2),
+        logit_normalization=choice(False, True),
     ),
     loss_of=_loss_of,
 )
@@ -291,7 +287,7 @@ critical_sharpness = Measure(
     levels=("network",),
     explore=_critical,
     cost="one gradient and about ten forward passes",
-    **declared({**_STEP, "width": share(0.01)}),
+    **declared(**_STEP, width=share(0.01)),
 )
 
 directional_sharpness = Measure(
@@ -305,7 +301,7 @@ directional_sharpness = Measure(
     levels=("network",),
     explore=_directional,
     cost="one gradient and one Hessian product",
-    **declared(_STEP),
+    **declared(**_STEP),
 )
 
 preconditioned_sharpness = Measure(
@@ -328,7 +324,7 @@ preconditioned_sharpness = Measure(
     levels=("network",),
     explore=_preconditioned,
     cost="Hessian products of the whole network: about 20 to 60, in step with other eigenvalues",
-    **declared({**_OPTIMIZER, **EIGENVALUE_OPTIONS}),
+    **declared(**_OPTIMIZER, **EIGENVALUE_OPTIONS),
 )
 
 geodesic_sharpness = Measure(
@@ -355,14 +351,7 @@ geodesic_sharpness = Measure(
     invariances=frozenset({"layerwise without attention", "neuronwise without attention", "attention"}),
     explore=_geodesic,
     cost="gradients of all the data: steps at most",
-    **declared(
-        {
-            "metric": choice("mixed", "own"),
-            "rho": positive(0.5),
-            "steps": count(20),
-            "batches": count(1),
-        }
-    ),
+    **declared(metric=choice("mixed", "own"), rho=positive(0.5), steps=count(20), batches=count(1)),
 )
 
 minimum_sharpness = Measure(

@@ -87,12 +87,10 @@ soft_rank = Measure(
     adapted=in_metric,
     cost="runs × steps Hessian products of the whole network",
     **declared(
-        {
-            "ridge": positive(None, none="for 1 % of the largest eigenvalue", example="0.01"),
-            "runs": count(10, least=2),
-            "steps": count(40),
-            "metric": choice(*METRICS),
-            "parameters": choice("all", "weights"),
-        }
+        ridge=positive(None, none="for 1 % of the largest eigenvalue", example="0.01"),
+        runs=count(10, least=2),
+        steps=count(40),
+        metric=choice(*METRICS),
+        parameters=choice("all", "weights"),
     ),
 )

@@ -133,7 +133,7 @@ matrix_normalized_sharpness = Measure(
     needs=frozenset({"row_traces"}),
     layer=_matrix_normalized,
     reductions=("sum",),
-    **declared({"biases": choice(False, True)}),
+    **declared(biases=choice(False, True)),
     clips="sums",
     adapted=_matrix_adapted,
 )
@@ -162,13 +162,11 @@ normalized_sharpness = Measure(
     layer=lambda view: _normalized(view, view.statistics["diagonal"]),
     reductions=("sum",),
     **declared(
-        {
-            "lambda": positive(0.5),
-            **NORMALIZED_LOSS,
-            "diagonal": choice("auto", "finite_differences"),
-            "draws": count(100, 2),
-            "radius": share(1e-3, "a share of the weights' norm, between 0 and 1,"),
-        }
+        **{"lambda": positive(0.5)},
+        **NORMALIZED_LOSS,
+        diagonal=choice("auto", "finite_differences"),
+        draws=count(100, 2),
+        radius=share(1e-3, "a share of the weights' norm, between 0 and 1,"),
     ),
     clips="entries",
     adapted=_normalized_adapted,
@@ -200,14 +198,12 @@ pac_bayes_bound = Measure(
     cost="a few forward passes for each λ that can be the best, and 20 for the chosen one",
     flatness=False,
     **declared(
-        {
-            "sigma": choice("rows_and_columns", "matrices"),
-            "delta": share(0.05, "a probability between 0 and 1"),
-            "draws": count(20, 2),
-            "hyperprior": choice("float32", "float64", "float16", "bfloat16"),
-            "psi": choice("paper", "hoeffding"),
-            **NORMALIZED_LOSS,
-        }
+        sigma=choice("rows_and_columns", "matrices"),
+        delta=share(0.05, "a probability between 0 and 1"),
+        draws=count(20, 2),
+        hyperprior=choice("float32", "float64", "float16", "bfloat16"),
+        psi=choice("paper", "hoeffding"),
+        **NORMALIZED_LOSS,
     ),
     loss="normalized_cross_entropy",
 )
@@ -233,12 +229,10 @@ normalized_sharpness_direct = Measure(
     explore=_direct,
     cost="4 gradients for each of at most 15 evaluations, and 32 forward passes",
     **declared(
-        {
-            "lambda": positive(None, none="for the number of samples", example="1000.0"),
-            **NORMALIZED_LOSS,
-            "draws": count(2),
-            "evaluations": count(15),
-        }
+        **{"lambda": positive(None, none="for the number of samples", example="1000.0")},
+        **NORMALIZED_LOSS,
+        draws=count(2),
+        evaluations=count(15),
     ),
     loss="normalized_cross_entropy",
 )
