@@ -7,7 +7,7 @@ density of the spectrum is `flatness.landscape.density`, and a functional of tha
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -22,34 +22,23 @@ _FAR = 0.1
 
 def trace(metric: Metric) -> dict[str, Any]:
     """Tr DH of a layer."""
-    return {
-        "needs": frozenset({metric.statistic}),
-        "layer": partial(_trace, metric),
-        "invariances": metric.unchanged,
-    }
+    return _of_layers(metric, metric.statistic, lambda view: view.statistics[metric.statistic].sum())
 
 
 def largest_eigenvalue(metric: Metric) -> dict[str, Any]:
     """λ_max(D^½ H D^½) of a layer."""
-    return {
-        "needs": frozenset({metric.spectrum}),
-        "layer": partial(_largest, metric),
-        "invariances": metric.unchanged,
-    }
+    return _of_layers(metric, metric.spectrum, lambda view: view.spectra[metric.spectrum].values[0])
 
 
-def _trace(metric: Metric, view: LayerView) -> Tensor | Valued:
-    return _in_units(metric, view, view.statistics[metric.statistic].sum())
+def _of_layers(metric: Metric, need: str, value: Callable[[LayerView], Tensor]) -> dict[str, Any]:
+    """The declaration of a value that may still lack the number that D is."""
 
+    def layer(view: LayerView) -> Tensor | Valued:
+        found = value(view) if metric.factor is None else metric.factor(view) * value(view)
+        notes = tuple(metric.notes(view))
+        return Valued(float(found), notes) if notes else found
 
-def _largest(metric: Metric, view: LayerView) -> Tensor | Valued:
-    return _in_units(metric, view, view.spectra[metric.spectrum].values[0])
-
-
-def _in_units(metric: Metric, view: LayerView, value: Tensor) -> Tensor | Valued:
-    value = value if metric.factor is None else metric.factor(view) * value
-    notes = tuple(metric.notes(view))
-    return Valued(float(value), notes) if notes else value
+    return {"needs": frozenset({need}), "layer": layer, "invariances": metric.unchanged}
 
 
 def largest_of_network(view: NetworkView) -> Valued:
