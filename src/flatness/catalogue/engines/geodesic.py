@@ -265,21 +265,27 @@ def _block(space: ParameterSpace, head: Head, geometry: type[Geometry]) -> _Bloc
     return _Block(G, H, geometry(*at) if all(bool(side.any()) for side in at) else None)
 
 
-def geodesic_sharpness(around: Surroundings) -> dict[str | None, Valued]:
-    """The largest rises of the risk along horizontal geodesics that ascents find, one for every batch."""
-    options, space = around.options, around.space
-    rho, metric = float(options["rho"]), options["metric"]
+def _blocks(space: ParameterSpace, geometry: type[Geometry]) -> tuple[list[_Block], list[str]]:
+    """The heads of a network in parameter space, and what to say of them."""
     heads, notes = _heads(space.problem)
-    blocks = [_block(space, head, GEOMETRIES[metric]) for head in heads]
+    blocks = [_block(space, head, geometry) for head in heads]
     kept = [block.geometry for block in blocks if block.geometry is not None]
     if len(kept) < len(blocks):
         notes.append(f"heads with a zero matrix, which do not move: {len(blocks) - len(kept)}")
-    singular = sum(not geometry.regular for geometry in kept)
+    singular = sum(not one.regular for one in kept)
     if singular:
         notes.append(
             f"heads with fewer inputs than channels, or dependent channels: {singular}; {_ADDED:g} of the "
             "mean eigenvalue is added to their metric, and mixing their channels may change the value"
         )
+    return blocks, notes
+
+
+def geodesic_sharpness(around: Surroundings) -> dict[str | None, Valued]:
+    """The largest rises of the risk along horizontal geodesics that ascents find, one for every batch."""
+    options, space = around.options, around.space
+    rho, metric = float(options["rho"]), options["metric"]
+    blocks, notes = _blocks(space, GEOMETRIES[metric])
     chart = Curved(space.theta, blocks)
     if not bool(chart.displacement(torch.ones_like(space.theta)).any()):
         raise UndefinedMeasureError(
@@ -293,12 +299,12 @@ def geodesic_sharpness(around: Surroundings) -> dict[str | None, Valued]:
         start = {"the gradient": chart.slope(zero, gradient)}
         ascents.append(ascend(part, chart, rho, start, norm="l2", steps=options["steps"]))
         rises.append(max(ascents[-1].risk - risk, 0.0))
-    passes = sum(ascent.passes for ascent in ascents)
+    passes, pairs = sum(ascent.passes for ascent in ascents), sum(bool(block.geometry) for block in blocks)
     aligned = min(ascent.alignment for ascent in ascents)
     over = "all the data at once" if len(rises) == 1 else f"the mean over {len(rises)} batches"
     notes.insert(
         0,
-        f"a lower bound: {over}, {passes} gradients; ρ = {rho:g}, {metric} metric for {len(kept)} pairs of "
+        f"a lower bound: {over}, {passes} gradients; ρ = {rho:g}, {metric} metric for {pairs} pairs of "
         "matrices in heads of attention, adaptive for the rest",
     )
     if aligned < ARRIVED:
