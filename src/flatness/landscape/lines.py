@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from flatness.errors import ModelError, OptionError
-from flatness.landscape.arguments import (
-    Span,
-    ends_of,
-    positions_of,
-    span_between,
-    whole_number,
-)
+from flatness.landscape.arguments import Span, ends_of, positions_of, span_between, whole_number
 from flatness.landscape.directions import Asked, Chosen, asked_for, choose_directions
 from flatness.landscape.line_result import Line
 from flatness.landscape.networks import Member, Networks, Weights, members_of, state_of

@@ -20,12 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from flatness.catalogue.engines.weight_noise import (
-    NoiseScales,
-    WeightNoise,
-    matrix_scales,
-    row_column_scales,
-)
+from flatness.catalogue.engines.weight_noise import NoiseScales, WeightNoise, matrix_scales, row_column_scales
 from flatness.catalogue.measure import Surroundings, Valued, averaged
 from flatness.problem.progress import ProgressBar
 
