@@ -254,6 +254,13 @@ def refused(*arguments, **options):
     return str(caught.value)
 
 
+def test_a_text_of_numpys_names_a_metric():
+    model, data = network()
+    asked = {"runs": 1, "steps": 2, **QUIET}
+    found = density(model, data, metric=np.str_("layerwise"), **asked)
+    assert str(found) == str(density(model, data, metric="layerwise", **asked))
+
+
 def test_bad_input_gets_whole_sentences():
     model, data = network()
     assert refused(model, data, metric="layer") == (
