@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Generator, Tensor
 
 from flatness.generalization.fitting import Predictor, sample_losses
 from flatness.generalization.kernels import Kernel, directions
 from flatness.losses import Loss
+
+Labels = Callable[[Tensor], Tensor]
+"""The true label function y(z): features (n, m) → targets."""
 
 # Numbers that moved features take at once: 160 MB.
 _NUMBERS = 20_000_000
@@ -29,10 +34,12 @@ def local_losses(
     delta: float,
     draws: int,
     generator: Generator,
+    labels: Labels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """E_ξ ℓ(ψ(z_i + ξ), y) of every sample, and the variance of that estimate: both (n,).
 
-    Draws come in pairs ±ξ, which takes the first-order noise out. Labels are held at y_i.
+    Draws come in pairs ±ξ, which takes the first-order noise out. Labels are held at y_i unless the true
+    label function is given.
     """
     n = len(z)
     pairs = max(1, draws // 2)
@@ -41,7 +48,7 @@ def local_losses(
     for start in range(0, pairs, size):
         xi = moves(z, kernel, delta, min(size, pairs - start), generator)
         moved = torch.cat([z + xi, z - xi]).flatten(0, 1)
-        targets = y.repeat(2 * len(xi), *[1] * (y.dim() - 1))
+        targets = y.repeat(2 * len(xi), *[1] * (y.dim() - 1)) if labels is None else labels(moved)
         losses = sample_losses(loss, predict(moved), targets).reshape(2, len(xi), n).mean(0)
         total += losses.sum(0)
         squares += losses.square().sum(0)
