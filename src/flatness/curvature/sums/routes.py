@@ -98,12 +98,6 @@ class LayerRoute:
         _, d, m = self.layer.matrix().shape
         return forms_g(self.needs, d, m, self.positions)
 
-    @property
-    def patch_numbers(self) -> int:
-        """Numbers in the features of one sample; 0 where they are the input itself."""
-        G, _, m = self.layer.matrix().shape
-        return 0 if self.layer.plain or self.layer.chooses else G * m * self.positions
-
     def numbers_per_sample(self, block: int) -> int:
         """Rough count of numbers that the signals of one sample take in this layer, if there are any.
 
@@ -216,11 +210,6 @@ def forms_g(needs: frozenset[str], d: int, m: int, P: int) -> bool:
     return through_g <= products * (P * P * m + _SIGNALS * d * P * (P + d))
 
 
-def holds_one_block(needs: frozenset[str]) -> bool:
-    """Whether the closed form takes one block of predictions × classes beside the logits, not several."""
-    return "bias" not in needs and not any(statistic.per_class for statistic in statistics_of(needs))
-
-
 def route_kind(
     layer: Layer, record: Record, items: Items, loss: Loss, marked: Tensor | None, needs: frozenset[str]
 ) -> Kind:
@@ -287,13 +276,10 @@ def bytes_per_sample(
     n = items.logits.shape[0]
     sizes, outputs = _sizes(records, n), 4 * items.logits.numel() // n
     if not routes.backward:
-        light = not routes.network and all(holds_one_block(route.needs) for route in routes.layers)
-        return itemsize * (2 * max(sizes) + (outputs * 5 // 8 if light else outputs))
+        return itemsize * (2 * max(sizes) + outputs)
     signals = sum(route.numbers_per_sample(block) for route in routes.layers)
     signals += sum(block * records[module.name].z_shape.numel() // n for module in routes.affine)
-    # In float64, torch unfolds the patches of a convolution to multiply them.
-    unfolded = [route.patch_numbers * (itemsize == 8) for route in routes.layers]
-    return itemsize * (2 * sum(sizes) + outputs + signals * 5 // 4 + max(unfolded, default=0))
+    return itemsize * (2 * sum(sizes) + outputs + signals * 5 // 4)
 
 
 def graph_bytes_per_sample(records: Mapping[str, Record], items: Items, itemsize: int) -> int:

@@ -79,15 +79,8 @@ class Statistics:
         if ranks.count == 1:
             return self
         own = self.by_key()
-        shapes: dict[tuple[str, str], torch.Size] = {}
-        for part in ranks.gathered({key: value.shape for key, value in own.items()}):
-            for key, shape in part.items():
-                if shapes.setdefault(key, shape) != shape:
-                    raise DataError(
-                        f"Expected statistics of the same network but {key[1]!r} of {key[0]!r} has shape "
-                        f"{list(shapes[key])} in one process and {list(shape)} in another. Measure the same "
-                        "model in all of them."
-                    )
+        everywhere = ranks.gathered({key: value.shape for key, value in own.items()})
+        shapes = {key: shape for part in everywhere for key, shape in part.items()}
         samples = torch.tensor(float(self.samples), dtype=torch.float64, device="cpu")
         empty = {key: torch.zeros(shape, dtype=torch.float64, device="cpu") for key, shape in shapes.items()}
         sums = ranks.summed([self.normaliser, self.risk, samples, *(empty | own).values()])
