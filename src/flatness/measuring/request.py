@@ -19,8 +19,6 @@ SPECTRUM_PARTS = {
     "whitened_eigenvalue": "whitened",
 }
 """The eigenvalue problem of a layer that gives what a measure needs."""
-METRIC_PARTS = ("relative", "whitened")
-"""Those in a metric that is not the plain one."""
 
 # Products per batch that method="exact" does at most for layers with smooth operators after them.
 LARGEST_BRUTE_FORCE = 1024

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -66,12 +67,17 @@ class ParameterSpace:
         """The parameters as they were given, in float64."""
         return self.join(self.parameters)
 
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Where in the vector each parameter begins."""
+        sizes = [value.numel() for value in self.parameters.values()]
+        return dict(zip(self.parameters, accumulate(sizes, initial=0), strict=False))
+
     def join(self, parts: Any) -> Tensor:
         """One float64 vector from tensors by name."""
         whole = torch.empty(self.dimension, dtype=torch.float64, device=self.problem.device)
-        sizes = [value.numel() for value in self.parameters.values()]
-        for name, place in zip(self.parameters, whole.split(sizes), strict=True):
-            place.copy_(parts[name].detach().flatten())
+        for name, place in self.split_exactly(whole).items():
+            place.copy_(parts[name].detach())
         return whole
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
@@ -80,12 +86,9 @@ class ParameterSpace:
 
     def split_exactly(self, vector: Tensor) -> dict[str, Tensor]:
         """Tensors by name from a vector, in its own precision."""
-        sizes = [value.numel() for value in self.parameters.values()]
-        pieces = vector.split(sizes)
-        return {
-            name: piece.view_as(value)
-            for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
-        }
+        pieces = vector.split([value.numel() for value in self.parameters.values()])
+        named = zip(self.parameters.items(), pieces, strict=True)
+        return {name: piece.view(value.shape) for (name, value), piece in named}
 
     def per_parameter(self, value: Callable[[str, Tensor], Tensor]) -> Tensor:
         """A vector filled parameter by parameter with `value(name, parameter)`, spread over its entries."""

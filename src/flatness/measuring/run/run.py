@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatness.catalogue.measure import Valued
-from flatness.curvature.spectra import NetworkSpectrum, Spectrum
+from flatness.curvature.spectra import LAYER_METRICS, NetworkSpectrum, Spectrum
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.spread import Spread, feature_spreads
@@ -21,7 +21,6 @@ from flatness.curvature.sums.statistics import SampleGroups, Statistics
 from flatness.errors import NotFiniteError, listed
 from flatness.losses import counted
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.request import METRIC_PARTS
 from flatness.network.memory import kept_budget
 from flatness.problem.problem import Problem
 
@@ -230,7 +229,7 @@ def _spectra(
                 (name, part): layer_root(layers[name], spreads.get(name) if part == "whitened" else None)
                 for name, parts in wanted.items()
                 for part in parts
-                if part in METRIC_PARTS
+                if part in LAYER_METRICS
             }
             found.update(top_eigenvalues(problem, layers, wanted, opened, keep=keep, roots=roots, **settings))
 
