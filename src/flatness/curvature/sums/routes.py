@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatness.curvature.sums.frame import Units
 from flatness.curvature.sums.kinds import statistics_of
 from flatness.curvature.sums.statistic import BlockStatistic
 from flatness.losses import Items, Loss
@@ -83,14 +84,9 @@ class LayerRoute:
         return self.layer.taps == 1 and all(one.from_squares for one in statistics_of(self.needs))
 
     @property
-    def needs_spread(self) -> bool:
-        """Whether the spread of the layer's features is used."""
-        return any(statistic.units for statistic in statistics_of(self.needs))
-
-    @property
-    def needs_whitening(self) -> bool:
-        """Whether its features are whitened."""
-        return any(statistic.units == "whitened" for statistic in statistics_of(self.needs))
+    def units(self) -> set[Units]:
+        """What the layer's features are measured in."""
+        return {statistic.units for statistic in statistics_of(self.needs)}
 
     @property
     def forms_g(self) -> bool:
@@ -132,6 +128,10 @@ class Routes:
     copy_inputs: bool = False
     curved: frozenset[str] = frozenset()
     repeated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to compute beyond the risk."""
+        return bool(self.affine) or any(route.needs for route in self.layers)
 
     @property
     def backward(self) -> bool:

@@ -34,12 +34,12 @@ def estimate(problem: Problem, plan: Plan) -> Estimate:
 def _gradients(plan: Plan, probes: int, products: int) -> float:
     """Gradients of all samples, given the probes of each part and the products of each parameter."""
     taken = _FORWARD * bool(plan.needs_spread)
-    if plan.streams or not (plan.samples or plan.by_parameters):
+    if plan.routes or not (plan.sampling or plan.by_parameters):
         taken += _FORWARD + _BACKWARD * plan.routes.passes
     for part in plan.spectra.values():
         taken += _PRODUCT * 10 * len(part) / max(1, len(plan.spectra))
     taken += _PRODUCT * 20 * len(plan.request.network_spectra)
-    if plan.samples:
+    if plan.sampling:
         taken += _FORWARD + _of_probes(plan, probes)
     through = [treatment for treatment in plan.treatments.values() if treatment.through_parameter]
     taken += _PRODUCT * sum(t.cost if t.complete else products for t in through)

@@ -96,10 +96,9 @@ def run_plan(problem: Problem, plan: Plan, groups: SampleGroups | None = None) -
             plan.by_parameters.parameters,
             plan.needs_whitening,
         )
-    if plan.streams or not (plan.samples or plan.by_parameters):
-        exact = plan.routes if plan.streams else Routes([])
-        run.statistics = exact_statistics(problem, exact, run.spreads, groups)
-    if plan.samples:
+    if plan.routes or not (plan.sampling or plan.by_parameters):
+        run.statistics = exact_statistics(problem, plan.routes or Routes([]), run.spreads, groups)
+    if plan.sampling:
         _add_sampled(problem, plan, run)
     if plan.by_parameters:
         _add_products(problem, plan, run)
