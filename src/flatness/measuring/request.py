@@ -86,16 +86,6 @@ class MeasureRequest:
         return any(measure.of_layers for measure in self.measures)
 
     @property
-    def of_network(self) -> bool:
-        """Whether any measure looks at more of the network than its layers one by one."""
-        return any(measure.network_needs or measure.explore for measure in self.measures)
-
-    @property
-    def of_trace(self) -> bool:
-        """Whether any measure needs the trace over all parameters."""
-        return any("traces" in measure.network_needs for measure in self.measures)
-
-    @property
     def explores(self) -> bool:
         """Whether any measure iterates or ascends over the network's parameters."""
         return any(measure.explore or "spectrum" in measure.network_needs for measure in self.measures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -149,10 +150,8 @@ class Routes:
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules to record."""
-        modules = {route.name: route.layer.module for route in self.layers}
-        for layer in self.shared.values():
-            modules |= layer.modules
-        return modules | {module.name: module.module for module in self.affine}
+        modules = {module.name: module.module for module in self.affine}
+        return modules | dict(chain.from_iterable(route.layer.modules.items() for route in self.layers))
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -224,10 +225,7 @@ def feature_spreads(
         whitened: Those whose features are to be whitened.
     """
     moments: dict[str, _Found] = {}
-    modules = {name: layer.module for name, layer in layers.items()}
-    for layer in layers.values():
-        if isinstance(layer, SharedLayer):
-            modules |= layer.modules
+    modules = dict(chain.from_iterable(layer.modules.items() for layer in layers.values()))
     with Recording(modules, edges=False, copy_inputs=copy_inputs) as recording:
 
         def step(batch: Any) -> None:

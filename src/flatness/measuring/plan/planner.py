@@ -106,7 +106,9 @@ def _last_only(problem: Problem, request: MeasureRequest) -> bool:
     """Whether nothing but the last layer matters; a module may also go by the name of "last"."""
     by_name = any(name == "last" for name, _ in problem.model.named_modules())
     last = isinstance(request.layers, str) and request.layers == "last"
-    return last and not by_name and not request.of_network
+    # What looks at more of the network than its layers one by one.
+    beyond = any(measure.network_needs or measure.explore for measure in request.measures)
+    return last and not by_name and not beyond
 
 
 def _selected_layers(
@@ -175,7 +177,7 @@ def _treatments(
 ) -> tuple[_TraceParts | None, dict[str, Treatment]]:
     """Treat all that the network's trace takes, or, with a note, the measured layers alone."""
     trace = None
-    if request.of_trace:
+    if any("traces" in measure.network_needs for measure in request.measures):
         trace, gap = _trace_parts(problem, examined, request, names)
         notes += [f"no trace over the whole network: {gap}"] * (trace is None)
     routes = {

@@ -83,6 +83,11 @@ class Layer(ABC):
         self.module = module
 
     @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that use the weight, by name."""
+        return {self.name: self.module}
+
+    @property
     def weight(self) -> Tensor:
         """The weight tensor as the module holds it."""
         return cast(Tensor, self.module.weight)
