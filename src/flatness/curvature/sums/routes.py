@@ -209,15 +209,10 @@ def forms_g(needs: frozenset[str], d: int, m: int, P: int) -> bool:
     return through_g <= products * (P * P * m + _SIGNALS * d * P * (P + d))
 
 
-def route_kind(
-    layer: Layer, record: Record, items: Items, loss: Loss, marked: Tensor | None, needs: frozenset[str]
-) -> Kind:
-    """The cheapest exact way to a layer's statistics; `marked` is what arrives there of `marker`."""
-    if skipped_positions(layer, record, items, marked) is None:
-        return "passes"
-    statistics = statistics_of(needs)
+def last_layer_kind(layer: Layer, items: Items, loss: Loss, needs: frozenset[str]) -> Kind:
+    """The cheapest exact way to the statistics of a last layer."""
     # The closed form sees columns, not input channels: kernels of several taps take the other route.
-    closed = layer.taps == 1 and all(statistic.closed_form for statistic in statistics)
+    closed = layer.taps == 1 and all(statistic.closed_form for statistic in statistics_of(needs))
     if closed and loss.softmax_weight(items) is not None:
         return "softmax head"
     return "separable" if items.logits.shape[1] > 1 else "passes"
@@ -230,6 +225,12 @@ def skipped_positions(
 
     It is the last one where its output is that of the network, up to layout and positions that are cut off
     at the ends: the next-token loss of a language model leaves out the last one.
+
+    Args:
+        layer: The layer.
+        record: Its call.
+        items: The outputs.
+        marked: What arrives at the layer of `marker`.
     """
     if layer.groups != 1 or record.z_edge is None or marked is None:
         return None
@@ -256,12 +257,6 @@ def marker(items: Items) -> Tensor:
         sent[:, :, 1:2] = -numbers[:, None]  # nowhere, where there is one output
         items.memo["marker"] = sent
     return items.memo["marker"]
-
-
-def positions_of(layer: Layer, record: Record, n: int) -> int:
-    """P, from the shape of the recorded output."""
-    d = layer.output_units
-    return max(1, record.z_shape.numel() // max(1, n * d))
 
 
 def bytes_per_sample(

@@ -13,8 +13,7 @@ from flatness.curvature.sums.routes import (
     Routes,
     bytes_per_sample,
     graph_bytes_per_sample,
-    positions_of,
-    route_kind,
+    last_layer_kind,
     skipped_positions,
 )
 from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
@@ -302,9 +301,12 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
     if record.shared is not None:
         return LayerRoute(name, record.shared, "passes", needs, record.shared.matrix().shape[2], size)
     layer = examined.layers[name]
-    kind = route_kind(layer, call, examined.items, problem.loss, record.marked, needs)
-    skipped = skipped_positions(layer, call, examined.items, record.marked) or (0, 0)
-    return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size, skipped)
+    positions = max(1, call.z_shape.numel() // (n * layer.output_units))
+    skipped = skipped_positions(layer, call, examined.items, record.marked)
+    if skipped is None:
+        return LayerRoute(name, layer, "passes", needs, positions, size)
+    kind = last_layer_kind(layer, examined.items, problem.loss, needs)
+    return LayerRoute(name, layer, kind, needs, positions, size, skipped)
 
 
 def _fit_memory(problem: Problem, examined: Examined, plan: Plan) -> tuple[int, int]:
