@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -415,12 +415,10 @@ def _cut_off(problem: Problem, example: Any, run: Examined, views: Mapping[str, 
 
 def _influence(problem: Problem, example: Any, items: Items, views: Iterable[View]) -> bool:
     """Whether the output changes when these modules return something else."""
-    handles = [view.module.register_forward_hook(lambda m, a, output: 1.5 * output + 1) for view in views]
-    try:
-        with torch.no_grad():
-            other = problem.items(batches.copied(example)).logits
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for view in views:
+            hook = view.module.register_forward_hook(lambda m, a, output: 1.5 * output + 1)
+            hooks.enter_context(hook)
+        other = problem.items(batches.copied(example)).logits
     logits = items.logits.detach()
     return not bool((other - logits).abs().max() <= 1e-5 * logits.abs().max())
