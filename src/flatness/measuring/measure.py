@@ -141,7 +141,9 @@ def _reported(given: Mapping[str, Any], started: float) -> tuple[Report, float]:
         try:
             measured.append(_measured(given, group, started))
         except (LossError, DataError, ProcessError) as error:
-            if not _may_be_left_out(group, error, everything):
+            of_data = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
+            # "all" means all that exist here: the loss of a group may not fit the data.
+            if not (everything and group.loss is not None and of_data):
                 raise
             left_out.append(f"left out: {listed(group.options)}. {error}")
     reports, parts, errors = zip(*measured, strict=True)
@@ -155,12 +157,6 @@ def _reported(given: Mapping[str, Any], started: float) -> tuple[Report, float]:
     order = [measure.name for measure in select_measures(asked)] if isinstance(asked, str) else ()
     report = with_risk(joined([*reports], order), own_risk)
     return replace(report, notes=(*report.notes, *left_out)), max(errors)
-
-
-def _may_be_left_out(group: LossGroup, error: Exception, everything: bool) -> bool:
-    """Whether "all", which means all that exist here, does without a group: its loss may not fit the data."""
-    of_data = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
-    return everything and group.loss is not None and of_data
 
 
 def _measured(

@@ -103,9 +103,7 @@ class Statistics:
 
     def content(self) -> dict[str, Any]:
         """The sums as plain dictionaries on the host, for a file."""
-        sums = {owner: {name: value.cpu() for name, value in own.items()} for owner, own in self.sums.items()}
-        totals = {"normaliser": self.normaliser.cpu(), "risk": self.risk.cpu(), "samples": self.samples}
-        return {"sums": sums, **totals}
+        return vars(self.to_host())
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Statistics:

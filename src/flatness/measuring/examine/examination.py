@@ -90,7 +90,7 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
         example = batches.copied(batches.rows(example, 0, 2))
         first = settled_run(problem, example)
     # The first run of all may make or replace modules.
-    views = _views(problem.model)
+    views: dict[str, View] = {**find_layers(problem.model), **find_affine(problem.model)}
     alone = run_alone(problem, example, views)
     seen = {name: views[name] for name in alone.inputs if name not in alone.misread}
     misread = [*alone.misread, *misread_samples(problem, seen)]
@@ -201,11 +201,6 @@ def _alike(model: nn.Module, names: Iterable[str]) -> list[dict[str, list[Shape]
             kind = type(model.get_submodule(owner)), key, tuple(shapes)
             groups.setdefault(kind, {})[name] = shapes
     return list(groups.values())
-
-
-def _views(model: nn.Module) -> dict[str, View]:
-    """The modules to look at, by name."""
-    return {**find_layers(model), **find_affine(model)}
 
 
 def _recorded(
