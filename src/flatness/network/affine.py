@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flatness.network.layers import own_parameters
-from flatness.network.memory import ran_out
+from flatness.network.memory import attempt
 
 
 def _instance_norm(module: Any, x: Tensor) -> Tensor:
@@ -63,19 +63,19 @@ class AffineModule:
     def _fits(self, x: Tensor, z: Tensor, channels_second: bool) -> bool:
         if channels_second:
             x, z = x.movedim(1, -1), z.movedim(1, -1)
-        try:
-            expected = self._of_features(self.module, x)
-            for key, combine in (("weight", Tensor.mul), ("bias", Tensor.add)):
-                value = getattr(self.module, key, None)
-                if value is not None:
-                    expected = combine(expected, self._along_channels(value.detach(), x))
-        except RuntimeError as error:
-            if ran_out(error):
-                raise
+        expected, _ = attempt(lambda: self._expected(x), RuntimeError)
+        if expected is None:
             return False
-        if isinstance(self.module, nn.PReLU):
-            expected = expected + x.clamp(min=0)
         return bool((expected - z).abs().max() <= torch.finfo(z.dtype).eps ** 0.5 * (1 + z.abs().max()))
+
+    def _expected(self, x: Tensor) -> Tensor:
+        """Return z as the module's class computes it, channels in their usual place."""
+        z = self._of_features(self.module, x)
+        for key, combine in (("weight", Tensor.mul), ("bias", Tensor.add)):
+            value = getattr(self.module, key, None)
+            if value is not None:
+                z = combine(z, self._along_channels(value.detach(), x))
+        return z + x.clamp(min=0) if isinstance(self.module, nn.PReLU) else z
 
     def _along_channels(self, value: Tensor, x: Tensor) -> Tensor:
         if self._over_last or value.numel() == 1:

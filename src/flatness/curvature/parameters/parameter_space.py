@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flatness.errors import DifferentiabilityError, FlatnessError, LossError
 from flatness.losses import Items, counted
-from flatness.network.memory import ran_out
+from flatness.network.memory import attempt, ran_out
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
 from flatness.problem.substitution import Substitution, refuse_read_elsewhere
@@ -231,13 +231,10 @@ def over_points(one: Callable[[Any], Tensor], points: Any, *, together: bool) ->
 
 def vectorises(work: Callable[[], object]) -> bool:
     """Do some work; False if it fails though the network itself has run: `torch.vmap` does not take it."""
-    try:
-        work()
-    except Exception as error:
-        if isinstance(error, FlatnessError) or ran_out(error):
-            raise
-        return False
-    return True
+    _, error = attempt(work, Exception)
+    if isinstance(error, FlatnessError):
+        raise error
+    return error is None
 
 
 @contextmanager

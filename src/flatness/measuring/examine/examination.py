@@ -27,7 +27,7 @@ from flatness.measuring.examine.unfamiliar import View, misread_samples
 from flatness.network.affine import AffineModule, find_affine
 from flatness.network.graph import InPlaceOperators, nodes_behind, read_graph
 from flatness.network.layers import Layer, find_layers, own_parameter, own_parameters
-from flatness.network.memory import fits, ran_out
+from flatness.network.memory import attempt, fits, ran_out
 from flatness.network.operators import WRITTEN
 from flatness.network.recording import Record, Recording
 from flatness.problem import batches
@@ -127,11 +127,8 @@ def _with_repeated_tokens(
     from flatness.network.repeated_parameters import told_apart
 
     with problem.repeated_tokens({views[name].module: x for name, x in tables.items()}) as keep:
-        try:
-            again = _recorded(problem, example, views)
-        except (RuntimeError, FlatnessError) as error:
-            if ran_out(error):
-                raise
+        again, _ = attempt(lambda: _recorded(problem, example, views), RuntimeError, FlatnessError)
+        if again is None:
             return run
         edges = [again.recorded[name][0].z_edge for name in tables]
         if not told_apart(run.items.logits, again.items.logits, edges):
