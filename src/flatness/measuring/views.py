@@ -114,14 +114,20 @@ def layer_views(
         wanted = means.keys() | own.needs if decay else own.needs - means.keys()
         if wanted:
             means |= _with_decay(means, wanted, Frame(W.double().cpu(), own.taps, V, whitening), decay)
-        # In a metric weight decay is no shift, since it is there already.
-        found = {
-            need: spectra[name, part].shifted(0.0 if part in LAYER_METRICS else decay)
-            for need, part in SPECTRUM_PARTS.items()
-            if (name, part) in spectra
-        }
+        found = _spectra_of(name, spectra, decay)
         views.append(LayerView(name, W, means, found, taps=own.taps, layer=own.layer, whitening=whitening))
     return views
+
+
+def _spectra_of(
+    name: str, spectra: Mapping[tuple[str, str], Spectrum], weight_decay: float
+) -> dict[str, Spectrum]:
+    """A layer's spectra by need; in a metric weight decay is no shift, since it is there already."""
+    return {
+        need: spectra[name, part].shifted(0.0 if part in LAYER_METRICS else weight_decay)
+        for need, part in SPECTRUM_PARTS.items()
+        if (name, part) in spectra
+    }
 
 
 def _with_decay(

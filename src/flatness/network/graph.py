@@ -137,8 +137,13 @@ def read_graph(
             for name in frozenset().union(*operands) if pieces is None else pieces.curved_in(operands):
                 curved[name].update(dict.fromkeys(_culprits(node, curved_in_place)))
     named = {name: list(culprits) for name, culprits in curved.items()}
-    unknown = [called(node) for node, _ in nodes if pieces_of(node) is None and not _is_leaf(node)]
-    return NetworkGraph(named, reach[output.grad_fn], _reads(nodes), frozenset(unknown))
+    return NetworkGraph(named, reach[output.grad_fn], _reads(nodes), _operators(nodes))
+
+
+def _operators(nodes: list[tuple[Any, Any]]) -> frozenset[str]:
+    """Those that ran and are not known to be piecewise linear."""
+    curved = [node for node, _ in nodes if pieces_of(node) is None and not _is_leaf(node)]
+    return frozenset(map(called, curved))
 
 
 def _culprits(node: Any, curved_in_place: Sequence[str]) -> list[str]:

@@ -131,10 +131,15 @@ class Plan:
         return ParameterRoutes(
             [t.route for t in through if t.route is not None],
             parameters={t.name: t.parameter for t in through},
-            rest=[name for name in self.rest if name not in self.repeated],
+            rest=self._products_rest,
             curvature=self.request.curvature,
             complete=frozenset(complete | ({None} if self.rest_complete else set())),
         )
+
+    @property
+    def _products_rest(self) -> list[str]:
+        """Parameters of the rest that take products."""
+        return [name for name in self.rest if name not in self.repeated]
 
     def _engine_routes(self, treatments: list[Treatment], **more: Any) -> Routes:
         return Routes(
