@@ -31,7 +31,7 @@ def test_a_plan_says_what_runs_and_why():
     assert made.routes.passes == 2
     assert made.spectra == {"fc1": ["whole", "rows"], "head": ["whole", "rows"]}
     assert made.needs_spread == ["fc1", "head"]
-    assert made.streams
+    assert made.routes
     assert made.curvature == "hessian"
     assert made.notes == ()
 
@@ -93,7 +93,7 @@ def test_the_last_layer_under_cross_entropy_needs_no_backward_pass():
 
 def test_weights_alone_need_no_pass():
     made = plan(network(), data(), measures="weight_norm")
-    assert not made.streams
+    assert not made.routes
     assert made.spectra == {}
 
 

@@ -6,7 +6,7 @@ import inspect
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -136,49 +136,37 @@ def _reported(given: Mapping[str, Any], started: float) -> tuple[Report, float]:
 
         measures, left_out = additive(measures, given["options"])
     groups = by_loss(measures, given["options"])
-    measured: list[Measured] = []
+    measured: list[tuple[Report, dict[str, Any], float]] = []
     for group in groups:
         try:
             measured.append(_measured(given, group, started))
         except (LossError, DataError, ProcessError) as error:
-            if not _may_be_left_out(group, error, everything):
+            of_data = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
+            # "all" means all that exist here: the loss of a group may not fit the data.
+            if not (everything and group.loss is not None and of_data):
                 raise
             left_out.append(f"left out: {listed(group.options)}. {error}")
+    reports, parts, errors = zip(*measured, strict=True)
     # The risk of a report is that of the user's loss, whether a measure rests on it or not.
     own_risk = [] if groups[0].loss is None else [risk_of(_problem(given, given["loss"]))]
     if statistics_to is not None and ranks.rank == 0:
         from flatness.measuring.merge import save_parts
 
-        save_parts(statistics_to, [one.part for one in measured], left_out, own_risk)
+        save_parts(statistics_to, parts, left_out, own_risk)
     asked = given["measures"]
     order = [measure.name for measure in select_measures(asked)] if isinstance(asked, str) else ()
-    report = with_risk(joined([one.report for one in measured], order), own_risk)
-    return replace(report, notes=(*report.notes, *left_out)), max(one.error for one in measured)
+    report = with_risk(joined([*reports], order), own_risk)
+    return replace(report, notes=(*report.notes, *left_out)), max(errors)
 
 
-def _may_be_left_out(group: LossGroup, error: Exception, everything: bool) -> bool:
-    """Whether "all", which means all that exist here, does without a group: its loss may not fit the data."""
-    of_data = not isinstance(error, ProcessError) or error.kind in ("LossError", "DataError")
-    return everything and group.loss is not None and of_data
+def _measured(
+    given: Mapping[str, Any], group: LossGroup, started: float
+) -> tuple[Report, dict[str, Any], float]:
+    """Measure one group of measures that share a loss.
 
-
-@dataclass(frozen=True)
-class Measured:
-    """What one group of measures that share a loss gave.
-
-    Attributes:
-        report: Their rows.
-        part: What it was made from, to be kept.
-        error: The largest relative error of a layer's value.
+    Returns:
+        Their report, what it was made from, to be kept, and the largest relative error of a layer's value.
     """
-
-    report: Report
-    part: dict[str, Any]
-    error: float
-
-
-def _measured(given: Mapping[str, Any], group: LossGroup, started: float) -> Measured:
-    """Measure one group of measures that share a loss."""
     ranks, kept = given["ranks"], given["statistics_to"] is not None
     with ranks.stage():
         problem, request = _posed(given, group)
@@ -187,7 +175,11 @@ def _measured(given: Mapping[str, Any], group: LossGroup, started: float) -> Mea
             plan = make_plan(problem, request)
         alike = facts(problem, plan) if kept or ranks.count > 1 else {}
         ranks.check_same(alike)
-        run = run_plan(problem, plan, _sample_groups(given))
+        # Where errors are to count which samples were measured.
+        population, distribution = given.get("population"), given["data_stderr"]
+        counted = population is not None or distribution
+        groups = SampleGroups(population, distribution=distribution) if counted else None
+        run = run_plan(problem, plan, groups)
         outline = Outline.of(problem, plan)
         if request.explores:
             from flatness.measuring.run.exploration import explore
@@ -204,16 +196,8 @@ def _measured(given: Mapping[str, Any], group: LossGroup, started: float) -> Mea
         meta |= shares(problem)
     notes = (*problem.notes, *plan.notes, *run.notes, *run.explored.notes)
     report = Report(tuple(results), meta, (*notes, *row_notes(outline, run, results)))
-    error = 0.0 if given.get("population") is None else relative_error(outline, run, results)
-    return Measured(report, {**part, "meta": meta, "notes": notes}, error)
-
-
-def _sample_groups(given: Mapping[str, Any]) -> SampleGroups | None:
-    """Groups of samples, where errors are to count which samples were measured."""
-    population, distribution = given.get("population"), given["data_stderr"]
-    if population is None and not distribution:
-        return None
-    return SampleGroups(population, distribution=distribution)
+    error = 0.0 if population is None else relative_error(outline, run, results)
+    return report, {**part, "meta": meta, "notes": notes}, error
 
 
 def _settled(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
     """The report of all parts of one loss."""
     outline = _outline(parts[0]["outline"])
     sums = [Statistics.of(part["statistics"]) for part in parts]
-    total = _total(sums)
+    total = reduce(Statistics.merge, sums, Statistics())
     # Folds of means over each part become folds of means over all.
     folds = [
         Scatter(**part["scatter"]).divided(total.normaliser / own.normaliser)
@@ -294,17 +294,10 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> Report:
     run.probes = max(part["probes"] for part in parts)
     gauss_newton = [part["gauss_newton"] for part in parts]
     if None not in gauss_newton:
-        run.gauss_newton = _total([Statistics.of(content) for content in gauss_newton])
+        run.gauss_newton = reduce(Statistics.merge, map(Statistics.of, gauss_newton), Statistics())
     rows = report_rows(outline, run)
     notes = (*_notes(parts, run), *row_notes(outline, run, rows))
     return Report(tuple(rows), _meta(parts, total), notes)
-
-
-def _total(parts: Sequence[Statistics]) -> Statistics:
-    total = Statistics()
-    for part in parts:
-        total.merge(part)
-    return total
 
 
 def _outline(saved: Mapping[str, Any]) -> Outline:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,7 +17,7 @@ from flatness.curvature.sums.statistics import GROUPS
 from flatness.errors import OptionError
 from flatness.problem import batches
 from flatness.problem.ranks import Ranks
-from flatness.problem.snapshot import putting_back
+from flatness.problem.snapshot import put_back
 from flatness.problem.sources import Source, TensorPair, loader_of, reads_by_index
 from flatness.report.report import Report
 
@@ -100,7 +99,9 @@ class Population:
     """
 
     def __init__(self, data: Any, seed: int, ranks: Ranks) -> None:
-        with ranks.stage(), _undisturbed():
+        # A loader that shuffles draws from them.
+        states = (torch.default_generator, random._inst, np.random.mtrand._rand)
+        with ranks.stage(), put_back(states):
             source = Source(data, seed)
             self._data = source.data
             # What a loader takes, in batches of some length; it may leave samples of its data set out.
@@ -123,17 +124,6 @@ class Population:
             x, y = self._data.x, self._data.y
             return x[chosen.to(x.device)], y[chosen.to(y.device)]
         return _Picked(self._data, chosen)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Random states are afterwards what they were: a loader that shuffles draws from them."""
-    steps = [putting_back(held) for held in (torch.default_generator, random._inst, np.random.mtrand._rand)]
-    try:
-        yield
-    finally:
-        for step in steps:
-            step()
 
 
 def _numbers(source: Source) -> tuple[list[Any], int]:

@@ -19,8 +19,6 @@ SPECTRUM_PARTS = {
     "whitened_eigenvalue": "whitened",
 }
 """The eigenvalue problem of a layer that gives what a measure needs."""
-METRIC_PARTS = ("relative", "whitened")
-"""Those in a metric that is not the plain one."""
 
 # Products per batch that method="exact" does at most for layers with smooth operators after them.
 LARGEST_BRUTE_FORCE = 1024
@@ -86,16 +84,6 @@ class MeasureRequest:
     def of_layers(self) -> bool:
         """Whether any measure is about layers."""
         return any(measure.of_layers for measure in self.measures)
-
-    @property
-    def of_network(self) -> bool:
-        """Whether any measure looks at more of the network than its layers one by one."""
-        return any(measure.network_needs or measure.explore for measure in self.measures)
-
-    @property
-    def of_trace(self) -> bool:
-        """Whether any measure needs the trace over all parameters."""
-        return any("traces" in measure.network_needs for measure in self.measures)
 
     @property
     def explores(self) -> bool:

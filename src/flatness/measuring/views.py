@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatness.catalogue.measure import LayerView, Measure, NetworkView, Valued, squared_norm
 from flatness.catalogue.registry import reduce_values
-from flatness.curvature.spectra import Spectrum
+from flatness.curvature.spectra import LAYER_METRICS, Spectrum
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import STATISTICS
 from flatness.curvature.sums.routes import LayerRoute
@@ -18,8 +18,9 @@ from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistics import Statistics
 from flatness.errors import MeasureError
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.request import METRIC_PARTS, SPECTRUM_PARTS, MeasureRequest
+from flatness.measuring.request import SPECTRUM_PARTS, MeasureRequest
 from flatness.network.layers import Layer
+from flatness.network.layers.view import parameter_name
 from flatness.problem.problem import Problem
 
 
@@ -123,7 +124,7 @@ def _spectra_of(
 ) -> dict[str, Spectrum]:
     """A layer's spectra by need; in a metric weight decay is no shift, since it is there already."""
     return {
-        need: spectra[name, part].shifted(0.0 if part in METRIC_PARTS else weight_decay)
+        need: spectra[name, part].shifted(0.0 if part in LAYER_METRICS else weight_decay)
         for need, part in SPECTRUM_PARTS.items()
         if (name, part) in spectra
     }
@@ -168,9 +169,8 @@ def trace_sources(plan: Plan) -> dict[str, list[tuple[str, str]]]:
             layer = treatment.route.layer
             found = {layer.weight_name: (name, "row_traces"), layer.bias_name: (f"{name}.bias", "diagonal")}
         else:
-            # A model that is one module has the empty name, and its bias is kept as ".bias".
-            owners = [f"{name}.{key}" for key in ("weight", "bias")]
-            found = {owner.lstrip("."): (owner, "diagonal") for owner in owners}
+            keys = ("weight", "bias")
+            found = {parameter_name(name, key): (f"{name}.{key}", "diagonal") for key in keys}
         for parameter, source in found.items():
             # Several layers can be parts of one parameter: the packed projections of attention.
             sources.setdefault(plan.aliases.get(parameter, parameter), []).append(source)

@@ -17,23 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flatness.network.layers import own_parameters
-from flatness.network.memory import ran_out
-
-
-def _batch_norm(module: Any, x: Tensor) -> Tensor:
-    return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
-
-
-def _layer_norm(module: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x, module.normalized_shape, eps=module.eps)
-
-
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    return F.rms_norm(x, module.normalized_shape, eps=module.eps)
-
-
-def _group_norm(module: Any, x: Tensor) -> Tensor:
-    return F.group_norm(x, module.num_groups, eps=module.eps)
+from flatness.network.memory import attempt
 
 
 def _instance_norm(module: Any, x: Tensor) -> Tensor:
@@ -41,17 +25,14 @@ def _instance_norm(module: Any, x: Tensor) -> Tensor:
     return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=own, eps=module.eps)
 
 
-def _prelu(module: Any, x: Tensor) -> Tensor:
-    return x.clamp(max=0)
-
-
+# What a module multiplies, of its input.
 _NORMALISED: tuple[tuple[type[nn.Module], Callable[[Any, Tensor], Tensor]], ...] = (
     (_InstanceNorm, _instance_norm),
-    (_BatchNorm, _batch_norm),
-    (nn.LayerNorm, _layer_norm),
-    (nn.RMSNorm, _rms_norm),
-    (nn.GroupNorm, _group_norm),
-    (nn.PReLU, _prelu),
+    (_BatchNorm, lambda own, x: F.batch_norm(x, own.running_mean, own.running_var, eps=own.eps)),
+    (nn.LayerNorm, lambda own, x: F.layer_norm(x, own.normalized_shape, eps=own.eps)),
+    (nn.RMSNorm, lambda own, x: F.rms_norm(x, own.normalized_shape, eps=own.eps)),
+    (nn.GroupNorm, lambda own, x: F.group_norm(x, own.num_groups, eps=own.eps)),
+    (nn.PReLU, lambda _, x: x.clamp(max=0)),
 )
 
 
@@ -73,9 +54,8 @@ class AffineModule:
         """Whether an output z is γ∘u + β for the input x (for a PReLU max(x, 0) + γ∘u), up to rounding."""
         if x.shape != z.shape:
             return False
-        layouts = [False]
-        if self._over_last and x.dim() > 2 and len(self.module.normalized_shape) == 1:
-            layouts = [self._channels_second, not self._channels_second]
+        either = self._over_last and x.dim() > 2 and len(self.module.normalized_shape) == 1
+        layouts = [self._channels_second, not self._channels_second] if either else [False]
         fitting = next((second for second in layouts if self._fits(x, z, second)), None)
         self._channels_second = bool(fitting)
         return fitting is not None
@@ -83,19 +63,19 @@ class AffineModule:
     def _fits(self, x: Tensor, z: Tensor, channels_second: bool) -> bool:
         if channels_second:
             x, z = x.movedim(1, -1), z.movedim(1, -1)
-        try:
-            expected = self._of_features(self.module, x)
-            for key, combine in (("weight", Tensor.mul), ("bias", Tensor.add)):
-                value = getattr(self.module, key, None)
-                if value is not None:
-                    expected = combine(expected, self._along_channels(value.detach(), x))
-        except RuntimeError as error:
-            if ran_out(error):
-                raise
+        expected, _ = attempt(lambda: self._expected(x), RuntimeError)
+        if expected is None:
             return False
-        if isinstance(self.module, nn.PReLU):
-            expected = expected + x.clamp(min=0)
         return bool((expected - z).abs().max() <= torch.finfo(z.dtype).eps ** 0.5 * (1 + z.abs().max()))
+
+    def _expected(self, x: Tensor) -> Tensor:
+        """Return z as the module's class computes it, channels in their usual place."""
+        z = self._of_features(self.module, x)
+        for key, combine in (("weight", Tensor.mul), ("bias", Tensor.add)):
+            value = getattr(self.module, key, None)
+            if value is not None:
+                z = combine(z, self._along_channels(value.detach(), x))
+        return z + x.clamp(min=0) if isinstance(self.module, nn.PReLU) else z
 
     def _along_channels(self, value: Tensor, x: Tensor) -> Tensor:
         if self._over_last or value.numel() == 1:
@@ -126,8 +106,7 @@ def find_affine(model: nn.Module) -> dict[str, AffineModule]:
     """Every norm layer and PReLU that owns parameters, by name."""
     found = {}
     for name, module in model.named_modules():
-        for kind, normalise in _NORMALISED:
-            if isinstance(module, kind) and own_parameters(module):
-                found[name] = AffineModule(name, module, normalise)
-                break
+        kinds = (normalise for kind, normalise in _NORMALISED if isinstance(module, kind))
+        if own_parameters(module) and (normalise := next(kinds, None)):
+            found[name] = AffineModule(name, module, normalise)
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class LiveCall:
     edge: GradientEdge | None
 
 
-class LiveCalls:
+class LiveCalls(ExitStack):
     """Hooks on modules that keep what they are called with; a context manager that leaves no hook behind.
 
     Args:
@@ -39,21 +40,16 @@ class LiveCalls:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], probed: Collection[str] = ()) -> None:
+        super().__init__()
         self.of: dict[str, list[LiveCall]] = {}
         self._modules, self._probed = modules, probed
-        self._remove: list[Callable[[], None]] = []
 
-    def __enter__(self) -> LiveCalls:
-        """Install the hooks."""
+    def __enter__(self) -> Self:
+        """Install the hooks, which go in the end; what was kept stays."""
         for name, module in self._modules.items():
-            handle = module.register_forward_hook(partial(self._keep, name), with_kwargs=True)
-            self._remove.append(handle.remove)
+            keep = partial(self._keep, name)
+            self.enter_context(module.register_forward_hook(keep, with_kwargs=True))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        """Remove the hooks; what was kept stays."""
-        for remove in self._remove:
-            remove()
 
     def _keep(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], z: Any

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 _MEGABYTE = 2**20
 # What torch says where it does not raise torch.OutOfMemoryError.
@@ -23,6 +26,19 @@ def ran_out(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def attempt(work: Callable[[], Result], *kinds: type[Exception]) -> tuple[Result | None, Exception | None]:
+    """What work returns, or its error if that is of these kinds and says something about the work.
+
+    Memory that runs out says nothing about it, and raises as ever.
+    """
+    try:
+        return work(), None
+    except kinds as error:
+        if ran_out(error):
+            raise
+        return None, error
 
 
 def fits(work: Callable[[], object], device: torch.device) -> bool:

@@ -7,9 +7,10 @@ No copy is needed.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class Record:
     counts: bool = False
 
 
-class Recording:
+class Recording(ExitStack):
     """Hooks on modules that record every call; a context manager that leaves no hook behind.
 
     Args:
@@ -47,26 +48,19 @@ class Recording:
     def __init__(
         self, modules: dict[str, nn.Module], *, edges: bool = True, copy_inputs: bool = False
     ) -> None:
+        super().__init__()
         self.calls: dict[str, list[Record]] = {}
-        self._modules = modules
-        self._edges = edges
-        self._copy_inputs = copy_inputs
-        self._handles: list[Any] = []
+        self._modules, self._edges, self._copy_inputs = modules, edges, copy_inputs
         self._entered: dict[str, tuple[Tensor, bool]] = {}
 
-    def __enter__(self) -> Recording:
-        """Install the hooks."""
+    def __enter__(self) -> Self:
+        """Install the hooks, which go in the end, with what was recorded."""
+        self.callback(self.clear)
         for name, module in self._modules.items():
             before, after = partial(self._before, name), partial(self._after, name)
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after))
+            self.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.enter_context(module.register_forward_hook(after))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        """Remove the hooks and drop what was recorded."""
-        for handle in self._handles:
-            handle.remove()
-        self.clear()
 
     def clear(self) -> None:
         """Forget what was recorded."""

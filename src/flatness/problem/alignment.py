@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -15,7 +16,7 @@ from flatness.losses import Loss
 from flatness.losses.base import refuse
 from flatness.losses.elementwise import BinaryCrossEntropy, MeanSquaredError
 from flatness.losses.softmax import CrossEntropy
-from flatness.network.memory import ran_out
+from flatness.network.memory import attempt
 from flatness.problem.batches import copied, logits_of
 from flatness.problem.guard import differentiable
 
@@ -120,23 +121,11 @@ class OwnLoss:
         return distance <= close * (size + 1e-2)
 
 
-def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a call of the model returns, or what it raises: without labels, or with them, it need not run.
-
-    Its code may raise anything then; but memory that runs out says nothing about labels.
-    """
-    try:
-        return call(), None
-    except Exception as error:
-        if ran_out(error):
-            raise
-        return None, error
-
-
 def run_given(given: str, model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """What the model returns, given so much of the labels as `Alignment` says; None where it does not run."""
     with torch.no_grad():
-        return _attempt(lambda: Alignment(given=given).outputs(model, copied(batch)))[0]
+        # Without labels, or with them, a model need not run; its code may raise anything then.
+        return attempt(lambda: Alignment(given=given).outputs(model, copied(batch)), Exception)[0]
 
 
 def own_loss(model: nn.Module, batch: Mapping[str, Any], plain: Any) -> OwnLoss | None:
@@ -154,7 +143,7 @@ def own_loss(model: nn.Module, batch: Mapping[str, Any], plain: Any) -> OwnLoss 
         return None
     with differentiable(model):
         with torch.enable_grad():
-            returned, error = _attempt(lambda: model(**copied(batch)))
+            returned, error = attempt(lambda: model(**copied(batch)), Exception)
         # Without an argument of that name it may hand labels on to what takes none.
         hidden = isinstance(error, TypeError) and "labels" not in _arguments(model)
         if error is not None and plain is not None and not hidden:
@@ -361,17 +350,14 @@ def _alignments(own: OwnLoss, labels: Tensor) -> Iterator[Alignment]:
 
 def _risks(loss: Loss, alignments: list[Alignment], logits: Tensor, labels: Tensor) -> dict[Alignment, _Risk]:
     """The risks by alignment, where they can be computed."""
-    found: dict[Alignment, _Risk] = {}
-    for alignment in alignments:
+
+    def risk(alignment: Alignment) -> _Risk:
         leaf = logits.clone().requires_grad_()
-        try:
-            with torch.enable_grad():
-                items = loss.items(*alignment.pairs(leaf, labels))
-                value = loss.values(items).sum() / loss.normaliser(items)
-                (gradient,) = torch.autograd.grad(value, leaf)
-        except (FlatnessError, RuntimeError, ValueError, LookupError) as error:
-            if ran_out(error):
-                raise
-            continue
-        found[alignment] = value.detach(), gradient
-    return found
+        with torch.enable_grad():
+            items = loss.items(*alignment.pairs(leaf, labels))
+            value = loss.values(items).sum() / loss.normaliser(items)
+            return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+    kinds = (FlatnessError, RuntimeError, ValueError, LookupError)
+    found = {alignment: attempt(partial(risk, alignment), *kinds)[0] for alignment in alignments}
+    return {alignment: own for alignment, own in found.items() if own is not None}

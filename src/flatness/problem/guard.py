@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -160,12 +160,6 @@ class Guard(Kept):
                     setattr(module, option, False)
         open_attention(self._model)
         _shorten_rows(self._model)
-
-    def repeated_tokens(
-        self, tables: Mapping[nn.Module, Tensor]
-    ) -> AbstractContextManager[Callable[[], Any]]:
-        """As the function `repeated_tokens`; calling what it returns keeps the hooks until the guard ends."""
-        return repeated_tokens(tables, lambda: self.samples)
 
     def written(self) -> list[str]:
         """Names of the parameters that hold other numbers than at the beginning, or than when last asked.

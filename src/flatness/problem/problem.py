@@ -16,7 +16,7 @@ from flatness.losses import Items, resolve_loss
 from flatness.network.memory import batch_budget, fits
 from flatness.problem import batches
 from flatness.problem.batches import describe
-from flatness.problem.guard import Guard, Suppressed
+from flatness.problem.guard import Guard, Suppressed, repeated_tokens
 from flatness.problem.model import (
     DefaultForward,
     Forward,
@@ -154,9 +154,10 @@ class Problem:
     def repeated_tokens(
         self, tables: Mapping[nn.Module, Tensor]
     ) -> AbstractContextManager[Callable[[], Any]]:
-        """Tables that get the same tokens for all samples get them once for each; see `Guard`."""
-        assert self._guard is not None
-        return self._guard.repeated_tokens(tables)
+        """As the function `repeated_tokens`; calling what it returns keeps the hooks until the guard ends."""
+        guard = self._guard
+        assert guard is not None
+        return repeated_tokens(tables, lambda: guard.samples)
 
     def watched_by(self, watch: Callable[[Tensor], None] | None) -> None:
         """Have every forward pass looked at: its outputs, laid out as predictions; None for no longer."""

@@ -12,6 +12,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import chain
 from types import GetSetDescriptorType, MemberDescriptorType, SimpleNamespace
@@ -201,6 +202,17 @@ def putting_back(value: Any) -> Callable[[], object]:
     if isinstance(value, _GENERATORS):
         return _generator(value)
     return partial(_put_back_slots, value, {name: getattr(value, name) for name in _slots_of(value)})
+
+
+@contextmanager
+def put_back(values: Iterable[Any]) -> Iterator[None]:
+    """A context after which containers, arrays or generators hold what they held before."""
+    steps = [putting_back(value) for value in values]
+    try:
+        yield
+    finally:
+        for step in steps:
+            step()
 
 
 def _put_back_dict(entries: dict[Any, Any], before: dict[Any, Any]) -> None:

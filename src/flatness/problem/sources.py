@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatness.errors import DataError
 from flatness.problem.batches import Table, copied, describe, sample_codes, size_of, tensors_in
-from flatness.problem.snapshot import putting_back
+from flatness.problem.snapshot import put_back
 
 _BATCH = 256
 EMPTY = "Expected at least one sample but the data is empty. Check the data set and the loader's drop_last."
@@ -111,15 +111,11 @@ class Source:
     @contextmanager
     def replayable(self, seed: int) -> Iterator[None]:
         """Random states that are the same whenever the seed is: shuffling repeats itself."""
-        steps = [putting_back(generator) for generator in _generators(self.data)]
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 (the state that data sets of others draw from)
-        try:
+        with put_back(_generators(self.data)):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002 (the state that data sets of others draw from)
             yield
-        finally:
-            for step in steps:
-                step()
 
     def _check(self, seen: int, code: int, met_first: bool) -> None:
         if not met_first:

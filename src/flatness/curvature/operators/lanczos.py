@@ -8,6 +8,7 @@ operators on R^N advance in step, so that one pass over the data serves all of t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -105,17 +106,8 @@ class _Basis:
     def _combined(self, y: Tensor) -> Tensor:
         """Vᵀy for coefficients (B, j, k): (B, k, N)."""
         y = y.to(self._parts[0].dtype)
-        pieces = y.split([part.shape[1] for part in self._parts], dim=1)
-        result: Tensor | None = None
-        for part, own in zip(self._parts, pieces, strict=True):
-            if result is None:
-                result = torch.einsum("bjn,bjk->bkn", part, own)
-            elif part.shape[1] == 1:
-                result.addcmul_(part, own.mT)
-            else:
-                result += torch.einsum("bjn,bjk->bkn", part, own)
-        assert result is not None
-        return result
+        pairs = zip(self._parts, y.split([part.shape[1] for part in self._parts], dim=1), strict=True)
+        return reduce(Tensor.add_, (torch.einsum("bjn,bjk->bkn", part, own) for part, own in pairs))
 
     def _grow(self, directions: Tensor) -> None:
         last, new = self._parts[-1], directions.unsqueeze(1)

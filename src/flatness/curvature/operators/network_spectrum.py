@@ -44,20 +44,18 @@ from flatness.network.attention import stacked_projections
 def network_spectra(
     operator: HessianOperator,
     requests: Sequence[SpectrumRequest],
-    squared_gradients: Callable[[], SquaredGradients] | None = None,
-    blocks: Callable[[str], Iterable[Block]] | None = None,
+    root_of: Callable[[SpectrumRequest], Root],
 ) -> list[NetworkSpectrum]:
     """Solve all requests in step: one pass over the data serves one product of each.
 
     Args:
         operator: Products with H over all parameters.
         requests: The spectra wanted.
-        squared_gradients: Gives E(∂_i ℓ)², for the metric "fisher".
-        blocks: Gives the blocks of layers in a metric that has them.
+        root_of: Gives D^½, as `metric_root` does.
     """
     space = operator.space
     risk, gradient = space.gradient()
-    roots = [metric_root(space, request, squared_gradients, blocks) for request in requests]
+    roots = [root_of(request) for request in requests]
     slopes = [float(root(gradient).norm()) for root in roots]
     del gradient  # products need the memory
     solvers = {i: _solver(space, *pair) for i, pair in enumerate(zip(requests, roots, strict=True))}
@@ -73,12 +71,18 @@ def network_spectra(
 def metric_root(
     space: ParameterSpace,
     request: SpectrumRequest,
-    squared_gradients: Callable[[], SquaredGradients] | None = None,
-    blocks: Callable[[str], Iterable[Block]] | None = None,
+    squared_gradients: Callable[[], SquaredGradients],
+    blocks: Callable[[str], Iterable[Block]],
 ) -> Root:
-    """D^½ of any metric."""
+    """D^½ of any metric.
+
+    Args:
+        space: The parameters.
+        request: What names the metric.
+        squared_gradients: Gives E(∂_i ℓ)², for the metric "fisher".
+        blocks: Gives the blocks of layers in a metric that has them.
+    """
     if isinstance(request.metric, str) and request.metric in LAYER_METRICS:
-        assert blocks is not None
         return BlockRoot(blocks(request.metric), space.theta)
     return DiagonalRoot(inverse_metric_root(space, request, squared_gradients))
 

@@ -92,15 +92,14 @@ class OptimizerState:
         self.foreign = 0
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                self._take(names.get(id(parameter)), parameter, group)
+                name = names.get(id(parameter))
+                if name is None:
+                    self.foreign += 1
+                elif parameter.requires_grad:
+                    state = self._optimizer.state.get(parameter, {})
+                    self._own[name] = _Own(parameter, group, state)
         self._check()
         self.rate = max(_rate(own.group) for own in self._own.values())
-
-    def _take(self, name: str | None, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        if name is None:
-            self.foreign += 1
-        elif parameter.requires_grad:
-            self._own[name] = _Own(parameter, group, self._optimizer.state.get(parameter, {}))
 
     def _check(self) -> None:
         kind = type(self._optimizer).__name__

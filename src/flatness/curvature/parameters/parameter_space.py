@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flatness.errors import DifferentiabilityError, FlatnessError, LossError
 from flatness.losses import Items, counted
-from flatness.network.memory import ran_out
+from flatness.network.memory import attempt, ran_out
 from flatness.problem.guard import differentiable
 from flatness.problem.problem import Problem
 from flatness.problem.substitution import Substitution, refuse_read_elsewhere
@@ -66,12 +67,17 @@ class ParameterSpace:
         """The parameters as they were given, in float64."""
         return self.join(self.parameters)
 
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Where in the vector each parameter begins."""
+        sizes = [value.numel() for value in self.parameters.values()]
+        return dict(zip(self.parameters, accumulate(sizes, initial=0), strict=False))
+
     def join(self, parts: Any) -> Tensor:
         """One float64 vector from tensors by name."""
         whole = torch.empty(self.dimension, dtype=torch.float64, device=self.problem.device)
-        sizes = [value.numel() for value in self.parameters.values()]
-        for name, place in zip(self.parameters, whole.split(sizes), strict=True):
-            place.copy_(parts[name].detach().flatten())
+        for name, place in self.split_exactly(whole).items():
+            place.copy_(parts[name].detach())
         return whole
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
@@ -80,12 +86,9 @@ class ParameterSpace:
 
     def split_exactly(self, vector: Tensor) -> dict[str, Tensor]:
         """Tensors by name from a vector, in its own precision."""
-        sizes = [value.numel() for value in self.parameters.values()]
-        pieces = vector.split(sizes)
-        return {
-            name: piece.view_as(value)
-            for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
-        }
+        pieces = vector.split([value.numel() for value in self.parameters.values()])
+        named = zip(self.parameters.items(), pieces, strict=True)
+        return {name: piece.view(value.shape) for (name, value), piece in named}
 
     def per_parameter(self, value: Callable[[str, Tensor], Tensor]) -> Tensor:
         """A vector filled parameter by parameter with `value(name, parameter)`, spread over its entries."""
@@ -228,13 +231,10 @@ def over_points(one: Callable[[Any], Tensor], points: Any, *, together: bool) ->
 
 def vectorises(work: Callable[[], object]) -> bool:
     """Do some work; False if it fails though the network itself has run: `torch.vmap` does not take it."""
-    try:
-        work()
-    except Exception as error:
-        if isinstance(error, FlatnessError) or ran_out(error):
-            raise
-        return False
-    return True
+    _, error = attempt(work, Exception)
+    if isinstance(error, FlatnessError):
+        raise error
+    return error is None
 
 
 @contextmanager

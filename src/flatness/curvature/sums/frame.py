@@ -69,14 +69,14 @@ class Frame:
 
     def weight(self, units: Units) -> Tensor:
         """The weight W, W V or W Y that multiplies features in these units (G, d, m)."""
+        return self.in_units(units, self.W)
+
+    def in_units(self, units: Units, W: Tensor) -> Tensor:
+        """The same for any rows (G, ·, m) in the place of those of the weight."""
         if units == "spread":
             assert self.V is not None
-            return self.W * self.V[:, None]
-        return self._whitened if units == "whitened" else self.W
-
-    @cached_property
-    def _whitened(self) -> Tensor:
-        return self._whitening.of_weight(self.W)
+            return W * self.V[:, None]
+        return self._whitening.of_weight(W) if units == "whitened" else W
 
     def features(self, units: Units, Phi: Tensor) -> Tensor:
         """The features Φ (n, G, m, P) in these units."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flatness.curvature.sums.frame import Frame, Units
 from flatness.curvature.sums.kinds import statistics_of
-from flatness.curvature.sums.routes import LayerRoute, forms_g, holds_one_block
+from flatness.curvature.sums.routes import LayerRoute, forms_g
 from flatness.curvature.sums.softmax_rows import SoftmaxRows, SoftmaxWeight
 from flatness.curvature.sums.spread import Spread
 from flatness.curvature.sums.statistic import (
@@ -37,8 +37,8 @@ from flatness.network.affine import AffineModule
 from flatness.network.layers import Layer
 from flatness.network.layers.view import Features
 
-# Numbers that blocks of predictions × classes held at once may come to: chunks of predictions fit into that.
-_CHUNK = 64_000_000
+# Numbers that a block of predictions × classes may have, of which some are held at once.
+_CHUNK = 20_000_000
 
 
 class SoftmaxHead:
@@ -53,7 +53,6 @@ class SoftmaxHead:
     def __init__(self, layer: Layer, needs: frozenset[str], spread: Spread | None) -> None:
         self._statistics, self._bias = statistics_of(needs), "bias" in needs and layer.bias is not None
         self._weight = SoftmaxWeight(Frame.of(layer, spread))
-        self._blocks = 1 if holds_one_block(needs) else 3
 
     def sums(self, phi: Tensor, logits: Tensor, a: Tensor) -> dict[str, Tensor]:
         """The statistics of one micro-batch, taken in chunks of predictions.
@@ -64,7 +63,7 @@ class SoftmaxHead:
             a: Weights (N,), such that the output Hessian is a·(diag p − ppᵀ).
         """
         total: dict[str, Tensor] = {}
-        size = max(1, _CHUNK // (self._blocks * logits.shape[1]))
+        size = max(1, _CHUNK // logits.shape[1])
         for start in range(0, logits.shape[0], size):
             part = slice(start, start + size)
             rows = SoftmaxRows(self._weight, phi[part], logits[part], a[part])

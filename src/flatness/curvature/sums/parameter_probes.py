@@ -9,9 +9,9 @@ All sums are linear in HV, so that it makes no difference whether a unit is work
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class ParameterEngine:
         # Units of different processes need directions of their own.
         signs = Signs(self.problem.seed, number, [self.problem.ranks.rank, 2])
         for block in self._blocks:
-            for probe, V in block.directions(self.probes, signs.next()):
+            for probe, V in block.directions(self.probes, signs.next(), self.problem.dtype):
                 part, weight = (parts[ALL], 1.0) if block.complete else (parts[SIGNS], 1 / self.probes)
                 weights = torch.full_like(number, weight, dtype=torch.float64)
                 collector = Collector(part, number, torch.full_like(number, probe), weights)
@@ -121,23 +121,18 @@ class ParameterEngine:
         return self.found
 
     def _made(self, spreads: dict[str, Spread]) -> Iterator[_Block]:
-        starts, start = {}, 0
-        for name, value in self.space.parameters.items():
-            starts[name] = start
-            start += value.numel()
+        space, complete = self.space, self.routes.complete
         for route in self.routes.layers:
             name = self.routes.parameters[route.name]
-            entries = starts[name] + entries_of(route.layer, self.space.parameters[name])
+            entries = space.starts[name] + entries_of(route.layer, space.parameters[name])
             pairs = LayerPairs(route, route.layer.matrix(), 1, spreads.get(route.name), bias=False)
             if route.needs:
-                complete = route.name in self.routes.complete
-                yield _LayerBlock(route.name, entries, complete, self.problem.dtype, pairs)
+                yield _Block(route.name, entries, route.name in complete, partial(_add_pair, pairs))
         if self.routes.rest:
-            sizes = {name: self.space.parameters[name].numel() for name in self.routes.rest}
+            sizes = {name: space.parameters[name].numel() for name in self.routes.rest}
             device = self.problem.device
-            places = [torch.arange(size, device=device) + starts[name] for name, size in sizes.items()]
-            complete = None in self.routes.complete
-            yield _RestBlock(None, torch.cat(places), complete, self.problem.dtype, sizes)
+            places = [torch.arange(size, device=device) + space.starts[name] for name, size in sizes.items()]
+            yield _Block(None, torch.cat(places), None in complete, partial(_add_traces, sizes))
 
 
 def unit_length(problem: Problem, first: int | None = None) -> int:
@@ -150,17 +145,24 @@ def unit_length(problem: Problem, first: int | None = None) -> int:
 
 
 @dataclass
-class _Block(ABC):
-    """Entries of the vector that share their directions."""
+class _Block:
+    """Entries of the vector that share their directions.
+
+    Attributes:
+        name: The layer; None for parameters of which the trace is wanted only.
+        entries: Where in the vector they are.
+        complete: Whether they take all directions.
+        add: Takes a direction and the product with it.
+    """
 
     name: str | None
     entries: Tensor
     complete: bool
-    dtype: torch.dtype
+    add: Callable[[Collector, Tensor, Tensor], None]
 
-    def directions(self, probes: int, signs: Signs) -> Iterator[tuple[int, Tensor]]:
+    def directions(self, probes: int, signs: Signs, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """Directions shaped like the entries, with the number of the probe they belong to."""
-        like = torch.zeros(self.entries.shape, dtype=self.dtype, device=self.entries.device)
+        like = torch.zeros(self.entries.shape, dtype=dtype, device=self.entries.device)
         if not self.complete:
             for probe in range(probes):
                 yield probe, signs.at(probe).like(like)
@@ -170,25 +172,13 @@ class _Block(ABC):
             one.view(-1)[entry] = 1.0
             yield 0, one
 
-    @abstractmethod
-    def add(self, collector: Collector, V: Tensor, q: Tensor) -> None:
-        """Take a direction and the product with it."""
+
+def _add_pair(pairs: LayerPairs, collector: Collector, V: Tensor, q: Tensor) -> None:
+    """All statistics of a layer."""
+    pairs.add_gradients(collector, V[None], q[None], 0)
 
 
-@dataclass
-class _LayerBlock(_Block):
-    pairs: LayerPairs
-
-    def add(self, collector: Collector, V: Tensor, q: Tensor) -> None:
-        """All statistics of the layer."""
-        self.pairs.add_gradients(collector, V[None], q[None], 0)
-
-
-@dataclass
-class _RestBlock(_Block):
-    sizes: dict[str, int]
-
-    def add(self, collector: Collector, V: Tensor, q: Tensor) -> None:
-        """The trace of every parameter."""
-        for name, part in zip(self.sizes, (V * q).split(list(self.sizes.values())), strict=True):
-            collector.put(name, {"trace": part.sum(dtype=torch.float64).reshape(1, 1)})
+def _add_traces(sizes: dict[str, int], collector: Collector, V: Tensor, q: Tensor) -> None:
+    """The trace of every parameter."""
+    for name, part in zip(sizes, (V * q).split(list(sizes.values())), strict=True):
+        collector.put(name, {"trace": part.sum(dtype=torch.float64).reshape(1, 1)})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatness.curvature.sums.frame import Units
 from flatness.curvature.sums.kinds import statistics_of
 from flatness.curvature.sums.statistic import BlockStatistic
 from flatness.losses import Items, Loss
@@ -83,14 +85,9 @@ class LayerRoute:
         return self.layer.taps == 1 and all(one.from_squares for one in statistics_of(self.needs))
 
     @property
-    def needs_spread(self) -> bool:
-        """Whether the spread of the layer's features is used."""
-        return any(statistic.units for statistic in statistics_of(self.needs))
-
-    @property
-    def needs_whitening(self) -> bool:
-        """Whether its features are whitened."""
-        return any(statistic.units == "whitened" for statistic in statistics_of(self.needs))
+    def units(self) -> set[Units]:
+        """What the layer's features are measured in."""
+        return {statistic.units for statistic in statistics_of(self.needs)}
 
     @property
     def forms_g(self) -> bool:
@@ -107,12 +104,6 @@ class LayerRoute:
         """
         _, d, m = self.layer.matrix().shape
         return isinstance(self.layer, SharedLayer) and "relative" in self.needs and d > 4 * m
-
-    @property
-    def patch_numbers(self) -> int:
-        """Numbers in the features of one sample; 0 where they are the input itself."""
-        G, _, m = self.layer.matrix().shape
-        return 0 if self.layer.plain or self.layer.chooses else G * m * self.positions
 
     def numbers_per_sample(self, block: int) -> int:
         """Rough count of numbers that the signals of one sample take in this layer, if there are any.
@@ -149,6 +140,10 @@ class Routes:
     curved: frozenset[str] = frozenset()
     repeated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to compute beyond the risk."""
+        return bool(self.affine) or any(route.needs for route in self.layers)
+
     @property
     def backward(self) -> bool:
         """Whether any derivative is taken at all."""
@@ -165,10 +160,8 @@ class Routes:
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules to record."""
-        modules = {route.name: route.layer.module for route in self.layers}
-        for layer in self.shared.values():
-            modules |= layer.modules
-        return modules | {module.name: module.module for module in self.affine}
+        modules = {module.name: module.module for module in self.affine}
+        return modules | dict(chain.from_iterable(route.layer.modules.items() for route in self.layers))
 
 
 @dataclass
@@ -226,18 +219,10 @@ def forms_g(needs: frozenset[str], d: int, m: int, P: int) -> bool:
     return through_g <= products * (P * P * m + _SIGNALS * d * P * (P + d))
 
 
-def holds_one_block(needs: frozenset[str]) -> bool:
-    """Whether the closed form takes one block of predictions × classes beside the logits, not several."""
-    return "bias" not in needs and not any(statistic.per_class for statistic in statistics_of(needs))
-
-
-def route_kind(layer: Layer, items: Items, loss: Loss, needs: frozenset[str], *, last: bool) -> Kind:
-    """The cheapest exact way to the statistics of a layer, which may be the network's last."""
-    if not last:
-        return "passes"
-    statistics = statistics_of(needs)
+def last_layer_kind(layer: Layer, items: Items, loss: Loss, needs: frozenset[str]) -> Kind:
+    """The cheapest exact way to the statistics of a last layer."""
     # The closed form sees columns, not input channels: kernels of several taps take the other route.
-    closed = layer.taps == 1 and all(statistic.closed_form for statistic in statistics)
+    closed = layer.taps == 1 and all(statistic.closed_form for statistic in statistics_of(needs))
     if closed and loss.softmax_weight(items) is not None:
         return "softmax head"
     return "separable" if items.logits.shape[1] > 1 else "passes"
@@ -250,6 +235,12 @@ def skipped_positions(
 
     It is the last one where its output is that of the network, up to layout and positions that are cut off
     at the ends: the next-token loss of a language model leaves out the last one.
+
+    Args:
+        layer: The layer.
+        record: Its call.
+        items: The outputs.
+        marked: What arrives at the layer of `marker`.
     """
     if layer.groups != 1 or record.z_edge is None or marked is None:
         return None
@@ -278,12 +269,6 @@ def marker(items: Items) -> Tensor:
     return items.memo["marker"]
 
 
-def positions_of(layer: Layer, record: Record, n: int) -> int:
-    """P, from the shape of the recorded output."""
-    d = layer.output_units
-    return max(1, record.z_shape.numel() // max(1, n * d))
-
-
 def bytes_per_sample(
     routes: Routes, records: Mapping[str, Record], items: Items, block: int, itemsize: int
 ) -> int:
@@ -295,13 +280,10 @@ def bytes_per_sample(
     n = items.logits.shape[0]
     sizes, outputs = _sizes(records, n), 4 * items.logits.numel() // n
     if not routes.backward:
-        light = not routes.network and all(holds_one_block(route.needs) for route in routes.layers)
-        return itemsize * (2 * max(sizes) + (outputs * 5 // 8 if light else outputs))
+        return itemsize * (2 * max(sizes) + outputs)
     signals = sum(route.numbers_per_sample(block) for route in routes.layers)
     signals += sum(block * records[module.name].z_shape.numel() // n for module in routes.affine)
-    # In float64, torch unfolds the patches of a convolution to multiply them.
-    unfolded = [route.patch_numbers * (itemsize == 8) for route in routes.layers]
-    return itemsize * (2 * sum(sizes) + outputs + signals * 5 // 4 + max(unfolded, default=0))
+    return itemsize * (2 * sum(sizes) + outputs + signals * 5 // 4)
 
 
 def graph_bytes_per_sample(records: Mapping[str, Record], items: Items, itemsize: int) -> int:

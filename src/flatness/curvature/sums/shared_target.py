@@ -161,26 +161,16 @@ class SharedTarget(Target):
         products: Found,
         moved: Found,
     ) -> None:
+        """Add V with HV, a few samples at a time."""
         for part in self.pairs.slices():
-            q = self._product(part, slopes, products, moved)
+            q = self._gradient(part, products)
+            for k, change in zip(self._moving, moved, strict=True):
+                slope = slopes[k]
+                if change is not None and slope is not None:
+                    more = self._outer(k, part, slope.detach(), change)
+                    q = more if q is None else q + more
             if q is not None:
                 self.pairs.add_gradients(collector, V(part), q, part.start, but)
-
-    def _product(
-        self,
-        part: slice,
-        slopes: Found,
-        products: Found,
-        moved: Found,
-    ) -> Tensor | None:
-        """HV of some samples."""
-        q = self._gradient(part, products)
-        for k, change in zip(self._moving, moved, strict=True):
-            slope = slopes[k]
-            if change is not None and slope is not None:
-                more = self._outer(k, part, slope.detach(), change)
-                q = more if q is None else q + more
-        return q
 
     def _gradient(self, part: slice, signals: Found) -> Tensor | None:
         """Σ_u δ_u Φ_uᵀ of some samples, (k, G, d, m); None where no signal arrived."""

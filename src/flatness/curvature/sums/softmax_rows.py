@@ -34,38 +34,19 @@ class SoftmaxWeight:
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.centred = _centred(frame.W[0])
+        self._norms: dict[Units, Tensor] = {}
 
     @cached_property
     def squares(self) -> Tensor:
         """W∘W (K, m), centred."""
         return self.centred.square()
 
-    @cached_property
-    def norms(self) -> Tensor:
-        """‖w_k‖² (K,), centred."""
-        return torch.linalg.vector_norm(self.centred, dim=1).square()
-
-    @cached_property
-    def scaled_norms(self) -> Tensor:
-        """‖V w_k‖² (K,), centred."""
-        assert self.frame.V is not None
-        return torch.linalg.vector_norm(self.centred * self.frame.V[0], dim=1).square()
-
-    @cached_property
-    def whitened_norms(self) -> Tensor:
-        """‖Yᵀw_k‖² (K,), centred."""
-        return torch.linalg.vector_norm(self.whitened(self.centred), dim=1).square()
-
-    def whitened(self, rows: Tensor) -> Tensor:
-        """Rows (N, m) like those of W as they act on whitened features."""
-        assert self.frame.whitening is not None
-        return self.frame.whitening.of_weight(rows[None])[0]
-
-    def norms_in(self, units: Units) -> Tensor:
+    def norms(self, units: Units) -> Tensor:
         """‖w_k‖² (K,) where features are measured in these units, centred."""
-        if units == "whitened":
-            return self.whitened_norms
-        return self.scaled_norms if units else self.norms
+        if units not in self._norms:
+            rows = self.frame.in_units(units, self.centred[None])[0]
+            self._norms[units] = torch.linalg.vector_norm(rows, dim=1).square()
+        return self._norms[units]
 
 
 def _centred(W: Tensor) -> Tensor:
@@ -122,9 +103,9 @@ class SoftmaxRows:
 
         One product of (N, K) and (K, m); for W Y two more of (N, m) and (m, m).
         """
-        norms, r, mean, w_top = self._weight.norms_in(units), self.r, self._mean, self._w_top
+        norms, r, mean, w_top = self._weight.norms(units), self.r, self._mean, self._w_top
         if units == "whitened":
-            mean, w_top = self._weight.whitened(mean), self._weight.whitened(w_top)
+            mean, w_top = (self.frame.in_units(units, rows[None])[0] for rows in (mean, w_top))
         # ‖v‖² and what is mixed in Σ q ‖w − w_j‖², gathered: every term is O(r).
         mixed = torch.addcmul(mean, w_top, 1 - r, value=2) * mean
         mixed = mixed @ self.frame.V2[0].to(mixed) if units == "spread" else mixed.sum(1)

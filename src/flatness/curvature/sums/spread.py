@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -51,11 +52,11 @@ class Whitening:
 
     def of_weight(self, W: Tensor) -> Tensor:
         """WY (G, d, m) of a weight (G, d, m)."""
-        return self._across(self.Y.mT, W.mT).mT
+        return self._across(self.Y, W.mT, transposed=True).mT
 
     def of_features(self, Phi: Tensor) -> Tensor:
         """ZᵀΦ (…, G, m, P) of features (…, G, m, P)."""
-        return self._across(self.Z.mT, Phi)
+        return self._across(self.Z, Phi, transposed=True)
 
     def of_dual_features(self, U: Tensor) -> Tensor:
         """ZU (…, G, m, P), the transpose of `of_features`."""
@@ -80,26 +81,18 @@ class Whitening:
         """C⁺ (G, u, u)."""
         return self.Z @ self.Z.mT
 
-    def _across(self, matrix: Tensor, values: Tensor) -> Tensor:
-        """A matrix (G, u, u) of units times values (…, G, u · taps, P)."""
+    def _across(self, matrix: Tensor, values: Tensor, *, transposed: bool = False) -> Tensor:
+        """A matrix (G, u, u) of units, or its transpose, times values (…, G, u · taps, P)."""
         units = values.unflatten(-2, (self.units, -1)).flatten(-2)
-        return (matrix @ units).reshape(values.shape)
+        return ((matrix.mT if transposed else matrix) @ units).reshape(values.shape)
 
 
 @dataclass(frozen=True)
 class _TokenWhitening(Whitening):
     """The same for indicators of tokens, whose C is diagonal: Y and Z (1, tokens, 1) are its roots."""
 
-    def of_weight(self, W: Tensor) -> Tensor:
-        """WY (G, d, m) of a weight (G, d, m)."""
-        return W * self.Y.mT
-
-    def _across(self, matrix: Tensor, values: Tensor) -> Tensor:
+    def _across(self, matrix: Tensor, values: Tensor, *, transposed: bool = False) -> Tensor:
         return matrix * values
-
-    def of_features(self, Phi: Tensor) -> Tensor:
-        """ZᵀΦ of features Φ."""
-        return self.Z * Phi
 
     @cached_property
     def root(self) -> Tensor:
@@ -149,10 +142,6 @@ class _Moments:
         squares = self.squares + other.squares + self.count * share * apart.square()
         return _Moments(self.count + other.count, self.mean + share * apart, squares)
 
-    def on_host(self) -> _Moments:
-        """The same, for other processes to read."""
-        return _Moments(self.count, self.mean.cpu(), self.squares.cpu())
-
     def spread(self) -> Tensor:
         """V per unit: the standard deviation; |mean| for a constant feature; 0 for a dead one."""
         variance = (self.squares / self.count).clamp(min=0)
@@ -162,12 +151,15 @@ class _Moments:
 
 @dataclass(frozen=True)
 class _SecondMoment:
-    """Σ w φφᵀ (G, u, u) over features, with Σ w, how many there are, and how finely they are rounded."""
+    """Σ w φφᵀ (G, u, u) over features, with Σ w, how many there are, and how finely they are rounded.
+
+    Of indicators of tokens, which are exact, the diagonal alone (1, tokens, 1).
+    """
 
     total: Tensor
     weight: Tensor
     rows: int
-    eps: float
+    eps: float = 0.0
 
     @classmethod
     def of(cls, values: Tensor, groups: int, weights: Tensor) -> _SecondMoment:
@@ -184,10 +176,6 @@ class _SecondMoment:
         total, weight = self.total + other.total, self.weight + other.weight
         return _SecondMoment(total, weight, self.rows + other.rows, max(self.eps, other.eps))
 
-    def on_host(self) -> _SecondMoment:
-        """The same, for other processes to read."""
-        return replace(self, total=self.total.cpu(), weight=self.weight.cpu())
-
     def whitening(self, device: torch.device) -> Whitening:
         """C = total / weight taken apart on a device.
 
@@ -195,6 +183,9 @@ class _SecondMoment:
         scales. What is below the rounding of the features, and of C itself, is taken to be 0.
         """
         C = self.total.to(device) / self.weight.to(device)
+        if not self.eps:
+            Z = torch.where(C > 0, C.rsqrt(), 0.0)
+            return _TokenWhitening(C.sqrt(), Z, (int((C > 0).sum()),), self.rows)
         scale = C.diagonal(dim1=1, dim2=2).sqrt()
         inverse = torch.where(scale > 0, 1 / scale, 0.0)
         values, vectors = torch.linalg.eigh((C * inverse[:, None] * inverse[:, :, None]).nan_to_num())
@@ -233,11 +224,8 @@ def feature_spreads(
             mixture need not run for every batch.
         whitened: Those whose features are to be whitened.
     """
-    moments: dict[str, Any] = {}
-    modules = {name: layer.module for name, layer in layers.items()}
-    for layer in layers.values():
-        if isinstance(layer, SharedLayer):
-            modules |= layer.modules
+    moments: dict[str, _Found] = {}
+    modules = dict(chain.from_iterable(layer.modules.items() for layer in layers.values()))
     with Recording(modules, edges=False, copy_inputs=copy_inputs) as recording:
 
         def step(batch: Any) -> None:
@@ -269,91 +257,61 @@ def feature_spreads(
 
 @dataclass(frozen=True)
 class _Found:
-    """What a pass finds of one layer."""
+    """What a pass finds of one layer; C only where that is wanted."""
 
     moments: _Moments
     second: _SecondMoment | None
 
     @classmethod
-    def of(cls, values: Tensor, groups: int, weights: Tensor | None) -> _Found:
-        """That of values (n, units, positions); weights of the samples where C is wanted."""
+    def of_tokens(cls, layer: Layer, tokens: Tensor, weights: Tensor | None) -> _Found:
+        """That of the indicators of tokens (n, …); weights (n,) of the samples where C is wanted."""
+        flat, padding = tokens.flatten(), getattr(layer.module, "padding_idx", None)
+
+        def occurring(each: Tensor | None) -> tuple[Tensor, Tensor]:
+            # How often each token occurs, and all of them: a padding token is no feature and is still seen.
+            found = torch.bincount(flat, each, layer.input_units).double()
+            total = found.sum()
+            if padding is not None:
+                found[padding] = 0
+            return found, total
+
+        counts, total = occurring(None)
+        mean = counts / total
+        moments = _Moments(int(total), mean, counts * (1 - mean))
         if weights is None:
-            return cls(_Moments.of(values), None)
-        # Without a number of samples all rows are positions of one.
-        weights = weights if len(weights) == len(values) else weights.new_ones(len(values))
-        return cls(_Moments.of(values), _SecondMoment.of(values, groups, weights))
+            return cls(moments, None)
+        each = weights.double().repeat_interleave(len(flat) // len(tokens))
+        weighed, weight = occurring(each)
+        return cls(moments, _SecondMoment(weighed[None, :, None], weight, int((each > 0).sum())))
 
     def __add__(self, other: _Found) -> _Found:
-        second = None
-        if self.second is not None and other.second is not None:
-            second = self.second + other.second
+        second = self.second and other.second and self.second + other.second
         return _Found(self.moments + other.moments, second)
 
     def on_host(self) -> _Found:
         """The same, for other processes to read."""
-        return _Found(self.moments.on_host(), None if self.second is None else self.second.on_host())
+        moments, second = self.moments, self.second
+        return _Found(
+            replace(moments, mean=moments.mean.cpu(), squares=moments.squares.cpu()),
+            second and replace(second, total=second.total.cpu(), weight=second.weight.cpu()),
+        )
 
     def spread(self, device: torch.device) -> Spread:
         """What statistics get of it."""
-        whitening = None if self.second is None else self.second.whitening(device)
-        return Spread(self.moments.spread(), whitening)
+        return Spread(self.moments.spread(), self.second and self.second.whitening(device))
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """How often each token occurs, and how often with the weights of the samples, where C is wanted."""
-
-    counts: Tensor
-    weighed: Tensor | None
-    rows: int
-
-    @classmethod
-    def of(cls, layer: Layer, tokens: Tensor, weights: Tensor | None) -> _Tokens:
-        """That of tokens (n, …); weights (n,) of the samples where C is wanted."""
-        flat = tokens.flatten()
+def _found(layer: Layer, recording: Recording, n: int | None, weights: Tensor | None) -> _Found:
+    """What a batch shows of one layer; weights (n,) of the samples where C is wanted."""
+    tokens = layer.chooses and not isinstance(layer, SharedLayer)
+    values = recording.one(layer.name).x if tokens else _values(layer, recording, n)
+    if weights is not None and len(weights) != len(values):
         # Without a number of samples all rows are positions of one.
-        if weights is not None and len(weights) != len(tokens):
-            weights = weights.new_ones(len(tokens))
-        each = None if weights is None else weights.double().repeat_interleave(len(flat) // len(tokens))
-
-        def occurring(each: Tensor | None) -> Tensor:
-            # The last number is how much there is in all: a padding token is no feature and is still seen.
-            found = torch.bincount(flat, each, layer.input_units).double()
-            total = found.sum()
-            if (padding := getattr(layer.module, "padding_idx", None)) is not None:
-                found[padding] = 0
-            return torch.cat([found, total[None]])
-
-        rows = len(flat) if each is None else int((each > 0).sum())
-        return cls(occurring(None), None if each is None else occurring(each), rows)
-
-    def __add__(self, other: _Tokens) -> _Tokens:
-        weighed = None
-        if self.weighed is not None and other.weighed is not None:
-            weighed = self.weighed + other.weighed
-        return _Tokens(self.counts + other.counts, weighed, self.rows + other.rows)
-
-    def on_host(self) -> _Tokens:
-        """The same, for other processes to read."""
-        weighed = None if self.weighed is None else self.weighed.cpu()
-        return _Tokens(self.counts.cpu(), weighed, self.rows)
-
-    def spread(self, device: torch.device) -> Spread:
-        """What statistics get of it."""
-        mean = self.counts[:-1] / self.counts[-1]
-        V = _Moments(int(self.counts[-1]), mean, self.counts[:-1] * (1 - mean)).spread()
-        if self.weighed is None:
-            return Spread(V)
-        C = (self.weighed[:-1] / self.weighed[-1]).to(device)[None, :, None]
-        Z = torch.where(C > 0, C.rsqrt(), 0.0)
-        return Spread(V, _TokenWhitening(C.sqrt(), Z, (int((C > 0).sum()),), self.rows))
-
-
-def _found(layer: Layer, recording: Recording, n: int | None, weights: Tensor | None) -> _Found | _Tokens:
-    """What a batch shows of one layer."""
-    if layer.chooses and not isinstance(layer, SharedLayer):
-        return _Tokens.of(layer, recording.one(layer.name).x, weights)
-    return _Found.of(_values(layer, recording, n), layer.groups, weights)
+        weights = weights.new_ones(len(values))
+    if tokens:
+        return _Found.of_tokens(layer, values, weights)
+    second = None if weights is None else _SecondMoment.of(values, layer.groups, weights)
+    return _Found(_Moments.of(values), second)
 
 
 def _values(layer: Layer, recording: Recording, n: int | None) -> Tensor:

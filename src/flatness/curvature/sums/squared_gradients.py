@@ -23,6 +23,7 @@ from flatness.curvature.sums.layer_sums import add_to
 from flatness.curvature.sums.routes import LayerRoute, Routes
 from flatness.losses.signs import Signs
 from flatness.network.affine import AffineModule
+from flatness.network.layers.view import parameter_name
 from flatness.network.recording import Recording
 from flatness.problem.guard import differentiable
 
@@ -91,17 +92,12 @@ def _directly_readable(space: ParameterSpace, routes: Routes) -> Routes:
     """The modules whose derivatives, laid out as the engine has them, are those of their own parameters."""
 
     def readable(route: LayerRoute) -> bool:
-        weight, W = space.parameters.get(_own(route.name, "weight")), route.layer.matrix()
+        weight, W = space.parameters.get(parameter_name(route.name, "weight")), route.layer.matrix()
         same = weight is not None and W.numel() == weight.numel() and W.data_ptr() == weight.data_ptr()
         return same and W.is_contiguous()
 
     layers = [replace(route, kind="passes", needs=_NEEDS) for route in routes.layers if readable(route)]
     return replace(routes, layers=layers)
-
-
-def _own(module: str, key: str) -> str:
-    """A parameter's name; a model that is one layer has the empty name."""
-    return f"{module}.{key}" if module else key
 
 
 class _Gradients:
@@ -121,7 +117,7 @@ class _Gradients:
         self._parameters, self._recording, self._losses = space.parameters, recording, losses
         self._roots = weights.sqrt().to(losses.dtype)
         self._modules: list[LayerRoute | AffineModule] = [*routes.layers, *routes.affine]
-        covered = {_own(name, key) for name in routes.modules() for key in ("weight", "bias")}
+        covered = {parameter_name(name, key) for name in routes.modules() for key in ("weight", "bias")}
         self._rest = {name: value for name, value in space.parameters.items() if name not in covered}
 
     def exact(self) -> dict[str, Tensor]:
@@ -165,7 +161,7 @@ class _Gradients:
             sums = sums_of(module, self._recording, n)
             sums.add(laid_out(module, signal[None], n), None, None)
             for statistic, value in sums.sums().items():
-                name = _own(module.name, "bias" if statistic == "bias" else "weight")
+                name = parameter_name(module.name, "bias" if statistic == "bias" else "weight")
                 if name in self._parameters:
                     yield name, value.double().reshape(self._parameters[name].shape)
         for name, g in zip(rest, sent, strict=True):

@@ -91,7 +91,6 @@ class Statistic(ABC):
         from_signals: Whether `of_signals` and `of_directions` are given.
         from_squares: Whether `of_squares` is given, and `of_signals` for one position.
         closed_form: Whether `of_softmax` is given.
-        per_class: Whether that goes class by class, which takes more memory.
         uses_u: Whether `of_squares` uses u = Wᵀδ.
         uses_dx: Whether `of_directions` uses the derivatives at the layer's input.
     """
@@ -102,7 +101,6 @@ class Statistic(ABC):
     from_signals: ClassVar[bool] = False
     from_squares: ClassVar[bool] = False
     closed_form: ClassVar[bool] = False
-    per_class: ClassVar[bool] = False
     uses_u: ClassVar[bool] = False
     uses_dx: ClassVar[bool] = False
 

@@ -79,15 +79,8 @@ class Statistics:
         if ranks.count == 1:
             return self
         own = self.by_key()
-        shapes: dict[tuple[str, str], torch.Size] = {}
-        for part in ranks.gathered({key: value.shape for key, value in own.items()}):
-            for key, shape in part.items():
-                if shapes.setdefault(key, shape) != shape:
-                    raise DataError(
-                        f"Expected statistics of the same network but {key[1]!r} of {key[0]!r} has shape "
-                        f"{list(shapes[key])} in one process and {list(shape)} in another. Measure the same "
-                        "model in all of them."
-                    )
+        everywhere = ranks.gathered({key: value.shape for key, value in own.items()})
+        shapes = {key: shape for part in everywhere for key, shape in part.items()}
         samples = torch.tensor(float(self.samples), dtype=torch.float64, device="cpu")
         empty = {key: torch.zeros(shape, dtype=torch.float64, device="cpu") for key, shape in shapes.items()}
         sums = ranks.summed([self.normaliser, self.risk, samples, *(empty | own).values()])
@@ -111,9 +104,7 @@ class Statistics:
 
     def content(self) -> dict[str, Any]:
         """The sums as plain dictionaries on the host, for a file."""
-        sums = {owner: {name: value.cpu() for name, value in own.items()} for owner, own in self.sums.items()}
-        totals = {"normaliser": self.normaliser.cpu(), "risk": self.risk.cpu(), "samples": self.samples}
-        return {"sums": sums, **totals}
+        return vars(self.to_host())
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Statistics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from flatness.measuring.examine.unfamiliar import View, misread_samples
 from flatness.network.affine import AffineModule, find_affine
 from flatness.network.graph import InPlaceOperators, nodes_behind, read_graph
 from flatness.network.layers import Layer, find_layers, own_parameter, own_parameters
-from flatness.network.memory import fits, ran_out
+from flatness.network.memory import attempt, fits, ran_out
 from flatness.network.operators import WRITTEN
 from flatness.network.recording import Record, Recording
 from flatness.problem import batches
@@ -90,7 +90,7 @@ def _examine(problem: Problem, example: Any, last_only: bool) -> Examined:
         example = batches.copied(batches.rows(example, 0, 2))
         first = settled_run(problem, example)
     # The first run of all may make or replace modules.
-    views = _views(problem.model)
+    views: dict[str, View] = {**find_layers(problem.model), **find_affine(problem.model)}
     alone = run_alone(problem, example, views)
     seen = {name: views[name] for name in alone.inputs if name not in alone.misread}
     misread = [*alone.misread, *misread_samples(problem, seen)]
@@ -127,11 +127,8 @@ def _with_repeated_tokens(
     from flatness.network.repeated_parameters import told_apart
 
     with problem.repeated_tokens({views[name].module: x for name, x in tables.items()}) as keep:
-        try:
-            again = _recorded(problem, example, views)
-        except (RuntimeError, FlatnessError) as error:
-            if ran_out(error):
-                raise
+        again, _ = attempt(lambda: _recorded(problem, example, views), RuntimeError, FlatnessError)
+        if again is None:
             return run
         edges = [again.recorded[name][0].z_edge for name in tables]
         if not told_apart(run.items.logits, again.items.logits, edges):
@@ -201,11 +198,6 @@ def _alike(model: nn.Module, names: Iterable[str]) -> list[dict[str, list[Shape]
             kind = type(model.get_submodule(owner)), key, tuple(shapes)
             groups.setdefault(kind, {})[name] = shapes
     return list(groups.values())
-
-
-def _views(model: nn.Module) -> dict[str, View]:
-    """The modules to look at, by name."""
-    return {**find_layers(model), **find_affine(model)}
 
 
 def _recorded(
@@ -416,12 +408,10 @@ def _cut_off(problem: Problem, example: Any, run: Examined, views: Mapping[str, 
 
 def _influence(problem: Problem, example: Any, items: Items, views: Iterable[View]) -> bool:
     """Whether the output changes when these modules return something else."""
-    handles = [view.module.register_forward_hook(lambda m, a, output: 1.5 * output + 1) for view in views]
-    try:
-        with torch.no_grad():
-            other = problem.items(batches.copied(example)).logits
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for view in views:
+            hook = view.module.register_forward_hook(lambda m, a, output: 1.5 * output + 1)
+            hooks.enter_context(hook)
+        other = problem.items(batches.copied(example)).logits
     logits = items.logits.detach()
     return not bool((other - logits).abs().max() <= 1e-5 * logits.abs().max())

@@ -46,16 +46,6 @@ def reparametrisation(module: nn.Module) -> str | None:
     return None if made else ", ".join(hooks) or "computed before every call"
 
 
-def reparametrised(layers: Mapping[str, Layer]) -> dict[str, list[str]]:
-    """Names of layers whose weight is computed from other parameters, by how it is."""
-    found: dict[str, list[str]] = {}
-    for name, layer in layers.items():
-        kind = reparametrisation(layer.module)
-        if kind is not None:
-            found.setdefault(kind, []).append(name)
-    return found
-
-
 def find_reuse(
     views: Mapping[str, View], recorded: Mapping[str, list[Record]], uses: Mapping[int, int]
 ) -> dict[str, Reuse]:
@@ -265,8 +255,10 @@ def _left_out(model: nn.Module, examined: Examined, misread: list[str]) -> Itera
 def _otherwise(model: nn.Module, examined: Examined) -> Iterator[tuple[str, list[str]]]:
     """What to say of layers that are measured and have something about them, and which these are."""
     yield "the output does not depend on: {}", [n for n in examined.called if examined.records[n].idle]
-    for kind, names in reparametrised({name: examined.layers[name] for name in examined.called}).items():
-        yield f"{{}}: W is the effective weight, made from other parameters ({kind})", names
+    made = {name: reparametrisation(examined.layers[name].module) for name in examined.called}
+    for kind in dict.fromkeys(filter(None, made.values())):
+        same = [name for name, own in made.items() if own == kind]
+        yield f"{{}}: W is the effective weight, made from other parameters ({kind})", same
 
 
 def frozen_note(model: nn.Module) -> list[str]:

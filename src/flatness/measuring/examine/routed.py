@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -66,15 +66,11 @@ def _reached(problem: Problem, batch: Any, names: set[str]) -> set[str]:
 @contextmanager
 def _noting(model: nn.Module, names: set[str]) -> Iterator[set[str]]:
     reached: set[str] = set()
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: reached.add(name))
-        for name in names
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            module = model.get_submodule(name)
+            hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: reached.add(name)))
         yield reached
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _first_that_reaches(problem: Problem, batch: Any, name: str) -> Any:

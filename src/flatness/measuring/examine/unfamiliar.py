@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -77,12 +77,10 @@ def held_against_views(
 
         return view.module.register_forward_hook(check, with_kwargs=True)
 
-    handles = [hook(name, view) for name, view in views.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, view in views.items():
+            hooks.enter_context(hook(name, view))
         yield misread
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def follows_weights(view: View, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor) -> bool:

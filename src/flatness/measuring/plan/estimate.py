@@ -23,48 +23,37 @@ _TIMED = 64
 def estimate(problem: Problem, plan: Plan) -> Estimate:
     """Time a gradient of a few samples, and count how many of all samples the plan takes."""
     samples = problem.source.expected_samples()
-    fewest, most = _gradients(plan)
+    fewest = _gradients(plan, _FEWEST_PROBES, _FEWEST_PRODUCTS)
+    most = _gradients(plan, max(_FEWEST_PROBES, plan.request.max_passes // 2), plan.request.max_passes)
     each = _timed_gradient(problem, min(_TIMED, plan.micro_batch))
     together = plan.micro_batch if samples is None else min(plan.micro_batch, samples)
     apart = tuple(measure.name for measure in plan.measures if measure.explore is not None)
     return Estimate(fewest, most, samples, each * (samples or 1), together * plan.sample_bytes, apart)
 
 
-def _gradients(plan: Plan) -> tuple[float, float]:
-    """The fewest and most gradients of all samples."""
-    always = _FORWARD * bool(plan.needs_spread)
-    if plan.streams or not (plan.samples or plan.by_parameters):
-        always += _FORWARD + _BACKWARD * plan.routes.passes
+def _gradients(plan: Plan, probes: int, products: int) -> float:
+    """Gradients of all samples, given the probes of each part and the products of each parameter."""
+    taken = _FORWARD * bool(plan.needs_spread)
+    if plan.routes or not (plan.sampling or plan.by_parameters):
+        taken += _FORWARD + _BACKWARD * plan.routes.passes
     for part in plan.spectra.values():
-        always += _PRODUCT * 10 * len(part) / max(1, len(plan.spectra))
-    always += sum(_PRODUCT * 20 for _ in plan.request.network_spectra)
-    least, most = _of_probes(plan) if plan.samples else (0.0, 0.0)
-    return _with_products(plan, always + least, always + most)
+        taken += _PRODUCT * 10 * len(part) / max(1, len(plan.spectra))
+    taken += _PRODUCT * 20 * len(plan.request.network_spectra)
+    if plan.sampling:
+        taken += _FORWARD + _of_probes(plan, probes)
+    through = [treatment for treatment in plan.treatments.values() if treatment.through_parameter]
+    taken += _PRODUCT * sum(t.cost if t.complete else products for t in through)
+    return taken + _PRODUCT * products * bool(plan.by_parameters.rest)
 
 
-def _of_probes(plan: Plan) -> tuple[float, float]:
+def _of_probes(plan: Plan, probes: int) -> float:
     """The gradients that the sampled engine takes."""
     each = _PROBE if plan.sampling.curved else 0.0
     if plan.complete:
         directions = max((t.cost for t in plan.treatments.values() if t.sampled), default=0)
-        taken = _FORWARD + _BACKWARD * plan.rank + each * directions
-        return taken, taken
-    few, many = _FEWEST_PROBES, max(_FEWEST_PROBES, plan.request.max_passes // 2)
+        return _BACKWARD * plan.rank + each * directions
     # A probe of the Gauss-Newton part is one backward pass, and its statistics as much again.
-    return _FORWARD + (1 + _PILOT) * few * (1 + each), _FORWARD + (1 + _PILOT) * many * (1 + each)
-
-
-def _with_products(plan: Plan, least: float, most: float) -> tuple[float, float]:
-    """The same with products of parameters."""
-    routes = plan.by_parameters
-    for treatment in plan.treatments.values():
-        if treatment.through_parameter:
-            least += _PRODUCT * (treatment.cost if treatment.complete else _FEWEST_PRODUCTS)
-            most += _PRODUCT * (treatment.cost if treatment.complete else plan.request.max_passes)
-    if routes.rest:
-        least += _PRODUCT * _FEWEST_PRODUCTS
-        most += _PRODUCT * plan.request.max_passes
-    return least, most
+    return (1 + _PILOT) * probes * (1 + each)
 
 
 def _timed_gradient(problem: Problem, size: int) -> float:

@@ -172,26 +172,17 @@ class Plan:
         return {route.name: route for route in everywhere}
 
     @property
-    def samples(self) -> bool:
-        """Whether the sampled engine has anything to compute."""
-        return bool(self.sampling.affine) or any(route.needs for route in self.sampling.layers)
-
-    @property
     def needs_spread(self) -> list[str]:
         """Layers whose feature spreads are needed: one more forward pass."""
-        whitened = self.needs_whitening
-        return [name for name, route in self.layer_routes.items() if route.needs_spread or name in whitened]
+        white = self.needs_whitening
+        return [name for name, route in self.layer_routes.items() if name in white or "spread" in route.units]
 
     @property
     def needs_whitening(self) -> list[str]:
         """Those of them whose features are whitened."""
         solved = [name for name, parts in self.spectra.items() if "whitened" in parts]
-        return [name for name, route in self.layer_routes.items() if route.needs_whitening or name in solved]
-
-    @property
-    def streams(self) -> bool:
-        """Whether the shared pass has anything to compute beyond the risk."""
-        return any(route.needs for route in self.routes.layers) or bool(self.routes.affine)
+        routes = self.layer_routes.items()
+        return [name for name, route in routes if name in solved or "whitened" in route.units]
 
     @property
     def spectra(self) -> dict[str, list[str]]:
@@ -228,7 +219,7 @@ class Plan:
         spread = " after 1 forward pass for the features' spread" if self.needs_spread else ""
         yield f"measures: {', '.join(measure.name for measure in self.measures)}"
         yield f"shared pass: {passes} per micro-batch of {self.micro_batch}{spread}"
-        if (self.samples and not self.complete) or self.by_parameters.random:
+        if (self.sampling and not self.complete) or self.by_parameters.random:
             yield (
                 f"probes: aiming at a standard error of {self.request.precision:.2g} of each layer's value "
                 "(or of its Gauss-Newton part, if that is larger), on average at most "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -13,15 +13,14 @@ from flatness.curvature.sums.routes import (
     Routes,
     bytes_per_sample,
     graph_bytes_per_sample,
-    positions_of,
-    route_kind,
+    last_layer_kind,
     skipped_positions,
 )
 from flatness.errors import DifferentiabilityError, LayerError, NotExactError, listed
 from flatness.measuring.examine.examination import examine, repeatable_parameters
-from flatness.measuring.examine.examined import Examined, LayerRecord, frozen_note
+from flatness.measuring.examine.examined import Examined, frozen_note
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.plan.treatment import Treatment, output_directions, refuse, treat
+from flatness.measuring.plan.treatment import Decision, Treatment, output_directions, refuse
 from flatness.measuring.plan.watch import Watch
 from flatness.measuring.request import LARGEST_BRUTE_FORCE, MeasureRequest
 from flatness.network.layers import SUPPORTED, is_layer_word, own_parameter, select_layers
@@ -41,9 +40,9 @@ class _TraceParts:
             parametrisations, biases and norms of modules used more than once, modules of unknown kinds.
     """
 
-    layers: list[str] = field(default_factory=list)
-    affine: list[str] = field(default_factory=list)
-    rest: dict[str, int] = field(default_factory=dict)
+    layers: list[str]
+    affine: list[str]
+    rest: dict[str, int]
 
 
 def make_plan(problem: Problem, request: MeasureRequest) -> Plan:
@@ -99,14 +98,16 @@ def _probes_all_there_is(plan: Plan) -> bool:
     Without a curved layer nothing says whether other parameters have more than a Gauss-Newton part.
     """
     wanted = plan.sampling.curved or plan.request.curvature == "gauss_newton"
-    return bool(plan.samples and not plan.complete and not plan.request.differences and wanted)
+    return bool(plan.sampling and not plan.complete and not plan.request.differences and wanted)
 
 
 def _last_only(problem: Problem, request: MeasureRequest) -> bool:
     """Whether nothing but the last layer matters; a module may also go by the name of "last"."""
     by_name = any(name == "last" for name, _ in problem.model.named_modules())
     last = isinstance(request.layers, str) and request.layers == "last"
-    return last and not by_name and not request.of_network
+    # What looks at more of the network than its layers one by one.
+    beyond = any(measure.network_needs or measure.explore for measure in request.measures)
+    return last and not by_name and not beyond
 
 
 def _selected_layers(
@@ -175,18 +176,18 @@ def _treatments(
 ) -> tuple[_TraceParts | None, dict[str, Treatment]]:
     """Treat all that the network's trace takes, or, with a note, the measured layers alone."""
     trace = None
-    if request.of_trace:
+    if any("traces" in measure.network_needs for measure in request.measures):
         trace, gap = _trace_parts(problem, examined, request, names)
         notes += [f"no trace over the whole network: {gap}"] * (trace is None)
     routes = {
         name: _route(problem, examined, name, request.needs if name in names else frozenset())
         for name in (names if trace is None else trace.layers)
     }
-    treated = treat(problem, examined, request, names if request.of_layers else [], routes)
+    treated = Decision(problem, examined, request, names if request.of_layers else []).treatments(routes)
     if trace is not None:
         try:
-            everything = [*trace.layers, *trace.affine]
-            return trace, treat(problem, examined, request, everything, routes, traced=True)
+            decision = Decision(problem, examined, request, [*trace.layers, *trace.affine])
+            return trace, decision.treatments(routes, traced=True)
         except NotExactError as error:
             notes.append(f"no trace over the whole network. {error}")
     if request.of_layers:
@@ -210,15 +211,16 @@ def _trace_parts(
     if hopeless:
         reasons = [f"{name} ({examined.records[name].refused})" for name in hopeless]
         return None, f"not for {listed(reasons, 6)}"
-    affine = [name for name in examined.affine if _by_signals(examined.records[name], request)]
+    # Where signals at a norm layer's calls give its curvature.
+    affine = [
+        name
+        for name in examined.affine
+        if (record := examined.records[name]).refused is None
+        and not (request.differences and record.curved is not None)
+    ]
     rest = _rest(problem.model, examined, layers, affine, request.differences)
     gap = _gap(problem, examined, request, rest)
     return (None, gap) if gap else (_TraceParts(layers, affine, rest), "")
-
-
-def _by_signals(record: LayerRecord, request: MeasureRequest) -> bool:
-    """Whether signals at a norm layer's calls give its curvature."""
-    return record.refused is None and not (request.differences and record.curved is not None)
 
 
 def _gap(problem: Problem, examined: Examined, request: MeasureRequest, rest: dict[str, int]) -> str:
@@ -299,9 +301,12 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
     if record.shared is not None:
         return LayerRoute(name, record.shared, "passes", needs, record.shared.matrix().shape[2], size)
     layer = examined.layers[name]
+    positions = max(1, call.z_shape.numel() // (n * layer.output_units))
     skipped = skipped_positions(layer, call, examined.items, record.marked)
-    kind = route_kind(layer, examined.items, problem.loss, needs, last=skipped is not None)
-    return LayerRoute(name, layer, kind, needs, positions_of(layer, call, n), size, skipped or (0, 0))
+    if skipped is None:
+        return LayerRoute(name, layer, "passes", needs, positions, size)
+    kind = last_layer_kind(layer, examined.items, problem.loss, needs)
+    return LayerRoute(name, layer, kind, needs, positions, size, skipped)
 
 
 def _fit_memory(problem: Problem, examined: Examined, plan: Plan) -> tuple[int, int]:

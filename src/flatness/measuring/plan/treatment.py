@@ -82,39 +82,23 @@ class Treatment:
         return f"exact, {self.route.kind}" if self.route is not None else "exact"
 
 
-def treat(
-    problem: Problem,
-    examined: Examined,
-    request: MeasureRequest,
-    names: Collection[str],
-    routes: Mapping[str, LayerRoute],
-    *,
-    traced: bool = False,
-) -> dict[str, Treatment]:
-    """Decide for the named layers and norm layers.
+class Decision:
+    """What is decided for layers and norm layers together: which differentiate twice, and what that costs.
 
     Args:
         problem: The model, data and loss.
         examined: What a few samples showed.
         request: What is asked for.
         names: The layers and norm layers.
-        routes: How signals at the layers' calls would give their statistics.
-        traced: Whether the trace of every one of them is wanted.
 
     Raises:
         NotExactError: If exact values are asked for and not to be had.
     """
-    decision = _Decision(problem, examined, request, names)
-    return {name: decision.treatment(name, routes.get(name), traced) for name in names}
-
-
-class _Decision:
-    """What is decided for all layers together: which differentiate twice, and what that costs."""
 
     def __init__(
         self, problem: Problem, examined: Examined, request: MeasureRequest, names: Collection[str]
     ) -> None:
-        self.model, self.examined, self.request = problem.model, examined, request
+        self.model, self.examined, self.request, self.names = problem.model, examined, request, names
         self.passes = output_directions(problem, examined, request.method)
         records = [examined.records[name] for name in names]
         smooth = {r.name for r in records if request.curvature != "gauss_newton" and r.curved is not None}
@@ -125,13 +109,22 @@ class _Decision:
         self.products = sum(_directions(examined, name) for name in self.curved)
         self.complete = bool(self.curved) and self._by_brute_force(problem)
         if request.method == "exact":
-            self._check_exact(names)
+            self._check_exact()
         if self.curved:
             from flatness.measuring.examine.second_derivatives import check_twice
 
             check_twice(examined, [examined.calls[name].z_edge for name in sorted(self.curved)])
 
-    def treatment(self, name: str, route: LayerRoute | None, traced: bool) -> Treatment:
+    def treatments(self, routes: Mapping[str, LayerRoute], *, traced: bool = False) -> dict[str, Treatment]:
+        """How each of them is treated.
+
+        Args:
+            routes: How signals at the layers' calls would give their statistics.
+            traced: Whether the trace of every one of them is wanted.
+        """
+        return {name: self._treatment(name, routes.get(name), traced) for name in self.names}
+
+    def _treatment(self, name: str, route: LayerRoute | None, traced: bool) -> Treatment:
         """How one of them is treated."""
         exact, record, request = self._exact(name, route, traced), self.examined.records[name], self.request
         if name in self.entries:
@@ -195,11 +188,11 @@ class _Decision:
         most = 64 if samples is None else max(16, 2 / (self.request.precision**2 * max(1, samples)))
         return self.products <= most
 
-    def _check_exact(self, names: Collection[str]) -> None:
+    def _check_exact(self) -> None:
         if self.curved and not self.complete:
-            raise _not_exact(self.examined, [n for n in names if n in self.curved], self.products)
+            raise _not_exact(self.examined, [n for n in self.names if n in self.curved], self.products)
         most = self.request.enumeration_limit
-        long = [name for name in names if self.entries.get(name, 0) > most]
+        long = [name for name in self.names if self.entries.get(name, 0) > most]
         if long:
             raise _not_exact(self.examined, long, max(self.entries.values()))
 

@@ -73,7 +73,7 @@ class Watch:
         records, modules = examined.records, dict(problem.model.named_modules())
         self._routes = {route.name: route for route in routes if records[route.name].meets_samples_once}
         # What goes through a parameter is not read off its calls.
-        shared = [r.shared.modules for r in records.values() if r.shared is not None and not r.via_parameter]
+        shared = [one.shared.modules for one in records.values() if one.shared and not one.via_parameter]
         self._measured = {*self._routes, *chain(*shared)}
         self._last = {name for name, route in self._routes.items() if route.kind == "softmax head"}
         self._owners: dict[int, str] = {}

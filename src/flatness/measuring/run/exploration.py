@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from flatness.catalogue.measure import LayerView, Surroundings, Valued
 from flatness.curvature.operators.network_spectrum import (
@@ -60,6 +60,7 @@ class _Exploration:
         self._squares = cache(lambda: squared_gradients(self._space, plan.gradient_routes))
         self._gradient = cache(self._space.gradient)
         self._blocks = cache(lambda metric: list(metric_blocks(self._space, plan, metric)))
+        self._root = partial(metric_root, self._space, squared_gradients=self._squares, blocks=self._blocks)
         self._solved: dict[SpectrumRequest, NetworkSpectrum] = {}
 
     def planned_spectra(self) -> dict[str, NetworkSpectrum]:
@@ -92,7 +93,7 @@ class _Exploration:
                 gradient=self._gradient,
                 squared_gradients=self._squares,
                 metric_root=lambda request: inverse_metric_root(self._space, request, self._squares),
-                root=lambda request: metric_root(self._space, request, self._squares, self._blocks),
+                root=self._root,
                 spectrum=lambda request: self._spectra([request])[0],
                 hessian=self._hessian,
                 options=options,
@@ -116,9 +117,7 @@ class _Exploration:
         """Solve several in step, each once; equal requests are one."""
         new = [request for request in dict.fromkeys(requests) if request not in self._solved]
         if new:
-            self._solved |= zip(
-                new, network_spectra(self._hessian, new, self._squares, self._blocks), strict=True
-            )
+            self._solved |= zip(new, network_spectra(self._hessian, new, self._root), strict=True)
         return [self._solved[request] for request in requests]
 
     @contextmanager

@@ -38,11 +38,8 @@ def metric_blocks(space: ParameterSpace, plan: Plan, metric: str) -> Iterator[Bl
     spreads: dict[str, Spread] = {}
     if metric == "whitened":
         spreads = feature_spreads(problem, own, plan.copy_inputs, whitened=own)
-    starts, start = {}, 0
-    for name, value in space.parameters.items():
-        starts[name], start = start, start + value.numel()
     for name, layer in own.items():
         parameter = parameters[name]
         assert parameter is not None
-        places = entries_of(layer, space.parameters[parameter]) + starts[parameter]
+        places = entries_of(layer, space.parameters[parameter]) + space.starts[parameter]
         yield Block(places, layer_root(layer, spreads.get(name)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatness.catalogue.measure import Valued
-from flatness.curvature.spectra import NetworkSpectrum, Spectrum
+from flatness.curvature.spectra import LAYER_METRICS, NetworkSpectrum, Spectrum
 from flatness.curvature.sums.exact import exact_statistics
 from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.spread import Spread, feature_spreads
@@ -21,7 +21,6 @@ from flatness.curvature.sums.statistics import SampleGroups, Statistics
 from flatness.errors import NotFiniteError, listed
 from flatness.losses import counted
 from flatness.measuring.plan.plan import Plan
-from flatness.measuring.request import METRIC_PARTS
 from flatness.network.memory import kept_budget
 from flatness.problem.problem import Problem
 
@@ -97,10 +96,9 @@ def run_plan(problem: Problem, plan: Plan, groups: SampleGroups | None = None) -
             plan.by_parameters.parameters,
             plan.needs_whitening,
         )
-    if plan.streams or not (plan.samples or plan.by_parameters):
-        exact = plan.routes if plan.streams else Routes([])
-        run.statistics = exact_statistics(problem, exact, run.spreads, groups)
-    if plan.samples:
+    if plan.routes or not (plan.sampling or plan.by_parameters):
+        run.statistics = exact_statistics(problem, plan.routes or Routes([]), run.spreads, groups)
+    if plan.sampling:
         _add_sampled(problem, plan, run)
     if plan.by_parameters:
         _add_products(problem, plan, run)
@@ -230,7 +228,7 @@ def _spectra(
                 (name, part): layer_root(layers[name], spreads.get(name) if part == "whitened" else None)
                 for name, parts in wanted.items()
                 for part in parts
-                if part in METRIC_PARTS
+                if part in LAYER_METRICS
             }
             found.update(top_eigenvalues(problem, layers, wanted, opened, keep=keep, roots=roots, **settings))
 

@@ -17,22 +17,6 @@ from flatness.network.layers.linear import (
 )
 from flatness.network.layers.view import Layer
 
-__all__ = [
-    "LAYER_WORDS",
-    "SUPPORTED",
-    "ConvolutionLayer",
-    "Layer",
-    "LinearLayer",
-    "find_layers",
-    "is_layer_word",
-    "own_parameter",
-    "own_parameters",
-    "register_layer",
-    "select_layers",
-    "view_of",
-]
-
-
 _VIEWS: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: LinearLayer,
     Projection: ProjectionLayer,

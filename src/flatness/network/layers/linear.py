@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatness.network.attention import Projection
-from flatness.network.layers.view import Features, Layer
+from flatness.network.layers.view import Features, Layer, parameter_name
 
 
 class LinearLayer(Layer):
@@ -40,16 +40,12 @@ class ProjectionLayer(LinearLayer):
     @property
     def weight_name(self) -> str:
         """The packed weight, or the projection's own."""
-        return self._in_owner(cast(Projection, self.module).weight_key)
+        return parameter_name(self.name.rpartition(".")[0], cast(Projection, self.module).weight_key)
 
     @property
     def bias_name(self) -> str:
         """The packed bias."""
-        return self._in_owner("in_proj_bias")
-
-    def _in_owner(self, key: str) -> str:
-        owner = self.name.rpartition(".")[0]
-        return f"{owner}.{key}" if owner else key
+        return parameter_name(self.name.rpartition(".")[0], "in_proj_bias")
 
 
 class TransposedLinearLayer(LinearLayer):

@@ -20,6 +20,11 @@ from flatness.errors import LayerError
 from flatness.network.memory import ran_out
 
 
+def parameter_name(module: str, key: str) -> str:
+    """What a model calls a parameter of a module; a model that is one module has the empty name."""
+    return f"{module}.{key}" if module else key
+
+
 class Features:
     """Φ (n, G, m, P) of some samples, and the products with it that statistics take.
 
@@ -78,6 +83,11 @@ class Layer(ABC):
         self.module = module
 
     @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that use the weight, by name."""
+        return {self.name: self.module}
+
+    @property
     def weight(self) -> Tensor:
         """The weight tensor as the module holds it."""
         return cast(Tensor, self.module.weight)
@@ -85,12 +95,12 @@ class Layer(ABC):
     @property
     def weight_name(self) -> str:
         """The parameter of the model that W is, or is a part of."""
-        return f"{self.name}.weight" if self.name else "weight"
+        return parameter_name(self.name, "weight")
 
     @property
     def bias_name(self) -> str:
         """The parameter of the model that is the bias, or holds it."""
-        return f"{self.name}.bias" if self.name else "bias"
+        return parameter_name(self.name, "bias")
 
     @property
     def bias(self) -> Tensor | None:

@@ -14,7 +14,7 @@ class BlockTraces(BlockStatistic):
     """The traces of blocks themselves."""
 
     name = "block_traces"
-    large = per_class = True
+    large = True
 
     def of_identity(self, frame: Frame) -> Tensor:
         """Tr H_ss = m in every row, 0 between rows."""
@@ -48,7 +48,7 @@ class RowTraces(BlockStatistic):
     """The diagonal of the traces of blocks."""
 
     name = "row_traces"
-    from_squares = per_class = True
+    from_squares = True
 
     def of_identity(self, frame: Frame) -> Tensor:
         """Every row has m entries."""

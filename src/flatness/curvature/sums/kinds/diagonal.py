@@ -14,7 +14,7 @@ class Diagonal(SquaredStatistic):
     """Squares of the derivatives themselves: with many positions there is no way around forming them."""
 
     name = "diagonal"
-    large = from_squares = closed_form = per_class = True
+    large = from_squares = closed_form = True
 
     def of_identity(self, frame: Frame) -> Tensor:
         """Ones."""

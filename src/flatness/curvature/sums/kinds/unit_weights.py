@@ -13,7 +13,7 @@ class Incoming(SquaredStatistic):
     """w_sᵀ H_ss w_s for every row s: squares of ⟨w_s, a_s⟩."""
 
     name = "incoming"
-    from_signals = from_squares = closed_form = per_class = True
+    from_signals = from_squares = closed_form = True
 
     def of_identity(self, frame: Frame) -> Tensor:
         """‖w_s‖²."""
