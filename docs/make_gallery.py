@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from beyond_picture import Dot, Row, save_beyond
 
 import flatness
-from flatness.show.plots.beyond import Dot, Row, save_beyond
 from flatness.show.plots.charts import save_intervals
 from flatness.show.plots.landscape import save_line
 from flatness.show.plots.scatter import Scatter, save_scatter
