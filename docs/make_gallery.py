@@ -31,7 +31,7 @@ from flatness.show.plots.study import write_figures
 from flatness.study import Study
 from flatness.study.analysis.correlations import settings_of
 from flatness.study.analysis.experiment import ExperimentStudy, belongs, cell
-from flatness.study.analysis.granulated import granulated
+from flatness.study.analysis.granulated import Pairs
 from flatness.study.analysis.lines import lines_together
 from flatness.study.correlate import Correlation, correlation
 from flatness.study.table import in_words
@@ -564,7 +564,8 @@ def opening(name: str) -> str:
         )
     # Read the way it goes with the gap: the larger, the smaller the gap.
     places = {axis: list(kept[own].itertuples(index=False)) for axis, own in study(name).axes().items()}
-    worst = granulated(-kept["batch_size"], kept["gap"], places).worst_sign_error
+    pairs, (size, gap) = Pairs(places, len(kept)), kept[["batch_size", "gap"]].to_numpy(float).T
+    worst = max(errors.max() for errors in pairs.environments(-size, gap).values() if len(errors))
     batch = next(row for row in baselines(name) if row["quantity"] == "batch_size")
     lines.append(["*batch size*", between(batch, "kendall"), "–", number(worst), "none", "–"])
     head = [

@@ -331,19 +331,13 @@ def _noise(known: pandas.DataFrame) -> Array | None:
 
 def _about(pairs: Pairs, x: Array, gap: Array, noise: Array | None) -> dict[str, Any]:
     found = pairs.about(x, gap)
-    row: dict[str, Any] = {"granulated": found.coefficient}
-    row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
-    row |= {f"sign_error_{axis}": value for axis, value in found.sign_error.items()}
-    row |= {"least_information": found.least_information}
-    row |= {f"information_{axis}": value for axis, value in found.information.items()}
-    row |= {f"{name}_{end}": ends[i] for name, ends in found.intervals.items() for i, end in enumerate(_ENDS)}
-    row |= _distribution(found.environments, "")
+    row: dict[str, Any] = {name: float(values[0]) for name, values in found.items()}
+    for name, values in found.items():
+        row[f"{name}_low"], row[f"{name}_high"] = interval(values[1:])
+    row |= _distribution(pairs.environments(x, gap), "")
     if noise is not None:
         row |= _distribution(pairs.environments(x, gap, noise), "_filtered")
     return row
-
-
-_ENDS = ("low", "high")
 
 
 def _distribution(environments: Mapping[str, Array], end: str) -> dict[str, Any]:
