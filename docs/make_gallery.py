@@ -347,10 +347,14 @@ def beyond_epochs(name: str, wanted: list[str]) -> dict[str, Any]:
     gap, loss, epochs = (kept[key].to_numpy(float) for key in ("gap", "train_loss", "epochs"))
     known = np.log([loss, epochs])
     found = partial(kept[wanted].to_numpy(float).T, gap, settings, known, resamples=0, permutations=0)
-    one = partial(epochs[None], gap, settings, known[:1], permutations=0).found["pearson"][0]
-    told = {"partial_pearson": one.value, "partial_pearson_low": one.low, "partial_pearson_high": one.high}
-    values = (own.value for own in found.found["pearson"])
-    return dict(zip(wanted, values, strict=True)) | {"epochs": told}
+    told = _partial_row(epochs, gap, settings, known[:1])
+    return dict(zip(wanted, found["pearson"], strict=True)) | {"epochs": told}
+
+
+def _partial_row(values: Any, gap: Any, settings: Any, known: Any) -> dict[str, float]:
+    """The partial correlation of one quantity, as rows of the tables have it."""
+    found = partial(values[None], gap, settings, known, permutations=0)
+    return {f"partial_{name}": float(found[name][0]) for name in ("pearson", "pearson_low", "pearson_high")}
 
 
 def by_target(name: str) -> dict[str, dict[str, dict[str, Any]]]:
@@ -388,8 +392,7 @@ def epochs_given(name: str, target: str) -> dict[str, float]:
     kept = networks(name)
     epochs, column, loss = (kept[key].to_numpy(float) for key in ("epochs", target, "train_loss"))
     codes = settings_of(kept, study(name).axes())
-    one = partial(epochs[None], column, codes, np.log(loss), permutations=0).found["pearson"][0]
-    return {"partial_pearson": one.value, "partial_pearson_low": one.low, "partial_pearson_high": one.high}
+    return _partial_row(epochs, column, codes, np.log(loss))
 
 
 def draw_targets(name: str) -> None:
@@ -507,8 +510,8 @@ def known_rows() -> list[Row]:
             marginal.setdefault(label, {})[name] = Dot(one.value, one.low, one.high)
             if label != "batch size":
                 told = partial(values[None], gap, codes, loss if label == "epochs" else None, permutations=0)
-                one = told.found["kendall"][0]
-                given.setdefault(label, {})[name] = Dot(one.value, one.low, one.high)
+                ends = (told[f"kendall{end}"][0] for end in ("", "_low", "_high"))
+                given.setdefault(label, {})[name] = Dot(*ends)
         marginal.setdefault("weight norm", {})[name] = dots(weight, "kendall")
         given.setdefault("weight norm", {})[name] = dots(weight, "partial_kendall")
     return [Row(label, "known", own, given.get(label, {})) for label, own in marginal.items()]

@@ -22,7 +22,7 @@ from flatness.study.correlate import (
     weighted,
 )
 from flatness.study.table import distinct_columns, in_words
-from flatness.study.within import KINDS, Partial, codes_of, partial, shares
+from flatness.study.within import codes_of, partial, shares
 
 if TYPE_CHECKING:
     import pandas
@@ -187,10 +187,7 @@ def difference_table(
         }
         rows = frame[list(columns.values())].to_numpy().T
         given = partial(rows, gap, settings, loss, resamples=resamples, permutations=0)
-    own = {
-        name: np.append(one.value, draws)
-        for name, one, draws in zip(columns, given.found["kendall"], given.drawn["kendall"], strict=True)
-    }
+    own = dict(zip(columns, np.column_stack([given["kendall"], given["kendall_drawn"]]), strict=True))
     for name in known:
         taus[name] = taus[name] * np.sign(taus[name][0])
     pairs = itertools.combinations(columns, 2)
@@ -277,19 +274,10 @@ def partials(
             resamples=resamples,
             permutations=permutations,
         )
-        found |= {name: _partial(told, place) for place, name in enumerate(names)}
+        columns = {f"partial_{name}": values for name, values in told.items() if not name.endswith("_drawn")}
+        for place, name in enumerate(names):
+            found[name] = {column: values[place] for column, values in columns.items()}
     return found
-
-
-def _partial(told: Partial, place: int) -> dict[str, float]:
-    row: dict[str, float] = {}
-    for kind in KINDS:
-        label, one = f"partial_{kind}", told.found[kind][place]
-        row |= {label: one.value, f"{label}_low": one.low, f"{label}_high": one.high}
-        row |= {f"{label}_p": told.p_value[kind][place], f"{label}_p_family": told.p_family[kind][place]}
-        row |= {f"{label}_null_95": told.null_95[kind][place]}
-        row |= {f"{label}_null_95_family": told.null_95_family[kind]}
-    return row
 
 
 def _pairs(
