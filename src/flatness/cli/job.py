@@ -14,13 +14,15 @@ import flatness
 from flatness.catalogue.registry import resolve_options, select_measures
 from flatness.cli.answers import FAILED, UsageError, blamed_on_words
 from flatness.cli.entries import (
-    Entry,
+    Found,
     check_sort,
-    entries_csv,
-    entries_json,
+    csv_of,
+    failures_in,
+    in_order,
+    json_of,
     measure_each,
-    print_entries,
-    sorted_entries,
+    print_found,
+    reports_in,
     trajectory_of,
     write_folder,
 )
@@ -77,25 +79,25 @@ def run(request: Request, form: Form, out: Path | None) -> int:
     measure_one = _measurement(request, model, data, arguments)
     if len(paths) <= 1:
         path = next(iter(paths), None)
-        entries = [Entry(path.name if path else request.given.model, measure_one(path))]
+        found: Found = {path.name if path else request.given.model: measure_one(path)}
     else:
-        entries = measure_each(paths, measure_one, request.compute.progress, request.debug)
-        entries = sorted_entries(entries, sort, request.reverse)
-    present(entries, form, out)
-    return FAILED if any(entry.report is None for entry in entries) else 0
+        found = measure_each(paths, measure_one, request.compute.progress, request.debug)
+        found = in_order(found, sort, request.reverse)
+    present(found, form, out)
+    return FAILED if failures_in(found) else 0
 
 
-def present(entries: list[Entry], form: Form, out: Path | None) -> None:
+def present(found: Found, form: Form, out: Path | None) -> None:
     """Print what was found, and write it into a folder where one is given."""
     if form.as_json:
-        typer.echo(entries_json(entries))
+        typer.echo(json_of(found))
     elif form.as_csv:
-        typer.echo(entries_csv(entries), nl=False)
+        typer.echo(csv_of(found), nl=False)
     else:
-        print_entries(entries)
+        print_found(found)
     if out is not None:
         check_folder(out)
-        say_written(out, write_folder(out, entries, _page(entries)), aside=form.name != "table")
+        say_written(out, write_folder(out, found, _page(found)), aside=form.name != "table")
 
 
 def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
@@ -129,10 +131,8 @@ def _measurement(
     return measure_one
 
 
-def _page(entries: list[Entry]) -> Page:
-    subject = entries[0].name if len(entries) == 1 else f"{len(entries)} checkpoints"
-    reports = {entry.name: entry.report for entry in entries if entry.report is not None}
-    failures = {entry.name: entry.error for entry in entries if entry.report is None}
-    trajectory = trajectory_of(entries)
+def _page(found: Found) -> Page:
+    subject = next(iter(found)) if len(found) == 1 else f"{len(found)} checkpoints"
+    trajectory = trajectory_of(found)
     charts = [] if trajectory is None else trajectory_charts(trajectory)
-    return Page(f"Flatness of {subject}", reports, failures, charts=charts)
+    return Page(f"Flatness of {subject}", reports_in(found), failures_in(found), charts=charts)

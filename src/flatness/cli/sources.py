@@ -142,7 +142,6 @@ def data_of(given: Network) -> Data:
             f"Expected --data to be one of {', '.join(DATASETS)}, the path of an .npz file, hf:PATH or "
             f"package.module:factory but got {spec!r}.{nearest(spec.lower(), DATASETS)}"
         )
-    _check_limit(given.limit)
     choices = {name: getattr(given, name) for name in ("split", "data_dir", "limit", "standardize")}
     data = load(spec, **choices)
     scaled = ", standardized" if given.standardize else ""
@@ -156,14 +155,8 @@ def _tokenised(given: Network) -> Data:
             "Expected --standardize and --data-dir with a named data set or an .npz file but got "
             f"{given.data!r}, which is measured as it was saved."
         )
-    _check_limit(given.limit)
     folder = given.data.removeprefix("hf:")
     return Data(load_data(folder, given.split, given.limit), given.data)
-
-
-def _check_limit(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise UsageError(f"Expected --limit to be at least 1 but got {limit}.")
 
 
 def arguments_of(given: Network, compute: Compute) -> dict[str, Any]:
