@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from flatness.errors import FlatnessError, ModelError, OptionError, nearest
+from flatness.integrations import library
 
 
 class SourceError(FlatnessError, RuntimeError):
@@ -103,13 +104,7 @@ def build_timm(name: str, **options: Any) -> nn.Module:
     Raises:
         ModelError: When timm is not installed or has no such network.
     """
-    try:
-        timm: Any = importlib.import_module("timm")
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f"Expected the package timm for 'timm:{name}' but it is not installed. "
-            "Run: pip install 'flatness[timm]'."
-        ) from error
+    timm = library("timm", f"'timm:{name}'", "timm", refusal=ModelError)
     known = timm.list_models()
     if name.partition(".")[0] not in known:
         raise ModelError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib
 import math
 import os
 import re
@@ -23,6 +22,7 @@ import torch
 from torch import AcceleratorError
 
 from flatness.errors import OptionError, StudyError, nearest
+from flatness.integrations import library
 from flatness.study.configuration import digest
 from flatness.study.folder.environment import environment
 from flatness.study.folder.in_hand import deadly_notes, forget_notes, left_in_hand
@@ -165,12 +165,7 @@ def check_executor(executor: str) -> None:
 
 def _ray_backend() -> Callable[[], None]:
     """What makes joblib know the backend "ray". The only import of ray."""
-    try:
-        return importlib.import_module("ray.util.joblib").register_ray
-    except ImportError as error:
-        raise OptionError(
-            "Expected Ray for executor='ray' but it is not installed. Type: pip install 'flatness[ray]'."
-        ) from error
+    return library("Ray", "executor='ray'", "ray", "ray.util.joblib").register_ray
 
 
 def execute(
