@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from flatness.report.tables import WHOLE_MODEL, format_value
-from flatness.show.charts import value_order
 from flatness.show.pages.document import Cell, document, row, table
 from flatness.study.analysis.correlations import FEWEST
 from flatness.study.analysis.results import Study
 from flatness.study.analysis.summary import without_measures
 from flatness.study.correlate import COEFFICIENTS
-from flatness.study.table import AXIS_LABELS, GAPS, column_name, distinct_columns, fitted, in_words
+from flatness.study.table import (
+    AXIS_LABELS,
+    GAPS,
+    column_name,
+    distinct_columns,
+    fitted,
+    in_words,
+    value_order,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -116,7 +123,7 @@ def _correlations(study: Study, number: int, part: str) -> str:
     headings += [(text, _FEWER.get(name, "")) for name, text in _COEFFICIENTS.items()]
     headings += [(text or name, "" if text else "more") for name, text in rest.items()]
     lines = [_correlation(found, rest) for found in rows]
-    gap = gap_label(study, part)
+    gap = AXIS_LABELS[study.spec.gap(part)]
     chance = "intervals over settings; grey: what 95 % of permutations stay below"
     caption = f"Every quantity against the gap ({gap}); {chance}"
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
@@ -229,7 +236,7 @@ def study_data(study: Study) -> dict[str, Any]:
     reasons = {reason: place for place, reason in enumerate(dict.fromkeys(left.values()))}
     return {
         "keys": keys,
-        "parts": [{"name": name, "gap": gap_label(study, name)} for name in parts],
+        "parts": [{"name": name, "gap": AXIS_LABELS[study.spec.gap(name)]} for name in parts],
         "partOf": [parts.index(network["part"]) for network in study.networks],
         "reasons": list(reasons),
         "out": [reasons[left[key]] if key in left else -1 for key in keys],
@@ -243,11 +250,6 @@ def study_data(study: Study) -> dict[str, Any]:
         "facts": _facts(records),
         **_curves(records),
     }
-
-
-def gap_label(study: Study, part: str) -> str:
-    """What the gap of a part is, as axes say it."""
-    return AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
 
 
 def _rounded(value: Any) -> Any:
@@ -296,7 +298,7 @@ def _targets(
 ) -> list[dict[str, Any]]:
     """What measures are held against: the study's gap first, whose label depends on the part."""
     found: list[dict[str, Any]] = [{"name": "gap", "label": None, "values": _column(frame, "gap")}]
-    kinds = {settings.get("gap", {}).get("kind", "loss") for settings in study.spec.parts.values()}
+    kinds = set(map(study.spec.gap, study.spec.parts))
     ended = [record.get("evaluation") for record in records]
     for kind in ("loss", "accuracy"):
         if kinds != {kind}:

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.lines import Line2D
 
-from flatness.show.charts import value_order
 from flatness.show.plots.themes import (
     COLOURS,
     SHAPES,
@@ -20,6 +19,7 @@ from flatness.show.plots.themes import (
     Theme,
     Where,
     colour_on,
+    is_wide,
     picture,
     scale_axis,
     shade,
@@ -27,6 +27,7 @@ from flatness.show.plots.themes import (
     written,
 )
 from flatness.study.correlate import correlation
+from flatness.study.table import value_order
 
 _WIDTH, _HEIGHT = 5.6, 3.4
 _DECADE = 10.0
@@ -68,7 +69,7 @@ def save_scatter(path: Where, scatter: Scatter, *, dark: bool = False) -> Pictur
     xs, ys = (np.array([point[i] for point in scatter.points], float) for i in (0, 1))
     fitted = np.array([point[4] for point in scatter.points], bool)
     within = xs[fitted] if fitted.any() else xs
-    logarithmic, high = _spans(xs, within, _DECADE), _spans(ys, ys, _TWO_DECADES)
+    logarithmic, high = bool((xs > 0).all()) and is_wide(within, _DECADE), is_wide(ys, _TWO_DECADES)
     placed, beyond = _placed(xs, fitted, within, logarithmic)
     with picture(path, _WIDTH, _HEIGHT, dark=dark) as (figure, theme):
         axes = figure.add_subplot()
@@ -98,11 +99,6 @@ def _numbers(values: Sequence[Any]) -> bool:
 def _drawn(values: Any, logarithmic: bool) -> Any:
     """Values on the scale of their axis."""
     return np.log(values) if logarithmic else values
-
-
-def _spans(values: Any, within: Any, factor: float) -> bool:
-    """Whether positive values lie so far apart that a logarithmic axis shows them better."""
-    return bool((values > 0).all() and within.max() > factor * within.min())
 
 
 def _draw(

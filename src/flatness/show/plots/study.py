@@ -100,7 +100,7 @@ def _scatter_of(study: Study, part: str, kept: Any, column: str) -> Scatter | No
         for row in rows
     ]
     title = f"{study.spec.name}{f', {part}' if part else ''}: n = {len(points)}"
-    gap = AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
+    gap = AXIS_LABELS[study.spec.gap(part)]
     rescaled = ", rescaled copies" if column.endswith(":rescaled") else ""
     label = in_words(column.removesuffix(":rescaled")) + rescaled
     settings = settings_of(known, study.axes()).tolist()

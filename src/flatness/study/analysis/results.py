@@ -162,9 +162,7 @@ class Study(Records):
 
     @functools.cached_property
     def _frame(self) -> pandas.DataFrame:
-        gaps = {
-            part: settings.get("gap", {}).get("kind", "loss") for part, settings in self.spec.parts.items()
-        }
+        gaps = {part: self.spec.gap(part) for part in self.spec.parts}
         return networks_frame(self.networks, self.records, gaps)
 
     def to_frame(self) -> pandas.DataFrame:

@@ -30,9 +30,8 @@ def summary_text(study: Any, width: int | None = None) -> str:
     """The summary of a `Study` that the terminal shows."""
     width = width or terminal_width()
     lines = [piece for line in _head(study) for piece in wrapped(line, width)]
-    for part, settings in study.spec.parts.items():
-        gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
-        lines += ["", *_part_lines(study, part, gap, width)]
+    for part in study.spec.parts:
+        lines += ["", *_part_lines(study, part, width)]
         along = study.lines(part)
         if along is not None:
             said = [*str(along).split("\n"), compared(along)]
@@ -54,8 +53,8 @@ def _head(study: Any) -> list[str]:
     return head + study.notes
 
 
-def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
-    kept = study.kept(part)
+def _part_lines(study: Any, part: str, width: int) -> list[str]:
+    kept, gap = study.kept(part), AXIS_LABELS[study.spec.gap(part)]
     head = f"{part}: " if part else ""
     if len(kept) < 3:
         return wrapped(

@@ -92,6 +92,10 @@ class Spec:
         whole = self.scale == "paper" and self.name not in names()
         return f"{self.title} ({self.name}, {'in full' if whole else f'scale {self.scale}'})"
 
+    def gap(self, part: str) -> str:
+        """The kind of gap of a part, a key of `table.GAPS`."""
+        return self.parts[part].get("gap", {}).get("kind", "loss")
+
     def axes(self) -> list[str]:
         """The hyperparameters that vary, seeds left out; those that only vary together count as one.
 
