@@ -94,6 +94,26 @@ class ProcessError(FlatnessError, RuntimeError):
         self.kind = kind
 
 
+def check_known(
+    value: object,
+    known: Iterable[str],
+    what: str,
+    refusal: type[FlatnessError] = OptionError,
+    found: str = "got",
+) -> None:
+    """Refuse a value that is not among the known ones, which are all named, the nearest again.
+
+    >>> check_known("adm", ("sgd", "adam"), "optimizer")
+    Traceback (most recent call last):
+    flatness.errors.OptionError: Expected optimizer to be one of sgd, adam but got 'adm'. Did you mean 'adam'?
+    """
+    names = list(known)
+    if value not in names:
+        raise refusal(
+            f"Expected {what} to be one of {', '.join(names)} but {found} {value!r}.{nearest(value, names)}"
+        )
+
+
 def nearest(name: object, candidates: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the closest candidate, or an empty string.
 

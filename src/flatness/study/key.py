@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flatness.errors import SpecError, nearest
+from flatness.errors import SpecError, check_known
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "a number": (int, float),
@@ -53,11 +53,8 @@ class Key:
         number = not isinstance(value, bool) or self.kind not in ("a number", "a whole number")
         if not (isinstance(value, _TYPES[self.kind]) and number):
             raise SpecError(f"Expected {what} to be {self.kind} but {where} has {value!r}.")
-        if self.known is not None and value not in list(self.known):
-            raise SpecError(
-                f"Expected {what} to be one of {', '.join(self.known)} but {where} has {value!r}."
-                f"{nearest(value, self.known)}"
-            )
+        if self.known is not None:
+            check_known(value, self.known, what, SpecError, f"{where} has")
         if self.least is not None and value < self.least:
             raise SpecError(f"Expected {what} to be at least {self.least} but {where} has {value!r}.")
         if self.right is not None and not self.right(value):

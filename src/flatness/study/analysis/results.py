@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatness.errors import OptionError, StudyError, nearest
+from flatness.errors import OptionError, StudyError, check_known, nearest
 from flatness.files import EVERY, TEXT, ShapeError, check_shape, json_text, parse_json, write_text
 from flatness.landscape.line_result import Line
 from flatness.report.report import Drawn
@@ -289,12 +289,9 @@ class Study(Records):
     def _analysis(self, part: str | None) -> Mapping[str, Any]:
         """The file's table [analysis] for a part, or for the first one where all are looked at together."""
         names = list(self.spec.parts)
-        if part is not None and part not in names:
-            raise StudyError(
-                f"Expected a part of the study, one of {', '.join(names)}, but got {part!r}."
-                f"{nearest(part, names)}"
-            )
-        return self.spec.parts[names[0] if part is None else part].get("analysis", {})
+        part = names[0] if part is None else part
+        check_known(part, names, "a part of the study", StudyError)
+        return self.spec.parts[part].get("analysis", {})
 
     def groups(self, columns: Sequence[str] | None = None) -> pandas.DataFrame:
         """Means and standard deviations over seeds, a row per setting; `columns` default to the headline."""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import AcceleratorError
 
-from flatness.errors import OptionError, StudyError, nearest
+from flatness.errors import StudyError, check_known
 from flatness.integrations import library
 from flatness.study.configuration import digest
 from flatness.study.folder.environment import environment
@@ -154,11 +154,7 @@ def end_with(parent: int) -> None:
 
 def check_executor(executor: str) -> None:
     """Refuse an unknown one, or one that is not installed."""
-    if executor not in EXECUTORS:
-        raise OptionError(
-            f"Expected executor to be one of {', '.join(EXECUTORS)} but got {executor!r}."
-            f"{nearest(executor, EXECUTORS)}"
-        )
+    check_known(executor, EXECUTORS, "executor")
     if executor == "ray":
         _ray_backend()
 
