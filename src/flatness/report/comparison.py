@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from flatness.report.tables import (
     marked,
     place_of,
     shortened,
+    terminal_width,
     total_error,
 )
 
@@ -318,8 +318,7 @@ class Comparison(Drawn):
 
     def __str__(self) -> str:
         """A table as wide as the terminal, what there is to note, and the verdict."""
-        width = shutil.get_terminal_size((100, 24)).columns
-        return "\n".join([self.table(width), "", *self.remarks()])
+        return "\n".join([self.table(terminal_width()), "", *self.remarks()])
 
     __repr__ = __str__
 

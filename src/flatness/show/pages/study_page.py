@@ -12,7 +12,7 @@ from flatness.report.tables import WHOLE_MODEL, format_value
 from flatness.show.pages.document import Cell, document, row, table
 from flatness.study.analysis.correlations import FEWEST
 from flatness.study.analysis.results import Study
-from flatness.study.analysis.summary import without_measures
+from flatness.study.analysis.summary import told_of_networks, without_measures
 from flatness.study.correlate import COEFFICIENTS
 from flatness.study.table import (
     AXIS_LABELS,
@@ -97,16 +97,7 @@ def render_study(study: Study) -> str:
 
 
 def _counts(study: Study) -> str:
-    """How many networks there are, how many the analysis is about, and why the others are not in it."""
-    counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in study.counts().items())
-    lines = [f"{len(study.networks)} networks: {counts}. In the analysis: {len(study.kept())}."]
-    if study.others:
-        lines.append(f"{study.others} records of other configurations in the folder are not counted.")
-    text = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    left = study.filtered_out()
-    if left:
-        reasons = "; ".join(f"{n} {reason}" for reason, n in left.items())
-        text += f"<p>Left out: {escape(reasons)}.</p>"
+    text = "".join(f"<p>{escape(line)}</p>" for line in told_of_networks(study))
     return f'<section class="counts" aria-label="How many networks">{text}</section>\n'
 
 

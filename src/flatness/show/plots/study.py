@@ -134,8 +134,8 @@ def save_experiment(path: Where, study: ExperimentStudy, *, dark: bool = False) 
     """The first picture of an experiment."""
     if not study.summary:
         raise OptionError("Expected an experiment that has finished but it holds no result yet. Run it.")
-    (save, *_) = _PICTURES[study.experiment.name](study.summary).values()
-    return save(path)
+    (save, *_) = _PICTURES[study.experiment.name].values()
+    return save(path, study.summary)
 
 
 def _bars(study: Study, part: str) -> list[str]:
@@ -190,38 +190,21 @@ _Rows = Sequence[Mapping[str, Any]]
 def _experiment(folder: Path, name: str, rows: _Rows) -> list[str]:
     """Draw an experiment, as PNG and SVG, and return the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = _PICTURES[name](rows)
+    pictures = dict(_PICTURES[name])
+    if "published_script" not in rows[0]:
+        pictures.pop("bound-published", None)
     files = {f"{stem}{form}": save for form in _FORMS for stem, save in pictures.items()}
     for file, save in files.items():
-        save(folder / file)
+        save(folder / file, rows)
     return [f"figures/{file}" for file in files]
 
 
-def _labels(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
-    kinds = {
-        kind.capitalize(): [
-            {"separation": row["separation"], "correlation": row[kind]}
-            | {end: row[f"{kind}_{end}"] for end in ("low", "high")}
-            for row in rows
-        ]
-        for kind in ("pearson", "kendall")
-    }
-    return {"labels": partial(save_correlations, kinds=kinds)}
-
-
-def _bound(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
-    found = {"bound": partial(save_bounds, rows=rows, published=False)}
-    if "published_script" in rows[0]:
-        found["bound-published"] = partial(save_bounds, rows=rows, published=True)
-    return found
-
-
-def _invariance(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
-    return {"invariance": partial(save_differences, rows=rows)}
-
-
-_PICTURES: dict[str, Callable[[_Rows], Mapping[str, Callable[[Where], Picture]]]] = {
-    "petzka2021_labels": _labels,
-    "petzka2021_bound": _bound,
-    "rangamani2019_invariance": _invariance,
+_PICTURES: dict[str, dict[str, Callable[[Where, _Rows], Picture]]] = {
+    "petzka2021_labels": {"labels": save_correlations},
+    "petzka2021_bound": {
+        "bound": partial(save_bounds, published=False),
+        "bound-published": partial(save_bounds, published=True),
+    },
+    "rangamani2019_invariance": {"invariance": save_differences},
 }
+"""What is drawn of each experiment's summary, by the name of the file."""
