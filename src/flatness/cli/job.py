@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from flatness.cli.entries import (
 from flatness.cli.forms import check_folder, say_written
 from flatness.cli.options import Compute, Form, Network
 from flatness.cli.sources import (
-    Data,
     arguments_of,
     as_built,
     checkpoints_of,
@@ -52,8 +50,6 @@ class Request:
 
     given: Network
     compute: Compute
-    measures: list[str] | None
-    layers: list[str] | None
     sort: str | None
     reverse: bool
     debug: bool
@@ -76,7 +72,19 @@ def run(request: Request, form: Form, out: Path | None) -> int:
             f"Expected one checkpoint with --statistics-to, which is one file, but got {len(paths)}. Measure "
             "them one by one."
         )
-    measure_one = _measurement(request, model, data, arguments)
+
+    def measure_one(path: Path | None) -> flatness.Report:
+        """Load a checkpoint into the model and measure it."""
+        notes = (
+            as_built(request.given)
+            if path is None
+            else fit_checkpoint(model, read_checkpoint(path), str(path))
+        )
+        report = flatness.measure(model.eval(), data.batches, **arguments)
+        origin = {} if path is None else {"checkpoint": str(path)}
+        meta = {**report.meta, **origin, "model": request.given.model, "data": data.name}
+        return replace(report, meta=meta, notes=(*data.notes, *notes, *report.notes))
+
     if len(paths) <= 1:
         path = next(iter(paths), None)
         found: Found = {path.name if path else request.given.model: measure_one(path)}
@@ -102,7 +110,8 @@ def present(found: Found, form: Form, out: Path | None) -> None:
 
 def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
     """The arguments of `flatness.measure`, with every name checked."""
-    measures, layers = chosen_measures(request.measures), one_or_many(request.layers or [])
+    measures = chosen_measures(request.settings["measures"])
+    layers = one_or_many(request.settings["layers"] or [])
     with blamed_on_words(MeasureError, OptionError, LayerError):
         resolve_options(select_measures(measures), request.settings["options"])
         with Guard(model, 0):
@@ -110,25 +119,6 @@ def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
         select_layers(available, list(available), layers)
     computing = arguments_of(request.given, request.compute)
     return {**request.settings, **computing, "measures": measures, "layers": layers}
-
-
-def _measurement(
-    request: Request, model: nn.Module, data: Data, arguments: dict[str, Any]
-) -> Callable[[Path | None], flatness.Report]:
-    """A function that loads a checkpoint into the model and measures it."""
-
-    def measure_one(path: Path | None) -> flatness.Report:
-        notes = (
-            as_built(request.given)
-            if path is None
-            else fit_checkpoint(model, read_checkpoint(path), str(path))
-        )
-        report = flatness.measure(model.eval(), data.batches, **arguments)
-        origin = {} if path is None else {"checkpoint": str(path)}
-        meta = {**report.meta, **origin, "model": request.given.model, "data": data.name}
-        return replace(report, meta=meta, notes=(*data.notes, *notes, *report.notes))
-
-    return measure_one
 
 
 def _page(found: Found) -> Page:

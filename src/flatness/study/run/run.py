@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -168,7 +169,7 @@ def _networks_done(planned: Sequence[Sequence[Configuration]], orders: Orders) -
     single = len(planned) == 1 and torch.device(orders.device).type == "cpu"
     if not done_alone(networks, orders, tasks.do_network, tasks.give_up):
         return False
-    with Watch(folder, list(networks), orders.progress):
+    with Watch(folder, list(networks)) if orders.progress else nullcontext():
         training = [cohort for cohort in planned if tasks.untrained(cohort, folder)]
         if not all(list(execute(training, orders, tasks.train_cohort))):
             return False
