@@ -155,7 +155,7 @@ def test_inputs_are_as_a_published_script_has_them(tmp_path):
 @pytest.mark.parametrize(
     ("table", "name", "said"),
     [
-        ("model", "network", "Expected mine:network to build the model but it raised KeyError: 'width'"),
+        ("model", "network", "Expected mine:network to work but it raised KeyError: 'width'"),
         ("data", "digits", "Expected mine:digits to give data but it raised OSError: no such disk"),
     ],
 )
