@@ -86,9 +86,9 @@ def save_scatter(path: Where, scatter: Scatter, *, dark: bool = False) -> Pictur
         tidy(axes, theme)
         if graded:
             _bar(figure, axes, scatter.colour, shades)
-        colours = _colours(scatter.colour, looks) if scatter.colour and not graded else []
-        shaped = _shapes(theme, scatter.shape, shapes)
-        _add_legend(figure, [*colours, *shaped, *_marks(theme, fitted, beyond)])
+        coloured = _coloured(scatter.colour, {} if graded else looks)
+        shaped = _shaped(theme, scatter.shape, shapes)
+        _add_legend(figure, [*coloured, *shaped, *_hollow(theme, fitted, beyond)])
     return figure
 
 
@@ -154,10 +154,6 @@ def _told(xs: Any, ys: Any, settings: Sequence[int]) -> str:
     return f"τ = {tau.value:.2f}{interval}, r = {r:.2f} on these axes".replace("-", "−")
 
 
-def _named(name: str, value: Any) -> str:
-    return written(f"{name} {value}".replace("_", " "))
-
-
 def _sample(colour: str, marker: str, label: str, face: str | None = None) -> Line2D:
     return Line2D(
         [],
@@ -171,26 +167,21 @@ def _sample(colour: str, marker: str, label: str, face: str | None = None) -> Li
     )
 
 
-def _shapes(theme: Theme, name: str, shapes: Sequence[Any]) -> list[Line2D]:
-    if not name or len(shapes) < 2:
-        return []
-    return [
-        _sample(theme.quiet, SHAPES[i % len(SHAPES)], written(f"{name} {value}"))
-        for i, value in enumerate(shapes)
-    ]
+def _coloured(name: str, looks: Mapping[Any, str]) -> list[Line2D]:
+    labels = {value: written(f"{name} {value}".replace("_", " ")) for value in looks if name}
+    return [_sample(looks[value], "o", label) for value, label in labels.items()]
 
 
-def _colours(name: str, looks: dict[Any, str]) -> list[Line2D]:
-    return [_sample(colour, "o", _named(name, value)) for value, colour in looks.items()]
+def _shaped(theme: Theme, name: str, shapes: Sequence[Any]) -> list[Line2D]:
+    labels = [written(f"{name} {value}") for value in shapes if name and len(shapes) > 1]
+    return [_sample(theme.quiet, SHAPES[i % len(SHAPES)], label) for i, label in enumerate(labels)]
 
 
-def _marks(theme: Theme, fitted: Any, beyond: Sequence[int]) -> list[Line2D]:
+def _hollow(theme: Theme, fitted: Any, beyond: Sequence[int]) -> list[Line2D]:
     """What hollow marks are."""
-    if fitted.all():
-        return []
-    found = [_sample(theme.quiet, "o", "not fitted", "none")]
-    if any(beyond):
-        count = sum(edge != 0 for edge in beyond)
+    found = [] if fitted.all() else [_sample(theme.quiet, "o", "not fitted", "none")]
+    count = len(beyond) - beyond.count(0)
+    if count:
         found.append(_sample(theme.quiet, "<" if -1 in beyond else ">", f"{count} beyond the edge", "none"))
     return found
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatness.errors import OptionError, listed, nearest
 from flatness.show.plots.charts import save_intervals
@@ -23,9 +23,6 @@ from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study
 from flatness.study.folder.environment import code_digest
 from flatness.study.table import AXIS_LABELS, fitted, in_words, measure_columns
-
-if TYPE_CHECKING:
-    import pandas
 
 _BARS = 24
 _FORMS = (".png", ".svg")
@@ -52,8 +49,10 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
             continue
         columns = [column for name in study.headline() for column in (name, f"{name}:rescaled")]
         for column in columns:
-            if column in kept:
-                written += _scatter(study, part, kept, column)
+            scatter = _scatter_of(study, part, kept, column) if column in kept else None
+            if scatter is not None:
+                stem = f"{_file(part)}scatter-{_file(column).rstrip('-')}"
+                written += _drawn(study, stem, save_scatter, scatter)
         written += _bars(study, part)
     study.memory.save()
     return written
@@ -78,13 +77,6 @@ def _drawn(study: Study, stem: str, save: Callable[..., Picture], *arguments: An
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-
-def _scatter(study: Study, part: str, kept: pandas.DataFrame, column: str) -> list[str]:
-    scatter = _scatter_of(study, part, kept, column)
-    if scatter is None:
-        return []
-    return _drawn(study, f"{_file(part)}scatter-{_file(column).rstrip('-')}", save_scatter, scatter)
 
 
 def _scatter_of(study: Study, part: str, kept: Any, column: str) -> Scatter | None:

@@ -259,16 +259,16 @@ def plan_cohorts(spec: Spec, device: torch.device) -> list[Sequence[Configuratio
 
 
 def training_place(device: str | torch.device | None, jobs: int | None) -> tuple[torch.device, int]:
-    """The device, a GPU where there is one, and the number of processes: one per GPU, or one per core."""
+    """The device, a GPU where there is one, and the number of processes.
+
+    One per GPU, or one per core that this process may use.
+    """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return place, _usual_jobs(place) if jobs is None else jobs
-
-
-def _usual_jobs(device: torch.device) -> int:
-    """One per GPU, or one per core that this process may use."""
-    if device.type == "cuda":
-        return max(torch.cuda.device_count(), 1) if device.index is None else 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if jobs is not None:
+        return place, jobs
+    if place.type == "cuda":
+        return place, max(torch.cuda.device_count(), 1) if place.index is None else 1
+    return place, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _saved(spec: Spec, networks: Sequence[Configuration], folder: Folder, own: bool) -> dict[str, Any]:
