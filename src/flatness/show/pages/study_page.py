@@ -40,19 +40,10 @@ _MAIN = {
     "p_family": "p of the best",
     "worst_sign_error": "worst sign error",
 }
-_OUTCOMES = {
-    "train_loss": "training loss",
-    "test_loss": "test loss",
-    "test_accuracy": "test accuracy",
-    "gap": "gap",
-}
+_OUTCOMES = ("train_loss", "test_loss", "test_accuracy", "gap")
 _DIGITS = 7
 _CURVE_POINTS = 60
-_TARGETS = {
-    "test_loss": "test loss",
-    "test_error": "test error",
-    "train_loss": "training loss",
-}
+_TARGETS = ("test_loss", "test_error", "train_loss")
 # Parts of a record that have a place of their own on the page.
 _ELSEWHERE = (
     "format",
@@ -186,12 +177,7 @@ def _networks(study: Study) -> str:
     axes = [name for columns in study.axes().values() for name in columns]
     names = (["part"] if "part" in frame else []) + list(dict.fromkeys(axes))
     numbers = [*_OUTCOMES, *study.headline()[:_HEADLINES]]
-    headings = [
-        "network",
-        *names,
-        "in the analysis",
-        *(_OUTCOMES.get(name, in_words(name)) for name in numbers),
-    ]
+    headings = ["network", *names, "in the analysis", *map(in_words, numbers)]
     lines = []
     for number, found in enumerate(frame.to_dict("records"), 1):
         key = str(found["key"])
@@ -296,7 +282,7 @@ def _targets(
             values = [_rounded(GAPS[kind](one)) if one else None for one in ended]
             found.append({"name": kind, "label": AXIS_LABELS[kind], "values": values})
     return found + [
-        {"name": name, "label": label, "values": _column(frame, name)} for name, label in _TARGETS.items()
+        {"name": name, "label": in_words(name), "values": _column(frame, name)} for name in _TARGETS
     ]
 
 
