@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatness.errors import SpecError, check_known
+from flatness.files import KINDS, NUMBER, WHOLE
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "a number": (int, float),
-    "a whole number": (int,),
-    "text": (str,),
-    "true or false": (bool,),
-    "a list": (list, tuple),
-    "a table": (dict,),
-    "anything": (object,),
-}
+_TYPES = {**KINDS, "a list": (list, tuple), "a table": (dict,)}
+"""What a key may hold, as messages say it, and its types."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Key:
             what: How messages name the key: ``epochs in [stop]``.
             where: How messages name the file, or the part of it.
         """
-        number = not isinstance(value, bool) or self.kind not in ("a number", "a whole number")
+        number = not isinstance(value, bool) or self.kind not in (NUMBER, WHOLE)
         if not (isinstance(value, _TYPES[self.kind]) and number):
             raise SpecError(f"Expected {what} to be {self.kind} but {where} has {value!r}.")
         if self.known is not None:
