@@ -116,7 +116,7 @@ def test_lists_and_wrong_words(folder):
         "Did you mean 'smoke'?\n"
     )
     assert (
-        key.err == "error: Expected a command, one of list, run, pack, unpack, show, but got 'rum'. "
+        key.err == "error: Expected a command to be one of list, run, pack, unpack, show but got 'rum'. "
         "Did you mean 'run'?\n"
     )
     assert empty.status == 1
