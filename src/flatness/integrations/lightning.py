@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flatness.integrations import library
+from flatness.errors import library
 from flatness.integrations.monitor import Monitor
 
 

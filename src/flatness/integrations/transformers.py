@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from flatness.errors import DataError, FlatnessError, ModelError, listed, nearest
-from flatness.integrations import library
+from flatness.errors import DataError, FlatnessError, ModelError, library, listed, nearest
 from flatness.integrations.monitor import Monitor
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from flatness.errors import FlatnessError, ModelError, OptionError, nearest
-from flatness.integrations import library
+from flatness.errors import FlatnessError, ModelError, OptionError, library, nearest
 
 
 class SourceError(FlatnessError, RuntimeError):

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import AcceleratorError
 
-from flatness.errors import StudyError, check_known
-from flatness.integrations import library
+from flatness.errors import StudyError, check_known, library
 from flatness.study.configuration import digest
 from flatness.study.folder.environment import environment
 from flatness.study.folder.in_hand import deadly_notes, forget_notes, left_in_hand
