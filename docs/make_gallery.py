@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from beyond_picture import Dot, Row, save_beyond
 
 import flatness
-from flatness.show.plots.beyond import Dot, Row, save_beyond
 from flatness.show.plots.charts import save_intervals
 from flatness.show.plots.landscape import save_line
 from flatness.show.plots.scatter import Scatter, save_scatter
@@ -31,7 +31,7 @@ from flatness.show.plots.study import write_figures
 from flatness.study import Study
 from flatness.study.analysis.correlations import settings_of
 from flatness.study.analysis.experiment import ExperimentStudy, belongs, cell
-from flatness.study.analysis.granulated import granulated
+from flatness.study.analysis.granulated import Pairs
 from flatness.study.analysis.lines import lines_together
 from flatness.study.correlate import Correlation, correlation
 from flatness.study.table import in_words
@@ -347,10 +347,14 @@ def beyond_epochs(name: str, wanted: list[str]) -> dict[str, Any]:
     gap, loss, epochs = (kept[key].to_numpy(float) for key in ("gap", "train_loss", "epochs"))
     known = np.log([loss, epochs])
     found = partial(kept[wanted].to_numpy(float).T, gap, settings, known, resamples=0, permutations=0)
-    one = partial(epochs[None], gap, settings, known[:1], permutations=0).found["pearson"][0]
-    told = {"partial_pearson": one.value, "partial_pearson_low": one.low, "partial_pearson_high": one.high}
-    values = (own.value for own in found.found["pearson"])
-    return dict(zip(wanted, values, strict=True)) | {"epochs": told}
+    told = _partial_row(epochs, gap, settings, known[:1])
+    return dict(zip(wanted, found["pearson"], strict=True)) | {"epochs": told}
+
+
+def _partial_row(values: Any, gap: Any, settings: Any, known: Any) -> dict[str, float]:
+    """The partial correlation of one quantity, as rows of the tables have it."""
+    found = partial(values[None], gap, settings, known, permutations=0)
+    return {f"partial_{name}": float(found[name][0]) for name in ("pearson", "pearson_low", "pearson_high")}
 
 
 def by_target(name: str) -> dict[str, dict[str, dict[str, Any]]]:
@@ -388,8 +392,7 @@ def epochs_given(name: str, target: str) -> dict[str, float]:
     kept = networks(name)
     epochs, column, loss = (kept[key].to_numpy(float) for key in ("epochs", target, "train_loss"))
     codes = settings_of(kept, study(name).axes())
-    one = partial(epochs[None], column, codes, np.log(loss), permutations=0).found["pearson"][0]
-    return {"partial_pearson": one.value, "partial_pearson_low": one.low, "partial_pearson_high": one.high}
+    return _partial_row(epochs, column, codes, np.log(loss))
 
 
 def draw_targets(name: str) -> None:
@@ -507,8 +510,8 @@ def known_rows() -> list[Row]:
             marginal.setdefault(label, {})[name] = Dot(one.value, one.low, one.high)
             if label != "batch size":
                 told = partial(values[None], gap, codes, loss if label == "epochs" else None, permutations=0)
-                one = told.found["kendall"][0]
-                given.setdefault(label, {})[name] = Dot(one.value, one.low, one.high)
+                ends = (told[f"kendall{end}"][0] for end in ("", "_low", "_high"))
+                given.setdefault(label, {})[name] = Dot(*ends)
         marginal.setdefault("weight norm", {})[name] = dots(weight, "kendall")
         given.setdefault("weight norm", {})[name] = dots(weight, "partial_kendall")
     return [Row(label, "known", own, given.get(label, {})) for label, own in marginal.items()]
@@ -564,7 +567,8 @@ def opening(name: str) -> str:
         )
     # Read the way it goes with the gap: the larger, the smaller the gap.
     places = {axis: list(kept[own].itertuples(index=False)) for axis, own in study(name).axes().items()}
-    worst = granulated(-kept["batch_size"], kept["gap"], places).worst_sign_error
+    pairs, (size, gap) = Pairs(places, len(kept)), kept[["batch_size", "gap"]].to_numpy(float).T
+    worst = max(errors.max() for errors in pairs.environments(-size, gap).values() if len(errors))
     batch = next(row for row in baselines(name) if row["quantity"] == "batch_size")
     lines.append(["*batch size*", between(batch, "kendall"), "–", number(worst), "none", "–"])
     head = [

@@ -7,7 +7,9 @@ per cause, and each also derives from the built-in exception a caller would thin
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class FlatnessError(Exception):
@@ -94,6 +96,26 @@ class ProcessError(FlatnessError, RuntimeError):
         self.kind = kind
 
 
+def check_known(
+    value: object,
+    known: Iterable[str],
+    what: str,
+    refusal: type[FlatnessError] = OptionError,
+    found: str = "got",
+) -> None:
+    """Refuse a value that is not among the known ones, which are all named, the nearest again.
+
+    >>> check_known("adm", ("sgd", "adam"), "optimizer")
+    Traceback (most recent call last):
+    flatness.errors.OptionError: Expected optimizer to be one of sgd, adam but got 'adm'. Did you mean 'adam'?
+    """
+    names = list(known)
+    if value not in names:
+        raise refusal(
+            f"Expected {what} to be one of {', '.join(names)} but {found} {value!r}.{nearest(value, names)}"
+        )
+
+
 def nearest(name: object, candidates: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the closest candidate, or an empty string.
 
@@ -121,3 +143,24 @@ def listed(names: Iterable[object], limit: int = 12, separator: str = ", ") -> s
     names = [str(name) for name in names]
     shown = separator.join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def library(title: str, use: str, extra: str, *names: str, refusal: type[FlatnessError] = OptionError) -> Any:
+    """The first of these modules that is installed.
+
+    Args:
+        title: What the library is called.
+        use: What it is needed for, in messages.
+        extra: The extra of this package that installs it.
+        names: The modules; none where the library's has its name.
+        refusal: The error where there is none.
+    """
+    missing = None
+    for name in names or (title,):
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            missing = error
+    raise refusal(
+        f"Expected {title} for {use} but it is not installed. Type: pip install 'flatness[{extra}]'."
+    ) from missing

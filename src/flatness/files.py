@@ -151,13 +151,14 @@ NUMBER, TEXT, YES_NO, WHOLE, ANY = "a number", "text", "true or false", "a whole
 EVERY = "*"
 """As the key of a shape: every key, whatever it is called."""
 
-_KINDS: dict[str, tuple[type, ...]] = {
+KINDS: dict[str, tuple[type, ...]] = {
     NUMBER: (int, float),
     TEXT: (str,),
     YES_NO: (bool,),
     WHOLE: (int,),
     ANY: (object,),
 }
+"""The types of these."""
 
 
 class Optional:
@@ -209,7 +210,7 @@ def _wrong(content: Any, shape: Any) -> tuple[str, str] | None:
     if isinstance(shape, list):
         return _wrong_item(content, shape[0])
     truth = isinstance(content, bool) and shape in (NUMBER, WHOLE)
-    return None if isinstance(content, _KINDS[shape]) and not truth else ("", _instead(content, shape))
+    return None if isinstance(content, KINDS[shape]) and not truth else ("", _instead(content, shape))
 
 
 def _wrong_entry(content: Any, shape: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -82,8 +82,8 @@ def test_no_command_at_all_is_answered_with_the_help(group, tmp_path):
     [
         (
             ["mesure"],
-            "Expected a command, one of demo, measure, merge, measures, compare, symmetries, check, bound, "
-            "landscape, study, but got 'mesure'. Did you mean 'measure'?",
+            "Expected a command to be one of demo, measure, merge, measures, compare, symmetries, check, "
+            "bound, landscape, study but got 'mesure'. Did you mean 'measure'?",
         ),
         (
             ["measure", "--modle", "x"],

@@ -213,8 +213,10 @@ def test_json_can_be_compared(folder):
     ]
     assert (wrong.status, wrong.err) == (
         2,
-        "error: Expected a measure that both reports hold but got 'relativ_flatness'. "
-        "Did you mean 'relative_flatness'?\n",
+        "error: Expected a measure that is compared here but got 'relativ_flatness'. Did you mean "
+        "'relative_flatness'? Compared are: relative_flatness, relative_flatness_normalized, "
+        "layer_flatness_trace, neuron_flatness, neuron_flatness_incoming, matrix_normalized_sharpness, "
+        "minimum_sharpness, hessian_trace, weight_norm.\n",
     )
     assert (damaged.status, damaged.err) == (
         1,

@@ -41,7 +41,9 @@ def test_a_smoke_run_goes_through_the_whole_pipeline(folder):
     tables = "correlations.csv, differences.csv, groups.csv, networks.csv"
     assert f"written to mine-smoke: {tables}, figures/" in outcome.out
     assert outcome.out.endswith("files), index.html\n")
-    assert "8 networks: 8 finished. In the analysis: 8." in (out / "index.html").read_text(encoding="utf-8")
+    assert "<p>8 networks: 8 finished.</p><p>In the analysis: n = 8. Left out: none.</p>" in (
+        out / "index.html"
+    ).read_text(encoding="utf-8")
     figures = {path.name for path in (out / "figures").iterdir()}
     assert {"correlations.png", "correlations.svg", "scatter-relative_flatness-network-sum.png",
             "scatter-relative_flatness-network-sum-rescaled.svg"} <= figures  # fmt: skip
@@ -114,7 +116,7 @@ def test_lists_and_wrong_words(folder):
         "Did you mean 'smoke'?\n"
     )
     assert (
-        key.err == "error: Expected a command, one of list, run, pack, unpack, show, but got 'rum'. "
+        key.err == "error: Expected a command to be one of list, run, pack, unpack, show but got 'rum'. "
         "Did you mean 'run'?\n"
     )
     assert empty.status == 1

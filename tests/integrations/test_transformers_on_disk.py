@@ -88,7 +88,7 @@ def test_options_of_other_data_are_refused():
 def test_without_transformers(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert _refused(ModelError, load_model, tmp_path) == (
-        f"Expected the package transformers for 'hf:{tmp_path}' but it is not installed. Run: pip install "
+        f"Expected transformers for 'hf:{tmp_path}' but it is not installed. Type: pip install "
         "'flatness[transformers]'."
     )
 

@@ -150,11 +150,6 @@ def test_labels_paired_alike_compare_however_that_is_known():
     reasons = "as in the model's own loss", "according to the model's class"
     reports = [report(1.0, meta={"options": {}, "alignment": f"labels shifted by one: {r}"}) for r in reasons]
     assert flatness.compare(*reports).notes == ()
-    # An earlier version paired them too, and did not say how.
-    assert (
-        "not every report recorded how outputs and labels are paired; this is assumed to be the same; "
-        "measure again to be sure"
-    ) in flatness.compare(report(1.0), reports[0]).notes
 
 
 def test_other_data_and_other_smoothing_are_refused():
@@ -216,11 +211,8 @@ def test_measures_whose_options_differ_are_left_out_in_words():
 
 
 def test_measures_whose_losses_differ_are_left_out_in_words():
-    # As saved before options were recorded: the rows themselves name their loss.
     a = with_options(1.0, {}, measure="normalized_sharpness", loss="normalized_cross_entropy")
     b = with_options(2.0, {}, measure="normalized_sharpness", loss="cross_entropy")
-    for report in (a, b):
-        del report.meta["options"]
     comparison = flatness.compare(a, b)
     assert comparison.to_frame().measure.tolist() == ["relative_flatness"]
     assert comparison.notes == (
@@ -274,16 +266,6 @@ def test_sums_over_other_layers_are_left_out_in_words():
         "sums and maxima over layers are left out: other layers were measured (A: fc1, head; B: head)"
         in comparison.notes
     )
-
-
-def test_reports_without_options_are_compared_with_a_word():
-    old = report(Result("sam_sharpness", "network", 1.0))
-    assert flatness.compare(old, old).notes == (
-        "not every report recorded the options of sam_sharpness: they are assumed to be the same; "
-        "measure again to be sure",
-    )
-    # Nothing to say where there are no options to differ in.
-    assert flatness.compare(report(1.0), report(2.0)).notes == ()
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,10 @@ def test_the_table_of_correlations_is_there_without_scripts():
     cell = re.search(r'data-key="kendall" data-value="([^"]+)"', html)
     assert cell is not None
     assert float(cell[1]) == first["kendall"]
-    assert "60 networks: 49 converged, 6 diverged, 5 not converged. In the analysis: 49." in html
+    assert (
+        "60 networks: 49 converged, 6 diverged, 5 not converged.</p><p>In the analysis: n = 49. Left out: "
+        in html
+    )
     assert "Left out: 6 diverged; 5 not converged, so not measured." in html
 
 

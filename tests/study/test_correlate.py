@@ -24,7 +24,6 @@ FAR = 1e9 + X, 1e-9 * Y
 def test_coefficients_are_those_of_scipy(kind, pair):
     found = correlation(*pair, kind, resamples=10)
     assert found.value == pytest.approx(float(SCIPY[kind](*pair)[0]), abs=1e-6 if pair is FAR else 1e-12)
-    assert found.n == 40
 
 
 @pytest.mark.parametrize("kind", COEFFICIENTS)

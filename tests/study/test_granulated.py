@@ -9,7 +9,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from flatness.study.analysis.granulated import Pairs, granulated, pair_weights
+from flatness.study.analysis.granulated import Pairs, pair_weights
+from flatness.study.correlate import interval
 
 # Batch size 1 or 2, learning rate 1 or 2, one network each. The measure follows the gap along the batch size
 # at both rates, along the rate at one batch size only.
@@ -18,43 +19,53 @@ GAP = [1.0, 2.0, 3.0, 4.0]
 MEASURE = [2.0, 1.0, 3.0, 4.0]
 
 
+def about(measure, gap, axes):
+    """What the pairs say, over all settings."""
+    found = Pairs(axes, len(gap)).about(np.asarray(measure), np.asarray(gap))
+    return {name: values.item() for name, values in found.items()}
+
+
+def of_axes(found, word):
+    return {name.removeprefix(word): value for name, value in found.items() if name.startswith(word)}
+
+
 def test_psi_by_hand():
-    found = granulated(MEASURE, GAP, AXES)
+    found = about(MEASURE, GAP, AXES)
     # batch: (1, 3) and (2, 4) are both ordered rightly. rate: (1, 2) wrongly, (3, 4) rightly.
-    assert found.psi == {"batch": 1.0, "rate": 0.0}
-    assert found.coefficient == 0.5
+    assert of_axes(found, "psi_") == {"batch": 1.0, "rate": 0.0}
+    assert found["granulated"] == 0.5
 
 
 def test_sign_error_by_hand():
-    found = granulated(MEASURE, GAP, AXES)
-    assert found.sign_error == {"batch": 0.0, "rate": 0.5}
+    found = about(MEASURE, GAP, AXES)
+    assert of_axes(found, "sign_error_") == {"batch": 0.0, "rate": 0.5}
     # The rate at batch size 1 is one of four environments, and ordered wrongly.
-    assert {axis: list(errors) for axis, errors in found.environments.items()} == {
+    environments = Pairs(AXES, 4).environments(np.array(MEASURE), np.array(GAP))
+    assert {axis: list(errors) for axis, errors in environments.items()} == {
         "batch": [0.0, 0.0],
         "rate": [1.0, 0.0],
     }
-    assert found.worst_sign_error == 1.0
 
 
 def test_information_by_hand():
-    found = granulated(MEASURE, GAP, AXES)
+    found = about(MEASURE, GAP, AXES)
 
     def entropy(p):
         return -p * math.log2(p) - (1 - p) * math.log2(1 - p)
 
     # Five of the six pairs agree.
-    assert found.information["none"] == pytest.approx(1 - entropy(5 / 6))
+    assert found["information_none"] == pytest.approx(1 - entropy(5 / 6))
     # Given both batch sizes: 1 and 1, or 2 and 2: two ordered pairs each, and the sign of the measure tells
     # that of the gap (turned around in one cell): 1 of 1 bit. 1 and 2, or 2 and 1: the gap's order is known.
-    assert found.information["batch"] == pytest.approx((2 + 2) / (2 + 2))
+    assert found["information_batch"] == pytest.approx((2 + 2) / (2 + 2))
     # Given both rates: equal ones: 1 of 1 bit for two pairs each. 1 and 2: of the four pairs (0, 1), (0, 3),
     # (2, 1), (2, 3) the gap is less, less, more, less and the measure more, less, more, less: H(gap) is
     # h(1/4), H(measure) 1, H(both) 3/2 bits. 2 and 1: the same turned around.
     shared = entropy(1 / 4) + 1 - 3 / 2
     expected = (2 + 2 + 2 * 4 * shared) / (2 + 2 + 2 * 4 * entropy(1 / 4))
-    assert found.information["rate"] == pytest.approx(expected)
+    assert found["information_rate"] == pytest.approx(expected)
     # Given both, every pair is alone and its order known: that set says nothing.
-    assert found.least_information == pytest.approx(min(1 - entropy(5 / 6), expected))
+    assert found["least_information"] == pytest.approx(min(1 - entropy(5 / 6), expected))
 
 
 def test_information_is_what_the_definition_says_term_by_term():
@@ -64,7 +75,7 @@ def test_information_is_what_the_definition_says_term_by_term():
     axes = {name: [row[place] for row in rows] for place, name in enumerate(("a", "b", "c", "seed"))}
     gap = [a + 0.5 * b + generator.normal() for a, b, _, _ in rows]
     measure = [g + 2 * c + generator.normal() for g, (_, _, c, _) in zip(gap, rows, strict=True)]
-    found = granulated(measure, gap, axes)
+    found = about(measure, gap, axes)
 
     def conditional(*given):
         table = {}
@@ -82,11 +93,11 @@ def test_information_is_what_the_definition_says_term_by_term():
                 entropy -= n * p * math.log2(p_gap)
         return shared / entropy
 
-    assert found.information == pytest.approx(
+    assert of_axes(found, "information_") == pytest.approx(
         {"none": conditional(), **{axis: conditional(axis) for axis in "abc"}}
     )
     sets = [(), ("a",), ("b",), ("c",), ("a", "b"), ("a", "c"), ("b", "c")]
-    assert found.least_information == pytest.approx(min(conditional(*given) for given in sets))
+    assert found["least_information"] == pytest.approx(min(conditional(*given) for given in sets))
 
 
 def test_a_measure_that_only_knows_one_hyperparameter_is_found_out():
@@ -102,31 +113,31 @@ def test_a_measure_that_only_knows_one_hyperparameter_is_found_out():
                 axes["seed"].append(seed)
                 measure.append(batch + next(noise))
                 gap.append(batch + 0.3 * rate)
-    found = granulated(measure, gap, axes)
-    assert found.psi["batch"] == pytest.approx(1.0)
-    assert abs(found.psi["rate"]) < 1e-12
-    assert found.psi["seed"] == 0.0  # equal gaps: no order to predict
-    assert found.sign_error["rate"] == pytest.approx(0.5)
-    assert found.coefficient == pytest.approx(0.5)
+    found = about(measure, gap, axes)
+    assert found["psi_batch"] == pytest.approx(1.0)
+    assert abs(found["psi_rate"]) < 1e-12
+    assert found["psi_seed"] == 0.0  # equal gaps: no order to predict
+    assert found["sign_error_rate"] == pytest.approx(0.5)
+    assert found["granulated"] == pytest.approx(0.5)
     # Beyond the batch sizes it knows nothing about the gap.
-    assert found.information["none"] > 0.3
-    assert found.information["batch"] == pytest.approx(0, abs=1e-9)
-    assert found.least_information == pytest.approx(0, abs=1e-9)
+    assert found["information_none"] > 0.3
+    assert found["information_batch"] == pytest.approx(0, abs=1e-9)
+    assert found["least_information"] == pytest.approx(0, abs=1e-9)
 
 
 def test_without_a_pair_there_is_nothing_to_say():
-    found = granulated([1.0, 2.0], [1.0, 2.0], {"batch": [1, 2], "rate": [1, 2]})
-    assert math.isnan(found.psi["batch"])
-    assert math.isnan(found.sign_error["rate"])
+    found = about([1.0, 2.0], [1.0, 2.0], {"batch": [1, 2], "rate": [1, 2]})
+    assert math.isnan(found["psi_batch"])
+    assert math.isnan(found["sign_error_rate"])
 
 
 def test_a_value_that_is_not_a_number_tells_nothing():
     x, gap = [5.0, 0.0, 1.0, 4.0, 3.0, 2.0], [6.0, 2.0, 1.0, 5.0, 3.0, 4.0]
     axes = {"batch": [1, 1, 2, 2, 1, 2], "rate": [1, 2, 1, 2, 1, 2]}
-    found = granulated([*x, math.nan], [*gap, 9.0], {axis: [*own, 1] for axis, own in axes.items()})
-    expected = granulated(x, gap, axes)
-    assert found.information == expected.information
-    assert 0 < expected.least_information < 1
+    found = about([*x, math.nan], [*gap, 9.0], {axis: [*own, 1] for axis, own in axes.items()})
+    expected = about(x, gap, axes)
+    assert of_axes(found, "information_") == of_axes(expected, "information_")
+    assert 0 < expected["least_information"] < 1
 
 
 def design(generator, missing=3):
@@ -201,13 +212,9 @@ def entropy(counts):
 def test_intervals_are_those_of_the_resamples_and_hold_the_value():
     generator = np.random.default_rng(9)
     axes, measure, gap = design(generator, 0)
-    found = granulated(measure, gap, axes, resamples=300)
-    for name, value in (
-        ("granulated", found.coefficient),
-        ("psi_a", found.psi["a"]),
-        ("information_b", found.information["b"]),
-    ):
-        low, high = found.intervals[name]
+    found = Pairs(axes, len(gap), 300).about(measure, gap)
+    for name in ("granulated", "psi_a", "information_b"):
+        value, (low, high) = found[name][0], interval(found[name][1:])
         assert low <= value <= high
         assert low < high
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import flatness
 from flatness.study.folder.records import Folder
 from flatness.study.run import run, tasks
-from flatness.study.run.executors import Orders
+from flatness.study.run.executors import Orders, execute
 from flatness.study.run.tasks import measure_network, train_cohort
 from flatness.study.spec.spec import read_spec
 from studies import study
@@ -60,19 +61,37 @@ def test_nothing_is_begun_when_time_is_up(planned):
 def test_processes_are_as_many_as_there_is_work_for(tmp_path, monkeypatch):
     asked = []
 
-    def remember(tasks, orders, executor, jobs, do):
-        asked.append((do.__name__, len(tasks), jobs))
+    @contextmanager
+    def remember(backend, n_jobs):
+        asked.append(n_jobs)
+        raise KeyboardInterrupt
+        yield
+
+    orders = Orders(Folder(tmp_path), {}, "cpu", jobs=64)
+    monkeypatch.setattr("joblib.parallel_config", remember)
+    for work in ("ab", "abcd"):
+        with pytest.raises(KeyboardInterrupt):
+            list(execute(work, orders, lambda *_: True))
+    assert asked == [2, 4]
+    assert list(execute("a", orders, lambda *_: True)) == [True]
+    assert asked == [2, 4]
+
+
+def test_a_single_cohort_on_a_cpu_has_all_its_cores_in_one_process(tmp_path, monkeypatch):
+    asked = []
+
+    def remember(tasks, orders, do):
+        asked.append((do.__name__, len(tasks), orders.jobs))
         return iter(())
 
     monkeypatch.setattr(run, "execute", remember)
     one = study(grid={"seed": 2, "learning_rate": 0.1})
     two = study(grid={"seed": 2, "learning_rate": 0.1, "batch_size": [16, 32]})
     flatness.study.run(two, tmp_path / "two", jobs=64, progress=False)
-    assert asked == [("train_cohort", 2, 2), ("measure_network", 4, 4)]
+    assert asked == [("train_cohort", 2, 64), ("measure_network", 4, 64)]
     asked.clear()
     flatness.study.run(one, tmp_path / "one", jobs=64, progress=False)
-    # A single cohort on a CPU has all its cores in one process, also to be measured.
-    assert asked == [("train_cohort", 1, 1), ("measure_network", 2, 1)]
+    assert asked == [("train_cohort", 1, 64), ("measure_network", 2, 1)]
 
 
 def test_a_run_leaves_nothing_behind(tmp_path):

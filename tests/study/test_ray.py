@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
 import flatness
 from flatness.errors import OptionError
-from flatness.study.run import executors
 from studies import study
 
 INSTALLED = importlib.util.find_spec("ray") is not None
@@ -36,10 +35,7 @@ def test_a_local_ray_gives_the_records_of_one_process(tmp_path):
 
 
 def test_without_ray_the_message_says_what_to_install(tmp_path, monkeypatch):
-    def absent(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr(executors, "importlib", SimpleNamespace(import_module=absent))
+    monkeypatch.setitem(sys.modules, "ray.util.joblib", None)
     with pytest.raises(OptionError) as caught:
         flatness.study.run(study(), tmp_path, executor="ray")
     assert str(caught.value) == (

@@ -71,7 +71,7 @@ def test_too_few_networks_have_no_baselines():
 
 def test_baselines_of_a_part_that_is_not_there_are_refused():
     study = made_up_study(GRID, 1, analysis=ASKED)
-    with pytest.raises(StudyError, match=r"Expected a part of the study, one of , but got 'vgg'\."):
+    with pytest.raises(StudyError, match=r"Expected a part of the study to be one of  but got 'vgg'\."):
         study.baselines("vgg")
 
 

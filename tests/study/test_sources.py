@@ -29,16 +29,16 @@ def test_a_layer_that_the_model_does_not_have_is_refused(tmp_path, table):
     if table == "measure.subset":
         named = {"subset": {"measures": ["sam_sharpness"], **named}}
     assert refused(tmp_path / "out", study(measure=named)) == (
-        f"Expected layers in [{table}] to be supported layers of the model but the study has 'fc02'. "
-        "Did you mean 'fc2'? Known: fc1, fc2."
+        "Expected the name of a supported layer but got 'fc02'. Did you mean 'fc2'? Supported layers of this "
+        f"model: fc1, fc2. The study asks for layers in [{table}]."
     )
 
 
 def test_a_module_that_is_no_supported_layer_is_refused(tmp_path):
     content = study(measure={"layers": "relu1"})
     assert refused(tmp_path / "out", content) == (
-        "Expected layers in [measure] to be supported layers of the model but the study has 'relu1', which "
-        "is a ReLU. Known: fc1, fc2."
+        "Expected the name of a supported layer but got 'relu1', which is a ReLU. Supported layers of this "
+        "model: fc1, fc2. The study asks for layers in [measure]."
     )
 
 
@@ -155,7 +155,7 @@ def test_inputs_are_as_a_published_script_has_them(tmp_path):
 @pytest.mark.parametrize(
     ("table", "name", "said"),
     [
-        ("model", "network", "Expected mine:network to build the model but it raised KeyError: 'width'"),
+        ("model", "network", "Expected mine:network to work but it raised KeyError: 'width'"),
         ("data", "digits", "Expected mine:digits to give data but it raised OSError: no such disk"),
     ],
 )

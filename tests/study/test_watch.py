@@ -17,7 +17,7 @@ def test_networks_in_training_count_by_their_epochs(tmp_path):
     folder = Folder(tmp_path)
     folder.make()
     members = configurations(stop={"epochs": 4})
-    watch = Watch(folder, [one.key for one in members], enabled=False)
+    watch = Watch(folder, [one.key for one in members])
     assert watch._count() == (0, 0, 0)
     seen = []
     progress = Progress(folder.training / "cohort.pt")
@@ -37,7 +37,7 @@ def test_networks_in_training_count_by_their_epochs(tmp_path):
 
 
 def test_the_line_in_a_log_has_the_time_left(tmp_path, capsys):
-    watch = Watch(Folder(tmp_path), ["a", "b"], enabled=False)
+    watch = Watch(Folder(tmp_path), ["a", "b"])
     watch._say((1, 0, 0.0), 1, 120.0)
     assert capsys.readouterr().err == "2 min: 1 of 2 networks trained, 0 measured, about 6 min left\n"
     assert json.dumps(watch._count()) == "[0, 0, 0]"

@@ -85,7 +85,7 @@ def test_what_cannot_be_corrupted_is_refused():
         return str(caught.value)
 
     assert message(IMAGES, "blurr", 1) == (
-        "Expected a corruption, one of noise, blur, contrast, jpeg, but got 'blurr'. Did you mean 'blur'?"
+        "Expected a corruption to be one of noise, blur, contrast, jpeg but got 'blurr'. Did you mean 'blur'?"
     )
     assert message(IMAGES, "blur", 6) == (
         "Expected the strength of a corruption to be 1, 2, 3, 4 or 5, but got 6."

@@ -247,7 +247,7 @@ def test_mlp_refuses_sizes_that_are_not_widths(sizes: object) -> None:
 def test_mlp_refuses_an_unknown_activation() -> None:
     assert message(ModelError, models.mlp, (4, 3, 2), activation="relus") == (
         "Expected activation to be one of relu, leaky_relu, tanh, sigmoid, softplus, elu, gelu, silu,"
-        " identity, but got 'relus'. Did you mean 'relu'?"
+        " identity but got 'relus'. Did you mean 'relu'?"
     )
 
 
@@ -268,5 +268,5 @@ def test_wide_resnet_refuses_a_depth_it_cannot_have() -> None:
 def test_initialize_refuses_an_unknown_scheme() -> None:
     assert message(OptionError, models.initialize, models.mlp((3, 2)), "xavier") == (
         "Expected scheme to be one of xavier_normal, xavier_uniform, kaiming_uniform, uniform, normal,"
-        " narrow_normal, but got 'xavier'. Did you mean 'xavier_normal'?"
+        " narrow_normal but got 'xavier'. Did you mean 'xavier_normal'?"
     )

@@ -39,6 +39,5 @@ def test_without_timm():
     with pytest.raises(ModelError) as caught:
         build_timm("resnet18")
     assert str(caught.value) == (
-        "Expected the package timm for 'timm:resnet18' but it is not installed. "
-        "Run: pip install 'flatness[timm]'."
+        "Expected timm for 'timm:resnet18' but it is not installed. Type: pip install 'flatness[timm]'."
     )

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatness.cli import options as o
-from flatness.cli.answers import UsageError
+from flatness.cli.answers import UsageError, blamed_on_words
 from flatness.cli.forms import folded, print_frame, terminal_width
 from flatness.cli.words import complete_measures
-from flatness.errors import nearest
+from flatness.errors import ReportError, nearest
 
 if TYPE_CHECKING:
     from flatness.report.comparison import Comparison
@@ -61,7 +61,9 @@ def compare(
     import flatness
 
     comparison = flatness.compare(sides[0], sides[1], names=_names(first, second))
-    comparison = _selected(comparison, measures or [])
+    if measures:
+        with blamed_on_words(ReportError):
+            comparison = comparison.only(name.replace("-", "_") for name in measures)
     if form.name != "table":
         for line in (*comparison.notes, comparison.verdict):
             typer.echo(line, err=True)
@@ -106,18 +108,6 @@ def _names(first: str, second: str) -> tuple[str, str]:
 
     short = Path(first).stem, Path(second).stem
     return short if short[0] != short[1] and not VERDICTS & set(short) else (first, second)
-
-
-def _selected(comparison: Comparison, wanted: list[str]) -> Comparison:
-    if not wanted:
-        return comparison
-    known = list(dict.fromkeys(pair.measure for pair in comparison.pairs))
-    for name in wanted:
-        if name.replace("-", "_") not in known:
-            raise UsageError(
-                f"Expected a measure that both reports hold but got {name!r}.{nearest(name, known)}"
-            )
-    return comparison.only(name.replace("-", "_") for name in wanted)
 
 
 def _table(comparison: Comparison, width: int) -> str:

@@ -24,7 +24,7 @@ import typer
 from torch import nn
 
 import flatness
-from flatness.cli.entries import Entry, write_folder
+from flatness.cli.entries import write_folder
 from flatness.cli.forms import terminal_width
 from flatness.errors import listed
 from flatness.files import write_text
@@ -69,7 +69,7 @@ def run(out: Path, seeds: int) -> None:
     facts = {"setting": "setting", "gap": "test gap", "test_accuracy": "test accuracy", "risk": "risk"}
     first = [column_of(_MEASURE, "sum")]
     page = Page("Flatness demo", reports, {}, lead, list(charts.values()), facts=facts, first=first)
-    files = write_folder(out, [Entry(name, report) for name, report in reports.items()], page)
+    files = write_folder(out, reports, page)
     write_text(out / "invariance.csv", csv_text(check.to_frame()))
     for name, chart in charts.items():
         save_chart(out / f"{name}.png", chart)

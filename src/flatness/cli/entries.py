@@ -6,8 +6,7 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -41,54 +40,64 @@ from flatness.zoo.checkpoints import entry_names
 _FEWEST = 3
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A checkpoint and what became of it: a report, or the reason why there is none."""
+Found = Mapping[str, Report | str]
+"""What became of every checkpoint, by its name: a report, or the reason why there is none."""
 
-    name: str
-    report: Report | None = None
-    error: str = ""
+
+def reports_in(found: Found) -> dict[str, Report]:
+    """Those that were measured."""
+    return {name: one for name, one in found.items() if isinstance(one, Report)}
+
+
+def failures_in(found: Found) -> dict[str, str]:
+    """Why the others were not."""
+    return {name: one for name, one in found.items() if isinstance(one, str)}
+
+
+def _only(found: Found) -> Report | None:
+    """The report of the only checkpoint; None of several."""
+    (first, *others) = found.values()
+    return first if isinstance(first, Report) and not others else None
 
 
 def measure_each(
     paths: Sequence[Path], measure_one: Callable[[Path], Report], progress: bool, debug: bool
-) -> list[Entry]:
-    """Measure every checkpoint; one that fails becomes an entry with the reason."""
-    entries: list[Entry] = []
+) -> dict[str, Report | str]:
+    """Measure every checkpoint; one that fails leaves the reason."""
+    found: dict[str, Report | str] = {}
     with ProgressBar("checkpoints", len(paths), progress) as bar:
         for path, name in zip(paths, entry_names(paths), strict=True):
             try:
-                entries.append(Entry(name, measure_one(path)))
+                found[name] = measure_one(path)
             except UsageError:
                 raise
             except Exception as error:
                 if debug:
                     traceback.print_exception(error, file=sys.stderr)
-                entries.append(Entry(name, error=reason(error)))
+                found[name] = reason(error)
             bar.advance()
-    return entries
+    return found
 
 
-def entries_grid(entries: Sequence[Entry]) -> Grid:
+def _grid(found: Found) -> Grid:
     """The table with a row per checkpoint."""
-    fine = {entry.name: entry.report for entry in entries if entry.report is not None}
+    fine = reports_in(found)
     return Trajectory.of([*fine], [*fine.values()]).grid() if fine else Grid("checkpoint")
 
 
-def sorted_entries(entries: Sequence[Entry], key: str | None, reverse: bool) -> list[Entry]:
-    """Entries by name, risk or a measure; failures last. Without a key, as given."""
+def in_order(found: Found, key: str | None, reverse: bool) -> Found:
+    """Checkpoints by name, risk or a measure; failures last. Without a key, as given."""
     if key is None:
-        return list(entries)
-    fine = [entry for entry in entries if entry.report is not None]
-    fine.sort(key=lambda entry: entry.name if key == "name" else _sort_value(entry, key), reverse=reverse)
-    return [*fine, *(entry for entry in entries if entry.report is None)]
+        return found
+    by = (lambda pair: pair[0]) if key == "name" else (lambda pair: _sort_value(pair[1], key))
+    fine = sorted(reports_in(found).items(), key=by, reverse=reverse)
+    return {**dict(fine), **failures_in(found)}
 
 
-def _sort_value(entry: Entry, key: str) -> float:
-    assert entry.report is not None
+def _sort_value(report: Report, key: str) -> float:
     if key == "risk":
-        return float(entry.report.meta.get("risk", math.nan))
-    found = overview_columns(entry.report)
+        return float(report.meta.get("risk", math.nan))
+    found = overview_columns(report)
     for column in (key, f"{key} Σ", f"{key} max", *(name for name in found if name.startswith(f"{key} "))):
         if column in found:
             return found[column].value
@@ -107,123 +116,115 @@ def check_sort(key: str, measures: Sequence[str]) -> str:
     return column_of(measure, reduction or None)
 
 
-def trajectory_of(entries: Sequence[Entry]) -> Trajectory | None:
+def trajectory_of(found: Found) -> Trajectory | None:
     """The checkpoints as epochs of one training run, where their names count them; else None."""
-    fine = [entry for entry in entries if entry.report is not None]
+    fine = reports_in(found)
     if len(fine) < _FEWEST:
         return None
-    found = Trajectory.of([entry.name for entry in fine], [entry.report for entry in fine if entry.report])
-    return None if found.unit == "checkpoint" else found
+    epochs = Trajectory.of([*fine], [*fine.values()])
+    return None if epochs.unit == "checkpoint" else epochs
 
 
-def print_entries(entries: Sequence[Entry]) -> None:
+def print_found(found: Found) -> None:
     """One checkpoint: the table of its layers. Many: a row each, then failures with reasons, then notes."""
-    width = terminal_width()
-    if len(entries) == 1 and entries[0].report is not None:
-        typer.echo(printable(format_report(entries[0].report, width)))
+    width, only = terminal_width(), _only(found)
+    if only is not None:
+        typer.echo(printable(format_report(only, width)))
         return
-    grid = entries_grid(entries)
-    failed = [(entry.name, entry.error) for entry in entries if entry.report is None]
+    grid, failed = _grid(found), failures_in(found)
     columns = [Column("failed", narrow="start"), Column("reason", narrow="wrap")]
     parts = [
         format_grid(grid, width),
         folded(legend(grid.columns), width),
-        DATA_ERRORS if _know_data_errors(entries) else "",
-        format_table(columns, failed, width) if failed else "",
-        "\n".join(folded(note, width) for note in _notes(entries)),
+        _data_errors(found),
+        format_table(columns, failed.items(), width) if failed else "",
+        "\n".join(folded(note, width) for note in _notes(reports_in(found))),
     ]
     typer.echo(printable("\n\n".join(part for part in parts if part)))
 
 
-def _notes(entries: Sequence[Entry]) -> list[str]:
+def _notes(fine: Mapping[str, Report]) -> list[str]:
     """Every note once, with the checkpoints it is about unless it is about all."""
     about: dict[str, list[str]] = {}
-    fine = [entry for entry in entries if entry.report is not None]
-    for entry in fine:
-        for note in dict.fromkeys(entry.report.notes if entry.report else ()):
-            about.setdefault(note, []).append(entry.name)
+    for name, report in fine.items():
+        for note in dict.fromkeys(report.notes):
+            about.setdefault(note, []).append(name)
     return [
         f"note: {note}" if len(names) == len(fine) else f"note: {listed(names, 4)}: {note}"
         for note, names in about.items()
     ]
 
 
-def entries_json(entries: Sequence[Entry]) -> str:
+def json_of(found: Found) -> str:
     """One report as it is saved; several as a list, each with its name and, where it failed, the reason."""
-    if len(entries) == 1 and entries[0].report is not None:
-        return entries[0].report.to_json()
-    found = [
-        {"checkpoint": entry.name}
-        | (json.loads(entry.report.to_json()) if entry.report else {"error": entry.error})
-        for entry in entries
+    only = _only(found)
+    if only is not None:
+        return only.to_json()
+    rows = [
+        {"checkpoint": name} | ({"error": one} if isinstance(one, str) else json.loads(one.to_json()))
+        for name, one in found.items()
     ]
-    return json.dumps(found, indent=1, ensure_ascii=False)
+    return json.dumps(rows, indent=1, ensure_ascii=False)
 
 
-def entries_csv(entries: Sequence[Entry]) -> str:
+def csv_of(found: Found) -> str:
     """Every value of every checkpoint, tidy; failures are rows with the reason in the column ``error``."""
     frames = []
-    for entry in entries:
-        frame = entry.report.to_frame() if entry.report else pd.DataFrame({"error": [entry.error]})
-        if len(entries) > 1:
-            frame.insert(0, "checkpoint", entry.name)
+    for name, one in found.items():
+        frame = pd.DataFrame({"error": [one]}) if isinstance(one, str) else one.to_frame()
+        if len(found) > 1:
+            frame.insert(0, "checkpoint", name)
         frames.append(frame)
-    return csv_text(pd.concat(frames, ignore_index=True)) if frames else ""
+    return csv_text(pd.concat(frames, ignore_index=True))
 
 
-def overview_csv(entries: Sequence[Entry], facts: Iterable[str]) -> str:
+def _overview(found: Found, facts: Iterable[str]) -> str:
     """One row per checkpoint, one column per quantity, after facts that the reports carry in their meta."""
     rows = []
-    for entry in entries:
-        row: dict[str, object] = {"checkpoint": entry.name}
-        if entry.report:
-            row |= {fact: entry.report.meta.get(fact) for fact in facts}
-            row |= {
-                column.replace("Σ", "sum"): result.value
-                for column, result in overview_columns(entry.report).items()
-            }
-        rows.append({**row, "error": entry.error})
+    for name, one in found.items():
+        row: dict[str, object] = {"checkpoint": name}
+        if isinstance(one, Report):
+            row |= {fact: one.meta.get(fact) for fact in facts}
+            cells = overview_columns(one).items()
+            row |= {column.replace("Σ", "sum"): result.value for column, result in cells}
+        rows.append({**row, "error": one if isinstance(one, str) else ""})
     return csv_text(pd.DataFrame(rows))
 
 
-def write_folder(folder: Path, entries: Sequence[Entry], page: Page) -> list[str]:
+def write_folder(folder: Path, found: Found, page: Page) -> list[str]:
     """Write the page, JSON, CSV and LaTeX; returns the names of the files and folders, the page first."""
-    texts = _files(entries, page)
+    texts = _files(found, page)
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, text)
     inside = [name for name in texts if "/" in name]
     names = [name for name in texts if "/" not in name]
-    trajectory = trajectory_of(entries)
+    trajectory = trajectory_of(found)
     if trajectory is not None:
         trajectory.plot(folder / "epochs.png")
         names.append("epochs.png")
     return [*names, f"reports/ ({len(inside)} JSON files)"] if inside else names
 
 
-def _files(entries: Sequence[Entry], page: Page) -> dict[str, str]:
+def _files(found: Found, page: Page) -> dict[str, str]:
     """What is written, by the name of the file."""
-    texts = {"index.html": render(page), "values.csv": entries_csv(entries), "table.tex": _latex(entries)}
-    if len(entries) == 1:
-        return {**texts, "report.json": entries_json(entries)}
-    texts["overview.csv"] = overview_csv(entries, page.facts)
-    for entry in entries:
-        if entry.report is not None:
-            name = f"reports/{file_name(entry.name)}.json"
-            while name in texts:  # two names that differ only in what file_name replaces
-                name = name.replace(".json", "-2.json")
-            texts[name] = entry.report.to_json()
+    only = _only(found)
+    table = latex_grid(_grid(found), _data_errors(found)) if only is None else only.to_latex()
+    texts = {"index.html": render(page), "values.csv": csv_of(found), "table.tex": table}
+    if only is not None:
+        return {**texts, "report.json": only.to_json()}
+    texts["overview.csv"] = _overview(found, page.facts)
+    for checkpoint, report in reports_in(found).items():
+        name = f"reports/{file_name(checkpoint)}.json"
+        while name in texts:  # two names that differ only in what file_name replaces
+            name = name.replace(".json", "-2.json")
+        texts[name] = report.to_json()
     return texts
 
 
-def _latex(entries: Sequence[Entry]) -> str:
-    if len(entries) == 1 and entries[0].report is not None:
-        return entries[0].report.to_latex()
-    return latex_grid(entries_grid(entries), DATA_ERRORS if _know_data_errors(entries) else "")
-
-
-def _know_data_errors(entries: Sequence[Entry]) -> bool:
-    return any(entry.report is not None and has_data_errors(entry.report) for entry in entries)
+def _data_errors(found: Found) -> str:
+    """What ± means, where a report knows the error of its data."""
+    return DATA_ERRORS if any(map(has_data_errors, reports_in(found).values())) else ""
 
 
 def file_name(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from flatness.cli.answers import UsageError
-from flatness.errors import nearest
+from flatness.errors import check_known
 
 
 class _Paragraphs:
@@ -38,10 +38,7 @@ class Group(_Paragraphs, TyperGroup):
         """The command that the first word names."""
         word = args[0]
         if self.get_command(ctx, word) is None and not word.startswith("-") and not ctx.resilient_parsing:
-            known = self.list_commands(ctx)
-            raise UsageError(
-                f"Expected a command, one of {', '.join(known)}, but got {word!r}.{nearest(word, known)}"
-            )
+            check_known(word, self.list_commands(ctx), "a command", UsageError)
         return super().resolve_command(ctx, args)
 
 

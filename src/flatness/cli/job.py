@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,21 @@ import flatness
 from flatness.catalogue.registry import resolve_options, select_measures
 from flatness.cli.answers import FAILED, UsageError, blamed_on_words
 from flatness.cli.entries import (
-    Entry,
+    Found,
     check_sort,
-    entries_csv,
-    entries_json,
+    csv_of,
+    failures_in,
+    in_order,
+    json_of,
     measure_each,
-    print_entries,
-    sorted_entries,
+    print_found,
+    reports_in,
     trajectory_of,
     write_folder,
 )
 from flatness.cli.forms import check_folder, say_written
 from flatness.cli.options import Compute, Form, Network
 from flatness.cli.sources import (
-    Data,
     arguments_of,
     as_built,
     checkpoints_of,
@@ -50,8 +50,6 @@ class Request:
 
     given: Network
     compute: Compute
-    measures: list[str] | None
-    layers: list[str] | None
     sort: str | None
     reverse: bool
     debug: bool
@@ -74,48 +72,9 @@ def run(request: Request, form: Form, out: Path | None) -> int:
             f"Expected one checkpoint with --statistics-to, which is one file, but got {len(paths)}. Measure "
             "them one by one."
         )
-    measure_one = _measurement(request, model, data, arguments)
-    if len(paths) <= 1:
-        path = next(iter(paths), None)
-        entries = [Entry(path.name if path else request.given.model, measure_one(path))]
-    else:
-        entries = measure_each(paths, measure_one, request.compute.progress, request.debug)
-        entries = sorted_entries(entries, sort, request.reverse)
-    present(entries, form, out)
-    return FAILED if any(entry.report is None for entry in entries) else 0
-
-
-def present(entries: list[Entry], form: Form, out: Path | None) -> None:
-    """Print what was found, and write it into a folder where one is given."""
-    if form.as_json:
-        typer.echo(entries_json(entries))
-    elif form.as_csv:
-        typer.echo(entries_csv(entries), nl=False)
-    else:
-        print_entries(entries)
-    if out is not None:
-        check_folder(out)
-        say_written(out, write_folder(out, entries, _page(entries)), aside=form.name != "table")
-
-
-def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
-    """The arguments of `flatness.measure`, with every name checked."""
-    measures, layers = chosen_measures(request.measures), one_or_many(request.layers or [])
-    with blamed_on_words(MeasureError, OptionError, LayerError):
-        resolve_options(select_measures(measures), request.settings["options"])
-        with Guard(model, 0):
-            available = find_layers(model)
-        select_layers(available, list(available), layers)
-    computing = arguments_of(request.given, request.compute)
-    return {**request.settings, **computing, "measures": measures, "layers": layers}
-
-
-def _measurement(
-    request: Request, model: nn.Module, data: Data, arguments: dict[str, Any]
-) -> Callable[[Path | None], flatness.Report]:
-    """A function that loads a checkpoint into the model and measures it."""
 
     def measure_one(path: Path | None) -> flatness.Report:
+        """Load a checkpoint into the model and measure it."""
         notes = (
             as_built(request.given)
             if path is None
@@ -126,13 +85,44 @@ def _measurement(
         meta = {**report.meta, **origin, "model": request.given.model, "data": data.name}
         return replace(report, meta=meta, notes=(*data.notes, *notes, *report.notes))
 
-    return measure_one
+    if len(paths) <= 1:
+        path = next(iter(paths), None)
+        found: Found = {path.name if path else request.given.model: measure_one(path)}
+    else:
+        found = measure_each(paths, measure_one, request.compute.progress, request.debug)
+        found = in_order(found, sort, request.reverse)
+    present(found, form, out)
+    return FAILED if failures_in(found) else 0
 
 
-def _page(entries: list[Entry]) -> Page:
-    subject = entries[0].name if len(entries) == 1 else f"{len(entries)} checkpoints"
-    reports = {entry.name: entry.report for entry in entries if entry.report is not None}
-    failures = {entry.name: entry.error for entry in entries if entry.report is None}
-    trajectory = trajectory_of(entries)
+def present(found: Found, form: Form, out: Path | None) -> None:
+    """Print what was found, and write it into a folder where one is given."""
+    if form.as_json:
+        typer.echo(json_of(found))
+    elif form.as_csv:
+        typer.echo(csv_of(found), nl=False)
+    else:
+        print_found(found)
+    if out is not None:
+        check_folder(out)
+        say_written(out, write_folder(out, found, _page(found)), aside=form.name != "table")
+
+
+def _arguments(request: Request, model: nn.Module) -> dict[str, Any]:
+    """The arguments of `flatness.measure`, with every name checked."""
+    measures = chosen_measures(request.settings["measures"])
+    layers = one_or_many(request.settings["layers"] or [])
+    with blamed_on_words(MeasureError, OptionError, LayerError):
+        resolve_options(select_measures(measures), request.settings["options"])
+        with Guard(model, 0):
+            available = find_layers(model)
+        select_layers(available, list(available), layers)
+    computing = arguments_of(request.given, request.compute)
+    return {**request.settings, **computing, "measures": measures, "layers": layers}
+
+
+def _page(found: Found) -> Page:
+    subject = next(iter(found)) if len(found) == 1 else f"{len(found)} checkpoints"
+    trajectory = trajectory_of(found)
     charts = [] if trajectory is None else trajectory_charts(trajectory)
-    return Page(f"Flatness of {subject}", reports, failures, charts=charts)
+    return Page(f"Flatness of {subject}", reports_in(found), failures_in(found), charts=charts)

@@ -39,10 +39,11 @@ def measure(
         flatness measure runs/ -m lenet5 -d cifar10 --sort relative_flatness
         flatness measure 'runs/*.pt' -m timm:resnet18 -d mydata:train --out table
     """
-    settings = {**asdict(how), "options": measure_options(option), "statistics_to": statistics_to}
+    settings = {"measures": measures, "layers": layers, **asdict(how)}
+    settings |= {"options": measure_options(option), "statistics_to": statistics_to}
     # Words that need no torch are checked above; loading it takes seconds.
     from flatness.cli import job
 
     debug = bool(context.obj["debug"])
-    request = job.Request(given, compute, measures, layers, sort, reverse, debug, settings)
+    request = job.Request(given, compute, sort, reverse, debug, settings)
     raise typer.Exit(job.run(request, form, out))

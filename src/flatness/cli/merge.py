@@ -29,7 +29,6 @@ def merge(
     """
     # Loading torch takes seconds.
     import flatness
-    from flatness.cli.entries import Entry
     from flatness.cli.job import present
 
-    present([Entry(f"{len(files)} parts", flatness.merge(files))], form, out)
+    present({f"{len(files)} parts": flatness.merge(files)}, form, out)

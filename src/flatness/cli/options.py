@@ -112,7 +112,7 @@ class Network:
     checkpoints: Checkpoints = None
     model_arg: ModelArguments = None
     split: Annotated[str, one_of("", words.SPLITS, DATA)] = "train"
-    limit: Annotated[int | None, option("Only the first N samples.", "N", DATA)] = None
+    limit: Annotated[int | None, option("Only the first N samples.", "N", DATA, min=1)] = None
     standardize: Standardize = False
     data_dir: DataDir = None
     loss: Annotated[

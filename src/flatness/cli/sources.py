@@ -24,7 +24,7 @@ from flatness.zoo.checkpoints import find_checkpoints, fit_checkpoint, read_chec
 from flatness.zoo.data import DATASETS, is_known, load
 from flatness.zoo.data.source import SOURCES
 from flatness.zoo.models import MODELS, build
-from flatness.zoo.objects import SourceError, blamed_on_code, build_timm, import_object, names_code
+from flatness.zoo.objects import build_named, build_timm, import_object, made_by, names_code
 
 _AS_BUILT = "no checkpoint was given, so the model's initial weights are measured"
 
@@ -55,13 +55,7 @@ def model_of(given: Network, seed: int) -> nn.Module:
         return build_timm(name, **options)
     if kind == "hf":
         return load_model(name, **options)
-    made = _made(given.model, "--model", options)
-    if not isinstance(made, nn.Module):
-        raise ModelError(
-            f"Expected {given.model} to give a torch.nn.Module but got {type(made).__name__}. "
-            "Return the model from the factory."
-        )
-    return made
+    return build_named(given.model, "--model", UsageError, **options)
 
 
 def as_built(given: Network) -> list[str]:
@@ -99,15 +93,6 @@ def _fitting(factory: Callable[..., nn.Module], data: str) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if defaults.get(name, value) != value}
 
 
-def _made(spec: str, option: str, options: dict[str, Any]) -> Any:
-    """What a factory returns; anything else unchanged."""
-    source = import_object(spec, option, UsageError)
-    if isinstance(source, nn.Module) or not callable(source):
-        return source
-    with blamed_on_code(SourceError, f"Expected {spec} to work"):
-        return source(**options)
-
-
 def network_of(given: Network, path: Path | None, seed: int) -> nn.Module:
     """A network with the weights of a checkpoint, or as it was built; prints what there is to note."""
     network = model_of(given, seed)
@@ -136,13 +121,12 @@ def data_of(given: Network) -> Data:
                 "Expected --limit, --standardize and --data-dir with a named data set or an .npz file "
                 f"but got {spec!r}. Do that in the factory."
             )
-        return Data(_made(spec, "--data", {}), spec)
+        return Data(made_by(spec, "--data", UsageError), spec)
     if not is_known(spec):
         raise UsageError(
             f"Expected --data to be one of {', '.join(DATASETS)}, the path of an .npz file, hf:PATH or "
             f"package.module:factory but got {spec!r}.{nearest(spec.lower(), DATASETS)}"
         )
-    _check_limit(given.limit)
     choices = {name: getattr(given, name) for name in ("split", "data_dir", "limit", "standardize")}
     data = load(spec, **choices)
     scaled = ", standardized" if given.standardize else ""
@@ -156,14 +140,8 @@ def _tokenised(given: Network) -> Data:
             "Expected --standardize and --data-dir with a named data set or an .npz file but got "
             f"{given.data!r}, which is measured as it was saved."
         )
-    _check_limit(given.limit)
     folder = given.data.removeprefix("hf:")
     return Data(load_data(folder, given.split, given.limit), given.data)
-
-
-def _check_limit(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise UsageError(f"Expected --limit to be at least 1 but got {limit}.")
 
 
 def arguments_of(given: Network, compute: Compute) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flatness.integrations.monitor import Monitor, library
+from flatness.errors import library
+from flatness.integrations.monitor import Monitor
 
 
 def flatness_callback(monitor: Monitor, network: str | None = None, *, start: bool = False) -> Any:
@@ -21,7 +22,7 @@ def flatness_callback(monitor: Monitor, network: str | None = None, *, start: bo
             whose forward must then return the outputs.
         start: Whether to measure before the first step too.
     """
-    lightning = library("Lightning", "lightning", "lightning.pytorch", "pytorch_lightning")
+    lightning = library("Lightning", "this callback", "lightning", "lightning.pytorch", "pytorch_lightning")
 
     class FlatnessCallback(lightning.Callback):
         """Measures after training batches."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import time
 import warnings
@@ -300,24 +299,6 @@ def values_of(report: Report) -> dict[str, float]:
             if row.terms and "threshold" in row.terms:
                 found[f"{name}/threshold"] = row.terms["threshold"]
     return found
-
-
-def library(title: str, extra: str, *names: str) -> Any:
-    """The first of these modules that is installed, for a callback of the library that they belong to.
-
-    Args:
-        title: What the library is called.
-        extra: The extra of this package that installs it.
-        names: The modules.
-    """
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise OptionError(
-        f"Expected {title} for this callback but it is not installed. Type: pip install 'flatness[{extra}]'."
-    )
 
 
 def _logger(log: Any) -> Log:

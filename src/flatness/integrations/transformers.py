@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from flatness.errors import DataError, FlatnessError, ModelError, listed, nearest
-from flatness.integrations.monitor import Monitor, library
+from flatness.errors import DataError, FlatnessError, ModelError, library, listed, nearest
+from flatness.integrations.monitor import Monitor
 
 
 def flatness_callback(monitor: Monitor, trainer: Any = None, *, start: bool = False) -> Any:
@@ -27,7 +26,7 @@ def flatness_callback(monitor: Monitor, trainer: Any = None, *, start: bool = Fa
             callbacks do not know it by themselves. Without it values go to ``trainer.state.log_history``.
         start: Whether to measure before the first step too.
     """
-    transformers = library("transformers", "transformers", "transformers")
+    transformers = library("transformers", "this callback", "transformers")
 
     class FlatnessCallback(transformers.TrainerCallback):
         """Measures after optimizer steps."""
@@ -148,13 +147,7 @@ def _folder(path: str | os.PathLike[str], what: str, writer: str, refusal: type[
 
 
 def _package(name: str, folder: Path, refusal: type[FlatnessError]) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise refusal(
-            f"Expected the package {error.name} for 'hf:{folder}' but it is not installed. "
-            "Run: pip install 'flatness[transformers]'."
-        ) from error
+    return library(name, f"'hf:{folder}'", "transformers", refusal=refusal)
 
 
 def _read(file: Path, key: str) -> Any:

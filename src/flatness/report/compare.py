@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatness.catalogue.registry import known_measure
 from flatness.errors import ReportError, listed
 from flatness.report.comparison import VERDICTS, Comparison, Group, Pair
 from flatness.report.report import Address, Report, Result, address
@@ -150,7 +149,7 @@ def _check_shared(reports: Sequence[Report]) -> None:
     for key, what in _SHARED.items():
         found = [report.meta.get(key) for report in reports]
         if key == "alignment":
-            found = [_alignment(report) for report in reports if not _is_old(report)]
+            found = [_alignment(report) for report in reports]
         for ours, theirs in itertools.pairwise(found):
             if ours != theirs:
                 raise ReportError(
@@ -163,11 +162,6 @@ def _alignment(report: Report) -> str | None:
     """How outputs and labels are paired, without how that is known."""
     recorded = report.meta.get("alignment")
     return None if recorded is None else str(recorded).partition(":")[0]
-
-
-def _is_old(report: Report) -> bool:
-    """Whether a report is of a version that recorded neither options nor alignment."""
-    return "options" not in report.meta
 
 
 def _check_different(side: Sequence[Report], name: str) -> None:
@@ -212,13 +206,13 @@ def _have_different_parameters(reports: Sequence[Report]) -> bool:
 
 
 def _changed_options(reports: Sequence[Report], measure: str) -> list[str]:
-    """Options of a measure that are not the same in all reports; none where a report does not know them.
+    """Options of a measure that are not the same in all reports; none where a report lacks it.
 
     A report records the options of measures that have any.
     """
-    if any(_is_old(report) or not _of(report, measure, "measure") for report in reports):
+    if not all(_of(report, measure, "measure") for report in reports):
         return []
-    options = [report.meta["options"].get(measure, {}) for report in reports]
+    options = [report.meta.get("options", {}).get(measure, {}) for report in reports]
     keys = sorted(set().union(*options))
     changed = [key for key in keys if any(one.get(key) != options[0].get(key) for one in options)]
     return [", ".join(f"{key} {one.get(key)}" for key in changed) for one in options]
@@ -258,27 +252,12 @@ def _warnings(sides: _Sides, kept: Sequence[Address]) -> list[str]:
     found = _similar_risks(sides)
     if _have_different_parameters(sides.reports):
         found.append("the networks have different parameters, so their values are on different scales")
-    if any(map(_is_old, sides.reports)):
-        found += _unrecorded(sides.reports, kept)
     found += _data_errors(sides, kept)
     if (len(sides.a) == 1) != (len(sides.b) == 1):
         single = sides.names[0 if len(sides.a) == 1 else 1]
         found.append(f"{single} is a single network; its spread is assumed to equal that of the other group")
     if not all(math.isfinite(rows[key].value) for rows in sides.rows for key in kept):
         found.append("non-finite values count as undecided")
-    return found
-
-
-def _unrecorded(reports: Sequence[Report], kept: Sequence[Address]) -> list[str]:
-    """What reports of earlier versions do not know."""
-    taken = "assumed to be the same; measure again to be sure"
-    measures = [(name, known_measure(name)) for name in dict.fromkeys(key[0] for key in kept)]
-    taking = [name for name, measure in measures if measure is not None and measure.options]
-    found = []
-    if taking:
-        found.append(f"not every report recorded the options of {listed(taking)}: they are {taken}")
-    if any(_alignment(report) for report in reports):
-        found.append(f"not every report recorded how outputs and labels are paired; this is {taken}")
     return found
 
 

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from flatness.report.tables import (
     marked,
     place_of,
     shortened,
+    terminal_width,
     total_error,
 )
 
@@ -225,8 +225,12 @@ class Comparison(Drawn):
                     f"Expected a measure that is compared here but got {name!r}.{nearest(name, known)} "
                     f"Compared are: {listed(known, 40)}."
                 )
-        pairs = [pair for name in wanted for pair in self.pairs if pair.measure == name]
-        return replace(self, pairs=tuple(pairs))
+        return replace(self, pairs=tuple(pair for name in wanted for pair in self.pairs_of(name)))
+
+    def pairs_of(self, measure: str, *, whole: bool = False) -> list[Pair]:
+        """The pairs of a measure; of the network alone, where it has such and that is asked for."""
+        own = [pair for pair in self.pairs if pair.measure == measure]
+        return (whole and [pair for pair in own if pair.a.results[0].level == "network"]) or own
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per shared quantity: measure, level, layer, reduction, a, b, ratio, z, flatter.
@@ -270,9 +274,7 @@ class Comparison(Drawn):
         return _sentence(Counter(invariant or said.values()), self.names, kind)
 
     def _said(self, measure: str) -> str:
-        pairs = [pair for pair in self.pairs if pair.measure == measure]
-        pairs = [pair for pair in pairs if pair.a.results[0].level == "network"] or pairs
-        words = {pair.verdict(self.names) for pair in pairs}
+        words = {pair.verdict(self.names) for pair in self.pairs_of(measure, whole=True)}
         sides = words & set(self.names)
         if sides:
             return sides.pop() if len(sides) == 1 else SPLIT
@@ -318,8 +320,7 @@ class Comparison(Drawn):
 
     def __str__(self) -> str:
         """A table as wide as the terminal, what there is to note, and the verdict."""
-        width = shutil.get_terminal_size((100, 24)).columns
-        return "\n".join([self.table(width), "", *self.remarks()])
+        return "\n".join([self.table(terminal_width()), "", *self.remarks()])
 
     __repr__ = __str__
 

@@ -13,7 +13,6 @@ from flatness.report.tables import (
     Grid,
     column_of,
     has_data_errors,
-    is_marked,
     legend,
     marked,
     place_of,
@@ -93,7 +92,7 @@ def latex_grid(grid: Grid, comment: str = "", measures: Iterable[str] = ()) -> s
     kinds = "".join("r" + "@{}l" * (width - 1) for width in widths)
     lines += [rf"\begin{{tabular}}{{l{kinds}}}", r"\toprule"]
     headings = [
-        rf"\multicolumn{{{width}}}{{c}}{{{escaped(column.replace('_', ' '))}{_mark(column)}}}"
+        rf"\multicolumn{{{width}}}{{c}}{{{escaped(marked(column).replace('_', ' '))}}}"
         for column, width in zip(grid.columns, widths, strict=True)
     ]
     lines.append(" & ".join([escaped(grid.corner), *headings]) + r" \\")
@@ -105,10 +104,6 @@ def latex_grid(grid: Grid, comment: str = "", measures: Iterable[str] = ()) -> s
     if legend([*grid.columns, *measures]):
         lines.append(rf"\multicolumn{{{1 + sum(widths)}}}{{l}}{{\footnotesize {escaped(CHANGES)}}}")
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"
-
-
-def _mark(column: str) -> str:
-    return escaped(MARK) if is_marked(column) else ""
 
 
 def latex_report(report: Any, measures: Sequence[str] | None = None) -> str:

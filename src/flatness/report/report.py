@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -205,13 +204,6 @@ class Report(Drawn):
             raise _ambiguous(measure, asked, len(matching), matching or rows)
         return found[0]
 
-    def _held(self, measures: str | Iterable[str]) -> list[str]:
-        """Names of measures as a list, each of which the report holds."""
-        names = [measures] if isinstance(measures, str) else list(measures)
-        for name in names:
-            self._rows_of(name)
-        return names
-
     def _rows_of(self, measure: str) -> list[Result]:
         rows = [row for row in self.results if row.measure == measure]
         if rows:
@@ -234,9 +226,9 @@ class Report(Drawn):
 
     def __str__(self) -> str:
         """The table of layers, as wide as the terminal."""
-        from flatness.report.tables import format_report
+        from flatness.report.tables import format_report, terminal_width
 
-        return format_report(self, width=shutil.get_terminal_size((100, 24)).columns)
+        return format_report(self, terminal_width())
 
     __repr__ = __str__
 
@@ -281,7 +273,10 @@ class Report(Drawn):
         """
         from flatness.report.latex import latex_report
 
-        text = latex_report(self, None if measures is None else self._held(measures))
+        names = None if measures is None else [measures] if isinstance(measures, str) else list(measures)
+        for name in names or ():
+            self._rows_of(name)  # each of which the report holds
+        text = latex_report(self, names)
         if path is not None:
             write_text(path, text)
         return text

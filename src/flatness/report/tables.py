@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,11 @@ class Grid:
         for label, cells in self.rows.items():
             found = (cells.get(column, "") for column in self.columns)
             yield [label, *(cell if isinstance(cell, str) else cell_of(cell) for cell in found)]
+
+
+def terminal_width() -> int:
+    """Columns of the terminal; 100 where there is none."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def format_value(value: float, stderr: float = 0.0) -> str:

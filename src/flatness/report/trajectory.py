@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ from flatness.errors import ReportError
 from flatness.files import write_text
 from flatness.report.report import Drawn, Report, Result
 from flatness.report.sheets import csv_text
-from flatness.report.tables import Grid, format_grid, legend, overview_columns
+from flatness.report.tables import Grid, format_grid, legend, overview_columns, terminal_width
 
 if TYPE_CHECKING:
     import pandas
@@ -88,8 +87,7 @@ class Trajectory(Drawn):
     def __str__(self) -> str:
         """The table, as wide as the terminal."""
         grid = self.grid()
-        table = format_grid(grid, shutil.get_terminal_size((100, 24)).columns)
-        return "\n\n".join(filter(None, [table, legend(grid.columns)]))
+        return "\n\n".join(filter(None, [format_grid(grid, terminal_width()), legend(grid.columns)]))
 
     __repr__ = __str__
 

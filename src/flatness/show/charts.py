@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flatness.report.report import Report
 from flatness.report.tables import REDUCTION_LABEL, marked
@@ -54,11 +54,6 @@ class Chart:
     places: Sequence[str] = ()
     scales: tuple[str, str] = ("auto", "auto")
     caption: str = ""
-
-
-def value_order(value: Any) -> tuple[int, float, str]:
-    """A sorting key for numbers by size, then texts."""
-    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
 
 
 def layers_chart(groups: Mapping[str, Sequence[Report]], measure: str, title: str) -> Chart:

@@ -86,12 +86,9 @@ def plot(
         )
     module, function = _DRAWN_BY[name]
     draw = getattr(importlib.import_module(f"flatness.show.plots.{module}"), function)
-    chosen = {} if measures is None else {"measures": _listed(measures)}
+    names = [measures] if isinstance(measures, str) else measures
+    chosen = {} if names is None else {"measures": list(names)}
     return draw(path, thing, dark=dark, **chosen)
-
-
-def _listed(measures: str | Iterable[str]) -> list[str]:
-    return [measures] if isinstance(measures, str) else list(measures)
 
 
 def _in_order(thing: Any) -> Any:

@@ -39,13 +39,8 @@ class Configuration:
         data = {key: value for key, value in self.data.items() if key != "data_dir"}
         # An axis that came later counts where it is used: records of earlier versions keep their keys.
         axes = {axis: value for axis, value in self.axes.items() if (axis, value) != ("augmentation", "none")}
-        found = {
-            "axes": axes,
-            "data": data,
-            "model": dict(self.model),
-            "train": dict(self.train),
-            "stop": dict(self.stop),
-        }
+        found = {"axes": axes, "data": data}
+        found |= {name: dict(getattr(self, name)) for name in ("model", "train", "stop")}
         file = {"name": os.path.basename(self.checkpoint), "sha256": self.fingerprint}
         return {**found, "checkpoint": file} if self.checkpoint else found
 

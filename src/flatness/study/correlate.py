@@ -30,13 +30,11 @@ class Correlation:
         value: The coefficient; NaN when one side is constant.
         low: Lower end of the 95 % percentile bootstrap interval over settings.
         high: Upper end.
-        n: Number of networks.
     """
 
     value: float
     low: float
     high: float
-    n: int
 
 
 def correlation(
@@ -66,11 +64,10 @@ def correlation(
     a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     n = len(a)
     if n < 3:
-        return Correlation(np.nan, np.nan, np.nan, n)
+        return Correlation(np.nan, np.nan, np.nan)
     value = float(weighted(a, b, np.ones((1, n)), kind)[0])
     codes = units(n, None if settings is None else np.asarray(settings))
-    low, high = interval(weighted(a, b, counts(codes, resamples, seed), kind, codes))
-    return Correlation(value, low, high, n)
+    return Correlation(value, *interval(weighted(a, b, counts(codes, resamples, seed), kind, codes)))
 
 
 def interval(drawn: Array) -> tuple[float, float]:

@@ -6,17 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flatness.errors import SpecError, nearest
+from flatness.errors import SpecError, check_known
+from flatness.files import KINDS, NUMBER, WHOLE
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "a number": (int, float),
-    "a whole number": (int,),
-    "text": (str,),
-    "true or false": (bool,),
-    "a list": (list, tuple),
-    "a table": (dict,),
-    "anything": (object,),
-}
+_TYPES = {**KINDS, "a list": (list, tuple), "a table": (dict,)}
+"""What a key may hold, as messages say it, and its types."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +44,11 @@ class Key:
             what: How messages name the key: ``epochs in [stop]``.
             where: How messages name the file, or the part of it.
         """
-        number = not isinstance(value, bool) or self.kind not in ("a number", "a whole number")
+        number = not isinstance(value, bool) or self.kind not in (NUMBER, WHOLE)
         if not (isinstance(value, _TYPES[self.kind]) and number):
             raise SpecError(f"Expected {what} to be {self.kind} but {where} has {value!r}.")
-        if self.known is not None and value not in list(self.known):
-            raise SpecError(
-                f"Expected {what} to be one of {', '.join(self.known)} but {where} has {value!r}."
-                f"{nearest(value, self.known)}"
-            )
+        if self.known is not None:
+            check_known(value, self.known, what, SpecError, f"{where} has")
         if self.least is not None and value < self.least:
             raise SpecError(f"Expected {what} to be at least {self.least} but {where} has {value!r}.")
         if self.right is not None and not self.right(value):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.errors import DataError, ModelError, SpecError, StudyError, nearest
+from flatness.errors import DataError, SpecError, StudyError, nearest
 from flatness.files import digest
 from flatness.study.configuration import Configuration
 from flatness.zoo.data import Dataset, load
 from flatness.zoo.models import MODELS, build, initialize
 from flatness.zoo.models.initial import seeded
-from flatness.zoo.objects import blamed_on_code, import_object, names_code
+from flatness.zoo.objects import blamed_on_code, build_named, import_object, names_code
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,16 +153,8 @@ def make_model(configuration: Configuration) -> nn.Module:
     name, options = configuration.model["name"], dict(configuration.model.get("options", {}))
     seed, scheme = configuration.axes.get("seed", 0), configuration.axes.get("initialization", "default")
     if names_code(name):
-        factory = import_object(name, "name in [model]", SpecError)
-        model = factory
-        if not isinstance(factory, nn.Module):
-            with seeded(seed), blamed_on_code(ModelError, f"Expected {name} to build the model"):
-                model = factory(**options)
-        if not isinstance(model, nn.Module):
-            raise ModelError(
-                f"Expected {name} to give a torch.nn.Module but got {type(model).__name__}. "
-                "Return the model from the factory."
-            )
+        with seeded(seed):
+            model = build_named(name, "name in [model]", SpecError, **options)
     else:
         if name.replace("-", "_") not in MODELS:
             raise SpecError(

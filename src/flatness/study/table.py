@@ -40,24 +40,16 @@ Evaluation = Mapping[str, float]
 """``train_`` and ``test_``, each with ``loss``, ``accuracy`` and ``samples``."""
 
 
-def _loss(found: Evaluation) -> float:
-    return found["test_loss"] - found["train_loss"]
-
-
 def _summed_loss(found: Evaluation) -> float:
     test = found["test_loss"] * found["test_samples"]
     train = found["train_loss"] * found["train_samples"]
     return test * found["train_samples"] / found["test_samples"] - train
 
 
-def _accuracy(found: Evaluation) -> float:
-    return found["train_accuracy"] - found["test_accuracy"]
-
-
 GAPS: dict[str, Callable[[Evaluation], float]] = {
-    "loss": _loss,
+    "loss": lambda found: found["test_loss"] - found["train_loss"],
     "summed_loss": _summed_loss,
-    "accuracy": _accuracy,
+    "accuracy": lambda found: found["train_accuracy"] - found["test_accuracy"],
 }
 """The generalisation gap, as each paper defines it (MATH.md §11).
 
@@ -81,6 +73,11 @@ AXIS_LABELS = {
     "summed_loss": "summed test loss (scaled) − summed training loss",
     "accuracy": "training accuracy − test accuracy",
 }
+
+
+def value_order(value: Any) -> tuple[int, float, str]:
+    """A sorting key for numbers by size, then texts."""
+    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
 
 
 def column_name(row: Mapping[str, Any]) -> str:

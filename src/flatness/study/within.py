@@ -15,7 +15,6 @@ import numpy as np
 from flatness.study.correlate import (
     Array,
     Codes,
-    Correlation,
     against,
     counts,
     interval,
@@ -85,29 +84,6 @@ def on_a_line(values: Array) -> Array:
     return np.where(positive, np.log(np.where(positive, values, 1.0)), values)
 
 
-@dataclass(frozen=True)
-class Partial:
-    """Partial correlations of many measures with the gap, given setting and covariates.
-
-    Attributes:
-        found: By kind, one for each measure: Pearson's r of the residuals (the partial correlation), and
-            Kendall's τ of them, with 95 % intervals from drawing settings.
-        p_value: By kind, two-sided for each measure: how often residuals of the gap that are permuted within
-            settings, and freed of the covariates again (Freedman and Lane 1983), go with it as closely.
-        p_family: By kind, the same for the best of all these measures.
-        null_95: By kind, what 95 % of these stay below, for each measure.
-        null_95_family: By kind, the same for the best of all measures.
-        drawn: By kind, the coefficient of each resample: (measures, resamples).
-    """
-
-    found: dict[str, list[Correlation]]
-    p_value: dict[str, Array]
-    p_family: dict[str, Array]
-    null_95: dict[str, Array]
-    null_95_family: dict[str, float]
-    drawn: dict[str, Array]
-
-
 def partial(
     measures: Array,
     gap: Array,
@@ -117,7 +93,7 @@ def partial(
     resamples: int = 2000,
     permutations: int = 2000,
     seed: int = 0,
-) -> Partial:
+) -> dict[str, Array]:
     """Partial correlation of measures with the gap, given the setting and what else is known.
 
     Measures that are positive throughout go in as logarithms.
@@ -133,12 +109,23 @@ def partial(
         permutations: Of the gaps within settings; 0 for no null.
         seed: Of both.
 
+    Returns:
+        An entry per measure of ``pearson``, Pearson's r of the residuals (the partial correlation), and of
+        ``kendall``, Kendall's τ of them, each with
+
+        - ``_low`` and ``_high``, the ends of the 95 % interval from drawing settings;
+        - ``_p``, two-sided: how often residuals of the gap that are permuted within settings, and freed of
+          the covariates again (Freedman and Lane 1983), go with it as closely; ``_p_family``, the same for
+          the best of all these measures;
+        - ``_null_95``, what 95 % of these stay below; ``_null_95_family``, the same for the best of all;
+        - ``_drawn``, the coefficient of each resample: (measures, resamples).
+
     Example:
         >>> import numpy as np
         >>> gap = np.array([1.0, 2.0, 3.0, 11.0, 12.0, 13.0])  # two settings, far apart
         >>> measure = np.array([[3.0, 2.0, 1.0, 9.0, 8.0, 7.0]])  # follows them, and runs backwards within
         >>> found = partial(np.exp(measure), gap, np.array([0, 0, 0, 1, 1, 1]), permutations=0)
-        >>> round(found.found["pearson"][0].value, 10)
+        >>> round(float(found["pearson"][0]), 10)
         -1.0
     """
     rows = residuals(np.vstack([on_a_line(measures), gap]), settings, covariates)
@@ -148,16 +135,22 @@ def partial(
     n = len(rows.kept)
     codes = units(n, rows.settings)
     draws = np.vstack([np.ones((1, n)), counts(codes, resamples)])
-    found, drawn = {}, {}
+    nulls = _null(rows, xs, y, permutations, seed, bool(usable.any()))
+    found: dict[str, Array] = {}
     for kind in KINDS:
         own = [
             weighted(x, y, draws, kind, codes) if fine else np.full(1 + resamples, np.nan)
             for x, fine in zip(xs, usable, strict=True)
         ]
-        found[kind] = [Correlation(float(one[0]), *interval(one[1:]), n) for one in own]
-        drawn[kind] = np.array([one[1:] for one in own])
-    nulls = _null(rows, xs, y, permutations, seed, bool(usable.any()))
-    return Partial(found, *_levels(found, nulls), drawn)
+        values = np.reshape(own, (-1, 1 + resamples))
+        ends = np.reshape([interval(one[1:]) for one in values], (-1, 2)).T
+        found |= {kind: values[:, 0], f"{kind}_low": ends[0], f"{kind}_high": ends[1]}
+        best = np.broadcast_to(nulls[kind].max(axis=0, initial=0.0), nulls[kind].shape)
+        levels = {"": nulls[kind], "_family": best}
+        found |= {f"{kind}_p{end}": shares(np.abs(found[kind]), null) for end, null in levels.items()}
+        found |= {f"{kind}_null_95{end}": _height(null) for end, null in levels.items()}
+        found[f"{kind}_drawn"] = values[:, 1:]
+    return found
 
 
 def _null(
@@ -174,18 +167,9 @@ def _null(
     return {kind: np.where(np.isfinite(size), np.abs(size), 0.0) for kind, size in sizes.items()}
 
 
-def _levels(
-    found: dict[str, list[Correlation]], nulls: dict[str, Array]
-) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array], dict[str, float]]:
-    """Probabilities of each measure and of the best, and what 95 % of the nulls stay below."""
-    p_value, p_family, own, family = {}, {}, {}, {}
-    for kind, null in nulls.items():
-        values = np.abs([one.value for one in found[kind]])
-        best = null.max(axis=0, initial=0.0)
-        p_value[kind], p_family[kind] = shares(values, null), shares(values, best[None])
-        own[kind] = np.quantile(null, 0.95, axis=1) if null.size else np.full(len(values), np.nan)
-        family[kind] = float(np.quantile(best, 0.95)) if null.size else np.nan
-    return p_value, p_family, own, family
+def _height(null: Array) -> Array:
+    """What 95 % of the null of each measure stay below; NaN without a null."""
+    return np.quantile(null, 0.95, axis=1) if null.size else np.full(len(null), np.nan)
 
 
 def shares(values: Array, null: Array) -> Array:

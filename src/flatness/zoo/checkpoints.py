@@ -30,7 +30,6 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _NOT_WEIGHTS = {"optimizer.pt", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state.pth"}
 # Where training scripts and Lightning keep the weights inside a larger dictionary.
 _INSIDE = ("state_dict", "model_state_dict", "model", "net", "weights")
-_WRAPPERS = {"module.": "DataParallel's prefix"}
 _SHOWN_KEYS = 4
 
 
@@ -229,7 +228,8 @@ def _without_wrappers(
         if not all(key.startswith(prefix) for key in shorter):
             return tensors, notes
         shorter = {key.removeprefix(prefix): value for key, value in shorter.items()}
-        taken.append(f"took {_WRAPPERS.get(prefix, 'the prefix')} {prefix!r} off the checkpoint's names")
+        whose = "DataParallel's" if prefix == "module." else "the"
+        taken.append(f"took {whose} prefix {prefix!r} off the checkpoint's names")
     return shorter, [*notes, *taken]
 
 

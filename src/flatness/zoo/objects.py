@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from flatness.errors import FlatnessError, ModelError, OptionError, nearest
+from flatness.errors import FlatnessError, ModelError, OptionError, library, nearest
 
 
 class SourceError(FlatnessError, RuntimeError):
@@ -93,6 +93,34 @@ def blamed_on_code(kind: type[FlatnessError], expected: str, *passed_on: type[Ex
         raise kind(f"{expected} but it raised {type(error).__name__}: {error}") from error
 
 
+def made_by(spec: str, what: str, refusal: type[FlatnessError], /, **options: Any) -> Any:
+    """What the factory ``package.module:name`` returns; anything else, a network too, as it is.
+
+    Raises:
+        SourceError: The factory fails.
+    """
+    found = import_object(spec, what, refusal)
+    if isinstance(found, nn.Module) or not callable(found):
+        return found
+    with blamed_on_code(SourceError, f"Expected {spec} to work"):
+        return found(**options)
+
+
+def build_named(spec: str, what: str, refusal: type[FlatnessError], /, **options: Any) -> nn.Module:
+    """The network that ``package.module:factory`` builds.
+
+    Raises:
+        ModelError: It is something else.
+    """
+    made = made_by(spec, what, refusal, **options)
+    if not isinstance(made, nn.Module):
+        raise ModelError(
+            f"Expected {spec} to give a torch.nn.Module but got {type(made).__name__}. "
+            "Return the model from the factory."
+        )
+    return made
+
+
 def build_timm(name: str, **options: Any) -> nn.Module:
     """Build a network of timm.
 
@@ -103,13 +131,7 @@ def build_timm(name: str, **options: Any) -> nn.Module:
     Raises:
         ModelError: When timm is not installed or has no such network.
     """
-    try:
-        timm: Any = importlib.import_module("timm")
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f"Expected the package timm for 'timm:{name}' but it is not installed. "
-            "Run: pip install 'flatness[timm]'."
-        ) from error
+    timm = library("timm", f"'timm:{name}'", "timm", refusal=ModelError)
     known = timm.list_models()
     if name.partition(".")[0] not in known:
         raise ModelError(

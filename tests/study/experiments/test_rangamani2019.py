@@ -8,7 +8,7 @@ from torch import nn
 
 from flatness.errors import SpecError
 from flatness.study.experiments.rangamani2019_invariance import INVARIANCE, NETWORKS, PUBLISHED
-from flatness.zoo.models import mlp
+from flatness.zoo.models import MODELS, mlp
 from oracle import hessian, mean_risk
 
 SMALL = {"model": "mlp", "options": {"sizes": [6, 5, 4, 10]}, "shape": [6], "factors": [[5, 4]]}
@@ -93,9 +93,9 @@ def test_networks_and_factors_that_do_not_fit_are_refused():
         "Expected 2 positive factors for mlp, for its layers but the last, whose factor is the inverse of "
         "their product, but got [5, 4, 1]."
     )
-    assert message(model="mlpp").startswith(
-        "Expected model in [[experiment.networks]] to be one of flatness.models but got 'mlpp'. "
-        "Did you mean 'mlp'? Known: "
+    assert message(model="mlpp") == (
+        f"Expected model in [[experiment.networks]] to be one of {', '.join(MODELS)} but got 'mlpp'. "
+        "Did you mean 'mlp'?"
     )
     assert message(depth=3).startswith(
         "Expected model, shape, factors in [[experiment.networks]] but got {'model': 'mlp', "

@@ -21,7 +21,7 @@ from flatness.show.plots.landscape import save_density, save_line
 from flatness.show.plots.surfaces import save_contour, save_relief
 
 Landscape = Line | Surface | Density
-_RESULTS = {"line": Line, "surface": Surface, "density": Density}
+_RESULTS: dict[str, type[Landscape]] = {kind.kind: kind for kind in (Line, Surface, Density)}
 _TITLES = {
     "line": "Loss along lines in parameter space",
     "surface": "Loss over a plane in parameter space",
@@ -44,8 +44,7 @@ def write_landscape(folder: Path, found: Landscape) -> list[str]:
     The folder is made where it is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    kind = next(name for name, result in _RESULTS.items() if isinstance(found, result))
-    files, figures = [f"{kind}.npz", f"{kind}.csv"], []
+    files, figures = [f"{found.kind}.npz", f"{found.kind}.csv"], []
     found.save(folder / files[0])
     write_text(folder / files[1], csv_text(found.to_frame()))
     for name, (draw, words) in _pictures(found).items():
@@ -54,7 +53,7 @@ def write_landscape(folder: Path, found: Landscape) -> list[str]:
             files.append(f"{name}{ending}")
         figures.append(_figure(folder / f"{name}.png", folder / f"{name}-dark.png", words))
     lead = [found.caption(), *(line.strip() for line in str(found).splitlines()[1:])]
-    page = Page(_TITLES[kind], {}, lead=lead, figures=figures, foot=_FOOT)
+    page = Page(_TITLES[found.kind], {}, lead=lead, figures=figures, foot=_FOOT)
     write_text(folder / "index.html", render(page))
     return ["index.html", *files]
 

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from flatness.report.tables import WHOLE_MODEL, format_value
-from flatness.show.charts import value_order
 from flatness.show.pages.document import Cell, document, row, table
 from flatness.study.analysis.correlations import FEWEST
 from flatness.study.analysis.results import Study
-from flatness.study.analysis.summary import without_measures
+from flatness.study.analysis.summary import told_of_networks, without_measures
 from flatness.study.correlate import COEFFICIENTS
-from flatness.study.table import AXIS_LABELS, GAPS, column_name, distinct_columns, fitted, in_words
+from flatness.study.table import (
+    AXIS_LABELS,
+    GAPS,
+    column_name,
+    distinct_columns,
+    fitted,
+    in_words,
+    value_order,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -33,19 +40,10 @@ _MAIN = {
     "p_family": "p of the best",
     "worst_sign_error": "worst sign error",
 }
-_OUTCOMES = {
-    "train_loss": "training loss",
-    "test_loss": "test loss",
-    "test_accuracy": "test accuracy",
-    "gap": "gap",
-}
+_OUTCOMES = ("train_loss", "test_loss", "test_accuracy", "gap")
 _DIGITS = 7
 _CURVE_POINTS = 60
-_TARGETS = {
-    "test_loss": "test loss",
-    "test_error": "test error",
-    "train_loss": "training loss",
-}
+_TARGETS = ("test_loss", "test_error", "train_loss")
 # Parts of a record that have a place of their own on the page.
 _ELSEWHERE = (
     "format",
@@ -90,16 +88,7 @@ def render_study(study: Study) -> str:
 
 
 def _counts(study: Study) -> str:
-    """How many networks there are, how many the analysis is about, and why the others are not in it."""
-    counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in study.counts().items())
-    lines = [f"{len(study.networks)} networks: {counts}. In the analysis: {len(study.kept())}."]
-    if study.others:
-        lines.append(f"{study.others} records of other configurations in the folder are not counted.")
-    text = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    left = study.filtered_out()
-    if left:
-        reasons = "; ".join(f"{n} {reason}" for reason, n in left.items())
-        text += f"<p>Left out: {escape(reasons)}.</p>"
+    text = "".join(f"<p>{escape(line)}</p>" for line in told_of_networks(study))
     return f'<section class="counts" aria-label="How many networks">{text}</section>\n'
 
 
@@ -116,7 +105,7 @@ def _correlations(study: Study, number: int, part: str) -> str:
     headings += [(text, _FEWER.get(name, "")) for name, text in _COEFFICIENTS.items()]
     headings += [(text or name, "" if text else "more") for name, text in rest.items()]
     lines = [_correlation(found, rest) for found in rows]
-    gap = gap_label(study, part)
+    gap = AXIS_LABELS[study.spec.gap(part)]
     chance = "intervals over settings; grey: what 95 % of permutations stay below"
     caption = f"Every quantity against the gap ({gap}); {chance}"
     inner = table(caption, headings, "".join(lines), kind="correlations", part=number)
@@ -188,12 +177,7 @@ def _networks(study: Study) -> str:
     axes = [name for columns in study.axes().values() for name in columns]
     names = (["part"] if "part" in frame else []) + list(dict.fromkeys(axes))
     numbers = [*_OUTCOMES, *study.headline()[:_HEADLINES]]
-    headings = [
-        "network",
-        *names,
-        "in the analysis",
-        *(_OUTCOMES.get(name, in_words(name)) for name in numbers),
-    ]
+    headings = ["network", *names, "in the analysis", *map(in_words, numbers)]
     lines = []
     for number, found in enumerate(frame.to_dict("records"), 1):
         key = str(found["key"])
@@ -229,7 +213,7 @@ def study_data(study: Study) -> dict[str, Any]:
     reasons = {reason: place for place, reason in enumerate(dict.fromkeys(left.values()))}
     return {
         "keys": keys,
-        "parts": [{"name": name, "gap": gap_label(study, name)} for name in parts],
+        "parts": [{"name": name, "gap": AXIS_LABELS[study.spec.gap(name)]} for name in parts],
         "partOf": [parts.index(network["part"]) for network in study.networks],
         "reasons": list(reasons),
         "out": [reasons[left[key]] if key in left else -1 for key in keys],
@@ -243,11 +227,6 @@ def study_data(study: Study) -> dict[str, Any]:
         "facts": _facts(records),
         **_curves(records),
     }
-
-
-def gap_label(study: Study, part: str) -> str:
-    """What the gap of a part is, as axes say it."""
-    return AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
 
 
 def _rounded(value: Any) -> Any:
@@ -296,14 +275,14 @@ def _targets(
 ) -> list[dict[str, Any]]:
     """What measures are held against: the study's gap first, whose label depends on the part."""
     found: list[dict[str, Any]] = [{"name": "gap", "label": None, "values": _column(frame, "gap")}]
-    kinds = {settings.get("gap", {}).get("kind", "loss") for settings in study.spec.parts.values()}
+    kinds = set(map(study.spec.gap, study.spec.parts))
     ended = [record.get("evaluation") for record in records]
     for kind in ("loss", "accuracy"):
         if kinds != {kind}:
             values = [_rounded(GAPS[kind](one)) if one else None for one in ended]
             found.append({"name": kind, "label": AXIS_LABELS[kind], "values": values})
     return found + [
-        {"name": name, "label": label, "values": _column(frame, name)} for name, label in _TARGETS.items()
+        {"name": name, "label": in_words(name), "values": _column(frame, name)} for name in _TARGETS
     ]
 
 

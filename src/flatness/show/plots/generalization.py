@@ -70,11 +70,18 @@ def save_terms(path: Where, found: GeneralizationBound, *, dark: bool = False) -
     return figure
 
 
-def save_correlations(path: Where, kinds: Mapping[str, Sequence[Mapping[str, float]]]) -> Picture:
-    """Save Fig. 3: correlation of relative flatness and gap over class separation, with 95 % intervals."""
+def save_correlations(path: Where, rows: Sequence[Mapping[str, float]]) -> Picture:
+    """Save Fig. 3: correlation of relative flatness and gap over class separation, with 95 % intervals.
+
+    Args:
+        path: Where to.
+        rows: The summary of `experiments.petzka2021_labels`.
+    """
     series = {
-        kind: [Mark(row["separation"], row["correlation"], "", row["low"], row["high"]) for row in rows]
-        for kind, rows in kinds.items()
+        kind.capitalize(): [
+            Mark(row["separation"], row[kind], "", row[f"{kind}_low"], row[f"{kind}_high"]) for row in rows
+        ]
+        for kind in ("pearson", "kendall")
     }
     return _save_separations(
         path, series, "correlation over data sets", "Relative flatness against generalisation gap"

@@ -113,7 +113,10 @@ def in_words(column: str) -> str:
 
 
 def _draw_bars(axes: Axes, theme: Theme, heights: Sequence[int], rows: Sequence[Result], colour: str) -> None:
-    values, errors = [_finite(row.value) for row in rows], [total_error(row) for row in rows]
+    values, errors = (
+        [row.value if math.isfinite(row.value) else math.nan for row in rows],
+        [total_error(row) for row in rows],
+    )
     for height, row in zip(heights, rows, strict=True):
         if not math.isfinite(row.value):
             axes.text(0.02, height, f"{row.value:g}", va="center", transform=axes.get_yaxis_transform())
@@ -133,10 +136,6 @@ def _scale_bars(axes: Axes, bars: Sequence[tuple[float, float]]) -> None:
         return
     ends = [value + math.copysign(error, value) for value, error in bars]
     scale_axis(axes, "x", [0.0, _TINY, *filter(math.isfinite, ends)], False)
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
 
 
 def save_trajectory(
@@ -251,18 +250,12 @@ def _draw_ratios(axes: Axes, ratios: Mapping[int, _Ratio], look: dict[str, Any])
 def _ratios(comparison: Comparison, measures: Sequence[str] | None) -> list[_Ratio]:
     """What to draw: every quantity that has a ratio."""
     names = known_measures(measures, [pair.measure for pair in comparison.pairs])
-    pairs = [pair for name in names for pair in _of_measure(comparison, name, whole=measures is None)]
+    pairs = [pair for name in names for pair in comparison.pairs_of(name, whole=measures is None)]
     found = [_ratio(pair, comparison) for pair in pairs if pair.a.value and pair.b.value]
     found = [ratio for ratio in found if math.isfinite(ratio.value)]
     if not found:
         raise ReportError("Expected values other than 0 to draw the ratio of but there are none.")
     return found
-
-
-def _of_measure(comparison: Comparison, name: str, *, whole: bool) -> list[Pair]:
-    """The pairs of a measure; those of the network alone, where it has such and that is asked for."""
-    own = [pair for pair in comparison.pairs if pair.measure == name]
-    return (whole and [pair for pair in own if pair.a.results[0].level == "network"]) or own
 
 
 def _ratio(pair: Pair, comparison: Comparison) -> _Ratio:

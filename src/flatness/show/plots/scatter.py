@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.lines import Line2D
 
-from flatness.show.charts import value_order
 from flatness.show.plots.themes import (
     COLOURS,
     SHAPES,
@@ -20,6 +19,7 @@ from flatness.show.plots.themes import (
     Theme,
     Where,
     colour_on,
+    is_wide,
     picture,
     scale_axis,
     shade,
@@ -27,6 +27,7 @@ from flatness.show.plots.themes import (
     written,
 )
 from flatness.study.correlate import correlation
+from flatness.study.table import value_order
 
 _WIDTH, _HEIGHT = 5.6, 3.4
 _DECADE = 10.0
@@ -68,7 +69,7 @@ def save_scatter(path: Where, scatter: Scatter, *, dark: bool = False) -> Pictur
     xs, ys = (np.array([point[i] for point in scatter.points], float) for i in (0, 1))
     fitted = np.array([point[4] for point in scatter.points], bool)
     within = xs[fitted] if fitted.any() else xs
-    logarithmic, high = _spans(xs, within, _DECADE), _spans(ys, ys, _TWO_DECADES)
+    logarithmic, high = bool((xs > 0).all()) and is_wide(within, _DECADE), is_wide(ys, _TWO_DECADES)
     placed, beyond = _placed(xs, fitted, within, logarithmic)
     with picture(path, _WIDTH, _HEIGHT, dark=dark) as (figure, theme):
         axes = figure.add_subplot()
@@ -85,9 +86,9 @@ def save_scatter(path: Where, scatter: Scatter, *, dark: bool = False) -> Pictur
         tidy(axes, theme)
         if graded:
             _bar(figure, axes, scatter.colour, shades)
-        colours = _colours(scatter.colour, looks) if scatter.colour and not graded else []
-        shaped = _shapes(theme, scatter.shape, shapes)
-        _add_legend(figure, [*colours, *shaped, *_marks(theme, fitted, beyond)])
+        coloured = _coloured(scatter.colour, {} if graded else looks)
+        shaped = _shaped(theme, scatter.shape, shapes)
+        _add_legend(figure, [*coloured, *shaped, *_hollow(theme, fitted, beyond)])
     return figure
 
 
@@ -98,11 +99,6 @@ def _numbers(values: Sequence[Any]) -> bool:
 def _drawn(values: Any, logarithmic: bool) -> Any:
     """Values on the scale of their axis."""
     return np.log(values) if logarithmic else values
-
-
-def _spans(values: Any, within: Any, factor: float) -> bool:
-    """Whether positive values lie so far apart that a logarithmic axis shows them better."""
-    return bool((values > 0).all() and within.max() > factor * within.min())
 
 
 def _draw(
@@ -158,10 +154,6 @@ def _told(xs: Any, ys: Any, settings: Sequence[int]) -> str:
     return f"τ = {tau.value:.2f}{interval}, r = {r:.2f} on these axes".replace("-", "−")
 
 
-def _named(name: str, value: Any) -> str:
-    return written(f"{name} {value}".replace("_", " "))
-
-
 def _sample(colour: str, marker: str, label: str, face: str | None = None) -> Line2D:
     return Line2D(
         [],
@@ -175,26 +167,21 @@ def _sample(colour: str, marker: str, label: str, face: str | None = None) -> Li
     )
 
 
-def _shapes(theme: Theme, name: str, shapes: Sequence[Any]) -> list[Line2D]:
-    if not name or len(shapes) < 2:
-        return []
-    return [
-        _sample(theme.quiet, SHAPES[i % len(SHAPES)], written(f"{name} {value}"))
-        for i, value in enumerate(shapes)
-    ]
+def _coloured(name: str, looks: Mapping[Any, str]) -> list[Line2D]:
+    labels = {value: written(f"{name} {value}".replace("_", " ")) for value in looks if name}
+    return [_sample(looks[value], "o", label) for value, label in labels.items()]
 
 
-def _colours(name: str, looks: dict[Any, str]) -> list[Line2D]:
-    return [_sample(colour, "o", _named(name, value)) for value, colour in looks.items()]
+def _shaped(theme: Theme, name: str, shapes: Sequence[Any]) -> list[Line2D]:
+    labels = [written(f"{name} {value}") for value in shapes if name and len(shapes) > 1]
+    return [_sample(theme.quiet, SHAPES[i % len(SHAPES)], label) for i, label in enumerate(labels)]
 
 
-def _marks(theme: Theme, fitted: Any, beyond: Sequence[int]) -> list[Line2D]:
+def _hollow(theme: Theme, fitted: Any, beyond: Sequence[int]) -> list[Line2D]:
     """What hollow marks are."""
-    if fitted.all():
-        return []
-    found = [_sample(theme.quiet, "o", "not fitted", "none")]
-    if any(beyond):
-        count = sum(edge != 0 for edge in beyond)
+    found = [] if fitted.all() else [_sample(theme.quiet, "o", "not fitted", "none")]
+    count = len(beyond) - beyond.count(0)
+    if count:
         found.append(_sample(theme.quiet, "<" if -1 in beyond else ">", f"{count} beyond the edge", "none"))
     return found
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatness.errors import OptionError, listed, nearest
 from flatness.show.plots.charts import save_intervals
@@ -23,9 +23,6 @@ from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study
 from flatness.study.folder.environment import code_digest
 from flatness.study.table import AXIS_LABELS, fitted, in_words, measure_columns
-
-if TYPE_CHECKING:
-    import pandas
 
 _BARS = 24
 _FORMS = (".png", ".svg")
@@ -52,8 +49,10 @@ def write_figures(study: Study | ExperimentStudy) -> list[str]:
             continue
         columns = [column for name in study.headline() for column in (name, f"{name}:rescaled")]
         for column in columns:
-            if column in kept:
-                written += _scatter(study, part, kept, column)
+            scatter = _scatter_of(study, part, kept, column) if column in kept else None
+            if scatter is not None:
+                stem = f"{_file(part)}scatter-{_file(column).rstrip('-')}"
+                written += _drawn(study, stem, save_scatter, scatter)
         written += _bars(study, part)
     study.memory.save()
     return written
@@ -80,13 +79,6 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def _scatter(study: Study, part: str, kept: pandas.DataFrame, column: str) -> list[str]:
-    scatter = _scatter_of(study, part, kept, column)
-    if scatter is None:
-        return []
-    return _drawn(study, f"{_file(part)}scatter-{_file(column).rstrip('-')}", save_scatter, scatter)
-
-
 def _scatter_of(study: Study, part: str, kept: Any, column: str) -> Scatter | None:
     """A column against the gap: coloured by batch size where it varies, shaped by the optimizer."""
     colour, shape = study.told_apart(part)
@@ -100,7 +92,7 @@ def _scatter_of(study: Study, part: str, kept: Any, column: str) -> Scatter | No
         for row in rows
     ]
     title = f"{study.spec.name}{f', {part}' if part else ''}: n = {len(points)}"
-    gap = AXIS_LABELS[study.spec.parts[part].get("gap", {}).get("kind", "loss")]
+    gap = AXIS_LABELS[study.spec.gap(part)]
     rescaled = ", rescaled copies" if column.endswith(":rescaled") else ""
     label = in_words(column.removesuffix(":rescaled")) + rescaled
     settings = settings_of(known, study.axes()).tolist()
@@ -134,8 +126,8 @@ def save_experiment(path: Where, study: ExperimentStudy, *, dark: bool = False) 
     """The first picture of an experiment."""
     if not study.summary:
         raise OptionError("Expected an experiment that has finished but it holds no result yet. Run it.")
-    (save, *_) = _PICTURES[study.experiment.name](study.summary).values()
-    return save(path)
+    (save, *_) = _PICTURES[study.experiment.name].values()
+    return save(path, study.summary)
 
 
 def _bars(study: Study, part: str) -> list[str]:
@@ -190,38 +182,21 @@ _Rows = Sequence[Mapping[str, Any]]
 def _experiment(folder: Path, name: str, rows: _Rows) -> list[str]:
     """Draw an experiment, as PNG and SVG, and return the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = _PICTURES[name](rows)
+    pictures = dict(_PICTURES[name])
+    if "published_script" not in rows[0]:
+        pictures.pop("bound-published", None)
     files = {f"{stem}{form}": save for form in _FORMS for stem, save in pictures.items()}
     for file, save in files.items():
-        save(folder / file)
+        save(folder / file, rows)
     return [f"figures/{file}" for file in files]
 
 
-def _labels(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
-    kinds = {
-        kind.capitalize(): [
-            {"separation": row["separation"], "correlation": row[kind]}
-            | {end: row[f"{kind}_{end}"] for end in ("low", "high")}
-            for row in rows
-        ]
-        for kind in ("pearson", "kendall")
-    }
-    return {"labels": partial(save_correlations, kinds=kinds)}
-
-
-def _bound(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
-    found = {"bound": partial(save_bounds, rows=rows, published=False)}
-    if "published_script" in rows[0]:
-        found["bound-published"] = partial(save_bounds, rows=rows, published=True)
-    return found
-
-
-def _invariance(rows: _Rows) -> Mapping[str, Callable[[Where], Picture]]:
-    return {"invariance": partial(save_differences, rows=rows)}
-
-
-_PICTURES: dict[str, Callable[[_Rows], Mapping[str, Callable[[Where], Picture]]]] = {
-    "petzka2021_labels": _labels,
-    "petzka2021_bound": _bound,
-    "rangamani2019_invariance": _invariance,
+_PICTURES: dict[str, dict[str, Callable[[Where, _Rows], Picture]]] = {
+    "petzka2021_labels": {"labels": save_correlations},
+    "petzka2021_bound": {
+        "bound": partial(save_bounds, published=False),
+        "bound-published": partial(save_bounds, published=True),
+    },
+    "rangamani2019_invariance": {"invariance": save_differences},
 }
+"""What is drawn of each experiment's summary, by the name of the file."""

@@ -22,7 +22,7 @@ from flatness.study.correlate import (
     weighted,
 )
 from flatness.study.table import distinct_columns, in_words
-from flatness.study.within import KINDS, Partial, codes_of, partial, shares
+from flatness.study.within import codes_of, partial, shares
 
 if TYPE_CHECKING:
     import pandas
@@ -78,19 +78,14 @@ def correlation_table(
     columns = [name for name in distinct_columns(kept) if _usable(kept, name)]
     settings = settings_of(kept, axes)
     with threadpool_limits(_THREADS, user_api="blas"):
-        table = pd.DataFrame(
-            [{**_place(name), **_coefficients(kept, name, settings, resamples)} for name in columns]
-        )
+        rows = [{**_place(name), **_coefficients(kept, name, settings, resamples)} for name in columns]
+        table = pd.DataFrame(rows)
         if len(table) == 0:
             return table
-        _add_null(table, kept, columns, permutations)
-        _add_within(table, kept, columns, settings, permutations)
-        found = partials(kept, columns, settings, resamples, permutations)
-        more = [found[name] for name in columns]
-        if axes:
-            more = [
-                one | pairs for one, pairs in zip(more, _pairs(kept, axes, columns, resamples), strict=True)
-            ]
+        _add_nulls(table, kept, columns, settings, permutations)
+        given = partials(kept, columns, settings, resamples, permutations)
+        pairs = _pairs(kept, axes, columns, resamples)
+        more = [given[name] | pairs[name] for name in columns]
         table = pd.concat([table, pd.DataFrame(more)], axis=1)
     return table.sort_values("kendall", ascending=False, ignore_index=True, na_position="last")
 
@@ -118,20 +113,13 @@ def baseline_table(
     """
     import pandas as pd
 
-    names = {axis: columns[0] for axis, columns in axes.items() if axis != SEED} | {
-        "train_loss": "train_loss"
-    }
-    columns = {
-        name: column
-        for name, column in names.items()
-        if column in kept and _numbers_that_vary(kept[column]) and _usable(kept, column)
-    }
+    columns = {name: column for name, column in _known(kept, axes).items() if _usable(kept, column)}
     settings = settings_of(kept, axes)
     with threadpool_limits(_THREADS, user_api="blas"):
-        pairs = _pairs(kept, axes, list(columns.values()), resamples) if axes else [{}] * len(columns)
+        pairs = _pairs(kept, axes, list(columns.values()), resamples)
         rows = [
-            {"quantity": name, **_coefficients(kept, column, settings, resamples), **own}
-            for (name, column), own in zip(columns.items(), pairs, strict=True)
+            {"quantity": name, **_coefficients(kept, column, settings, resamples), **pairs[column]}
+            for name, column in columns.items()
         ]
     table = pd.DataFrame(rows, columns=None if rows else ["quantity", "n", *COEFFICIENTS])
     return table.sort_values("kendall", key=abs, ascending=False, ignore_index=True)
@@ -141,7 +129,7 @@ def _known(kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]]) -> dict[st
     """The columns known without a measure that vary: hyperparameters and training loss."""
     found = {axis: columns[0] for axis, columns in axes.items() if axis != SEED}
     found["train_loss"] = "train_loss"
-    return {name: column for name, column in found.items() if _numbers_that_vary(kept[column])}
+    return {name: own for name, own in found.items() if own in kept and _numbers_that_vary(kept[own])}
 
 
 def difference_table(
@@ -187,10 +175,7 @@ def difference_table(
         }
         rows = frame[list(columns.values())].to_numpy().T
         given = partial(rows, gap, settings, loss, resamples=resamples, permutations=0)
-    own = {
-        name: np.append(one.value, draws)
-        for name, one, draws in zip(columns, given.found["kendall"], given.drawn["kendall"], strict=True)
-    }
+    own = dict(zip(columns, np.column_stack([given["kendall"], given["kendall_drawn"]]), strict=True))
     for name in known:
         taus[name] = taus[name] * np.sign(taus[name][0])
     pairs = itertools.combinations(columns, 2)
@@ -277,26 +262,19 @@ def partials(
             resamples=resamples,
             permutations=permutations,
         )
-        found |= {name: _partial(told, place) for place, name in enumerate(names)}
+        said = {f"partial_{name}": values for name, values in told.items() if not name.endswith("_drawn")}
+        for place, name in enumerate(names):
+            found[name] = {column: float(values[place]) for column, values in said.items()}
     return found
-
-
-def _partial(told: Partial, place: int) -> dict[str, float]:
-    row: dict[str, float] = {}
-    for kind in KINDS:
-        label, one = f"partial_{kind}", told.found[kind][place]
-        row |= {label: one.value, f"{label}_low": one.low, f"{label}_high": one.high}
-        row |= {f"{label}_p": told.p_value[kind][place], f"{label}_p_family": told.p_family[kind][place]}
-        row |= {f"{label}_null_95": told.null_95[kind][place]}
-        row |= {f"{label}_null_95_family": told.null_95_family[kind]}
-    return row
 
 
 def _pairs(
     kept: pandas.DataFrame, axes: Mapping[str, Sequence[str]], columns: Sequence[str], resamples: int
-) -> list[dict[str, Any]]:
-    """Columns of the statistics over pairs of networks, a row for each of the columns."""
-    found: dict[str, dict[str, Any]] = {}
+) -> dict[str, dict[str, Any]]:
+    """Columns of the statistics over pairs of networks, by quantity; none without hyperparameters."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in columns}
+    if not axes:
+        return found
     for mask, names in _by_networks(kept, columns, ("gap",)).items():
         known: Any = kept[np.frombuffer(mask, bool)]
         gap = known["gap"].to_numpy(float)
@@ -306,7 +284,7 @@ def _pairs(
         pairs = Pairs(places, len(known), min(resamples, _PAIR_RESAMPLES))
         noise = _noise(known)
         found |= {name: _about(pairs, known[name].to_numpy(float), gap, noise) for name in names}
-    return [found[name] for name in columns]
+    return found
 
 
 _OUTCOMES = ("gap", "train_error", "test_error", "train_loss", "test_loss", "test_loss_deviation")
@@ -331,19 +309,13 @@ def _noise(known: pandas.DataFrame) -> Array | None:
 
 def _about(pairs: Pairs, x: Array, gap: Array, noise: Array | None) -> dict[str, Any]:
     found = pairs.about(x, gap)
-    row: dict[str, Any] = {"granulated": found.coefficient}
-    row |= {f"psi_{axis}": value for axis, value in found.psi.items()}
-    row |= {f"sign_error_{axis}": value for axis, value in found.sign_error.items()}
-    row |= {"least_information": found.least_information}
-    row |= {f"information_{axis}": value for axis, value in found.information.items()}
-    row |= {f"{name}_{end}": ends[i] for name, ends in found.intervals.items() for i, end in enumerate(_ENDS)}
-    row |= _distribution(found.environments, "")
+    row: dict[str, Any] = {name: float(values[0]) for name, values in found.items()}
+    for name, values in found.items():
+        row[f"{name}_low"], row[f"{name}_high"] = interval(values[1:])
+    row |= _distribution(pairs.environments(x, gap), "")
     if noise is not None:
         row |= _distribution(pairs.environments(x, gap, noise), "_filtered")
     return row
-
-
-_ENDS = ("low", "high")
 
 
 def _distribution(environments: Mapping[str, Array], end: str) -> dict[str, Any]:
@@ -362,45 +334,35 @@ def _distribution(environments: Mapping[str, Array], end: str) -> dict[str, Any]
     }
 
 
-def _add_within(
+def _add_nulls(
     table: pandas.DataFrame,
     kept: pandas.DataFrame,
     columns: Sequence[str],
     settings: Codes,
     permutations: int,
 ) -> None:
-    """Columns of τ if gaps are permuted within settings, which keeps all effects of the settings."""
+    """Columns of τ if gaps are permuted: over all networks, then within settings, which keeps their effects.
+
+    Every quantity goes by the networks for which it is known.
+    """
     known: Any = kept[["gap", *columns]].astype(float)
     whole = np.isfinite(known["gap"].to_numpy())
-    names = ["within_expected", "within_low", "within_high", "within_p"]
+    ahead = ["p_value", "null_95", "p_family", "null_95_family"]
+    within = ["within_expected", "within_low", "within_high", "within_p"]
     if whole.sum() < FEWEST or permutations < 1:
-        table[names] = np.nan
+        table[ahead + within] = np.nan
         return
     xs, gap = known[list(columns)].to_numpy()[whole].T, known["gap"].to_numpy()[whole]
-    taus = family_null(xs, gap, permutations, np.random.default_rng(0), settings[whole])
     observed = table["kendall"].to_numpy(float)
+    sizes = np.abs(family_null(xs, gap, permutations, np.random.default_rng(0)))
+    own = np.where(np.isfinite(sizes), sizes, 0.0)
+    best = np.broadcast_to(own.max(axis=0), own.shape)
+    found = [(shares(np.abs(observed), null), np.quantile(null, 0.95, axis=1)) for null in (own, best)]
+    table[ahead] = np.concatenate(found).T
+    taus = family_null(xs, gap, permutations, np.random.default_rng(0), settings[whole])
     usual = np.isfinite(taus).all(axis=1) & np.isfinite(observed)
     taus = np.where(np.isfinite(taus), taus, 0.0)
     low, high = np.quantile(taus, (0.025, 0.975), axis=1)
     sides = np.minimum(shares(observed, taus), shares(-observed, -taus))
     found = [taus.mean(axis=1), low, high, np.minimum(2 * sides, 1.0)]
-    table[names] = np.where(usual, found, np.nan).T
-
-
-def _add_null(
-    table: pandas.DataFrame, kept: pandas.DataFrame, columns: Sequence[str], permutations: int
-) -> None:
-    """Columns of the permutation null; every quantity goes by the networks for which it is known."""
-    known: Any = kept[["gap", *columns]].astype(float)
-    whole = known[np.isfinite(known["gap"])]
-    if len(whole) < FEWEST or permutations < 1:
-        table[["p_value", "null_95", "p_family", "null_95_family"]] = np.nan
-        return
-    xs, gap = whole[list(columns)].to_numpy().T, whole["gap"].to_numpy()
-    sizes = np.abs(family_null(xs, gap, permutations, np.random.default_rng(0)))
-    own = np.where(np.isfinite(sizes), sizes, 0.0)
-    best = np.broadcast_to(own.max(axis=0), own.shape)
-    observed = np.abs(table["kendall"].to_numpy(float))
-    for share, height, null in (("p_value", "null_95", own), ("p_family", "null_95_family", best)):
-        table[share] = shares(observed, null)
-        table[height] = np.quantile(null, 0.95, axis=1)
+    table[within] = np.where(usual, found, np.nan).T

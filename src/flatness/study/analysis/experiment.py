@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatness.report.tables import Column, format_table
+from flatness.report.tables import Column, format_table, terminal_width
 from flatness.study.analysis.results import Records
-from flatness.study.analysis.summary import terminal_width, wrapped
+from flatness.study.analysis.summary import wrapped
 from flatness.study.experiments.experiment import unit_key
 from flatness.study.folder.records import FAILED
 from flatness.study.spec.spec import Spec

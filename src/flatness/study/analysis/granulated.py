@@ -13,69 +13,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 from scipy.special import erf
 
-from flatness.study.correlate import Array, Codes, interval
+from flatness.study.correlate import Array, Codes
 from flatness.study.within import codes_of
 
 SEED = "seed"
-NONE = "none"
 _LEAST_WEIGHT, _LEAST_SAMPLES = 0.5, 12.0  # Dziugaite et al., as in their code
-
-
-@dataclass(frozen=True)
-class Granulated:
-    """What pairs of networks say about one measure.
-
-    Attributes:
-        psi: For each axis, Jiang et al.'s ψ: Kendall's τ over the values of that axis, everything else, the
-            seed included, held fixed, averaged over what it is held fixed at. NaN where the axis does not
-            vary. "seed": over seeds at fixed hyperparameters.
-        coefficient: Ψ, the mean of ψ over the axes without the seed.
-        sign_error: For each axis, the share of pairs that differ in it alone and that the measure orders
-            wrongly; ties count one half.
-        environments: The same for each pair of settings that differ in one axis, axis by axis: Dziugaite et
-            al.'s environments, of which the worst is the robust sign error.
-        information: For each axis, the mutual information of the signs of the differences in measure and
-            gap over pairs of networks, given the values of both in this axis, divided by the entropy of the
-            gap's sign given the same: 0 to 1. "none": given nothing.
-        least_information: The smallest of it over all sets of at most two axes (Jiang et al.'s 𝒦).
-        intervals: 95 % intervals from drawing settings, by name: ``granulated``, ``psi_AXIS``,
-            ``sign_error_AXIS``, ``information_AXIS`` and ``least_information``.
-    """
-
-    psi: dict[str, float]
-    coefficient: float
-    sign_error: dict[str, float]
-    environments: dict[str, Array]
-    information: dict[str, float]
-    least_information: float
-    intervals: dict[str, tuple[float, float]]
-
-    @property
-    def worst_sign_error(self) -> float:
-        """The largest sign error over the environments."""
-        found = [errors.max() for errors in self.environments.values() if len(errors)]
-        return float(max(found)) if found else float("nan")
-
-
-def granulated(
-    measure: ArrayLike, gap: ArrayLike, axes: Mapping[str, Sequence[object]], resamples: int = 0
-) -> Granulated:
-    """What pairs of networks say about one measure.
-
-    Args:
-        measure: A value per network.
-        gap: A value per network.
-        axes: For each axis, the value that each network has; "seed" is one of them where there are seeds.
-        resamples: Bootstrap resamples of the settings; 0 for no intervals.
-    """
-    x, g = np.asarray(measure, np.float64), np.asarray(gap, np.float64)
-    return Pairs(axes, len(g), resamples).about(x, g)
 
 
 def pair_weights(gaps: Array, samples: int, deviations: Array | None = None) -> Array:
@@ -105,11 +51,6 @@ def pair_weights(gaps: Array, samples: int, deviations: Array | None = None) -> 
     return np.maximum(sure - _LEAST_WEIGHT, 0.0)
 
 
-def _of_all(values: Mapping[str, Array]) -> dict[str, float]:
-    """Of every axis the value over all settings, which come before the resamples."""
-    return {axis: float(value[0]) for axis, value in values.items()}
-
-
 class Pairs:
     """The pairs of networks of a study, and how often resamples draw each.
 
@@ -134,29 +75,37 @@ class Pairs:
         self._neighbours = {axis: self._neighbours_of(axis) for axis in self.axes}
         self._given = self._places()
 
-    def about(self, x: Array, g: Array) -> Granulated:
-        """What the pairs say about one measure."""
+    def about(self, x: Array, g: Array) -> dict[str, Array]:
+        """What the pairs say about one measure: statistics by name, over all settings, then by resample.
+
+        - ``psi_AXIS``: Jiang et al.'s ψ: Kendall's τ over the values of that axis, everything else, the seed
+          included, held fixed, averaged over what it is held fixed at. NaN where the axis does not vary.
+          ``psi_seed``: over seeds at fixed hyperparameters.
+        - ``granulated``: Ψ, the mean of ψ over the axes without the seed.
+        - ``sign_error_AXIS``: the share of pairs that differ in the axis alone and that the measure orders
+          wrongly; ties count one half.
+        - ``information_AXIS``: the mutual information of the signs of the differences in measure and gap over
+          pairs of networks, given the values of both in this axis, divided by the entropy of the gap's sign
+          given the same: 0 to 1. ``information_none``: given nothing.
+        - ``least_information``: the smallest of it over all sets of at most two axes (Jiang et al.'s 𝒦).
+
+        Args:
+            x: A value per network.
+            g: The gap of each network.
+        """
         signs = np.sign(x[:, None] - x) * np.sign(g[:, None] - g)
         psi = {axis: self._psi(signs, axis) for axis in self.codes}
-        errors = {axis: self._sign_error(signs, axis) for axis in self.codes}
         information = self._information(x, g)
         with np.errstate(invalid="ignore"):
             own = np.array([psi[axis] for axis in self.axes]).reshape(-1, len(self.draws))
-            mean = np.nansum(own, axis=0) / np.isfinite(own).sum(0)
-        least = _least(list(information.values()))
-        shown = {NONE: information[()]} | {axis: information[axis,] for axis in self.axes}
-        named = {"granulated": mean, "least_information": least}
-        for word, values in (("psi", psi), ("sign_error", errors), ("information", shown)):
-            named |= {f"{word}_{axis}": value for axis, value in values.items()}
-        return Granulated(
-            _of_all(psi),
-            float(mean[0]),
-            _of_all(errors),
-            self.environments(x, g),
-            _of_all(shown),
-            float(least[0]),
-            {name: interval(value[1:]) for name, value in named.items()},
-        )
+            found = {"granulated": np.nansum(own, axis=0) / np.isfinite(own).sum(0)}
+        found |= {f"psi_{axis}": value for axis, value in psi.items()}
+        found |= {f"sign_error_{axis}": self._sign_error(signs, axis) for axis in self.codes}
+        found |= {
+            "least_information": _least(list(information.values())),
+            "information_none": information[()],
+        }
+        return found | {f"information_{axis}": information[axis,] for axis in self.axes}
 
     def _cells_of(self, axis: str) -> tuple[Codes, Codes, Array]:
         """Pairs that agree in all axes but one, the seed included, and the weight of each by resample.
@@ -212,7 +161,9 @@ class Pairs:
             return 0.5 * (1 - drawn @ sums[first, second] / (drawn @ sizes[first, second]))
 
     def environments(self, x: Array, g: Array, noise: Array | None = None) -> dict[str, Array]:
-        """The sign error of each environment, axis by axis.
+        """The sign error of each pair of settings that differ in one axis, axis by axis.
+
+        These are Dziugaite et al.'s environments; the worst of them is their robust sign error.
 
         Args:
             x: A value per network.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flatness.landscape.line_result import Line
 from flatness.landscape.lines import line
 from flatness.study.configuration import digest
+from flatness.study.table import value_order
 
 _PASSED_ON = ("directions", "count", "points", "span")
 
@@ -62,7 +63,7 @@ def lines_together(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Any]
     found = [(row, records[row["key"]]["lines"]) for row in rows if "lines" in records.get(row["key"], {})]
     if not found:
         return None
-    found.sort(key=lambda pair: _order(pair[0][colour]))
+    found.sort(key=lambda pair: value_order(pair[0][colour]))
     groups, labels = [], []
     for row, own in found:
         groups += [f"{colour.replace('_', ' ')} {row[colour]}"] * len(own["loss"])
@@ -76,12 +77,6 @@ def lines_together(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Any]
     return Line(
         np.array(first["positions"]), loss, accuracy, ~np.isnan(loss), tuple(groups), tuple(labels), meta
     )
-
-
-def _order(value: Any) -> tuple[bool, float, str]:
-    """Numbers by size, before words."""
-    number = isinstance(value, (int, float))
-    return not number, float(value) if number else 0.0, str(value)
 
 
 def compared(found: Line) -> str:

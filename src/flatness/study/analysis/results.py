@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatness.errors import OptionError, StudyError, nearest
+from flatness.errors import OptionError, StudyError, check_known, nearest
 from flatness.files import EVERY, TEXT, ShapeError, check_shape, json_text, parse_json, write_text
 from flatness.landscape.line_result import Line
 from flatness.report.report import Drawn
@@ -162,9 +162,7 @@ class Study(Records):
 
     @functools.cached_property
     def _frame(self) -> pandas.DataFrame:
-        gaps = {
-            part: settings.get("gap", {}).get("kind", "loss") for part, settings in self.spec.parts.items()
-        }
+        gaps = {part: self.spec.gap(part) for part in self.spec.parts}
         return networks_frame(self.networks, self.records, gaps)
 
     def to_frame(self) -> pandas.DataFrame:
@@ -235,14 +233,12 @@ class Study(Records):
             part: Of the study; None for all together.
             target: Another column of `to_frame` in place of the gap, such as "test_error".
         """
-        analysis = self._analysis(part)
-        settings = {name: analysis.get(name, 2000) for name in ("resamples", "permutations")}
+        settings = self._draws(part, "resamples", "permutations")
         return self._table(correlation_table, part, settings, target)
 
     def baselines(self, part: str | None = None, target: str = "gap") -> pandas.DataFrame:
         """A row per hyperparameter and for the training loss: how they go with the gap, without a measure."""
-        settings = {"resamples": self._analysis(part).get("resamples", 2000)}
-        return self._table(baseline_table, part, settings, target)
+        return self._table(baseline_table, part, self._draws(part, "resamples"), target)
 
     def targets(self) -> list[str]:
         """The columns other than the gap that the file wants measures correlated with."""
@@ -250,10 +246,7 @@ class Study(Records):
 
     def differences(self, part: str | None = None) -> pandas.DataFrame:
         """How far the headline's quantities are ahead of one another; see `correlations.difference_table`."""
-        settings = {
-            "quantities": self.headline(),
-            "resamples": self._analysis(part).get("resamples", 2000),
-        }
+        settings = {"quantities": self.headline(), **self._draws(part, "resamples")}
         return self._table(difference_table, part, settings)
 
     def _table(
@@ -288,15 +281,13 @@ class Study(Records):
         self.memory.save()
         return found
 
-    def _analysis(self, part: str | None) -> Mapping[str, Any]:
-        """The file's table [analysis] for a part, or for the first one where all are looked at together."""
+    def _draws(self, part: str | None, *keys: str) -> dict[str, Any]:
+        """How often to draw, as a part's table [analysis] says; all parts together go by the first."""
         names = list(self.spec.parts)
-        if part is not None and part not in names:
-            raise StudyError(
-                f"Expected a part of the study, one of {', '.join(names)}, but got {part!r}."
-                f"{nearest(part, names)}"
-            )
-        return self.spec.parts[names[0] if part is None else part].get("analysis", {})
+        part = names[0] if part is None else part
+        check_known(part, names, "a part of the study", StudyError)
+        analysis = self.spec.parts[part].get("analysis", {})
+        return {key: analysis.get(key, 2000) for key in keys}
 
     def groups(self, columns: Sequence[str] | None = None) -> pandas.DataFrame:
         """Means and standard deviations over seeds, a row per setting; `columns` default to the headline."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 import textwrap
 from typing import Any
 
-from flatness.report.tables import Column, format_table
+from flatness.report.tables import Column, format_table, terminal_width
+from flatness.study.analysis.correlations import FEWEST
 from flatness.study.analysis.lines import compared
 from flatness.study.table import AXIS_LABELS, in_words
 
@@ -29,10 +29,10 @@ _LONGEST = 34  # characters of a name that other columns give way to
 def summary_text(study: Any, width: int | None = None) -> str:
     """The summary of a `Study` that the terminal shows."""
     width = width or terminal_width()
-    lines = [piece for line in _head(study) for piece in wrapped(line, width)]
-    for part, settings in study.spec.parts.items():
-        gap = AXIS_LABELS[settings.get("gap", {}).get("kind", "loss")]
-        lines += ["", *_part_lines(study, part, gap, width)]
+    head = [study.spec.heading, *told_of_networks(study), *study.notes]
+    lines = [piece for line in head for piece in wrapped(line, width)]
+    for part in study.spec.parts:
+        lines += ["", *_part_lines(study, part, width)]
         along = study.lines(part)
         if along is not None:
             said = [*str(along).split("\n"), compared(along)]
@@ -40,24 +40,23 @@ def summary_text(study: Any, width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _head(study: Any) -> list[str]:
-    """What holds for all parts: how many networks there are, and which of them the analysis is about."""
+def told_of_networks(study: Any) -> list[str]:
+    """How many networks there are, how many the analysis is about, and why the others are not in it."""
     counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in study.counts().items())
     left = "; ".join(f"{n} {reason}" for reason, n in study.filtered_out().items())
-    head = [
-        study.spec.heading,
+    told = [
         f"{len(study.networks)} networks: {counts}.",
         f"In the analysis: n = {len(study.kept())}. Left out: {left or 'none'}.",
     ]
     if study.others:
-        head.append(f"{study.others} records of other configurations in the folder are not counted.")
-    return head + study.notes
+        told.append(f"{study.others} records of other configurations in the folder are not counted.")
+    return told
 
 
-def _part_lines(study: Any, part: str, gap: str, width: int) -> list[str]:
-    kept = study.kept(part)
+def _part_lines(study: Any, part: str, width: int) -> list[str]:
+    kept, gap = study.kept(part), AXIS_LABELS[study.spec.gap(part)]
     head = f"{part}: " if part else ""
-    if len(kept) < 3:
+    if len(kept) < FEWEST:
         return wrapped(
             f"{head}{len(kept)} networks are too few for a correlation with the gap ({gap}).", width
         )
@@ -125,8 +124,3 @@ def _told(value: float, name: str) -> str:
 def wrapped(text: str, width: int) -> list[str]:
     """A paragraph in lines of at most this width."""
     return textwrap.wrap(text, width, break_on_hyphens=False)
-
-
-def terminal_width() -> int:
-    """Columns of the terminal; 100 where there is none."""
-    return shutil.get_terminal_size((100, 24)).columns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatness.errors import SpecError, nearest
+from flatness.errors import SpecError, check_known
 from flatness.study.experiments.experiment import Experiment
 from flatness.study.experiments.petzka2021_bound import BOUND
 from flatness.study.experiments.petzka2021_labels import LABELS
@@ -17,9 +17,5 @@ def experiment(name: object, where: str) -> Experiment:
     Raises:
         SpecError: There is none.
     """
-    if not isinstance(name, str) or name not in EXPERIMENTS:
-        raise SpecError(
-            f"Expected name in [experiment] to be one of {', '.join(EXPERIMENTS)} but {where} has {name!r}."
-            f"{nearest(str(name), EXPERIMENTS)}"
-        )
-    return EXPERIMENTS[name]
+    check_known(name, EXPERIMENTS, "name in [experiment]", SpecError, f"{where} has")
+    return EXPERIMENTS[str(name)]

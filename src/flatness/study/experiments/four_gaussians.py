@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatness.errors import OptionError
-
 _CLUSTERS, _INFORMATIVE, _REDUNDANT = 4, 6, 2
 
 
@@ -41,10 +39,6 @@ class FourGaussians:
         >>> FourGaussians.draw(2.0, seed=1).means.abs().unique()
         tensor([2.], dtype=torch.float64)
         """
-        if not (isinstance(separation, (int, float)) and separation > 0):
-            raise OptionError(
-                f"Expected a positive class separation but got {separation!r}. For example separation=2.0."
-            )
         rng = np.random.default_rng([seed, 1])
         vertices = rng.choice(2**_INFORMATIVE, _CLUSTERS, replace=False)
         corners = (vertices[:, None] >> np.arange(_INFORMATIVE)) & 1

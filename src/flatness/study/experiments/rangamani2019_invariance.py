@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatness.errors import SpecError, nearest
+from flatness.errors import SpecError, check_known
 from flatness.measuring.spectra import network_spectrum
 from flatness.study.experiments.experiment import Experiment, Row, positive, whole
 from flatness.symmetry.rewriting.rescaling import rescale
@@ -113,11 +113,7 @@ def _check(network: Any) -> None:
             f"Expected {', '.join(keys)} in [[experiment.networks]] but got {network!r}. For example "
             '{ model = "rangamani2019_f1", shape = [784], factors = [[5, 4]] }.'
         )
-    if network["model"] not in MODELS:
-        raise SpecError(
-            f"Expected model in [[experiment.networks]] to be one of flatness.models but got "
-            f"{network['model']!r}.{nearest(str(network['model']), MODELS)} Known: {', '.join(MODELS)}."
-        )
+    check_known(network["model"], MODELS, "model in [[experiment.networks]]", SpecError)
     modules = build(network["model"], **network.get("options", {}), seed=0).modules()
     layers = sum(isinstance(module, (nn.Linear, nn.Conv2d)) for module in modules)
     for factors in network["factors"]:

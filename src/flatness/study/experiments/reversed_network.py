@@ -32,14 +32,12 @@ class ReversedNetwork:
         inputs: x, (n, 784).
         outputs: f(x), (n, 2).
         error: The largest |φ(x) − z|, relative to the largest |z|.
-        clipped: Share of values that had to be clipped on the way back.
     """
 
     model: nn.Sequential
     inputs: Tensor
     outputs: Tensor
     error: float
-    clipped: float
 
     def relative_flatness(self, y: Tensor) -> float:
         """Of ψ at the first inputs, which have the labels y = ±1 (n, 1), as `flatness.measure` has it."""
@@ -64,16 +62,13 @@ def reversed_network(z: Tensor, predictor: LinearPredictor, seed: int) -> Revers
         rows = torch.cat([predictor.weight, -predictor.weight]) / factor
         head.weight.copy_(rows)
         head.bias.copy_(torch.cat([predictor.bias, -predictor.bias]))
-        x, clipped = scaled, 0
+        x = scaled
         for layer in reversed(layers):
-            inside = x.clamp(-_INSIDE, _INSIDE)
-            clipped += int((inside != x).sum())
-            x = _shortest_solution(layer.weight, torch.atanh(inside) - layer.bias)
+            x = _shortest_solution(layer.weight, torch.atanh(x.clamp(-_INSIDE, _INSIDE)) - layer.bias)
         features = model[:-1](x)
         outputs = head(features)
     error = float((features - scaled).abs().max()) / SCALE
-    values = len(z) * sum(layer.out_features for layer in layers)
-    return ReversedNetwork(model.eval(), x, outputs, error, clipped / values)
+    return ReversedNetwork(model.eval(), x, outputs, error)
 
 
 def _shortest_solution(W: Tensor, right: Tensor) -> Tensor:

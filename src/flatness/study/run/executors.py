@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib
 import math
 import os
 import re
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import AcceleratorError
 
-from flatness.errors import OptionError, StudyError, nearest
+from flatness.errors import StudyError, check_known, library
 from flatness.study.configuration import digest
 from flatness.study.folder.environment import environment
 from flatness.study.folder.in_hand import deadly_notes, forget_notes, left_in_hand
@@ -49,6 +48,9 @@ class Orders:
         parent: Process that this work ends with; 0 for none.
         run: A word of this run's own: data that are kept in memory are not those of another run.
         data: What marks the content of each data set at the beginning of the run, by the digest of its table.
+        executor: One of `EXECUTORS`.
+        jobs: Processes at a time.
+        progress: Whether to show progress.
     """
 
     folder: Folder
@@ -59,6 +61,9 @@ class Orders:
     parent: int = 0
     run: str = ""
     data: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    executor: str = "local"
+    jobs: int = 1
+    progress: bool = False
 
     def mark(self, table: Mapping[str, Any]) -> Mapping[str, str] | None:
         """What marks the data of a table [data]; None where that is not known."""
@@ -154,51 +159,38 @@ def end_with(parent: int) -> None:
 
 def check_executor(executor: str) -> None:
     """Refuse an unknown one, or one that is not installed."""
-    if executor not in EXECUTORS:
-        raise OptionError(
-            f"Expected executor to be one of {', '.join(EXECUTORS)} but got {executor!r}."
-            f"{nearest(executor, EXECUTORS)}"
-        )
+    check_known(executor, EXECUTORS, "executor")
     if executor == "ray":
         _ray_backend()
 
 
 def _ray_backend() -> Callable[[], None]:
     """What makes joblib know the backend "ray". The only import of ray."""
-    try:
-        return importlib.import_module("ray.util.joblib").register_ray
-    except ImportError as error:
-        raise OptionError(
-            "Expected Ray for executor='ray' but it is not installed. Type: pip install 'flatness[ray]'."
-        ) from error
+    return library("Ray", "executor='ray'", "ray", "ray.util.joblib").register_ray
 
 
-def execute(
-    tasks: Sequence[T], orders: Orders, executor: str, jobs: int, do: Callable[[T, Orders], bool]
-) -> Iterator[bool]:
+def execute(tasks: Sequence[T], orders: Orders, do: Callable[[T, Orders], bool]) -> Iterator[bool]:
     """Do all tasks, several at a time, and yield for each, as they end, whether it is done.
 
     Args:
         tasks: The work.
         orders: What each task receives.
-        executor: One of `EXECUTORS`.
-        jobs: Processes at a time.
         do: What does a task; it can be called in another process.
     """
+    local, jobs = orders.executor == "local", min(orders.jobs, len(tasks))
     if not tasks:
         return
-    if executor == "local" and min(jobs, len(tasks)) == 1:
+    if local and jobs == 1:
         yield from (do(task, orders) for task in tasks)
         return
     from joblib import Parallel, delayed, parallel_config
 
-    backend, asked = "ray", {}
-    if executor == "ray":
-        _ray_backend()()  # joins the cluster of RAY_ADDRESS, or starts Ray here
-    else:
+    if local:
         orders = replace(orders, parent=os.getpid())
-        # Ray's backend cannot hand out results as they come.
-        backend, asked = "loky", {"return_as": "generator_unordered"}
+    else:
+        _ray_backend()()  # joins the cluster of RAY_ADDRESS, or starts Ray here
+    # Ray's backend cannot hand out results as they come.
+    backend, asked = ("loky", {"return_as": "generator_unordered"}) if local else ("ray", {})
     calls = [delayed(do)(task, _on_device(orders, number)) for number, task in enumerate(tasks)]
     with parallel_config(backend, n_jobs=jobs), _naming_deaths(orders), _without_withdrawn_work():
         with _deaf_children():
@@ -249,7 +241,7 @@ def done_alone(
     do: Callable[[T, Orders], bool],
     give_up: Callable[[T, str, Orders], None],
 ) -> bool:
-    """Do in processes of their own what one process after the other died over; False when time ran out.
+    """Do in processes of their own what one process after the other died over here; False when time ran out.
 
     Args:
         tasks: What there is to do for each key.
@@ -257,7 +249,7 @@ def done_alone(
         do: What does a task.
         give_up: Leaves a record of a task that killed its own process too, with this reason.
     """
-    for note in deadly_notes(orders.folder):
+    for note in deadly_notes(orders.folder) if orders.executor == "local" else ():
         for key in filter(tasks.__contains__, note.keys):
             try:
                 if not execute_alone(tasks[key], orders, do):

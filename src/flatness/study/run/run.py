@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from flatness.problem.progress import ProgressBar
 from flatness.study.analysis.experiment import ExperimentStudy
 from flatness.study.analysis.results import Study
 from flatness.study.configuration import Configuration, digest
-from flatness.study.experiments.experiment import Experiment, unit_key
+from flatness.study.experiments.experiment import unit_key
 from flatness.study.folder.archive import SUFFIX, read_archive
 from flatness.study.folder.in_hand import forget_notes
 from flatness.study.folder.plain_files import refuse_links
@@ -112,7 +113,16 @@ def run(
     networks = list(itertools.chain(*planned))
     data = check_sources(chosen, networks)
     orders = Orders(
-        folder, chosen.parts, str(place), until, checkpoint_every, run=secrets.token_hex(8), data=data
+        folder,
+        chosen.parts,
+        str(place),
+        until,
+        checkpoint_every,
+        run=secrets.token_hex(8),
+        data=data,
+        executor=executor,
+        jobs=jobs,
+        progress=progress,
     )
     with folder.locked():
         folder.set_aside_damaged()
@@ -120,7 +130,9 @@ def run(
             _forget_failures(folder)
         _check_data(folder, networks, orders)
         folder.write_study(_saved(chosen, networks, folder, own))
-        done = _all_done(chosen, planned, orders, executor, jobs, progress)
+        done = _units_done(chosen, orders) if chosen.experiment else _networks_done(planned, orders)
+        if done:
+            forget_notes(folder)
     study = load(out)
     study.notes += _notes(folder, chosen.name, held, damaged)
     if not done:
@@ -146,27 +158,7 @@ def _notes(folder: Folder, name: str, held: str | None, damaged: Sequence[str]) 
     return notes
 
 
-def _all_done(
-    spec: Spec,
-    planned: Sequence[Sequence[Configuration]],
-    orders: Orders,
-    executor: str,
-    jobs: int,
-    progress: bool,
-) -> bool:
-    """Do all the work of a study; False when time ran out."""
-    if spec.experiment is None:
-        done = _networks_done(planned, orders, executor, jobs, progress)
-    else:
-        done = _units_done(spec, spec.experiment, orders, executor, jobs, progress)
-    if done:
-        forget_notes(orders.folder)
-    return done
-
-
-def _networks_done(
-    planned: Sequence[Sequence[Configuration]], orders: Orders, executor: str, jobs: int, progress: bool
-) -> bool:
+def _networks_done(planned: Sequence[Sequence[Configuration]], orders: Orders) -> bool:
     """Train cohorts, all of them, then measure networks; False when time ran out.
 
     Only work that is left starts processes, so a finished study answers at once.
@@ -175,31 +167,31 @@ def _networks_done(
     networks = {one.key: one for cohort in planned for one in cohort}
     # A single cohort on a CPU has all of its cores for itself, in one process, also when it is measured.
     single = len(planned) == 1 and torch.device(orders.device).type == "cpu"
-    if executor == "local" and not done_alone(networks, orders, tasks.do_network, tasks.give_up):
+    if not done_alone(networks, orders, tasks.do_network, tasks.give_up):
         return False
-    with Watch(folder, list(networks), progress):
+    with Watch(folder, list(networks)) if orders.progress else nullcontext():
         training = [cohort for cohort in planned if tasks.untrained(cohort, folder)]
-        if not all(list(execute(training, orders, executor, min(jobs, len(training)), tasks.train_cohort))):
+        if not all(list(execute(training, orders, tasks.train_cohort))):
             return False
         measuring = [
             one
             for one in networks.values()
             if not tasks.is_final(folder.record(one.key), orders.parts[one.part])
         ]
-        at_once = 1 if single else min(jobs, len(measuring))
-        return all(list(execute(measuring, orders, executor, at_once, tasks.measure_network)))
+        orders = replace(orders, jobs=1) if single else orders
+        return all(list(execute(measuring, orders, tasks.measure_network)))
 
 
-def _units_done(
-    spec: Spec, found: Experiment, orders: Orders, executor: str, jobs: int, progress: bool
-) -> bool:
+def _units_done(spec: Spec, orders: Orders) -> bool:
     """Do the units of work of an experiment; False when time ran out."""
+    found = spec.experiment
+    assert found is not None
     units = {unit_key(found.name, unit): (found.name, unit) for unit in spec.units}
-    if executor == "local" and not done_alone(units, orders, tasks.do_unit, tasks.give_up_unit):
+    if not done_alone(units, orders, tasks.do_unit, tasks.give_up_unit):
         return False
     ended = []
-    with ProgressBar(found.counted, len(units), progress) as bar:
-        for done in execute(list(units.values()), orders, executor, jobs, tasks.do_unit):
+    with ProgressBar(found.counted, len(units), orders.progress) as bar:
+        for done in execute(list(units.values()), orders, tasks.do_unit):
             ended.append(done)
             bar.advance()
     return all(ended)
@@ -267,16 +259,16 @@ def plan_cohorts(spec: Spec, device: torch.device) -> list[Sequence[Configuratio
 
 
 def training_place(device: str | torch.device | None, jobs: int | None) -> tuple[torch.device, int]:
-    """The device, a GPU where there is one, and the number of processes: one per GPU, or one per core."""
+    """The device, a GPU where there is one, and the number of processes.
+
+    One per GPU, or one per core that this process may use.
+    """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return place, _usual_jobs(place) if jobs is None else jobs
-
-
-def _usual_jobs(device: torch.device) -> int:
-    """One per GPU, or one per core that this process may use."""
-    if device.type == "cuda":
-        return max(torch.cuda.device_count(), 1) if device.index is None else 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if jobs is not None:
+        return place, jobs
+    if place.type == "cuda":
+        return place, max(torch.cuda.device_count(), 1) if place.index is None else 1
+    return place, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _saved(spec: Spec, networks: Sequence[Configuration], folder: Folder, own: bool) -> dict[str, Any]:

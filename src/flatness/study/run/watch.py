@@ -51,13 +51,12 @@ class Watch:
     Args:
         folder: The study's.
         keys: Its networks.
-        enabled: Whether to show anything.
     """
 
-    def __init__(self, folder: Folder, keys: Sequence[str], enabled: bool) -> None:
-        self._folder, self._keys, self._enabled = folder, list(keys), enabled
+    def __init__(self, folder: Folder, keys: Sequence[str]) -> None:
+        self._folder, self._keys = folder, list(keys)
         # In hundredths of a network, so that epochs show.
-        self._bar = ProgressBar("training and measuring", 200 * len(keys), enabled)
+        self._bar = ProgressBar("training and measuring", 200 * len(keys), True)
         self._done = 0
         # Of networks with a record: when it was written, and whether it is final.
         self._known: dict[str, tuple[int, bool]] = {}
@@ -67,15 +66,13 @@ class Watch:
     def __enter__(self) -> Watch:
         """Start looking."""
         self._bar.__enter__()
-        if self._enabled:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop."""
         self._over.set()
-        if self._enabled:
-            self._thread.join()
+        self._thread.join()
         self._bar.__exit__(None, None, None)
 
     def _watch(self) -> None:

@@ -13,6 +13,7 @@ import hmac
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,9 @@ def _secret() -> bytes | None:
     path = cache() / "secret"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            pass
-        else:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(32))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with suppress(FileExistsError), os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
         found = path.read_bytes()
     except OSError:
         return None

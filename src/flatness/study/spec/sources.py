@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from flatness.catalogue.measure import Measure
 from flatness.catalogue.registry import select_measures
-from flatness.errors import CheckpointError, SpecError, listed, nearest
-from flatness.network.layers import LAYER_WORDS, find_layers, is_layer_word
+from flatness.errors import CheckpointError, LayerError, SpecError, listed, nearest
+from flatness.network.layers import LAYER_WORDS, find_layers, is_layer_word, select_layers
 from flatness.study.configuration import Configuration, digest
 from flatness.study.objects import load_corrupted, load_split, make_model
 from flatness.study.spec.grid import thinned, training
@@ -88,29 +88,21 @@ def _columns(model: nn.Module, settings: Mapping[str, Any], everything: bool) ->
 
 def _layers(model: nn.Module, asked: Any, table: str) -> list[str]:
     """The names of the layers that [measure] or [measure.subset] asks for."""
-    available = list(find_layers(model))
+    available = find_layers(model)
     _check_layer_names(available)
     if asked is None or is_layer_word(asked, available):
-        return available
+        return list(available)
     names = as_list(asked)
     if not names or not all(isinstance(name, str) for name in names):
         raise SpecError(
             f"Expected layers in [{table}] to be {listed(map(repr, LAYER_WORDS))}, a name or a list of names "
             f"but the study has {asked!r}. Leave it out to measure all: {listed(available)}."
         )
-    for name in names:
-        if name not in available:
-            raise _unknown_layer(model, name, available, table)
-    return names
-
-
-def _unknown_layer(model: nn.Module, name: str, available: Sequence[str], table: str) -> SpecError:
-    kinds = {known: type(module).__name__ for known, module in model.named_modules()}
-    what = f", which is a {kinds[name]}." if name in kinds else f".{nearest(name, available)}"
-    return SpecError(
-        f"Expected layers in [{table}] to be supported layers of the model but the study has "
-        f"{name!r}{what} Known: {listed(available) or 'none'}."
-    )
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    try:
+        return select_layers(available, list(available), names, modules=kinds)
+    except LayerError as error:
+        raise SpecError(f"{error} The study asks for layers in [{table}].") from error
 
 
 def _check_layer_names(available: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from flatness.errors import SpecError, nearest
+from flatness.errors import SpecError, check_known, nearest
 from flatness.study.configuration import Configuration
 from flatness.study.experiments.catalogue import experiment
 from flatness.study.experiments.experiment import Experiment
@@ -92,6 +92,10 @@ class Spec:
         whole = self.scale == "paper" and self.name not in names()
         return f"{self.title} ({self.name}, {'in full' if whole else f'scale {self.scale}'})"
 
+    def gap(self, part: str) -> str:
+        """The kind of gap of a part, a key of `table.GAPS`."""
+        return self.parts[part].get("gap", {}).get("kind", "loss")
+
     def axes(self) -> list[str]:
         """The hyperparameters that vary, seeds left out; those that only vary together count as one.
 
@@ -135,10 +139,7 @@ def read_spec(source: str | os.PathLike[str] | Mapping[str, Any], scale: str = "
     Raises:
         SpecError: Something in it is unknown or makes no sense; nothing has been trained.
     """
-    if scale not in SCALES:
-        raise SpecError(
-            f"Expected scale to be one of {', '.join(SCALES)} but got {scale!r}.{nearest(scale, SCALES)}"
-        )
+    check_known(scale, SCALES, "scale", SpecError)
     name, where, content = _content(source)
     spec = make_spec(name, scale, content, where)
     check_options(content, where)  # of files; stored studies load as they are

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flatness.catalogue.measure import Measure
 from flatness.errors import listed
 from flatness.report.report import Address, Drawn, Report, Result, address
-from flatness.report.tables import Column, format_table, heading
+from flatness.report.tables import Column, format_table, heading, terminal_width
 
 if TYPE_CHECKING:
     import pandas
@@ -137,8 +136,8 @@ class InvarianceReport(Drawn):
         kinds = sorted({row.kind for row in shown})
         lines = [[*quantity, *(found.get(kind, "") for kind in kinds)] for quantity, found in cells.items()]
         names = [Column("measure", narrow="middle"), Column("layer", narrow="start")]
-        width = shutil.get_terminal_size((100, 24)).columns
-        table = format_table([*names, *(Column(heading(kind)) for kind in kinds)], lines, width)
+        names += [Column(heading(kind)) for kind in kinds]
+        table = format_table(names, lines, terminal_width())
         return "\n".join([table, "", self.summary(), *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__

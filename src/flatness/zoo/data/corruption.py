@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flatness.errors import DataError, nearest
+from flatness.errors import DataError, check_known
 
 Images = np.ndarray
 """Float32 in [0, 1], (samples, channels, height, width)."""
@@ -72,11 +72,7 @@ def corrupted(images: Images, kind: str, strength: int) -> Images:
         >>> [round(float(pixel), 2) for pixel in corrupted(image, "contrast", 2).flatten()]
         [0.3, 0.5]
     """
-    if not isinstance(kind, str) or kind not in CORRUPTIONS:
-        raise DataError(
-            f"Expected a corruption, one of {', '.join(CORRUPTIONS)}, but got {kind!r}."
-            f"{nearest(str(kind), CORRUPTIONS)}"
-        )
+    check_known(kind, CORRUPTIONS, "a corruption", DataError)
     if type(strength) is not int or strength not in STRENGTHS:
         raise DataError(f"Expected the strength of a corruption to be 1, 2, 3, 4 or 5, but got {strength!r}.")
     if images.ndim != 4 or images.shape[1] not in (1, 3):

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from flatness.errors import ModelError, nearest
+from flatness.errors import ModelError, check_known
 from flatness.zoo.models.initial import seeded
 
 __all__ = [
@@ -59,11 +59,7 @@ def mlp(
         ['flatten', 'fc1', 'relu1', 'fc2']
     """
     sizes = _checked(sizes)
-    if activation not in ACTIVATIONS:
-        raise ModelError(
-            f"Expected activation to be one of {', '.join(ACTIVATIONS)}, but got {activation!r}."
-            f"{nearest(activation, ACTIVATIONS)}"
-        )
+    check_known(activation, ACTIVATIONS, "activation", ModelError)
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     with seeded(seed):
         for i, (fan_in, fan_out) in enumerate(pairwise(sizes), start=1):

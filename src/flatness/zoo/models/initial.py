@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from flatness.errors import OptionError, nearest
+from flatness.errors import check_known
 
 SCHEMES: dict[str, Callable[[torch.Tensor], object]] = {
     "xavier_normal": nn.init.xavier_normal_,
@@ -62,11 +62,7 @@ def initialize(model: nn.Module, scheme: str, seed: int | None = None) -> nn.Mod
         >>> bool(fc.weight.abs().max() < 0.1), fc.bias.tolist()
         (True, [0.0, 0.0])
     """
-    if scheme not in SCHEMES:
-        raise OptionError(
-            f"Expected scheme to be one of {', '.join(SCHEMES)}, but got {scheme!r}."
-            f"{nearest(scheme, SCHEMES)}"
-        )
+    check_known(scheme, SCHEMES, "scheme")
     with seeded(seed), torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):

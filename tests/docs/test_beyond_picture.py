@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatness.show.plots.beyond import Dot, Row, save_beyond
+from beyond_picture import Dot, Row, save_beyond
 
 MARGINAL = {"a": Dot(0.5, 0.3, 0.6, 0.45), "b": Dot(0.4, 0.2, 0.5, 0.4)}
 ROWS = [
