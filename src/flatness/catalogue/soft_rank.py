@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,6 +10,10 @@ from flatness.catalogue.measure import Measure, Surroundings, Valued, averaged
 from flatness.catalogue.metrics import in_metric
 from flatness.catalogue.options import choice, count, declared, positive
 from flatness.curvature.spectra import METRICS, SpectrumRequest
+
+if TYPE_CHECKING:
+    from flatness.curvature.metrics import Root
+    from flatness.curvature.operators.lanczos import LanczosRuns
 
 # λ in units of the largest eigenvalue, where none is given.
 _SHARE = 0.01
@@ -38,9 +42,7 @@ def _soft_rank(around: Surroundings) -> dict[str | None, Valued]:
     N, runs, steps = int(root.mask.sum()), options["runs"], options["steps"]
     after_some, after_all = [], []
     for lanczos in lanczos_runs(runs, root.mask, steps, around.seed):
-        while not lanczos.done:
-            products = around.hessian([root(vector) for vector in lanczos.query()])
-            lanczos.tell(torch.stack([root(product) for product in products]))
+        _run(lanczos, around, root)
         after_some.append(lanczos.quadrature(-(-3 * lanczos.made // 4)))
         after_all.append(lanczos.quadrature())
     early, (nodes, weights) = side_by_side(after_some), side_by_side(after_all)
@@ -64,6 +66,12 @@ def _soft_rank(around: Surroundings) -> dict[str | None, Valued]:
         notes.append(f"not converged: the last quarter of the steps changed it by {change:.2g}. Raise steps")
     terms = {"ridge": ridge, "largest": largest, "smallest": smallest, "parameters": N}
     return {None: Valued(value, tuple(notes), converged, stderr, "sampled", terms=terms)}
+
+
+def _run(lanczos: LanczosRuns, around: Surroundings, root: Root) -> None:
+    while not lanczos.done:
+        products = around.hessian([root(vector) for vector in lanczos.query()])
+        lanczos.tell(torch.stack([root(product) for product in products]))
 
 
 soft_rank = Measure(
