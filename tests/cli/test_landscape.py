@@ -14,7 +14,7 @@ import torch
 from command import Outcome, command, environment, longest_line, run, run_several
 from flatness.cli.landscape import CURVATURES
 from flatness.landscape import Density, Line, Surface
-from flatness.landscape.densities import _CURVATURES
+from flatness.landscape.densities import _CHOICES
 from flatness.zoo.models import mlp
 
 SOURCE = ["-m", "mlp", "--model-arg", "sizes=[64,8,10]", "-d", "digits", "--limit", "80", "--no-progress"]
@@ -161,7 +161,7 @@ def test_options_say_what_they_do_here(tmp_path):
     assert "hessian or gauss_newton." in shown["density"]
     assert "Adds X/2·‖θ‖² to the loss." in shown["line"]
     assert "adds its Hessian" in " ".join(shown["density"].split())
-    assert CURVATURES == _CURVATURES
+    assert _CHOICES["curvature"].choices == CURVATURES
     outcome = run("landscape", "density", *SOURCE, "--curvature", "finite_differences", cwd=tmp_path)
     assert (outcome.status, outcome.err) == (
         2,

@@ -248,7 +248,7 @@ def _variances(
     """Relative variance of every value per probe of all samples of a pilot, by part: (2, values)."""
     names = [route.name for route in plan.sampling.layers if not plan.treatments[route.name].complete]
     variances, nothing = [], torch.zeros(1, dtype=torch.float64, device="cpu")
-    for part, probes in zip(PARTS, (pilot.gauss_newton or 0, pilot.residual or 0), strict=True):
+    for part, probes in zip(PARTS, (PROBES, pilot.residual or PROBES), strict=True):
         scatter = Scatter.of(sums, (part,))
         found = relative_variances(
             problem, plan, spreads, sums.statistics, scatter, names, sums.part("gauss_newton")
