@@ -233,7 +233,7 @@ def resnet18_calls(text: str, device: torch.device) -> dict[str, Any]:
     def own(**options: Any) -> Callable[[], Any]:
         return lambda: flatness.measure(model, (x, y), progress=False, **options)
 
-    sizes = (32, 64, 128, 256, 512) if device.type == "cuda" else (16, 64)
+    sizes = (128, 256, 512) if device.type == "cuda" else (16, 64)
     calls = {"default": own()} | {f"batch {size}": own(batch_size=size) for size in sizes}
     backpack = peer("backpack")
     if backpack is not None:
