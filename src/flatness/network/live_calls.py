@@ -63,9 +63,9 @@ class LiveCalls(ExitStack):
         returned = z
         if name in self._probed and torch.is_grad_enabled():
             if z._is_view():
-                z = (
-                    z.clone()
-                )  # in-place operations on a view rewire its base's graph and would bypass the edge
+                # In-place operations on a view rewire its base's graph and would bypass the edge: this is
+                # the same memory, and no view to autograd.
+                z = torch.ops.aten._unsafe_view(z, z.shape)
             elif not z.requires_grad:
                 z = z.detach().requires_grad_()  # nothing before is trained; what comes after may be
         edge = get_gradient_edge(z) if z.requires_grad else None
