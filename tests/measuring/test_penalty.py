@@ -104,10 +104,10 @@ def over_all_signs(monkeypatch, entries, value, columns=4):
     for signs, directions in itertools.product(itertools.product((-1.0, 1.0), repeat=entries), hadamard):
 
         def like(self, tensor, signs=signs, directions=directions):
-            values = (
-                tensor.new_tensor(signs) if tensor.dim() == 3 else directions.to(tensor).expand_as(tensor)
-            )
-            return values.reshape(tensor.shape)
+            if tensor.dim() == 3:
+                return tensor.new_tensor(signs).reshape(tensor.shape)
+            groups = tensor.shape[1] // directions.numel()  # of a layer's units
+            return directions.to(tensor).flatten().repeat(groups).expand_as(tensor).clone()
 
         with monkeypatch.context() as patch:
             patch.setattr(Signs, "like", like)

@@ -155,17 +155,22 @@ def counted(normaliser: Tensor | float, samples: int | None = None) -> float:
     """Return C of a data set, or refuse a mean over nothing."""
     C = float(normaliser)
     if C == 0:
-        all_samples = "all samples weigh" if samples is None else f"all {samples} samples weigh"
-        raise DataError(
-            f"No target counts: {all_samples} 0: every target is ignored, or its class has "
-            "weight 0. Check ignore_index and the class weights of the loss."
-        )
+        raise nothing_counts(samples)
     return C
+
+
+def nothing_counts(samples: int | None = None) -> DataError:
+    """Return the error about a mean over nothing."""
+    all_samples = "all samples weigh" if samples is None else f"all {samples} samples weigh"
+    return DataError(
+        f"No target counts: {all_samples} 0: every target is ignored, or its class has "
+        "weight 0. Check ignore_index and the class weights of the loss."
+    )
 
 
 def refuse(checks: list[Check]) -> None:
     """Raise the error of the first mask with an entry set; if none has, the device is asked only once."""
-    if not checks or not torch.stack([mask.any() for mask, _ in checks]).any():
+    if not checks or not torch.cat([mask.flatten() for mask, _ in checks]).any():
         return
     for mask, explain in checks:
         wrong = mask.nonzero()

@@ -175,7 +175,8 @@ class CrossEntropy(Loss):
         if self.weight is None:
             return counted.to(dtype)
         weight = self.weight.to(items.logits.device, dtype)
-        return weight[items.target.masked_fill(~counted, 0)] * counted
+        # Within bounds: a penalty checks targets later, when it waits for the device anyway.
+        return weight[items.target.masked_fill(~counted, 0).clamp(0, len(weight) - 1)] * counted
 
     def _distribution(self, items: Items) -> Tensor:
         """Return q̃ with ℓ = −Σ_k q̃_k log p_k: weighted, smoothed target probabilities of shape (n, T, K)."""

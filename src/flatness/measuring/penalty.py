@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,7 @@ from flatness.catalogue.measure import LayerView, Measure
 from flatness.catalogue.registry import get_measure, measures
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import statistics_of
-from flatness.curvature.sums.live_sums import (
-    closed_form_sums,
-    has_closed_form,
-    live_frame,
-    output_curvature,
-    probed_sums,
-)
+from flatness.curvature.sums.live_sums import DIRECTIONS, closed_form_sums, drawn, live_frame, probed_sums
 from flatness.errors import (
     DifferentiabilityError,
     LossError,
@@ -39,11 +32,12 @@ from flatness.errors import (
     OptionError,
     listed,
 )
-from flatness.losses import Loss, counted, resolve_loss
+from flatness.losses import Loss, resolve_loss
+from flatness.losses.base import nothing_counts, promote, refuse
 from flatness.losses.signs import Signs
 from flatness.measuring.training_pass import TrainingPass, training_pass
 from flatness.network.layers import Layer
-from flatness.network.layers.shared import SharedLayer, Use
+from flatness.network.layers.shared import SharedLayer
 from flatness.network.memory import ran_out
 from flatness.problem.model import Forward, refuse_missing_row
 
@@ -78,7 +72,8 @@ def penalty(
         loss: "cross_entropy", "nll", "mse", "squared_error", "bce", or torch's module or function of these.
         forward: ``forward(model, batch) -> (output, target)`` for batches with another structure.
         seed: Where the random signs of hidden layers come from. None: torch's own random state, so that every
-            call has new ones. A `torch.Generator`: the same. A number: the same signs at every call.
+            call has new ones. A `torch.Generator`: the same. A number: the same signs at every call
+            with these layers.
         return_output: Whether to return the model's output too, so that the loss needs no forward pass.
 
     Returns:
@@ -107,9 +102,16 @@ def penalty(
             refuse_missing_row(model, error)
             raise
         with torch.autocast(run.output.device.type, enabled=False):
-            value = _total(run, chosen, seed)
-    if not bool(value.isfinite()):
-        raise _not_finite(run)
+            C = run.loss.normaliser(run.items)
+            value = _total(run, chosen, C, seed)
+    # The device is waited for once, when all its work is on the way. NaN and infinity times 0 are not 0.
+    refuse(
+        [
+            *run.loss.checks(run.items),
+            (C == 0, lambda _: nothing_counts(len(run.items.logits))),
+            (value.detach() * 0 != 0, lambda _: _not_finite(run)),
+        ]
+    )
     return (value, run.output) if return_output else value
 
 
@@ -186,63 +188,62 @@ def _check_gradients(model: nn.Module) -> None:
 # The value
 
 
-def _total(run: TrainingPass, measure: Measure, seed: Seed) -> Tensor:
-    """The sum over layers."""
-    C = counted(run.loss.normaliser(run.items), len(run.items.logits))
+def _total(run: TrainingPass, measure: Measure, C: Tensor, seed: Seed) -> Tensor:
+    """The sum over layers, of means with the divisor C."""
     frames = {layer.name: live_frame(layer) for layer in run.layers}
-    sums: dict[str, dict[str, Tensor]] = {}
+    means: dict[str, dict[str, Tensor]] = {}
     probed: list[Layer] = []
     for layer in run.layers:
-        closed = _closed_form(run, layer, frames[layer.name], measure.needs)
+        closed = None
+        if not isinstance(layer, SharedLayer):
+            (call,) = run.calls[layer.name]
+            frame = frames[layer.name]
+            closed = closed_form_sums(measure.needs, run.loss, run.items, C, layer, frame, call)
         if closed is None:
             probed.append(layer)
         else:
-            sums[layer.name] = closed
-    for layer, received, signs in _signals(run, probed, seed):
-        frame = frames[layer.name]
-        sums[layer.name] = probed_sums(measure.needs, layer, frame, received, signs, len(run.items.logits))
+            means[layer.name] = closed
+    if probed:
+        means |= _probed(run, probed, frames, measure.needs, C, seed)
     values = []
     for layer in run.layers:
-        means = {name: value / C for name, value in sums[layer.name].items()}
-        view = _LiveView(layer.name, frames[layer.name].W, means, taps=layer.taps, layer=layer)
+        view = _LiveView(layer.name, frames[layer.name].W, means[layer.name], taps=layer.taps, layer=layer)
         values.append(_value(measure, view))
     return torch.stack(values).sum()
 
 
-def _closed_form(
-    run: TrainingPass, layer: Layer, frame: Frame, needs: frozenset[str]
-) -> dict[str, Tensor] | None:
-    """The sums of a layer whose output is the network's; None for other layers."""
-    if isinstance(layer, SharedLayer) or not has_closed_form(needs, run.loss, run.items, layer):
-        return None
-    (call,) = run.calls[layer.name]
-    curvature = output_curvature(run.loss, run.items, layer, call)
-    if curvature is None:
-        return None
-    return closed_form_sums(needs, run.loss, run.items, layer, frame, call, curvature)
-
-
-def _signals(
-    run: TrainingPass, layers: list[Layer], seed: Seed
-) -> Iterator[tuple[Layer, list[tuple[Use, Tensor, Tensor]], Signs]]:
-    """What one random vector sends back: for every layer its calls with input and signal, and signs."""
-    if not layers:
-        return
+def _probed(
+    run: TrainingPass,
+    layers: list[Layer],
+    frames: dict[str, Frame],
+    needs: frozenset[str],
+    C: Tensor,
+    seed: Seed,
+) -> dict[str, dict[str, Tensor]]:
+    """The means of every layer from what one random vector sends back to it."""
     logits = run.items.logits
-    signs = _signs(seed, logits)
+    n, signs = len(logits), _signs(seed, logits)
     s = run.loss.live_probe(run.items, signs)
     assert s is not None  # or the loss would have been refused
-    calls = [(layer, run.uses(layer)) for layer in layers]
-    edges = {id(call): call.edge for _, own in calls for _, call in own if call.edge is not None}
+    calls = {layer.name: run.uses(layer) for layer in layers}
+    edges = {id(call): call.edge for own in calls.values() for _, call in own if call.edge is not None}
     found: tuple[Tensor | None, ...] = ()
     if edges:
+        s = (s * C.rsqrt()).to(logits.dtype)
         with _explained():
             found = torch.autograd.grad(logits, list(edges.values()), s, create_graph=True, allow_unused=True)
     signals = dict(zip(edges, found, strict=True))
-    for layer, own in calls:
-        received = [(use, call.x, _or_zero(signals.get(id(call)), call.z)) for use, call in own]
-        # Signs of its own: those of one layer do not depend on which others are asked for.
-        yield layer, received, signs.at(crc32(layer.name.encode()))
+    received = {
+        name: [(use, call.x, _or_zero(signals.get(id(call)), call.z)) for use, call in own]
+        for name, own in calls.items()
+    }
+    # Drawn for all layers at once: a draw takes twenty operators.
+    entries = [drawn(needs, layer, frames[layer.name], received[layer.name], n) for layer in layers]
+    U = signs.like(s.new_empty(n, sum(entries), dtype=promote(s).dtype)).mul_(DIRECTIONS**-0.5)
+    return {
+        layer.name: probed_sums(needs, layer, frames[layer.name], received[layer.name], own, n)
+        for layer, own in zip(layers, U.split(entries, 1), strict=True)
+    }
 
 
 def _or_zero(signal: Tensor | None, z: Tensor) -> Tensor:

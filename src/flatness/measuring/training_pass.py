@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class TrainingPass:
     Attributes:
         loss: The loss.
         output: What the model returned.
-        items: The same as predictions, in at least single precision.
+        items: The same as predictions; their numbers are not checked yet.
         layers: The layers asked for, one per weight.
         calls: Calls of every module that ran.
     """
@@ -150,7 +151,7 @@ def training_pass(
     ):
         # The wrapper that keeps processes in step is called, not one that copies modules.
         output, target = forward(inner if isinstance(model, nn.DataParallel) else model, batch)
-    items = loss.items(promote(output) if isinstance(output, Tensor) else output, target)
+    items = loss.lay_out(output, target)
     names = _names(available, calls, asked)
     run = TrainingPass(loss, output, items, _one_per_weight(names, available, calls.of), calls.of)
     for layer in run.layers:
@@ -194,12 +195,12 @@ def _one_per_weight(
     names: list[str], views: Mapping[str, Layer], calls: Mapping[str, list[LiveCall]]
 ) -> list[Layer]:
     """Views of these layers; a weight that is used more than once is seen through all of its uses."""
-    users: dict[int, list[str]] = {}
-    for name in calls:
-        users.setdefault(_weight_key(views[name]), []).append(name)
+    keys, users = {name: _weight_key(views[name]) for name in calls}, defaultdict[int, list[str]](list)
+    for name, key in keys.items():
+        users[key].append(name)
     found: dict[int, Layer] = {}
     for name in names:
-        key = _weight_key(views[name])
+        key = keys[name]
         if sum(len(calls[user]) for user in users[key]) == 1:
             found[key] = views[name]
         elif key not in found:
@@ -215,7 +216,8 @@ def _one_per_weight(
 
 def _weight_key(view: Layer) -> int:
     """What tells weights apart: the parameter, or the module where the weight is made from parameters."""
-    return id(view.weight if isinstance(view.weight, nn.Parameter) else view.module)
+    weight = view.weight
+    return id(weight if isinstance(weight, nn.Parameter) else view.module)
 
 
 def _check_call(use: Use, call: LiveCall, n: int, tables: Mapping[str, _Asked]) -> None:

@@ -33,7 +33,7 @@ class SoftmaxWeight:
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
-        self.centred = _centred(frame.W[0])
+        self.centred = _centred(frame.W.squeeze(0))
         self._norms: dict[Units, Tensor] = {}
 
     @cached_property
@@ -104,13 +104,15 @@ class SoftmaxRows:
         One product of (N, K) and (K, m); for W Y two more of (N, m) and (m, m).
         """
         norms, r, mean, w_top = self._weight.norms(units), self.r, self._mean, self._w_top
+        likely = 1 - r
         if units == "whitened":
             mean, w_top = (self.frame.in_units(units, rows[None])[0] for rows in (mean, w_top))
         # ‖v‖² and what is mixed in Σ q ‖w − w_j‖², gathered: every term is O(r).
-        mixed = torch.addcmul(mean, w_top, 1 - r, value=2) * mean
+        mixed = torch.addcmul(mean, w_top, likely, value=2) * mean
         mixed = mixed @ self.frame.V2[0].to(mixed) if units == "spread" else mixed.sum(1)
-        second = torch.addcmul(self._averaged(norms), (r * (1 - r))[:, 0], norms[self.top[:, 0]])
-        return second.sub_(mixed).clamp_(min=0) * self.a
+        of_top = norms.index_select(0, self.top.squeeze(1))
+        second = torch.addcmul(self._averaged(norms), (r * likely).squeeze(1), of_top)
+        return second.sub_(mixed).clamp(min=0) * self.a
 
     @cached_property
     def column_variance(self) -> Tensor:
@@ -139,8 +141,10 @@ class SoftmaxRows:
     @cached_property
     def _w_top(self) -> Tensor:
         """w_j (N, m)."""
-        return self._weight.centred[self.top[:, 0]]
+        return self._weight.centred.index_select(0, self.top.squeeze(1))
 
     def _averaged(self, values: Tensor) -> Tensor:
         """Σ q v for values v of the classes, (K,) or (K, m)."""
-        return (self._others @ values).div_(self._total if values.dim() == 2 else self._total[:, 0])
+        total = self._total if values.dim() == 2 else self._total.squeeze(1)
+        # In place a derivative would need a copy.
+        return self._others @ values / total if self._live else (self._others @ values).div_(total)

@@ -91,11 +91,9 @@ def view_of(module: nn.Module) -> type[Layer] | None:
 
     A table whose rows are shortened when they are looked up is no function of its weights alone.
     """
-    if getattr(module, "max_norm", None) is not None:
-        return None
     for kind in type(module).__mro__:
         if kind in _VIEWS:
-            return _VIEWS[kind]
+            return _VIEWS[kind] if getattr(module, "max_norm", None) is None else None
         weight = getattr(module, "weight", None) if kind.__name__ in _VIEWS_BY_NAME else None
         if isinstance(weight, Tensor) and weight.dim() == 2:
             return _VIEWS_BY_NAME[kind.__name__]

@@ -58,7 +58,7 @@ class ConvolutionLayer(_PatchLayer):
 
     def gradients(self, x: Tensor, dz: Tensor, n: int) -> Tensor:
         """The derivatives g (n, G, d, m): those of one convolution with a group per sample; no patches."""
-        x, spatial = self._padded(x), len(self._kernel)
+        (x, padding), spatial = self._given(x), len(self._kernel)
         kernels = dz.new_empty(1).expand(n * dz.shape[1], x.shape[1] // self.groups, *self._kernel)
         (_, g, _) = torch.ops.aten.convolution_backward(
             dz.flatten(0, 1)[None],
@@ -66,7 +66,7 @@ class ConvolutionLayer(_PatchLayer):
             kernels,
             bias_sizes=None,
             stride=self._stride,
-            padding=[0] * spatial,
+            padding=padding,
             dilation=self._dilation,
             transposed=False,
             output_padding=[0] * spatial,
@@ -77,11 +77,20 @@ class ConvolutionLayer(_PatchLayer):
 
     def along(self, x: Tensor, V: Tensor, n: int) -> Tensor:
         """VΦ (n, G, d, P) of weights V (n, G, d, m): one convolution with a group per sample; no patches."""
-        x = self._padded(x).flatten(0, 1)[None]
-        kernels = V.reshape(-1, x.shape[1] // (n * self.groups), *self._kernel)
+        x, padding = self._given(x)
+        kernels = V.reshape(-1, x.shape[1] // self.groups, *self._kernel)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self._kernel) - 1]
-        z = convolve(x, kernels, None, self._stride, 0, self._dilation, n * self.groups)
+        x = x.flatten(0, 1)[None]
+        z = convolve(x, kernels, None, self._stride, padding, self._dilation, n * self.groups)
         return z.reshape(n, self.groups, V.shape[2], -1)
+
+    def _given(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        """The input and the zeros that a convolution puts around it itself; other padding is in it."""
+        conv = cast(Any, self.module)
+        ends = conv._reversed_padding_repeated_twice[::-1]
+        if conv.padding_mode == "zeros" and ends[::2] == ends[1::2]:
+            return x, ends[::2]
+        return self._padded(x), [0] * len(self._kernel)
 
     def _padded(self, x: Tensor) -> Tensor:
         conv = cast(Any, self.module)

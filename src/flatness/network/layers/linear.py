@@ -29,6 +29,13 @@ class LinearLayer(Layer):
         """δ (n, 1, d, P)."""
         return LinearLayer.per_input_unit(self, dz, n).unsqueeze(1)
 
+    def sketch(self, x: Tensor, dz: Tensor, U: Tensor, n: int) -> Tensor:
+        """The same in as few operators as there are products."""
+        if type(self).features is not LinearLayer.features or type(self).seen is not Layer.seen:
+            return super().sketch(x, dz, U, n)
+        x, dz = x.reshape(n, -1, x.shape[-1]), dz.reshape(n, -1, dz.shape[-1])
+        return torch.bmm(torch.bmm(U.squeeze(1), x.mT), dz).flatten(0, 1)[None]
+
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:
         """Values (n, …, m) as (n, m, P)."""
         return values.reshape(n, -1, values.shape[-1]).transpose(1, 2)

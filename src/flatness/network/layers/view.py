@@ -146,6 +146,12 @@ class Layer(ABC):
         """VΦ (n, G, d, P) of weights V (n, G, d, m) of its own for every sample, differentiable in x."""
         return self.seen(x, n).along(V)
 
+    def sketch(self, x: Tensor, dz: Tensor, U: Tensor, n: int) -> Tensor:
+        """The derivatives g of all samples times U (n, G, r, m) of their own, (G, n·r, d)."""
+        # In this order the derivative in dz is laid out like dz: others pass through slower kernels.
+        g = self.signals(dz, n) @ self.along(x, U, n).mT
+        return g.permute(1, 0, 3, 2).flatten(1, 2)
+
     @abstractmethod
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:
         """Lay out values shaped like the module's input as (n, input units, positions)."""

@@ -32,7 +32,7 @@ class Relative(BlockStatistic):
             return (across(frame.gram(self.units), a) * b).sum((1, 2, 3))
         W = frame.weight(self.units).mT
         first = across(W, a)
-        return (first * (first if a is b else across(W, b))).sum((1, 2, 3))
+        return (first.square() if a is b else first * across(W, b)).sum((1, 2, 3))
 
     def of_squares(self, squares: SquaredSignals) -> Tensor:
         """Σ ‖φ‖² ‖Wᵀδ‖²."""
