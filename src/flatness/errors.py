@@ -153,14 +153,16 @@ def library(title: str, use: str, extra: str, *names: str, refusal: type[Flatnes
         use: What it is needed for, in messages.
         extra: The extra of this package that installs it.
         names: The modules; none where the library's has its name.
-        refusal: The error where there is none.
+        refusal: The error where there is none, or where it lacks a module that it needs.
     """
-    missing = None
+    absent, cause = title, None
     for name in names or (title,):
         try:
             return importlib.import_module(name)
-        except ImportError as error:
-            missing = error
+        except ModuleNotFoundError as error:
+            cause = error
+            if error.name and error.name.partition(".")[0] != name.partition(".")[0]:
+                absent = f"the package {error.name}, which {title} needs,"
     raise refusal(
-        f"Expected {title} for {use} but it is not installed. Type: pip install 'flatness[{extra}]'."
-    ) from missing
+        f"Expected {absent} for {use} but it is not installed. Type: pip install 'flatness[{extra}]'."
+    ) from cause

@@ -155,10 +155,17 @@ def rows_over_seeds(model, x, y, measures, budget, seeds, **asked):
     with problem.guarded():
         chosen = make_plan(problem, measure_request(measures, method="sampled", **asked))
         outline = Outline.of(problem, chosen)
+        routes = chosen.sampling.layers
+        spreads = feature_spreads(
+            problem,
+            {route.name: route.layer for route in routes if route.units},
+            False,
+            whitened={route.name for route in routes if "whitened" in route.units},
+        )
         for seed in range(seeds):
             problem.seed = seed
-            sums = sampled_statistics(problem, chosen.sampling, {}, budget)
-            run = Run(sums.statistics, chosen.methods, scatter=Scatter.of(sums))
+            sums = sampled_statistics(problem, chosen.sampling, spreads, budget)
+            run = Run(sums.statistics, chosen.methods, spreads, scatter=Scatter.of(sums))
             rows.append(finalise(outline, run))
     return rows
 

@@ -10,7 +10,6 @@ from torch import nn
 import flatness
 import oracle
 import transformer_models as nets
-from flatness.curvature.sums.routes import LayerRoute
 from flatness.curvature.sums.sampled import Budget
 from flatness.measuring.plan.planner import make_plan
 from flatness.measuring.request import measure_request
@@ -243,34 +242,44 @@ def tall_twice():
     return model, x, torch.arange(16) % 4, F.cross_entropy, "tall"
 
 
+RELATIVE = ["relative_flatness", "relative_flatness_normalized", "relative_flatness_whitened"]
+
+
 @pytest.mark.parametrize("case", [tall_table, tall_twice])
-@pytest.mark.parametrize("measures", [["relative_flatness", "hessian_trace"], ["relative_flatness"]])
-def test_probes_fitted_to_relative_flatness_are_unbiased_and_their_errors_honest(case, measures):
+@pytest.mark.parametrize("count", [1, 3])
+def test_probes_fitted_to_relative_flatness_are_unbiased_and_their_errors_honest(case, count):
     model, x, y, loss, layer = case()
+    names = [*RELATIVE[:count], "hessian_trace"]
+    truth = measure(model, (x, y), measures=names, method="exact")
     H = oracle.layer_hessian(model, oracle.mean_risk(x, y, loss), layer)
-    truths = {
-        "relative_flatness": oracle.relative_flatness(oracle.layer_weight(model, layer), H),
-        "hessian_trace": oracle.hessian_trace(H),
-    }
-    runs = rows_over_seeds(model, x, y, measures, Budget(2, 8), 100)
-    for name in measures:
-        rows = [next(r for r in run if (r.measure, r.layer) == (name, layer)) for run in runs]
-        z = torch.tensor([(row.value - truths[name]) / row.stderr for row in rows])
-        assert abs(float(z.mean())) < 4 / len(z) ** 0.5
-        assert abs(float(z.var()) - 1) < 4 * (2 / len(z)) ** 0.5
+    dense = oracle.relative_flatness(oracle.layer_weight(model, layer), H)
+    assert truth.value("relative_flatness", layer=layer) == pytest.approx(dense, rel=1e-9)
+    runs = rows_over_seeds(model, x, y, names, Budget(2, 4 * (1 + count), kinds=1 + count), 100)
+    for name in names:
+        rows = [next(row for row in run if (row.measure, row.layer) == (name, layer)) for run in runs]
+        z = torch.tensor([(row.value - truth.value(name, layer=layer)) / row.stderr for row in rows])
+        assert abs(float(z.mean())) < 4 / len(z) ** 0.5, name
+        assert abs(float(z.var()) - 1) < 4 * (2 / len(z)) ** 0.5, name
 
 
-def test_probes_fitted_to_relative_flatness_have_less_noise_in_a_tall_table(monkeypatch):
+def test_probes_fitted_to_relative_flatness_have_less_noise_in_a_tall_table():
     model, x, y, _, layer = tall_table()
 
-    def noise():
-        runs = rows_over_seeds(model, x, y, ["relative_flatness", "hessian_trace"], Budget(None, 8), 40)
-        own = (row for run in runs for row in run if row.layer == layer)
-        return torch.tensor([row.value for row in own if row.measure == "relative_flatness"]).std().item()
+    def noise(kinds):
+        runs = rows_over_seeds(model, x, y, [*RELATIVE, "hessian_trace"], Budget(None, 16, kinds=kinds), 40)
+        own = [[row.value for row in run if row.layer == layer and row.measure in RELATIVE] for run in runs]
+        return torch.tensor(own).std(0)
 
-    fitted = noise()
-    monkeypatch.setattr(LayerRoute, "fits", False)
-    assert noise() > 2 * fitted
+    assert bool((noise(1) > 2 * noise(4)).all())
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-20])
+def test_a_tall_table_of_hardly_any_weights_has_hardly_any_relative_flatness(scale):
+    model, x, y, _, layer = tall_table()
+    with torch.no_grad():
+        model.token.weight *= scale
+    report = measure(model.float(), (x, y), measures=[RELATIVE[0], "hessian_trace"], method="sampled")
+    assert abs(report.value("relative_flatness", layer=layer)) < 1e-30
 
 
 def test_rewriting_other_layers_leaves_a_table_as_it_is():

@@ -48,6 +48,22 @@ def alone(one, split):
     return model.state_dict()
 
 
+def test_a_network_of_own_code_depends_on_its_seed_alone(tmp_path, monkeypatch):
+    """Its module is imported by the first network of a process, and may seed and draw as it is."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("first_import", "second_import"):
+        text = "import torch\nfrom torch import nn\ntorch.manual_seed(123)\nspare = nn.Linear(3, 3)\n"
+        (tmp_path / f"{name}.py").write_text(f"{text}\n\ndef net(**_):\n    return nn.Linear(4, 3)\n")
+    one, other = (
+        configurations(model={"name": f"{name}:net"}, grid={"seed": [5, 6]})
+        for name in ("first_import", "second_import")
+    )
+    first, again = make_model(one[0]), make_model(one[0])
+    torch.testing.assert_close(first.weight, again.weight, rtol=0, atol=0)
+    assert not torch.equal(make_model(other[1]).weight, first.weight)
+    torch.testing.assert_close(make_model(other[0]).weight, first.weight, rtol=0, atol=0)
+
+
 def test_every_network_of_a_cohort_is_the_one_that_a_plain_loop_trains(tmp_path):
     members = configurations(**MIXED)
     split = load_split(members[0].data)

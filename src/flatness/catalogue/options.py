@@ -52,8 +52,7 @@ def choice(*choices: Any, default: Any = None) -> Option:
     """One of several values, the first where no default is given."""
 
     def good(value: Any) -> bool:
-        # True is not 1, but a text of NumPy's is a text.
-        return any(isinstance(value, type(choice)) and value == choice for choice in choices)
+        return any(type(value) is type(choice) and value == choice for choice in choices)  # True is not 1
 
     first = choices[0] if default is None else default
     return Option(first, f"one of {listed(choices)}", good, choices)

@@ -122,6 +122,8 @@ def density(
         "curvature": curvature,
     }
     for name, option in _CHOICES.items():
+        value = asked[name]
+        asked[name] = str(value) if isinstance(value, str) else value  # NumPy's texts, too
         option.check(name, asked[name])
     members = members_of(model)
     problems = [Problem(member.model, data, loss, **setting) for member in members]

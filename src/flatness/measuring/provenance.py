@@ -130,12 +130,12 @@ def model_fingerprint(model: nn.Module) -> str:
     parts: list[Tensor] = []
     for name, value in model.state_dict().items():
         digest.update(f"{name}{tuple(getattr(value, 'shape', ()))}".encode())
-        parts += [part.detach().reshape(-1) for part in dense_parts(value) if not part.is_complex()]
+        parts += [part.detach() for part in dense_parts(value) if not part.is_complex()]
     # Devices sum large tensors where they are, each in its own order.
     small = iter(on_host([part for part in parts if part.numel() <= _SMALL]))
     numbers: list[Tensor] = []
-    for flat in parts:
-        flat = next(small) if flat.numel() <= _SMALL else flat
+    for part in parts:
+        flat = (next(small) if part.numel() <= _SMALL else part).reshape(-1)
         if flat.numel():
             numbers += [flat.sum(dtype=torch.float64).reshape(1), flat[:: -(-flat.numel() // 256)].double()]
     digest.update(torch.cat(on_host(numbers)).numpy().tobytes())

@@ -153,6 +153,8 @@ def make_model(configuration: Configuration) -> nn.Module:
     name, options = configuration.model["name"], dict(configuration.model.get("options", {}))
     seed, scheme = configuration.axes.get("seed", 0), configuration.axes.get("initialization", "default")
     if names_code(name):
+        # What the module draws as it is imported does not move the network's random numbers.
+        import_object(name, "name in [model]", SpecError)
         with seeded(seed):
             model = build_named(name, "name in [model]", SpecError, **options)
     else:

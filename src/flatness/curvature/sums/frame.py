@@ -56,6 +56,11 @@ class Frame:
         return torch.where(self.V > 0, 1 / self.V, 0).square()
 
     @cached_property
+    def _weights(self) -> dict[Units, Tensor]:
+        """What `weight` has computed."""
+        return {}
+
+    @cached_property
     def _grams(self) -> dict[Units, Tensor]:
         """What `gram` has computed."""
         return {}
@@ -69,7 +74,9 @@ class Frame:
 
     def weight(self, units: Units) -> Tensor:
         """The weight W, W V or W Y that multiplies features in these units (G, d, m)."""
-        return self.in_units(units, self.W)
+        if units not in self._weights:
+            self._weights[units] = self.in_units(units, self.W)
+        return self._weights[units]
 
     def in_units(self, units: Units, W: Tensor) -> Tensor:
         """The same for any rows (G, ·, m) in the place of those of the weight."""

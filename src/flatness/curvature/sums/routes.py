@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flatness.curvature.sums.frame import Units
 from flatness.curvature.sums.kinds import statistics_of
+from flatness.curvature.sums.kinds.relative import Relative
 from flatness.curvature.sums.statistic import BlockStatistic
 from flatness.losses import Items, Loss
 from flatness.network.affine import AffineModule
@@ -96,14 +97,16 @@ class LayerRoute:
         return forms_g(self.needs, d, m, self.positions)
 
     @property
-    def fits(self) -> bool:
-        """Whether relative flatness has probes of its own: of weights used several times, tall as tables are.
+    def fitted(self) -> list[BlockStatistic]:
+        """What has probes of its own: relative flatness of weights used several times, tall as tables are.
 
-        One kind serves all statistics elsewhere, too: it has 1.1 to 2.4 times the variance for relative
+        One kind of probe serves all statistics elsewhere: it has 1.1 to 2.4 times the variance for relative
         flatness, but the other kind has up to 30 times for traces.
         """
         _, d, m = self.layer.matrix().shape
-        return isinstance(self.layer, SharedLayer) and "relative" in self.needs and d > 4 * m
+        if not isinstance(self.layer, SharedLayer) or d <= 4 * m:
+            return []
+        return [one for one in statistics_of(self.needs) if isinstance(one, Relative)]
 
     def numbers_per_sample(self, block: int) -> int:
         """Rough count of numbers that the signals of one sample take in this layer, if there are any.

@@ -72,6 +72,7 @@ class Budget:
         residual: The fewest probes of the residual that a sample gets, even; None takes all directions.
         per_slope: Probes of the residual that a sample gets for each unit of ‖∂ℓ/∂f‖.
         average: How many of them a sample is expected to get, for messages.
+        kinds: Kinds of pairs of probes of the residual that a sample gets in turn, as many of each.
         alone: Whether every layer gets a second backward pass of its own instead of one for all.
         scales: c of every layer and norm layer, by name; 1 where there is none.
         folds: Degrees of freedom of standard errors.
@@ -81,14 +82,10 @@ class Budget:
     residual: int | None
     per_slope: float = 0.0
     average: float = 0.0
+    kinds: int = 1
     alone: bool = False
     scales: Mapping[str, float] = field(default_factory=dict)
     folds: int = FOLDS
-
-    @property
-    def alternates(self) -> bool:
-        """Whether samples have as many pairs of probes of the residual of one kind as of another."""
-        return self.residual is not None and self.residual % 4 == 0
 
     def counts(self, slopes: Tensor) -> Tensor:
         """Probes of the residual of samples with slopes ‖∂ℓ/∂f‖ (n,): `residual` times a power of 2.
@@ -211,7 +208,7 @@ class SampledEngine:
                 from flatness.curvature.sums.shared_target import SharedTarget
 
                 pairs = LayerPairs(route, route.layer.matrix(), n, spread, bias=False)
-                targets.append(SharedTarget(pairs, route.layer.calls(self._recording)))
+                targets.append(SharedTarget(pairs, route.layer.calls(self._recording), self.budget.kinds))
             else:
                 record = self._recording.one(route.name)
                 pairs = LayerPairs(route, record.x, n, spread, self.routes.network)
@@ -262,8 +259,7 @@ class SampledEngine:
         twice = Twice(items.logits, slope, targets)
         for number in numbers:
             signs, collector = probes.drawn(number)
-            fitted = number // 2 % 2 == 1 if self.budget.alternates else None
-            for asked in self._residual_directions(twice, signs, fitted):
+            for asked in self._residual_directions(twice, signs, number // 2 % self.budget.kinds):
                 self._take_products(twice, asked, collector)
 
     def _take_products(
@@ -277,7 +273,7 @@ class SampledEngine:
                 direction.take(collector, products, moved)
 
     def _residual_directions(
-        self, twice: Twice, signs: Signs, fitted: Tensor | None
+        self, twice: Twice, signs: Signs, kind: Tensor
     ) -> Iterator[list[tuple[Target, Direction]]]:
         """Targets that share a product, each with its direction: all of them, or one after another."""
         if self.budget.residual is None:
@@ -286,7 +282,7 @@ class SampledEngine:
                     yield [(target, direction)]
             return
         drawn = (
-            (target, target.random_direction(signs.next(), twice.slopes[target.name], fitted))
+            (target, target.random_direction(signs.next(), twice.slopes[target.name], kind))
             for target in twice.targets
         )
         yield from ([one] for one in drawn) if self.budget.alone else [list(drawn)]

@@ -12,8 +12,9 @@ itself is taken, so that samples stay apart and nothing of its size is held for 
 Random signs V in the place of every weight give all statistics. In a table of tokens, though, most rows have
 nothing to do with a sample, and ⟨WᵀV, WᵀHV⟩, which is relative flatness on average, is drowned in what their
 signs add to WᵀV. V = W U with signs U (m, m) has W Wᵀ ⊗ 1 as its covariance: ⟨V, HV⟩ is relative flatness,
-with 170 times less variance in a GPT of 2,000 tokens, and tells nothing else. Where both are wanted, a
-sample's pairs of probes are of one kind and of the other in turn, with √2 V, since each stands for two.
+with 170 times less variance in a GPT of 2,000 tokens, and tells nothing else. For features in other units it
+is L U Rᵀ, L the weight in these units and Rᵀφ the features. A sample's pairs of probes are of these kinds in
+turn, each longer by the root of their number, since it stands for the others as well.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from flatness.curvature.sums.folds import Collector
 from flatness.curvature.sums.pair_statistics import LayerPairs, laid_out_like, samples_of
+from flatness.curvature.sums.statistic import BlockStatistic
 from flatness.curvature.sums.targets import Direction, Found, Target
 from flatness.losses.signs import Signs
 from flatness.network.layers.shared import Use
@@ -33,8 +35,6 @@ from flatness.network.recording import Record
 
 # V of some samples, (k, G, d, m).
 _Drawn = Callable[[slice], Tensor]
-# What probes fitted to relative flatness give.
-_FITTED = frozenset({"relative"})
 
 
 class SharedTarget(Target):
@@ -43,15 +43,17 @@ class SharedTarget(Target):
     Args:
         pairs: The weight, and the statistics wanted of it.
         calls: Every call of every use.
+        kinds: Kinds of directions that samples get in turn, one for each fitted statistic at least, and one
+            for the rest; with 1 all statistics share a kind.
     """
 
-    def __init__(self, pairs: LayerPairs, calls: list[tuple[Use, Record]]) -> None:
+    def __init__(self, pairs: LayerPairs, calls: list[tuple[Use, Record]], kinds: int) -> None:
         self.name, self.entries = pairs.name, pairs.W.numel()
         self.pairs, self._calls, self._n = pairs, calls, pairs.n
         self.edges = [call.z_edge for _, call in calls]
         self._moving = [k for k, (_, call) in enumerate(calls) if call.moves]
         self.inputs = [(calls[k][1].x, calls[k][1].x_edge) for k in self._moving]
-        self._fits = pairs.route.fits
+        self._kinds, self._fitted = kinds, pairs.route.fitted if kinds > 1 else []
 
     def add_squares(self, collector: Collector, arrived: Found, weight: Tensor | float) -> None:
         """Add a pair that is one derivative g twice."""
@@ -65,22 +67,21 @@ class SharedTarget(Target):
                 q = a if weight == 1.0 else -a
             self.pairs.add_gradients(collector, a, q, part.start)
 
-    def random_direction(self, signs: Signs, slopes: Found, fitted: Tensor | None) -> Direction:
-        """Signs V in the place of every weight, or W U, of each sample as `fitted` says."""
-        drawn, W = signs.at(0), self.pairs.W
-        if self._fits and self.pairs.route.needs == _FITTED:
-            return self._through(signs.at(1), W.new_ones(self._n), slopes)
-        fitted = fitted if self._fits else None
-        share = W.new_zeros(self._n) if fitted is None else 2**0.5 * fitted.to(W)
-        plain = W.new_ones(self._n) if fitted is None else 2**0.5 - share
+    def random_direction(self, signs: Signs, slopes: Found, kind: Tensor) -> Direction:
+        """Signs V in the place of every weight, or L U Rᵀ of a fitted statistic, by each sample's kind."""
+        drawn, W, K = signs.at(0), self.pairs.W, self._kinds
+        # Kinds 1, 2, … are those of the fitted statistics.
+        share = (K / (K - len(self._fitted))) ** 0.5 * ((kind == 0) | (kind > len(self._fitted))).to(W)
 
         def V(part: slice) -> Tensor:
             signs = drawn.of(part).like(W.new_empty(_count(part), *W.shape))
-            return signs.mul_(plain[part].reshape(-1, 1, 1, 1))
+            return signs.mul_(share[part].reshape(-1, 1, 1, 1)) if self._fitted else signs
 
-        if fitted is None:
-            return self._along(V, slopes)
-        return _both(self._along(V, slopes, _FITTED), self._through(signs.at(1), share, slopes))
+        found = self._along(V, slopes, frozenset(one.name for one in self._fitted))
+        for number, statistic in enumerate(self._fitted, start=1):
+            own = K**0.5 * (kind == number).to(W)
+            found = _both(found, self._fit(statistic, signs.at(number), own, slopes))
+        return found
 
     def every_direction(self, slopes: Found) -> Iterator[Direction]:
         """Every entry of the weight."""
@@ -104,33 +105,36 @@ class SharedTarget(Target):
         signals = [laid_out_like(use.view, torch.cat(own), call.z_shape) for (use, call), own in pairs]
         return Direction(signals, [torch.cat(own) for own in back], partial(self._take, V, but, slopes))
 
-    def _through(self, signs: Signs, share: Tensor, slopes: Found) -> Direction:
-        """W U in the place of the weight, times a number (n,), for relative flatness alone.
+    def _fit(self, statistic: BlockStatistic, signs: Signs, share: Tensor, slopes: Found) -> Direction:
+        """L U Rᵀ in the place of the weight, times a number (n,), for this statistic alone.
 
-        W U is never formed: UΦ, WᵀΦ and Wᵀδ have m rows, not d. Its product with H W U is that of what is
+        It is never formed: URᵀΦ, LᵀΦ and Lᵀδ have m rows, not d. Its product with H L U Rᵀ is that of what is
         sent with what comes back.
         """
-        W, n = self.pairs.W, self._n
+        W, n, frame = self.pairs.W, self._n, self.pairs.frame
+        L = frame.weight(statistic.units)
+        RT = frame.features(statistic.units, torch.eye(W.shape[2]).to(W).expand(1, len(W), -1, -1))[0]
         # As long as signs in the place of every weight would be, so that other layers notice as little of it.
-        G, d, m = W.shape
-        length = (G * d / W.square().sum().clamp(min=torch.finfo(W.dtype).tiny)).sqrt()
-        U = signs.like(W.new_empty(n, G, m, m)) * (share * length).reshape(-1, 1, 1, 1)
+        length = (W.numel() / (L.double().square().sum() * RT.double().square().sum())).sqrt()
+        length = torch.where((length > 0) & length.isfinite(), length, 1.0)
+        U = signs.like(W.new_empty(n, len(W), L.shape[2], RT.shape[1]))
+        U = U @ RT * (share * length).to(W).reshape(-1, 1, 1, 1)
         etas = []
         for use, call in self._calls:
             seen = use.view.seen(call.x, n)
-            eta = U.mT @ seen.along(W.mT) if use.transposed else W @ seen.along(U)
+            eta = U.mT @ seen.along(L.mT) if use.transposed else L @ seen.along(U)
             etas.append(laid_out_like(use.view, eta, call.z_shape))
         back = []
         for k in self._moving:
             # Tables alone are transposed, and what they are given are tokens, which do not move.
-            pulled = U.mT @ (W.mT @ self._delta(k, slice(0, n), slopes[k]))
+            pulled = U.mT @ (L.mT @ self._delta(k, slice(0, n), slopes[k]))
             back.append(self._to_input(k, slice(0, n), pulled))
 
         def take(collector: Collector, products: Found, moved: Found) -> None:
             pairs = zip((*etas, *back), (*products, *moved), strict=True)
             values = [(one * other).reshape(n, -1).sum(1) for one, other in pairs if other is not None]
             if values:
-                collector.put(self.name, {"relative": sum(values) / length.square()})
+                collector.put(self.name, {statistic.name: sum(values) / length.square()})
 
         return Direction(etas, back, take)
 

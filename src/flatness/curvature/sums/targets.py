@@ -54,14 +54,13 @@ class Target(ABC):
         """Add what one direction of the output sends back, squared, with a signed weight (n,) or ±1."""
 
     @abstractmethod
-    def random_direction(self, signs: Signs, slopes: Found, fitted: Tensor | None) -> Direction:
+    def random_direction(self, signs: Signs, slopes: Found, kind: Tensor) -> Direction:
         """A random direction with E ηηᵀ = 1, given the first derivatives at the edges.
 
         Args:
             signs: Where its signs come from.
             slopes: The first derivatives.
-            fitted: Which samples (n,) get a direction fitted to relative flatness, at a target that has one:
-                half of each sample's pairs of probes. None where there are too few for two kinds.
+            kind: Which kind of direction each sample gets (n,), at a target that has several.
         """
 
     @abstractmethod
@@ -92,7 +91,7 @@ class _CallTarget(Target):
         if delta is not None:
             self.add(collector, delta, _weighted(delta, weight, self.n))
 
-    def random_direction(self, signs: Signs, slopes: Found, fitted: Tensor | None) -> Direction:
+    def random_direction(self, signs: Signs, slopes: Found, kind: Tensor) -> Direction:
         """Signs shaped like what the module returns."""
         return self._given(signs.like(_zeros(slopes, self.shape)))
 
@@ -122,10 +121,10 @@ class LayerTarget(_CallTarget):
         """Add a pair of signals to the layer's statistics."""
         self.pairs.add(collector, eta, h)
 
-    def random_direction(self, signs: Signs, slopes: Found, fitted: Tensor | None) -> Direction:
+    def random_direction(self, signs: Signs, slopes: Found, kind: Tensor) -> Direction:
         """Signs shaped like z where a sample meets W once, η = VΦ with signs V at many positions."""
         if self.pairs.plain:
-            return super().random_direction(signs, slopes, fitted)
+            return super().random_direction(signs, slopes, kind)
         drawn = WeightSigns(self.pairs, signs)
 
         def take(collector: Collector, products: Found, moved: Found) -> None:

@@ -301,7 +301,7 @@ def _route(problem: Problem, examined: Examined, name: str, needs: frozenset[str
     if record.shared is not None:
         return LayerRoute(name, record.shared, "passes", needs, record.shared.matrix().shape[2], size)
     layer = examined.layers[name]
-    positions = max(1, call.z_shape.numel() // (n * layer.output_units))
+    positions = max(1, call.z_shape.numel() // max(1, n * layer.output_units))
     skipped = skipped_positions(layer, call, examined.items, record.marked)
     if skipped is None:
         return LayerRoute(name, layer, "passes", needs, positions, size)

@@ -49,13 +49,12 @@ def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Spread]) -> B
     # Samples that are ignored have no slope, and nothing to say.
     counting = slopes.nonzero()[:, 0] if bool(slopes.any()) else torch.arange(len(slopes), device="cpu")
     size = pilot_size(len(counting))
-    # Weights with two kinds of probes need two pairs.
-    fits = (
-        any(route.fits and len(route.needs) > 1 for route in plan.sampling.layers)
-        and plan.request.max_passes >= 3 * PROBES
+    kinds = 1 + max((len(route.fitted) for route in plan.sampling.layers), default=0)
+    if PROBES * (1 + kinds) > plan.request.max_passes:
+        kinds = 1
+    pilot = Budget(
+        PROBES, PROBES * kinds if curved else 0, kinds=kinds, folds=fold_count(plan.sampling.layers)
     )
-    residual = (2 * PROBES if fits else PROBES) if curved else 0
-    pilot = Budget(PROBES, residual, folds=fold_count(plan.sampling.layers))
 
     def tried(budget: Budget, samples: Tensor) -> _Choice:
         sums = _probed(problem, plan, spreads, budget, samples)
@@ -216,7 +215,8 @@ def _residual_options(pilot: Budget, slopes: Tensor, most: int, each: float) -> 
                 passes = each * probes + _JOINT_PASSES * runs
                 options.append(_Option(budget, float(noise.sum()), probes, passes, pairs))
     options.sort(key=lambda option: option.passes)
-    return [option for option in options if option.differences >= _FEWEST_DIFFERENCES] or options
+    least = _FEWEST_DIFFERENCES * pilot.kinds
+    return [option for option in options if option.differences >= least] or options
 
 
 def _even(number: float) -> int:

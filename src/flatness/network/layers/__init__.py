@@ -165,18 +165,23 @@ def _names(
 ) -> list[str]:
     """The names that a user wrote, at least one, all of them of supported layers."""
     known = f"Supported layers of this model: {listed(available) or 'none'}."
-    if not isinstance(layers, Iterable):
-        kind = type(layers).__name__
+    names = [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else list(layers)
+    odd = [type(name).__name__ for name in names if not isinstance(name, str)]
+    if odd:
         raise LayerError(
             f"Expected layers to be None, {listed(map(repr, LAYER_WORDS))}, a name or a list of names "
-            f"but got {kind}. {known}"
+            f"but got {odd[0]}. {known}"
         )
-    names = [layers] if isinstance(layers, str) else list(layers)
     if not names:
         raise LayerError(f"Expected at least one layer but got an empty list. {known}")
     for name in names:
         if name not in available:
             kind = modules.get(name)
-            what = f", which is a {kind}." if kind else f".{nearest(name, [*available, *LAYER_WORDS])}"
+            close = (
+                f" Pass {name!r} without a list."
+                if name in LAYER_WORDS
+                else nearest(name, [*available, *LAYER_WORDS])
+            )
+            what = f", which is a {kind}." if kind else f".{close}"
             raise LayerError(f"Expected the name of a supported layer but got {name!r}{what} {known}")
     return names

@@ -79,6 +79,7 @@ def read_record(path: Path) -> dict[str, Any]:
         raise DamagedFileError(f"it is {error}") from error
     written = content.pop(_CHECKSUMS, {}) if isinstance(content, dict) else {}
     _check_head(path, content, written)
+    content.pop("seal", None)  # a digest of the whole text, as earlier versions wrote it
     if content.get("key", path.stem) != path.stem:
         raise DamagedFileError(f"it is the record of {content['key']}")
     try:
