@@ -395,6 +395,28 @@ def epochs_given(name: str, target: str) -> dict[str, float]:
     return _partial_row(epochs, column, codes, np.log(loss))
 
 
+def grouped(name: str) -> str:
+    """Measures and targets of one part, given augmentation, batch size and training loss, seeds aside."""
+    kept = networks(name)
+    quantities = [quantity for quantity in study(name).headline() if quantity in kept]
+    groups = kept.groupby(["augmentation", "batch_size"])
+    wanted = [*quantities, "epochs"]
+    values, loss = kept[wanted].to_numpy(float).T, np.log(kept["train_loss"].to_numpy(float))
+    asked = {target: kept[target].to_numpy(float) for target in ("gap", "test_error", "corrupted_error")}
+    found = [partial(values, target, groups.ngroup().to_numpy(), loss) for target in asked.values()]
+    lines = []
+    for i in sorted(range(len(wanted)), key=lambda i: -found[1]["pearson"][i]):
+        told = [(number(one["pearson"][i]), one["pearson_p_family"][i]) for one in found]
+        cells = [f"{f'**{r}**' if p < 0.05 else r} ({chance(p)})" for r, p in told]
+        lines.append([in_words(wanted[i]) if wanted[i] in quantities else f"*{wanted[i]}*", *cells])
+    return (
+        f"{table(['quantity', *(f'{in_words(target)}: r (p, best of all)' for target in asked)], lines)}\n"
+        f"{len(kept)} networks in {groups.ngroups} groups of one augmentation and batch size; r of what "
+        "group and logarithm of the training loss leave of both. In bold, p < 0.05 for the largest |r| of "
+        "the column, by permutations within groups.\n"
+    )
+
+
 def draw_targets(name: str) -> None:
     """Measures against the gap and the study's other targets; `name` is that of a study and one part."""
     tables = by_target(name)
@@ -594,6 +616,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "again": again,
     "beyond": beyond,
     "targets": targets,
+    "grouped": grouped,
     "opening": opening,
     "cost": cost,
     "claims": claims,
@@ -648,6 +671,18 @@ def draw_losses() -> None:
     )
 
 
+def draw_test_errors() -> None:
+    """The test error of our own ResNet-18 networks against whitened relative flatness."""
+    kept = networks("beyond-cifar10/resnet18")
+    x, y = (kept[key] for key in ("relative_flatness_whitened:network:sum", "test_error"))
+    points = [*zip(x, y, kept["augmentation"], kept["optimizer"], [True] * len(kept), strict=True)]
+    labels = ("whitened relative flatness, sum over layers", "test error")
+    chart = Scatter(
+        "ResNet-18 on CIFAR-10", *labels, points, [*range(len(kept))], "augmentation", "optimizer"
+    )
+    save_scatter(GALLERY / "beyond-cifar10-test-error.png", chart)
+
+
 def draw_lines() -> None:
     """Lines through AlexNet-type networks of both batch sizes, which are parts of their own in one study."""
     name = "rangamani2019-batch-published"
@@ -695,9 +730,11 @@ def main() -> None:
             draw(name)
         found = loaded(name)
         for part in found.spec.parts if isinstance(found, Study) and found.targets() else ():
-            draw_targets(f"{name}/{part}")
+            if networks(f"{name}/{part}")["seed"].nunique() > 1:  # else nothing is left within settings
+                draw_targets(f"{name}/{part}")
     draw_opening()
     draw_losses()
+    draw_test_errors()
     draw_lines()
     for page in [*sorted(GALLERY.glob("*.md")), GALLERY.parent / "which-measure.md"]:
         before = page.read_text(encoding="utf-8")

@@ -183,6 +183,15 @@ def test_a_model_that_is_one_layer():
             "Supported layers of this model: fc1, head.",
         ),
         ([3], "Expected the name of a supported layer but got 3. Supported layers of this model: fc1, head."),
+        (
+            [["fc1"]],
+            "Expected the name of a supported layer but got ['fc1']. Supported layers of this model: fc1, head.",
+        ),
+        (
+            ["last"],
+            "Expected the name of a supported layer but got 'last'. Pass 'last' without a list. Supported "
+            "layers of this model: fc1, head.",
+        ),
     ],
 )
 def test_unknown_layers_are_refused_with_the_nearest_name(layers, message):

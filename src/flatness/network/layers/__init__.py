@@ -165,18 +165,18 @@ def _names(
 ) -> list[str]:
     """The names that a user wrote, at least one, all of them of supported layers."""
     known = f"Supported layers of this model: {listed(available) or 'none'}."
-    names = [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else list(layers)
-    odd = [type(name).__name__ for name in names if not isinstance(name, str)]
-    if odd:
+    if not isinstance(layers, Iterable):
+        kind = type(layers).__name__
         raise LayerError(
             f"Expected layers to be None, {listed(map(repr, LAYER_WORDS))}, a name or a list of names "
-            f"but got {odd[0]}. {known}"
+            f"but got {kind}. {known}"
         )
+    names = [layers] if isinstance(layers, str) else list(layers)
     if not names:
         raise LayerError(f"Expected at least one layer but got an empty list. {known}")
     for name in names:
-        if name not in available:
-            kind = modules.get(name)
+        if not isinstance(name, str) or name not in available:
+            kind = modules.get(str(name))
             close = (
                 f" Pass {name!r} without a list."
                 if name in LAYER_WORDS
