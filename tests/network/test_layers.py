@@ -185,7 +185,8 @@ def test_a_model_that_is_one_layer():
         ([3], "Expected the name of a supported layer but got 3. Supported layers of this model: fc1, head."),
         (
             [["fc1"]],
-            "Expected the name of a supported layer but got ['fc1']. Supported layers of this model: fc1, head.",
+            "Expected the name of a supported layer but got ['fc1']. Did you mean 'fc1'? Supported layers of "
+            "this model: fc1, head.",
         ),
         (
             ["last"],
