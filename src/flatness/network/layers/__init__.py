@@ -177,11 +177,8 @@ def _names(
     for name in names:
         if not isinstance(name, str) or name not in available:
             kind = modules.get(str(name))
-            close = (
-                f" Pass {name!r} without a list."
-                if name in LAYER_WORDS
-                else nearest(name, [*available, *LAYER_WORDS])
-            )
+            alone = str(name) in LAYER_WORDS
+            close = f" Pass {name!r} without a list." if alone else nearest(name, [*available, *LAYER_WORDS])
             what = f", which is a {kind}." if kind else f".{close}"
             raise LayerError(f"Expected the name of a supported layer but got {name!r}{what} {known}")
     return names
