@@ -22,7 +22,14 @@ from flatness.catalogue.measure import LayerView, Measure
 from flatness.catalogue.registry import get_measure, measures
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import statistics_of
-from flatness.curvature.sums.live_sums import DIRECTIONS, closed_form_sums, drawn, live_frame, probed_sums
+from flatness.curvature.sums.live_sums import (
+    DIRECTIONS,
+    Received,
+    closed_form_sums,
+    drawn,
+    live_frame,
+    probed_sums,
+)
 from flatness.errors import (
     DifferentiabilityError,
     LossError,
@@ -225,24 +232,29 @@ def _probed(
     n, signs = len(logits), _signs(seed, logits)
     s = run.loss.live_probe(run.items, signs)
     assert s is not None  # or the loss would have been refused
-    calls = {layer.name: run.uses(layer) for layer in layers}
-    edges = {id(call): call.edge for own in calls.values() for _, call in own if call.edge is not None}
-    found: tuple[Tensor | None, ...] = ()
-    if edges:
-        s = (s * C.rsqrt()).to(logits.dtype)
-        with _explained():
-            found = torch.autograd.grad(logits, list(edges.values()), s, create_graph=True, allow_unused=True)
-    signals = dict(zip(edges, found, strict=True))
-    received = {
-        name: [(use, call.x, _or_zero(signals.get(id(call)), call.z)) for use, call in own]
-        for name, own in calls.items()
-    }
+    received = _received(run, layers, (s * C.rsqrt()).to(logits.dtype))
     # Drawn for all layers at once: a draw takes twenty operators.
     entries = [drawn(needs, layer, frames[layer.name], received[layer.name], n) for layer in layers]
     U = signs.like(s.new_empty(n, sum(entries), dtype=promote(s).dtype)).mul_(DIRECTIONS**-0.5)
     return {
         layer.name: probed_sums(needs, layer, frames[layer.name], received[layer.name], own, n)
         for layer, own in zip(layers, U.split(entries, 1), strict=True)
+    }
+
+
+def _received(run: TrainingPass, layers: list[Layer], s: Tensor) -> dict[str, Received]:
+    """What every call of every layer was given, and what s sends back to it."""
+    calls = {layer.name: run.uses(layer) for layer in layers}
+    edges = {id(call): call.edge for own in calls.values() for _, call in own if call.edge is not None}
+    found: tuple[Tensor | None, ...] = ()
+    if edges:
+        ends = list(edges.values())
+        with _explained():
+            found = torch.autograd.grad(run.items.logits, ends, s, create_graph=True, allow_unused=True)
+    signals = dict(zip(edges, found, strict=True))
+    return {
+        name: [(use, call.x, _or_zero(signals.get(id(call)), call.z)) for use, call in own]
+        for name, own in calls.items()
     }
 
 

@@ -48,10 +48,8 @@ def closed_form_sums(
     if layer.groups != 1 or call.edge is None or not only_layout_between(items.logits, call.edge):
         return None
     statistics, n = statistics_of(needs), len(items.logits)
-    # Closed forms see columns; where a channel has several, what goes channel by channel does without.
-    by_column = all(layer.taps == 1 or isinstance(one, BlockStatistic) for one in statistics)
     squares = isinstance(loss, Elementwise)
-    if not (by_column and all(one.from_squares if squares else one.closed_form for one in statistics)):
+    if not all(_is_closed(one, layer, squares=squares) for one in statistics):
         return None
     curvature = _output_curvature(loss, items, layer, call)
     if curvature is None:
@@ -63,6 +61,15 @@ def closed_form_sums(
     logits = _predictions(promote(layer.signals(call.z, n)))
     rows = SoftmaxRows(SoftmaxWeight(frame), phi, logits, curvature)
     return {one.name: one.of_softmax(rows) for one in statistics}
+
+
+def _is_closed(statistic: Statistic, layer: Layer, *, squares: bool) -> bool:
+    """Whether a statistic of a last layer has a closed form, in squared signals or under cross-entropy.
+
+    Closed forms see columns; where a channel has several, what goes channel by channel does without.
+    """
+    by_column = layer.taps == 1 or isinstance(statistic, BlockStatistic)
+    return by_column and (statistic.from_squares if squares else statistic.closed_form)
 
 
 def _output_curvature(loss: Loss, items: Items, layer: Layer, call: LiveCall) -> Tensor | None:
