@@ -170,7 +170,7 @@ def nothing_counts(samples: int | None = None) -> DataError:
 
 def refuse(checks: list[Check]) -> None:
     """Raise the error of the first mask with an entry set; if none has, the device is asked only once."""
-    if not checks or not torch.cat([mask.flatten() for mask, _ in checks]).any():
+    if not checks or not torch.stack([mask.any() for mask, _ in checks]).any():
         return
     for mask, explain in checks:
         wrong = mask.nonzero()

@@ -130,9 +130,7 @@ class Frame:
 
 def across(matrix: Tensor, values: Tensor) -> Tensor:
     """A matrix (G, a, b) times values (…, G, b, P) of many samples."""
-    if values.dim() == 4 and len(values) == 1:
-        return torch.bmm(matrix, values.squeeze(0)).unsqueeze(0)
-    if values.shape[-1] > 1 and not matrix.requires_grad:
+    if len(values) == 1 or (values.shape[-1] > 1 and not matrix.requires_grad):
         return matrix @ values
     # One column for each sample, or a derivative in the matrix: samples side by side make one product.
     return torch.einsum("gab,...gbp->...gap", matrix, values)

@@ -20,7 +20,7 @@ turn, each longer by the root of their number, since it stands for the others as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -71,17 +71,20 @@ class SharedTarget(Target):
         """Signs V in the place of every weight, or L U Rᵀ of a fitted statistic, by each sample's kind."""
         drawn, W, K = signs.at(0), self.pairs.W, self._kinds
         # Kinds 1, 2, … are those of the fitted statistics.
-        share = (K / (K - len(self._fitted))) ** 0.5 * ((kind == 0) | (kind > len(self._fitted))).to(W)
+        others = (kind == 0) | (kind > len(self._fitted))
+        share = (K / (K - len(self._fitted))) ** 0.5 * others.to(W)
 
         def V(part: slice) -> Tensor:
             signs = drawn.of(part).like(W.new_empty(_count(part), *W.shape))
             return signs.mul_(share[part].reshape(-1, 1, 1, 1)) if self._fitted else signs
 
-        found = self._along(V, slopes, frozenset(one.name for one in self._fitted))
+        found = []
+        if bool(others.any()):  # most often, all samples get the same kind
+            found.append(self._along(V, slopes, frozenset(one.name for one in self._fitted)))
         for number, statistic in enumerate(self._fitted, start=1):
-            own = K**0.5 * (kind == number).to(W)
-            found = _both(found, self._fit(statistic, signs.at(number), own, slopes))
-        return found
+            if bool((own := kind == number).any()):
+                found.append(self._fit(statistic, signs.at(number), K**0.5 * own.to(W), slopes))
+        return reduce(_both, found)
 
     def every_direction(self, slopes: Found) -> Iterator[Direction]:
         """Every entry of the weight."""
@@ -113,7 +116,9 @@ class SharedTarget(Target):
         """
         W, n, frame = self.pairs.W, self._n, self.pairs.frame
         L = frame.weight(statistic.units)
-        RT = frame.features(statistic.units, torch.eye(W.shape[2]).to(W).expand(1, len(W), -1, -1))[0]
+        RT = frame.features(
+            statistic.units, torch.eye(W.shape[2], dtype=W.dtype, device=W.device).expand(1, len(W), -1, -1)
+        )[0]
         # As long as signs in the place of every weight would be, so that other layers notice as little of it.
         length = (W.numel() / (L.double().square().sum() * RT.double().square().sum())).sqrt()
         length = torch.where((length > 0) & length.isfinite(), length, 1.0)
