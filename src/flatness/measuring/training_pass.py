@@ -23,6 +23,7 @@ from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.live_calls import LiveCall, LiveCalls
 from flatness.network.memory import ran_out
 from flatness.network.repeated_parameters import told_apart
+from flatness.network.second_derivatives import SecondDerivatives
 from flatness.problem import batches
 from flatness.problem.guard import Guard, is_compiled, repeated_tokens
 from flatness.problem.model import DefaultForward, Forward, unwrap
@@ -188,6 +189,7 @@ def _differentiable_twice(model: nn.Module, *, second: bool) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if second:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(SecondDerivatives())
         yield
 
 
