@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import flatness
+from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.layer_sums import PlainSums, PositionSums, SoftmaxHead
 from flatness.curvature.sums.routes import LayerRoute
+from flatness.curvature.sums.softmax_rows import SoftmaxRows, SoftmaxWeight, live_relative
 from flatness.curvature.sums.spread import Spread, Whitening
 from flatness.losses import resolve_loss
 from flatness.network.layers import LinearLayer
@@ -138,3 +140,36 @@ def test_many_classes_cost_float32_no_digits():
     torch.testing.assert_close(found["bias"].double(), classes.sum(0), rtol=1e-6, atol=0)
     torch.testing.assert_close(found["row_traces"].double(), length @ classes, rtol=1e-6, atol=0)
     torch.testing.assert_close(found["relative"].double(), length @ variance.sum(1), rtol=1e-6, atol=0)
+
+
+def live_case(scale):
+    """Features, outputs that are as confident as this, the weight, and weights of predictions."""
+    shapes = (7, 5), (7, 4), (4, 5)
+    phi, logits, W = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    return [one.requires_grad_() for one in (phi, logits.mul_(scale), W)], torch.rand(7, dtype=torch.float64)
+
+
+def by_autograd(phi, logits, W, a):
+    rows = SoftmaxRows(SoftmaxWeight(Frame(W[None])), phi, logits, a)
+    return phi.square().sum(1) @ rows.total_variance()
+
+
+def test_written_out_derivatives_are_those_of_the_closed_form():
+    given, a = live_case(1)
+    assert torch.autograd.gradcheck(live_relative, (*given, a))
+    own, expected = (torch.autograd.grad(one(*given, a), given) for one in (live_relative, by_autograd))
+    torch.testing.assert_close(own, expected, rtol=1e-12, atol=0)
+    for each, gradient in zip(given, own, strict=True):
+        some = [one if one is each else one.detach() for one in given]
+        (alone,) = torch.autograd.grad(live_relative(*some, a), each)
+        assert torch.equal(alone, gradient)
+
+
+def test_derivatives_at_confident_predictions_keep_their_digits_in_single_precision():
+    given, a = live_case(20)
+    short = [one.detach().float().requires_grad_() for one in given]
+    own = torch.autograd.grad(live_relative(*short, a.float()), short)
+    exact = [one.detach().double().requires_grad_() for one in short]
+    expected = torch.autograd.grad(by_autograd(*exact, a.float().double()), exact)
+    for mine, theirs in zip(own, expected, strict=True):
+        assert ((mine - theirs).norm(dim=1) <= 1e-5 * theirs.norm(dim=1)).all()

@@ -22,7 +22,11 @@ _FAR = 0.1
 
 def trace(metric: Metric) -> dict[str, Any]:
     """Tr DH of a layer."""
-    return _of_layers(metric, metric.statistic, lambda view: view.statistics[metric.statistic].sum())
+    return _of_layers(metric, metric.statistic, lambda view: _total(view.statistics[metric.statistic]))
+
+
+def _total(statistic: Tensor) -> Tensor:
+    return statistic.sum() if statistic.dim() else statistic
 
 
 def largest_eigenvalue(metric: Metric) -> dict[str, Any]:

@@ -167,7 +167,9 @@ class CrossEntropy(Loss):
         """Return which targets are not ignored: shape (n, T). Class probabilities always count."""
         if not _hard(items):
             return torch.ones(items.target.shape[:2], dtype=torch.bool, device=items.target.device)
-        return items.target != self.ignore_index
+        if "counted" not in items.memo:
+            items.memo["counted"] = items.target != self.ignore_index
+        return items.memo["counted"]
 
     def _target_weight(self, items: Items, dtype: torch.dtype) -> Tensor:
         """Return w_y, and 0 for ignored targets: shape (n, T)."""

@@ -111,14 +111,7 @@ def penalty(
         with torch.autocast(run.output.device.type, enabled=False):
             C = run.loss.normaliser(run.items)
             value = _total(run, chosen, C, seed)
-    # The device is waited for once, when all its work is on the way. NaN and infinity times 0 are not 0.
-    refuse(
-        [
-            *run.loss.checks(run.items),
-            (C == 0, lambda _: nothing_counts(len(run.items.logits))),
-            (value.detach() * 0 != 0, lambda _: _not_finite(run)),
-        ]
-    )
+    _check_numbers(run, C, value)
     return (value, run.output) if return_output else value
 
 
@@ -192,6 +185,17 @@ def _check_gradients(model: nn.Module) -> None:
         )
 
 
+def _check_numbers(run: TrainingPass, C: Tensor, value: Tensor) -> None:
+    """Wait for the device, once, when all its work is on the way."""
+    checks = run.loss.checks(run.items)
+    # NaN and infinity times 0 are not 0; C = 0 makes the value NaN.
+    wrong = sum((mask.any() for mask, _ in checks), value.detach() * 0)
+    if wrong.item() == 0:
+        return
+    refuse([*checks, (C == 0, lambda _: nothing_counts(len(run.items.logits)))])
+    raise _not_finite(run)
+
+
 # The value
 
 
@@ -216,7 +220,7 @@ def _total(run: TrainingPass, measure: Measure, C: Tensor, seed: Seed) -> Tensor
     for layer in run.layers:
         view = _LiveView(layer.name, frames[layer.name].W, means[layer.name], taps=layer.taps, layer=layer)
         values.append(_value(measure, view))
-    return torch.stack(values).sum()
+    return torch.stack(values).sum() if len(values) > 1 else values[0]
 
 
 def _probed(
@@ -297,7 +301,7 @@ def _value(measure: Measure, view: LayerView) -> Tensor:
             f"Expected {measure.name!r} to return one number with a gradient but it has none. Compute it "
             "with torch's operations from view.statistics and view.W, without float()."
         )
-    return value.reshape(())
+    return value.reshape(()) if value.dim() else value
 
 
 def _not_finite(run: TrainingPass) -> NotFiniteError:

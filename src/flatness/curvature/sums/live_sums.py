@@ -8,19 +8,20 @@ other layers they come from a random signal δ with its graph, as the sampled en
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import statistics_of
-from flatness.curvature.sums.softmax_rows import SoftmaxRows, SoftmaxWeight
 from flatness.curvature.sums.statistic import BlockStatistic, SignalPair, SquaredSignals, Statistic
 from flatness.losses import Items, Loss
 from flatness.losses.base import promote
 from flatness.losses.elementwise import Elementwise
 from flatness.network.graph import only_layout_between
 from flatness.network.layers import Layer
+from flatness.network.layers.linear import LinearLayer
 from flatness.network.layers.shared import SharedLayer, Use
 from flatness.network.live_calls import LiveCall
 
@@ -54,13 +55,12 @@ def closed_form_sums(
     curvature = _output_curvature(loss, items, layer, call)
     if curvature is None:
         return None
-    curvature, phi = curvature / C, _predictions(promote(layer.features(call.x, n)))
+    curvature, phi = curvature / C, promote(_rows(layer, "features", call.x, n))
     if squares:
         squared = SquaredSignals(frame, phi, curvature, curvature @ frame.W[0].square())
         return {one.name: one.of_squares(squared) for one in statistics}
-    logits = _predictions(promote(layer.signals(call.z, n)))
-    rows = SoftmaxRows(SoftmaxWeight(frame), phi, logits, curvature)
-    return {one.name: one.of_softmax(rows) for one in statistics}
+    logits = promote(_rows(layer, "signals", call.z, n))
+    return {one.name: one.of_live_softmax(frame, phi, logits, curvature) for one in statistics}
 
 
 def _is_closed(statistic: Statistic, layer: Layer, *, squares: bool) -> bool:
@@ -81,7 +81,8 @@ def _output_curvature(loss: Loss, items: Items, layer: Layer, call: LiveCall) ->
     """
     assert call.edge is not None
     a = loss.softmax_weight(items)
-    z, f = _predictions(layer.signals(call.z, len(items.logits))), items.logits.flatten(0, 1)
+    n, f = len(items.logits), items.logits.flatten(0, 1)
+    z = _rows(layer, "signals", call.z, n)
     if a is not None and (z.data_ptr(), z.shape, z.stride()) == (f.data_ptr(), f.shape, f.stride()):
         return a.flatten()  # the predictions are the positions, in their order
     if a is None:
@@ -99,7 +100,7 @@ def _output_curvature(loss: Loss, items: Items, layer: Layer, call: LiveCall) ->
         retain_graph=True,
         create_graph=sent.requires_grad,
     )
-    rows = promote(_predictions(layer.signals(arrived, len(items.logits))))
+    rows = promote(_rows(layer, "signals", arrived, n))
     if a is None:
         return rows
     if rows.shape[1] != sent.shape[2]:
@@ -177,9 +178,12 @@ def _forms_g(statistics: Sequence[Statistic], d: int, m: int, P: int) -> bool:
     return P > 1 and d * m * (P + d) <= P * (P * (m + d) + d * d)
 
 
-def _predictions(values: Tensor) -> Tensor:
-    """Values (n, 1, k, P) with every position a row of its own, (n·P, k)."""
-    return values.squeeze(1).transpose(1, 2).flatten(0, 1)
+def _rows(layer: Layer, laid_out: Literal["features", "signals"], values: Tensor, n: int) -> Tensor:
+    """The features or signals of a layer with one group, every position a row of its own, (n·P, k)."""
+    method = getattr(layer, laid_out)
+    if method.__func__ is getattr(LinearLayer, laid_out):
+        return values.flatten(0, -2)  # what the other comes to, without six operators on the way and back
+    return method(values, n).squeeze(1).transpose(1, 2).flatten(0, 1)
 
 
 def _promoted(x: Tensor) -> Tensor:

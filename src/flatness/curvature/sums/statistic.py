@@ -23,7 +23,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from flatness.curvature.sums.frame import Frame, Units
-from flatness.curvature.sums.softmax_rows import SoftmaxRows
+from flatness.curvature.sums.softmax_rows import SoftmaxRows, SoftmaxWeight
 from flatness.network.layers.view import Features
 
 
@@ -128,6 +128,10 @@ class Statistic(ABC):
     def of_softmax(self, rows: SoftmaxRows) -> Tensor:
         """Its sum over the predictions, under cross-entropy."""
         raise NotImplementedError
+
+    def of_live_softmax(self, frame: Frame, phi: Tensor, logits: Tensor, a: Tensor) -> Tensor:
+        """The same from what `SoftmaxRows` is made of, with its graph."""
+        return self.of_softmax(SoftmaxRows(SoftmaxWeight(frame), phi, logits, a))
 
 
 class BlockStatistic(Statistic):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.sums.frame import Frame, across
-from flatness.curvature.sums.softmax_rows import SoftmaxRows
+from flatness.curvature.sums.softmax_rows import SoftmaxRows, live_relative
 from flatness.curvature.sums.statistic import BlockStatistic, SquaredSignals
 
 
@@ -41,6 +41,12 @@ class Relative(BlockStatistic):
     def of_softmax(self, rows: SoftmaxRows) -> Tensor:
         """Σ ‖φ‖² a Σ_t Var_p(W_·t)."""
         return torch.linalg.vector_norm(rows.phi, dim=1).square() @ rows.total_variance()
+
+    def of_live_softmax(self, frame: Frame, phi: Tensor, logits: Tensor, a: Tensor) -> Tensor:
+        """Σ ‖φ‖² a Σ_t Var_p(W_·t), with derivatives that are written out."""
+        if self.units:
+            return super().of_live_softmax(frame, phi, logits, a)
+        return live_relative(phi, logits, frame.W[0], a)
 
 
 class RelativeNormalized(Relative):
