@@ -10,6 +10,7 @@ import flatness
 import oracle
 from flatness.catalogue.registry import unregister_measure
 from flatness.curvature.sums import kinds
+from flatness.curvature.sums.frame import Frame
 from flatness.curvature.sums.kinds import STATISTICS, _defined_in
 from flatness.curvature.sums.statistic import Statistic
 from flatness.errors import MeasureError
@@ -129,3 +130,16 @@ def test_two_statistics_of_one_name_are_refused(monkeypatch):
     monkeypatch.setattr(kinds, "_defined_in", lambda module: [twin])
     with pytest.raises(MeasureError, match=r"Twin and Twin are both called 'diagonal'\. Rename one"):
         kinds._found()
+
+
+@pytest.mark.parametrize("d, m, N", [(3, 5, 4), (5, 3, 4), (3, 5, 2)])
+def test_relative_flatness_of_random_products_has_the_derivatives_of_its_definition(d, m, N):
+    W, a = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, d, m), (1, 2, d, N))
+    )
+
+    def value(W, a):
+        return STATISTICS["relative"].of_product(Frame(W), a, a)
+
+    torch.testing.assert_close(value(W, a), torch.einsum("gdm,ngdk->ngmk", W, a).square().sum((1, 2, 3)))
+    assert torch.autograd.gradcheck(value, (W, a))

@@ -584,6 +584,21 @@ def test_nan_is_named():
     )
 
 
+@pytest.mark.parametrize("layers", ["last", None])
+def test_targets_that_are_no_classes_or_do_not_count_are_refused(layers):
+    (x, y), model = data(), network()
+    with pytest.raises(DataError) as caught:
+        flatness.penalty(model, (x, torch.full_like(y, -100)), layers=layers)
+    assert str(caught.value) == (
+        f"No target counts: all {len(x)} samples weigh 0: every target is ignored, or its class has weight "
+        "0. Check ignore_index and the class weights of the loss."
+    )
+    with pytest.raises(DataError) as caught:
+        flatness.penalty(model, (x, y.clone().fill_(7)), layers=layers)
+    assert str(caught.value).startswith("Expected class indices from 0 to ")
+    assert ", but got 7 for sample 0 of the batch." in str(caught.value)
+
+
 def test_layers_that_are_not_what_they_seem_are_refused():
     class Doubled(nn.Linear):
         def forward(self, x):

@@ -149,8 +149,9 @@ class Layer(ABC):
     def sketch(self, x: Tensor, dz: Tensor, U: Tensor, n: int) -> Tensor:
         """The derivatives g of all samples times U (n, G, r, m) of their own, (G, n·r, d)."""
         # In this order the derivative in dz is laid out like dz: others pass through slower kernels.
-        g = self.signals(dz, n) @ self.along(x, U, n).mT
-        return g.permute(1, 0, 3, 2).flatten(1, 2)
+        delta, along = self.signals(dz, n), self.along(x, U, n)
+        g = torch.bmm(delta.flatten(0, 1), along.flatten(0, 1).mT)
+        return g.view(n, self.groups, *g.shape[1:]).permute(1, 0, 3, 2).flatten(1, 2)
 
     @abstractmethod
     def per_input_unit(self, values: Tensor, n: int) -> Tensor:

@@ -29,6 +29,7 @@ _STAND_INS: dict[Any, Callable[..., Tensor | None]] = {
     F.layer_norm: layer_norm,
     F.gelu: gelu,
 }
+_USUAL = frozenset({Tensor, Parameter})
 # What autocast runs in its short type. It acts on torch's functions, and would come too late inside of these.
 _SHORT = frozenset({F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention})
 
@@ -51,8 +52,7 @@ class SecondDerivatives(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, or what stands in for it."""
-        kwargs = kwargs or {}
-        stand_in = _STAND_INS.get(func)
+        stand_in, kwargs = _STAND_INS.get(func), kwargs or {}
         if stand_in is not None and _is_plain((*args, *kwargs.values())):
             given, named = args, kwargs
             if func in _SHORT:
@@ -65,16 +65,18 @@ class SecondDerivatives(TorchFunctionMode):
 
 def _is_plain(values: Iterable[Any]) -> bool:
     """Whether these are tensors as they usually are, in a graph that is differentiated as it usually is."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return (
-        torch.is_grad_enabled()
-        and any(value.requires_grad for value in tensors)
-        and all(type(value) in (Tensor, Parameter) for value in tensors)
-        and not any(value.layout is not torch.strided or value.is_nested for value in tensors)
-        and not any(value.is_complex() for value in tensors)
-        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # type: ignore[attr-defined]
-        and not torch._C._are_functorch_transforms_active()
-    )
+    kept = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    if not torch.is_grad_enabled() or kept is not None or torch._C._are_functorch_transforms_active():
+        return False
+    trained = False
+    for value in values:
+        if isinstance(value, Tensor):
+            if type(value) not in _USUAL or value.layout is not torch.strided or value.is_nested:
+                return False
+            if value.is_complex():
+                return False
+            trained = trained or value.requires_grad
+    return trained
 
 
 def _shortened(value: Any) -> Any:

@@ -45,7 +45,10 @@ class _Convolution(Function):
 
     @staticmethod
     def backward(ctx: Any, *g: Any) -> Any:
-        return *_ConvolutionBack.apply(*g, *ctx.saved_tensors, ctx.options, asked(ctx)[:3]), None
+        (g, (x, W), mask) = g[0], ctx.saved_tensors, asked(ctx)[:3]
+        if not torch.is_grad_enabled():  # no graph is made: the kernel will do
+            return *_backward(g, x, W, [len(W)], *ctx.options, mask), None
+        return *_ConvolutionBack.apply(g, x, W, ctx.options, mask), None
 
 
 class _ConvolutionBack(Function):

@@ -149,10 +149,11 @@ class _Rows:
         # A kernel without a weight wants all in one type.
         v, g, x, dx = (one.to(m.dtype) for one in (v, g, x, back[0]))
         (q, *_) = self.back(v, x, None, m, r)
-        h, centred, share = g if weight is None else g * weight, x - m, r.square() / -math.prod(self.shape)
-        in_x = dx * ((v * centred).sum(last, keepdim=True) * share)
-        in_x.addcmul_(q, (h * centred).sum(last, keepdim=True) * share)
-        in_x.addcmul_(centred, (v * dx).sum(last, keepdim=True) * share)
+        h, share = g if weight is None else g * weight, r.square() / -math.prod(self.shape)
+        slope = (x - m).mul_(share)
+        in_x = dx * (v * slope).sum(last, keepdim=True)
+        in_x.addcmul_(q, (h * slope).sum(last, keepdim=True))
+        in_x.addcmul_(slope, (v * dx).sum(last, keepdim=True))
         if weight is None:
             return q, in_x, None
         return q * weight, in_x, (g * q).sum(tuple(range(m.dim() - len(self.shape))))
@@ -168,7 +169,10 @@ class _Norm(Function):
 
     @staticmethod
     def backward(ctx: Any, *g: Any) -> Any:
-        found = zip(_NormBack.apply(ctx.norm, *g, *ctx.saved_tensors), ctx.needs_input_grad[1:], strict=True)
+        given = *g, *ctx.saved_tensors
+        # Where no graph is made the function itself will do.
+        back = _NormBack.apply(ctx.norm, *given) if torch.is_grad_enabled() else ctx.norm.back(*given)
+        found = zip(back, ctx.needs_input_grad[1:], strict=True)
         return None, *(one if needed else None for one, needed in found)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from flatness.curvature.sums.frame import Frame, across
 from flatness.curvature.sums.softmax_rows import SoftmaxRows, live_relative
@@ -27,6 +31,8 @@ class Relative(BlockStatistic):
     def of_product(self, frame: Frame, a: Tensor, b: Tensor) -> Tensor:
         """⟨W Wᵀ a, b⟩, or ⟨Wᵀa, Wᵀb⟩ where W is so tall, or W Wᵀ is used so little, that this costs less."""
         _, d, m = frame.W.shape
+        if a is b and len(a) == 1 and a.requires_grad:
+            return _SquaredProduct.apply(frame.weight(self.units), a[0].mT)[None]
         used_once = frame.W.requires_grad and a.shape[0] * a.shape[-1] < d
         if d <= (m if a is b else 2 * m) and not used_once:
             return (across(frame.gram(self.units), a) * b).sum((1, 2, 3))
@@ -86,3 +92,24 @@ class RelativeWhitened(Relative):
         """Σ ‖Zᵀφ‖² a Σ_t Var_p((W Y)_·t)."""
         phi = rows.frame.features(self.units, rows.phi[:, None, :, None])
         return torch.linalg.vector_norm(phi.flatten(1), dim=1).square() @ rows.total_variance(self.units)
+
+
+class _SquaredProduct(Function):
+    """‖aW‖² of a weight W (G, d, m) and rows a (G, N, d), in a third of autograd's operators."""
+
+    @staticmethod
+    def forward(ctx: Any, W: Tensor, a: Tensor) -> Tensor:
+        _, N, d = a.shape
+        ctx.by_gram = d <= min(N, W.shape[2])
+        product = torch.bmm(a, torch.bmm(W, W.mT) if ctx.by_gram else W)
+        ctx.save_for_backward(W, a, product)
+        return torch.dot(product.flatten(), (a if ctx.by_gram else product).flatten())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        W, a, product = ctx.saved_tensors
+        twice = product * (2 * g)
+        if ctx.by_gram:
+            return torch.bmm(torch.bmm((2 * g * a).mT, a), W), twice
+        return torch.bmm(a.mT, twice), torch.bmm(twice, W.mT)
