@@ -334,6 +334,29 @@ def test_a_weight_that_is_used_twice_or_tied_is_seen_through_all_uses(monkeypatc
         assert_slopes(model, mean, lambda layer=layer: measured(model, (x, y), layers=layer))
 
 
+def test_a_tied_head_behind_fused_attention_is_differentiated():
+    torch.manual_seed(0)
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.qkv, self.head = (
+                nn.Embedding(7, 4),
+                nn.Linear(4, 12),
+                nn.Linear(4, 7, bias=False),
+            )
+            self.head.weight = self.table.weight
+
+        def forward(self, x):
+            q, k, v = self.qkv(self.table(x)).chunk(3, -1)
+            return self.head(F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0])
+
+    model, x, y = Tied(), torch.randint(7, (3, 5)), torch.randint(7, (3, 5))
+    value = flatness.penalty(model, (x, y), layers="last", seed=0)
+    value.backward()
+    assert model.qkv.weight.grad.count_nonzero() > 0
+
+
 def test_all_layers_are_the_sum_of_each():
     model, (x, y) = network(), data()
     each = [flatness.penalty(model, (x, y), layers=name, seed=4) for name in ("fc1", "head")]

@@ -84,7 +84,8 @@ def penalty(
         return_output: Whether to return the model's output too, so that the loss needs no forward pass.
 
     Returns:
-        The penalty, a tensor without dimensions; with `return_output` the pair (penalty, output).
+        The penalty, a tensor without dimensions; with `return_output` the pair (penalty, output). The
+        gradient of the penalty cannot be differentiated once more.
 
     Example:
         >>> import torch, flatness

@@ -141,12 +141,14 @@ def training_pass(
         kinds = {name: type(module).__name__ for name, module in inner.named_modules()}
         select_layers(available, list(available), asked, modules=kinds)
     probed = () if asked == "last" else available.keys()
+    # A last layer whose weight is used elsewhere, as by a table of tokens, has no closed form.
+    second = bool(probed) or len({_weight_key(view) for view in available.values()}) < len(available)
     tables = _tables(available, asked)
     shared = _shared_tokens(inner, batch, loss, forward, tables)
     repeated = {tables[name]: x for name in tables if isinstance(x := shared.get(name), Tensor)}
     calls = LiveCalls({name: view.module for name, view in available.items()}, probed)
     with (
-        _differentiable_twice(inner, second=bool(probed)),
+        _differentiable_twice(inner, second=second),
         repeated_tokens(repeated, lambda: batches.size_of(batch)),
         calls,
     ):
