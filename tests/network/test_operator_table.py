@@ -7,6 +7,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from flatness.network.graph import InPlaceOperators, read_graph
 from flatness.network.operators import OPERATORS, linear_in_place, operator_name, row_name
+from flatness.network.second_derivatives import SecondDerivatives
 
 A = (3, 4)
 IMAGE = (2, 4, 6, 6)
@@ -31,6 +32,11 @@ ROWS_OF_PIECES = {name: row.pieces for name, row in OPERATORS.items() if row.pie
 
 def pieces(node_name):
     return OPERATORS[row_name(node_name)].pieces
+
+
+def attended(q, k, v):
+    with SecondDerivatives():
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 # One case at least for every row: overloads of an operator that leave the same name behind have one each.
@@ -205,6 +211,7 @@ REAL_CASES = {
 }
 # Left behind on other devices only: here the function of that name is tested, not the name.
 ELSEWHERE = {
+    "ScaledDotProductAttention": [case(attended, (2, 3, 4), (2, 5, 4), (2, 5, 4))],
     "MkldnnAdaptiveAvgPool2D": CASES["AdaptiveAvgPool2D"],
     "Linear": [case(F.linear, A, (5, 4), (5,))],
     "Matmul": [case(torch.matmul, (2, 3, 4), (4, 2))],

@@ -121,7 +121,7 @@ def read_graph(
         curved_in_place: In-place operators that ran and are not piecewise linear. Autograd does not name
             those that wrote into a view: with any, all of them count as curved (see `InPlaceOperators`).
     """
-    nodes = _operands_first(output.grad_fn)
+    nodes = operands_first(output.grad_fn)
     exempt = trailing_log_softmax(output) if final_log_softmax else None
     # reach[node]: the layers that the node's value depends on
     reach: dict[Any, frozenset[str]] = defaultdict(frozenset)
@@ -155,7 +155,7 @@ def _culprits(node: Any, curved_in_place: Sequence[str]) -> list[str]:
 
 def reads(value: Tensor) -> dict[int, int]:
     """How many operators read each parameter that a value is computed from, by the parameter's `id`."""
-    return _reads(_operands_first(value.grad_fn))
+    return _reads(operands_first(value.grad_fn))
 
 
 def _reads(nodes: list[tuple[Any, Any]]) -> dict[int, int]:
@@ -174,7 +174,7 @@ def _is_written(node: Any) -> bool:
 
 def nodes_behind(value: Tensor) -> frozenset[Any]:
     """The nodes that a value is computed from."""
-    return frozenset(node for node, _ in _operands_first(value.grad_fn))
+    return frozenset(node for node, _ in operands_first(value.grad_fn))
 
 
 def once_differentiable(output: Tensor) -> list[str]:
@@ -183,7 +183,7 @@ def once_differentiable(output: Tensor) -> list[str]:
     Torch does not always complain about them: where it can avoid their derivative, it takes zero for it.
     """
     found = []
-    for node, _ in _operands_first(output.grad_fn):
+    for node, _ in operands_first(output.grad_fn):
         backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
         code = getattr(backward, "__code__", None)
         # The decorator's wrapper is the only function of torch that stands in for a user's backward.
@@ -194,7 +194,7 @@ def once_differentiable(output: Tensor) -> list[str]:
 
 def custom_operators(output: Tensor) -> list[str]:
     """Names of operators behind an output whose backward someone wrote in Python."""
-    nodes = _operands_first(output.grad_fn)
+    nodes = operands_first(output.grad_fn)
     return sorted({operator_name(node) for node, _ in nodes if is_custom(node)})
 
 
@@ -242,7 +242,7 @@ def only_layout_between(output: Tensor, layer: GradientEdge) -> bool:
     return node is not None
 
 
-def _operands_first(root: Any) -> list[tuple[Any, Any]]:
+def operands_first(root: Any) -> list[tuple[Any, Any]]:
     """All nodes that the root depends on, each after its operands, which come with it.
 
     An explicit stack: graphs can be deep.

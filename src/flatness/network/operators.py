@@ -188,7 +188,7 @@ OPERATORS = _table(
     ("conv1d conv2d conv3d", Operator(flow="conv")),
     ("conv_transpose1d conv_transpose2d conv_transpose3d", Operator(flow="conv_transpose")),
     ("embedding", Operator(flow="embedding")),
-    ("scaled_dot_product_attention", Operator(flow="scaled_attention")),
+    ("scaled_dot_product_attention", Operator(Pieces(fixed=(0, 1)), "scaled_attention")),
     ("batch_norm", Operator(flow="batch_norm")),
     ("layer_norm rms_norm", Operator(flow="feature_norm")),
     ("group_norm", Operator(flow="group_norm")),
@@ -197,16 +197,18 @@ OPERATORS = _table(
 
 # What autograd shows in the place of operators that write into a view; it hides which they were.
 WRITTEN = "CopySlices"
+# Where a function written here keeps the name of the operator of torch whose place it takes.
+STANDS_FOR = "_flatness_stands_for"
 
 
 def operator_name(node: Any) -> str:
-    """Name of an autograd node without its decoration.
+    """Name of an autograd node without its decoration; of a stand-in, that of what it stands for.
 
     >>> import torch
     >>> operator_name(torch.ones(2, requires_grad=True).tanh().grad_fn)
     'Tanh'
     """
-    return undecorated(node.name())
+    return getattr(node, STANDS_FOR, "") or undecorated(node.name())
 
 
 @lru_cache(maxsize=4096)
@@ -227,7 +229,7 @@ def row_name(node_name: str) -> str:
 
 def is_custom(node: Any) -> bool:
     """Whether a node is an `autograd.Function` written in Python: its name says nothing about it."""
-    return hasattr(node, "_forward_cls")
+    return hasattr(node, "_forward_cls") and not hasattr(node, STANDS_FOR)
 
 
 def called(node: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatness.errors import DataError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
 from flatness.losses import Items, resolve_loss
 from flatness.network.memory import batch_budget, fits
+from flatness.network.second_derivatives import SecondDerivatives
 from flatness.problem import batches
 from flatness.problem.batches import describe
 from flatness.problem.guard import Guard, Suppressed, repeated_tokens
@@ -204,14 +205,17 @@ class Problem:
                 self.notes += self.forward.settle(self.model, batch)
         return batch
 
-    def items(self, batch: Any, *, look: bool = True) -> Items:
+    def items(self, batch: Any, *, look: bool = True, twice: bool = False) -> Items:
         """Run the model on a placed batch and lay its outputs out as predictions; see `laid_out`.
 
         Args:
             batch: The batch.
             look: Whether to look at their numbers, for which the device is waited for, and at the way there.
+            twice: Whether the graph will be differentiated twice.
         """
-        items = self.laid_out(*self.outputs(batch), look=look)
+        with SecondDerivatives() if twice else nullcontext():
+            output, target = self.outputs(batch)
+        items = self.laid_out(output, target, look=look)
         if look and self._watch is not None:
             self._watch(items.logits)
         return items

@@ -53,7 +53,7 @@ def product_slices(
             n = batches.size_of(batch)
             shifts.prepare(n)
             with torch.enable_grad():
-                items = problem.items(batch)
+                items = problem.items(batch, twice=True)
                 shared = dict(shifts.shifts)
                 called = [route for route in routes.layers if route.name not in shared]
                 records = {route.name: recording.one(route.name) for route in called}

@@ -92,7 +92,7 @@ def batch_product(
             items = problem.items(batch)
         return items, _differences(space, batch, error)
     with torch.enable_grad():
-        items = problem.items(batch, look=look)
+        items = problem.items(batch, look=look, twice=True)
         multiply = second_derivatives(problem.loss, items, space.parameters, curvature, look=look)
     nothing = {name: value.new_zeros(()).expand_as(value) for name, value in space.parameters.items()}
 

@@ -75,6 +75,7 @@ class _Attention(Function):
         P = torch._safe_softmax(S, -1) if rows_may_be_empty else S.softmax(-1)
         ctx.save_for_backward(Q, K, V, P)
         ctx.s = s
+        ctx._flatness_stands_for = "ScaledDotProductAttention"
         return torch.bmm(P, V)
 
     @staticmethod

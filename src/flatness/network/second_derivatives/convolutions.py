@@ -40,7 +40,7 @@ class _Convolution(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, bias: Any, options: Any) -> Tensor:
         ctx.save_for_backward(x, W)
-        ctx.options = options
+        ctx.options, ctx._flatness_stands_for = options, "Convolution"
         return torch.convolution(x, W, bias, *options)
 
     @staticmethod

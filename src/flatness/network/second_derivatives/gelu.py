@@ -24,6 +24,7 @@ class _Gelu(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        ctx._flatness_stands_for = "Gelu"
         return F.gelu(x)
 
     @staticmethod

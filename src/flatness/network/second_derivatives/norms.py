@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,11 @@ def batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor | None:  # fmt: skip
-    """`torch.nn.functional.batch_norm`; None for a bias without a weight, or one number per channel."""
-    if (weight is None and bias is not None) or input.numel() == input.shape[1]:
+    """`torch.nn.functional.batch_norm`; None for a bias without a weight, or one number per channel.
+
+    None on a GPU without a weight, too: cuDNN's backward pass wants one.
+    """
+    if (weight is None and (bias is not None or input.is_cuda)) or input.numel() == input.shape[1]:
         return None
     layout = _LAYOUTS.get(input.dim(), torch.contiguous_format)
     if not input.is_contiguous(memory_format=layout):
@@ -77,6 +80,8 @@ class _Channels:
 class _BatchStatistics(_Channels):
     """A norm with the batch's means and variances."""
 
+    stands_for = "batch_norm of the batch's statistics"
+
     def run(self, x: Tensor, weight: Any, bias: Any) -> Any:
         """The result, the means, r, and what the kernel that torch has chosen wants back."""
         options = True, self.momentum, self.eps, torch.backends.cudnn.enabled
@@ -106,6 +111,8 @@ class _BatchStatistics(_Channels):
 class _FixedStatistics(_Channels):
     """A norm with the running means and variances."""
 
+    stands_for = "NativeBatchNorm"
+
     def run(self, x: Tensor, weight: Any, bias: Any) -> Any:
         """The result, the means, r and the variances."""
         m, var = self.running_mean, self.running_var
@@ -126,6 +133,8 @@ class _FixedStatistics(_Channels):
 @dataclass
 class _Rows:
     """A norm over the last axes."""
+
+    stands_for: ClassVar[str] = "NativeLayerNorm"
 
     eps: float
     shape: list[int]
@@ -164,7 +173,7 @@ class _Norm(Function):
     def forward(ctx: Any, norm: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
         z, *found = norm.run(x, weight, bias)
         ctx.save_for_backward(x, weight, *found)
-        ctx.norm = norm
+        ctx.norm, ctx._flatness_stands_for = norm, norm.stands_for
         return z
 
     @staticmethod
