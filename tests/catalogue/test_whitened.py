@@ -79,7 +79,8 @@ def test_estimates_are_off_by_standard_errors(name):
         report = measured(model, (case.x, case.y), layers=layers, seed=seed, **how)
         for layer in layers:
             row = report.result(MEASURE, layer=layer)
-            if row.method == "sampled":
+            # Where all curvature arises right behind a layer, nothing random is left.
+            if row.method == "sampled" and row.stderr > 1e-12 * abs(row.value):
                 scores.append((row.value - expected[layer]) / row.stderr)
             else:
                 assert row.value == pytest.approx(expected[layer], rel=1e-8), (name, layer)

@@ -91,6 +91,14 @@ class Frame:
             return Phi * self.inverse_V2.sqrt()[:, :, None]
         return self._whitening.of_features(Phi) if units == "whitened" else Phi
 
+    def root(self, units: Units) -> Tensor | None:
+        """Rᵀ (G, m, m), with which Rᵀφ are the features in these units; None where they are φ."""
+        G, _, m = self.W.shape
+        if not units:
+            return None
+        one = torch.eye(m, dtype=self.W.dtype, device=self.W.device).expand(1, G, -1, -1)
+        return self.features(units, one)[0]
+
     def along(self, units: Units, seen: Features, V: Tensor) -> Tensor:
         """VΦ, V V⁻²Φ or V C⁺Φ (n, G, d, P) of weights V (n, G, d, m)."""
         if not units or isinstance(seen, Indicators):

@@ -10,17 +10,20 @@ with η = VΦ: at many positions that has a fraction of the noise.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatness.curvature.sums.folds import Collector
+from flatness.curvature.sums.folds import Collector, FoldedSums
 from flatness.curvature.sums.frame import Frame, Units
 from flatness.curvature.sums.kinds import statistics_of
+from flatness.curvature.sums.kinds.relative import Relative
 from flatness.curvature.sums.layer_sums import working_numbers
 from flatness.curvature.sums.routes import LayerRoute
 from flatness.curvature.sums.spread import Spread
-from flatness.curvature.sums.statistic import BlockStatistic, SignalPair
+from flatness.curvature.sums.statistic import BlockStatistic, SignalPair, SquaredSignals, Statistic
 from flatness.losses.signs import Signs
 from flatness.network.layers import Layer
 from flatness.network.layers.view import Features
@@ -86,6 +89,31 @@ class LayerPairs:
         wanted = [statistic for statistic in self.statistics if statistic.name not in but]
         collector.put(self.name, {one.name: one.of_pair(self.frame, a, q) for one in wanted}, start)
 
+    @property
+    def takes_diagonals(self) -> bool:
+        """Whether `of_diagonal` knows all statistics."""
+        simple = len(self.W) == 1 and self.frame.taps == 1
+        return all(
+            isinstance(one, BlockStatistic) or (simple and one.from_squares) for one in self.statistics
+        )
+
+    def add_diagonal(self, into: FoldedSums, D: Tensor) -> None:
+        """Take exact curvature D, diagonal in the preactivations and shaped like the layer's output."""
+        D = self.layer.signals(D, self.n)
+        if self.bias is not None:
+            into.add(self.bias, "diagonal", D.sum((0, 3)).flatten(), None)
+        for part, seen in self.chunks():
+            own = D[part]
+            for one in self.statistics:
+                into.add(self.name, one.name, self._of_diagonal(one, seen, own), None)
+
+    def _of_diagonal(self, one: Statistic, seen: Features, D: Tensor) -> Tensor:
+        if isinstance(one, BlockStatistic):
+            squares = self.frame.features(one.units, seen.dense).square().sum(2)
+            return one.of_rows(self.frame, torch.einsum("ngdp,ngp->gd", D, squares))
+        phi, delta2 = (values[:, 0].mT.flatten(0, 1) for values in (seen.dense, D))
+        return one.of_squares(SquaredSignals(self.frame, phi, delta2, delta2 @ self.W[0].square()))
+
     def chunks(self) -> Iterator[tuple[slice, Features]]:
         """Slices of samples whose features and derivatives fit into memory, with Φ of each."""
         return ((part, self.seen(part)) for part in self.slices())
@@ -100,6 +128,30 @@ class LayerPairs:
     def seen(self, part: slice) -> Features:
         """Φ of some samples."""
         return self.layer.seen(samples_of(self.x, part, self.n), part.stop - part.start)
+
+
+# How many directions of relative flatness a probe takes of attention alone: 1 and 4 leave queries, keys and
+# values of the worst block of a GPT (124 million parameters) an error of 65 % and 34 %, pieces alone 126 %.
+DRAWS = 3
+
+
+class Piece(NamedTuple):
+    """What some rows η_b of a random signal have as their product."""
+
+    rows: slice
+    product: Tensor
+
+
+class Own(NamedTuple):
+    """What stands for a layer's own curvature in a probe.
+
+    Attributes:
+        pieces: Pairs of rows, all rows together; none where nothing does.
+        values: Values of each sample, by statistic, that stand for these pairs.
+    """
+
+    pieces: list[Piece]
+    values: dict[str, Tensor]
 
 
 class WeightSigns:
@@ -128,18 +180,48 @@ class WeightSigns:
             eta = eta + self._shift
         return laid_out_like(pairs.layer, eta, shape)
 
-    def add(self, collector: Collector, h: Tensor) -> None:
-        """Take h = Mη, shaped like the layer's output."""
-        pairs = self._pairs
-        h = pairs.layer.signals(h, pairs.n)
+    def fitted(self, shape: torch.Size) -> Iterator[tuple[str, Tensor]]:
+        """Directions of relative flatness: L U RᵀΦ with signs U, the weight L and features Rᵀφ in its units.
+
+        The curvature along them is relative flatness on average, with less noise than along VΦ, and nothing
+        else. Yields names of statistics and directions in the shape of the layer's output.
+        """
+        pairs, frame = self._pairs, self._pairs.frame
+        fitted = [one for one in self._of_blocks if isinstance(one, Relative)]
+        for number, one in enumerate(fitted):
+            L, RT = frame.weight(one.units), frame.root(one.units)
+            for draw in range(DRAWS):
+                signs, found = self._signs.at(2, number, draw), []
+                for part in pairs.slices():
+                    n, m = part.stop - part.start, L.shape[2]
+                    U = signs.of(part).like(L.new_empty(n, len(L), m, m))
+                    found.append(L @ pairs.seen(part).along(U if RT is None else U @ RT))
+                yield one.name, laid_out_like(pairs.layer, torch.cat(found), shape)
+
+    def add(self, collector: Collector, h: Tensor, own: Own | None = None) -> None:
+        """Take h = Mη, shaped like the layer's output, and what stands for the layer's own curvature."""
+        pairs, own = self._pairs, own or Own([], {})
+        whole = pairs.layer.signals(h, pairs.n)
+        # Pieces are all rows together, so that each takes its share of h as well.
+        found = [Piece(rows, whole + pairs.layer.signals(one, pairs.n)) for rows, one in own.pieces]
+        found = found or [Piece(slice(None), whole)]
         if pairs.bias is not None and self._shift is not None:
-            collector.put(pairs.bias, {"diagonal": (self._shift[..., 0] * h.sum(3)).flatten(1)})
-        blocks = {one.name: one.of_product(pairs.frame, self._eta[one.units], h) for one in self._of_blocks}
-        collector.put(pairs.name, blocks)
+            shifts = [_only(self._shift[..., 0], rows) * one.sum(3) for rows, one in found]
+            collector.put(pairs.bias, {"diagonal": _total(shifts).flatten(1)})
+        for one in self._of_blocks:
+            if one.name in own.values:
+                value = one.of_product(pairs.frame, self._eta[one.units], whole) + own.values[one.name]
+            else:
+                terms = [(_only(self._eta[one.units], rows), q) for rows, q in found]
+                value = _total([one.of_product(pairs.frame, eta, q) for eta, q in terms])
+            collector.put(pairs.name, {one.name: value})
         if self._others:
             for part, seen, V in self._drawn():
-                q = seen.outer(h[part])
-                values = {one.name: one.of_pair(pairs.frame, V, q) for one in self._others}
+                terms = [(_only(V, rows), seen.outer(one[part])) for rows, one in found]
+                values = {
+                    one.name: _total([one.of_pair(pairs.frame, a, q) for a, q in terms])
+                    for one in self._others
+                }
                 collector.put(pairs.name, values, part.start)
 
     def _along(self, units: Units) -> Iterator[Tensor]:
@@ -154,6 +236,19 @@ class WeightSigns:
         for part in pairs.slices():
             V = pairs.W.new_empty(part.stop - part.start, G, d, m)
             yield part, pairs.seen(part), signs.of(part).like(V)
+
+
+def _only(values: Tensor, rows: slice) -> Tensor:
+    """Values (n, G, d, …) with zeros in the place of other rows."""
+    if rows == slice(None):
+        return values
+    alone = torch.zeros_like(values)
+    alone[:, :, rows] = values[:, :, rows]
+    return alone
+
+
+def _total(values: list[Tensor]) -> Tensor:
+    return reduce(torch.add, values)
 
 
 def samples_of(values: Tensor, part: slice, n: int) -> Tensor:

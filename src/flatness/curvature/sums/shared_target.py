@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flatness.curvature.sums.folds import Collector
-from flatness.curvature.sums.pair_statistics import LayerPairs, laid_out_like, samples_of
+from flatness.curvature.sums.pair_statistics import LayerPairs, Own, laid_out_like, samples_of
 from flatness.curvature.sums.statistic import BlockStatistic
 from flatness.curvature.sums.targets import Direction, Found, Target
 from flatness.losses.signs import Signs
@@ -115,15 +115,13 @@ class SharedTarget(Target):
         sent with what comes back.
         """
         W, n, frame = self.pairs.W, self._n, self.pairs.frame
-        L = frame.weight(statistic.units)
-        RT = frame.features(
-            statistic.units, torch.eye(W.shape[2], dtype=W.dtype, device=W.device).expand(1, len(W), -1, -1)
-        )[0]
+        L, RT = frame.weight(statistic.units), frame.root(statistic.units)
         # As long as signs in the place of every weight would be, so that other layers notice as little of it.
-        length = (W.numel() / (L.double().square().sum() * RT.double().square().sum())).sqrt()
+        columns = W.new_tensor(len(W) * W.shape[2]) if RT is None else RT.double().square().sum()
+        length = (W.numel() / (L.double().square().sum() * columns)).sqrt()
         length = torch.where((length > 0) & length.isfinite(), length, 1.0)
-        U = signs.like(W.new_empty(n, len(W), L.shape[2], RT.shape[1]))
-        U = U @ RT * (share * length).to(W).reshape(-1, 1, 1, 1)
+        U = signs.like(W.new_empty(n, len(W), L.shape[2], L.shape[2]))
+        U = (U if RT is None else U @ RT) * (share * length).to(W).reshape(-1, 1, 1, 1)
         etas = []
         for use, call in self._calls:
             seen = use.view.seen(call.x, n)
@@ -135,7 +133,7 @@ class SharedTarget(Target):
             pulled = U.mT @ (L.mT @ self._delta(k, slice(0, n), slopes[k]))
             back.append(self._to_input(k, slice(0, n), pulled))
 
-        def take(collector: Collector, products: Found, moved: Found) -> None:
+        def take(collector: Collector, products: Found, moved: Found, own: Own | None) -> None:
             pairs = zip((*etas, *back), (*products, *moved), strict=True)
             values = [(one * other).reshape(n, -1).sum(1) for one, other in pairs if other is not None]
             if values:
@@ -169,6 +167,7 @@ class SharedTarget(Target):
         collector: Collector,
         products: Found,
         moved: Found,
+        own: Own | None,
     ) -> None:
         """Add V with HV, a few samples at a time."""
         for part in self.pairs.slices():
@@ -200,9 +199,9 @@ class SharedTarget(Target):
 def _both(one: Direction, other: Direction) -> Direction:
     """The sum of two directions, each taking what is its own."""
 
-    def take(collector: Collector, products: Found, moved: Found) -> None:
-        one.take(collector, products, moved)
-        other.take(collector, products, moved)
+    def take(collector: Collector, products: Found, moved: Found, own: Own | None) -> None:
+        one.take(collector, products, moved, own)
+        other.take(collector, products, moved, own)
 
     def added(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
         return [a + b for a, b in zip(first, second, strict=True)]

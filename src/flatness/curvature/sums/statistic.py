@@ -146,6 +146,10 @@ class BlockStatistic(Statistic):
     def of_blocks(self, frame: Frame, T: Tensor) -> Tensor:
         """Its value for given traces."""
 
+    def of_rows(self, frame: Frame, T: Tensor) -> Tensor:
+        """Its value where Tr H_ss (G, d) are all that is not 0."""
+        return self.of_blocks(frame, T.diag_embed())
+
     @abstractmethod
     def of_product(self, frame: Frame, a: Tensor, b: Tensor) -> Tensor:
         """Its value for T = a bᵀ, for each of n pairs (n, G, d, …)."""

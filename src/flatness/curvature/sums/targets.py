@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from flatness.curvature.parameters.parameter_space import explained
 from flatness.curvature.sums.folds import Collector
-from flatness.curvature.sums.pair_statistics import LayerPairs, WeightSigns
+from flatness.curvature.sums.pair_statistics import LayerPairs, Own, WeightSigns, laid_out_like
 from flatness.losses.signs import Signs
 from flatness.network.affine import AffineModule
 from flatness.network.recording import Record
@@ -26,12 +27,15 @@ class Direction(NamedTuple):
     Attributes:
         signals: η at every edge.
         at_inputs: What is sent back from every input of the target, on top.
-        take: Takes h at every edge, and how the target's inputs move; None where nothing came.
+        take: Takes h at every edge, and how the target's inputs move, None where nothing came; and what
+            stands for the target's own curvature, if that has been taken off h.
+        fitted: Further directions at its only edge, each for one statistic.
     """
 
     signals: list[Tensor]
     at_inputs: list[Tensor]
-    take: Callable[[Collector, Found, Found], None]
+    take: Callable[[Collector, Found, Found, Own | None], None]
+    fitted: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
 
 
 class Target(ABC):
@@ -103,7 +107,7 @@ class _CallTarget(Target):
             yield self._given(one.reshape(self.shape))
 
     def _given(self, eta: Tensor) -> Direction:
-        def take(collector: Collector, products: Found, moved: Found) -> None:
+        def take(collector: Collector, products: Found, moved: Found, own: Own | None) -> None:
             if products[0] is not None:
                 self.add(collector, eta, products[0])
 
@@ -127,15 +131,26 @@ class LayerTarget(_CallTarget):
             return super().random_direction(signs, slopes, kind)
         drawn = WeightSigns(self.pairs, signs)
 
-        def take(collector: Collector, products: Found, moved: Found) -> None:
+        def take(collector: Collector, products: Found, moved: Found, own: Own | None) -> None:
             if products[0] is not None:
-                drawn.add(collector, products[0])
+                drawn.add(collector, products[0], own)
 
-        return Direction([drawn.signal(self.shape)], [], take)
+        return Direction([drawn.signal(self.shape)], [], take, partial(drawn.fitted, self.shape))
+
+    def only(self, eta: Tensor, rows: slice) -> Tensor:
+        """Signals of some rows of the weight alone, shaped like the layer's output."""
+        kept = self.pairs.layer.signals(eta, self.n)
+        alone = torch.zeros_like(kept)
+        alone[:, :, rows] = kept[:, :, rows]
+        return laid_out_like(self.pairs.layer, alone, eta.shape)
 
 
 class AffineTarget(_CallTarget):
-    """A norm layer or PReLU."""
+    """A norm layer or PReLU.
+
+    A sample meets its scale and shift at every position, so that random signs stand in their places: signs of
+    z's shape would be noise for all that is probed along with it.
+    """
 
     def __init__(self, module: AffineModule, record: Record, n: int) -> None:
         super().__init__(module.name, record, n)
@@ -144,9 +159,26 @@ class AffineTarget(_CallTarget):
     def add(self, collector: Collector, eta: Tensor, h: Tensor) -> None:
         """Add a pair of signals to the diagonals of scale and shift."""
         first = self.module.gradients(self.x, eta)
-        second = first if h is eta else self.module.gradients(self.x, h)
-        for name, a in first.items():
-            collector.put(name, {"diagonal": a * second[name]})
+        self._put(collector, first, first if h is eta else self.module.gradients(self.x, h))
+
+    def random_direction(self, signs: Signs, slopes: Found, kind: Tensor) -> Direction:
+        """Signs in the places of scale and shift."""
+        with torch.enable_grad():
+            eta = _zeros(slopes, self.shape).requires_grad_()
+            own = self.module.gradients(self.x, eta)
+            V = {name: signs.at(k).like(g.detach()) for k, (name, g) in enumerate(own.items())}
+            (along,) = torch.autograd.grad(list(own.values()), eta, list(V.values()))
+
+        def take(collector: Collector, products: Found, moved: Found, own: Own | None) -> None:
+            if products[0] is not None:
+                self._put(collector, V, self.module.gradients(self.x, products[0]))
+
+        return Direction([along], [], take)
+
+    @staticmethod
+    def _put(collector: Collector, a: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> None:
+        for name, own in a.items():
+            collector.put(name, {"diagonal": own * q[name]})
 
 
 class RepeatedTarget(_CallTarget):
@@ -184,13 +216,17 @@ class Twice:
         output: The outputs f, with their graph.
         slope: s.
         targets: The targets.
+        ends: Other places where first derivatives are wanted.
 
     Attributes:
         targets: Those whose first derivatives change with the weights.
         slopes: The first derivatives at the edges of each, by name.
+        ends: Those at the other places.
     """
 
-    def __init__(self, output: Tensor, slope: Tensor, targets: Sequence[Target]) -> None:
+    def __init__(
+        self, output: Tensor, slope: Tensor, targets: Sequence[Target], ends: Mapping[Any, Any]
+    ) -> None:
         self._zeros = {
             one.name: [torch.zeros_like(x).requires_grad_() for x, _ in one.inputs] for one in targets
         }
@@ -199,8 +235,13 @@ class Twice:
         edges = list(chain.from_iterable(target.edges for target in targets))
         with explained(second=True):
             pulled = torch.autograd.grad(
-                [output, *inputs], edges, [slope, *zeros], create_graph=True, allow_unused=True
+                [output, *inputs],
+                [*edges, *ends.values()],
+                [slope, *zeros],
+                create_graph=True,
+                allow_unused=True,
             )
+        self.ends = dict(zip(ends, pulled[len(edges) :], strict=True))
         self.slopes = {target.name: own for target, own in zip(targets, shares(pulled, targets), strict=True)}
         self.targets = [target for target in targets if any(map(_moves, self.slopes[target.name]))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ def choose_directions(
     # Every unit has directions of its own: the more of them, the smaller the error of their sum.
     scale = engine.units / max(-(-samples // length) if samples else engine.units, 1)
     scatter, names = Scatter.of(sums), [route.name for route in routes.layers]
-    found = relative_variances(problem, plan, spreads, sums.statistics, scatter, names)
+    of_layers = relative_variances(problem, plan, spreads, sums.statistics, scatter, names)
+    found = list(chain.from_iterable(of_layers.values()))
     found.append(_rest_variance(plan, known, sums.statistics, scatter))
     worst = max((float(value.max()) for value in found if value.numel()), default=0.0)
     wanted = engine.probes * CAUTION * worst * scale / plan.request.precision**2

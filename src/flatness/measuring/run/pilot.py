@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from statistics import median
 from typing import Any
 
 import torch
@@ -45,7 +47,9 @@ _PER_OCTAVE, _HALF_DOUBLINGS, _STEPS = 8, 24, 24
 
 def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Spread]) -> Budget:
     """The cheapest numbers of probes that promise the precision, within `max_passes`."""
-    slopes, curved = _slopes(problem), sorted(plan.sampling.curved)
+    curved, known = sorted(plan.sampling.curved), problem.source.expected_samples()
+    # Nothing but probes of the residual goes with the slopes.
+    slopes = _slopes(problem) if curved or not known else torch.ones(known, dtype=torch.float64, device="cpu")
     # Samples that are ignored have no slope, and nothing to say.
     counting = slopes.nonzero()[:, 0] if bool(slopes.any()) else torch.arange(len(slopes), device="cpu")
     size = pilot_size(len(counting))
@@ -67,13 +71,35 @@ def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Spread]) -> B
     if curved:
         balancing = replace(pilot, residual=0)
         sums = _probed(problem, plan, spreads, balancing, counting[:_BALANCE_SAMPLES])
-        pilot = replace(pilot, scales=balance(sums.statistics, curved))
+        pilot = replace(pilot, scales=balance(sums.statistics, curved, _wanted(plan)))
+        sums = _probed(problem, plan, spreads, pilot, _steepest(counting, slopes))
+        noise = _part_variances(problem, plan, spreads, sums, "residual")
+        pilot = replace(pilot, scales=_evened(pilot.scales, noise))
     choice = tried(pilot, counting[:size])
     if 1 < len(curved) <= _MOST_ALONE:
         # As many samples as cost the same.
         some = counting[: max(_BALANCE_SAMPLES, 4 * size // (len(curved) + 3))]
         choice = min(choice, tried(replace(pilot, alone=True), some), key=_Choice.rank)
     return choice.budget
+
+
+def _steepest(counting: Tensor, slopes: Tensor) -> Tensor:
+    """A few of the first samples, those with the largest slopes: what is noisy is noisy there."""
+    some = counting[:_MOST_SAMPLES]
+    return some[slopes[some].topk(min(_FEWEST_SAMPLES, len(some))).indices.sort().values]
+
+
+def _evened(scales: Mapping[str, float], variances: Mapping[str, list[Tensor]]) -> dict[str, float]:
+    """Larger scales for layers with more noise than others, which they share out among all.
+
+    The root of what few samples tell, and at most a factor of 2: more would follow their noise.
+    """
+    filled = {name: torch.cat(own) for name, own in variances.items() if name in scales}
+    worst = {name: float(own.max()) for name, own in filled.items() if own.numel()}
+    noise = {name: v for name, v in worst.items() if 0 < v < math.inf}
+    typical = median(noise.values()) if noise else 1.0
+    louder = {name: min(max((v / typical) ** 0.25, 0.5), 2.0) for name, v in noise.items()}
+    return {name: scale * louder.get(name, 1.0) for name, scale in scales.items()}
 
 
 def _slopes(problem: Problem) -> Tensor:
@@ -246,15 +272,24 @@ def _variances(
     problem: Problem, plan: Plan, spreads: dict[str, Spread], pilot: Budget, sums: SampledSums
 ) -> Tensor:
     """Relative variance of every value per probe of all samples of a pilot, by part: (2, values)."""
-    names = [route.name for route in plan.sampling.layers if not plan.treatments[route.name].complete]
     variances, nothing = [], torch.zeros(1, dtype=torch.float64, device="cpu")
     for part, probes in zip(PARTS, (PROBES, pilot.residual or PROBES), strict=True):
-        scatter = Scatter.of(sums, (part,))
-        found = relative_variances(
-            problem, plan, spreads, sums.statistics, scatter, names, sums.part("gauss_newton")
-        )
-        variances.append(probes * CAUTION * torch.cat([nothing, *found]))
+        found = _part_variances(problem, plan, spreads, sums, part)
+        variances.append(probes * CAUTION * torch.cat([nothing, *chain.from_iterable(found.values())]))
     return torch.stack(variances)
+
+
+def _part_variances(
+    problem: Problem, plan: Plan, spreads: dict[str, Spread], sums: SampledSums, part: str
+) -> dict[str, list[Tensor]]:
+    """Those of all values that one part causes, by layer."""
+    known, scatter = sums.part("gauss_newton"), Scatter.of(sums, (part,))
+    return relative_variances(problem, plan, spreads, sums.statistics, scatter, _wanted(plan), known)
+
+
+def _wanted(plan: Plan) -> list[str]:
+    """The layers whose values are to be precise."""
+    return [route.name for route in plan.sampling.layers if not plan.treatments[route.name].complete]
 
 
 def pilot_size(samples: int | None) -> int:
@@ -275,8 +310,8 @@ def relative_variances(
     scatter: Scatter,
     names: Collection[str],
     gauss_newton: Statistics | None = None,
-) -> list[Tensor]:
-    """Squared standard errors of all values of layers that a pilot gives, measure by measure.
+) -> dict[str, list[Tensor]]:
+    """Squared standard errors of all values of layers that a pilot gives, by layer and measure by measure.
 
     They are relative to the value, or to that of the Gauss-Newton part where it is larger and known: where
     the two parts nearly cancel, no number of probes reaches a precision relative to what is left.
@@ -284,9 +319,9 @@ def relative_variances(
     Nothing when none of the pilot's samples counts: they all have targets that are ignored.
     """
     if not float(statistics.normaliser):
-        return []
+        return {}
     sums = [m for m in plan.measures if m.needs and not m.needs & SPECTRA and (m.units or m.layer)]
-    variances: list[Tensor] = []
+    variances: dict[str, list[Tensor]] = {}
     outline = Outline.of(problem, plan)
     views = layer_views(outline, statistics, {}, spreads)
     parts = layer_views(outline, statistics if gauss_newton is None else gauss_newton, {}, spreads)
@@ -295,7 +330,8 @@ def relative_variances(
             options = plan.request.options[measure.name]
             pair = replace(view, options=options), replace(part, options=options)
             # Values that are not finite are refused after the pass over all samples, with their layers.
-            variances.append(_relative_variance(measure, *pair, scatter).nan_to_num(nan=torch.inf))
+            found = _relative_variance(measure, *pair, scatter).nan_to_num(nan=torch.inf)
+            variances.setdefault(view.name, []).append(found)
     return variances
 
 

@@ -58,6 +58,10 @@ class RowTraces(BlockStatistic):
         """The diagonal."""
         return T.diagonal(dim1=1, dim2=2).flatten()
 
+    def of_rows(self, frame: Frame, T: Tensor) -> Tensor:
+        """They are what it is."""
+        return T.flatten()
+
     def of_product(self, frame: Frame, a: Tensor, b: Tensor) -> Tensor:
         """⟨a_s, b_s⟩ for every row."""
         return (a * b).sum(3).flatten(1)

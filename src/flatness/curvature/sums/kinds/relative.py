@@ -28,6 +28,10 @@ class Relative(BlockStatistic):
         """⟨T, W Wᵀ⟩."""
         return (T * frame.gram(self.units)).sum(dtype=torch.float64)
 
+    def of_rows(self, frame: Frame, T: Tensor) -> Tensor:
+        """Σ_s ‖w_s‖² Tr H_ss."""
+        return (T * frame.weight(self.units).square().sum(2)).sum()
+
     def of_product(self, frame: Frame, a: Tensor, b: Tensor) -> Tensor:
         """⟨W Wᵀ a, b⟩, or ⟨Wᵀa, Wᵀb⟩ where W is so tall, or W Wᵀ is used so little, that this costs less."""
         _, d, m = frame.W.shape
