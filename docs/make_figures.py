@@ -19,6 +19,7 @@ FAMILIES = (
     "catalogue.engines",
     "cli",
     "curvature.sums.kinds",
+    "network.second_derivatives",
     "study.experiments",
     "symmetry.flow.rules",
     "symmetry.rewriting.kinds",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -52,10 +52,9 @@ def find_segments(
         layers: The edges of what layers return.
         inputs: The edges of what modules are given, each of its own.
     """
-    starts, stops = _by_node(layers), _by_node(inputs)
+    starts, stops, met = _by_node(layers), _by_node(inputs), _Met()
     reach: dict[Any, frozenset[str]] = defaultdict(frozenset)
     ends: dict[str, set[Place | None]] = defaultdict(set)
-    mixed, layout, pairs, attends = set[str](), set[str](), set[str](), set[str]()
     for node, operands in operands_first(output.grad_fn):
         given = [reach[operand] for operand, _ in operands]
         arrived = frozenset[str]().union(*given)
@@ -64,29 +63,52 @@ def find_segments(
                 ends[name].update(stops[node])
             arrived = frozenset()
         elif arrived:
-            kind = "" if is_custom(node) else row_name(operator_name(node))
-            entrywise = kind in _ENTRYWISE and not getattr(node, "_saved_training", False)
-            if is_layout(node):
-                layout |= arrived
-            elif not entrywise:
-                mixed |= arrived
-            if kind in _ATTENTION:
-                attends |= arrived
-            pairs |= {name for name in arrived if sum(name in one for one in given) > 1}
+            met.note(node, given, arrived)
         reach[node] = frozenset(starts[node]) if node in starts else arrived
     for name in reach[output.grad_fn]:
         ends[name].add(None)
-    # Two operands that depend on a layer may hold different entries of it where something moves entries.
-    mixed |= layout & pairs
     together: dict[Place, list[str]] = defaultdict(list)
     for name, own in ends.items():
         (end,) = own if len(own) == 1 else (None,)
         if end is not None:
             together[end].append(name)
     return [
-        Segment(tuple(names), end, frozenset(names) - mixed, not attends.isdisjoint(names))
+        Segment(tuple(names), end, frozenset(names) - met.mixing, not met.attending.isdisjoint(names))
         for end, names in together.items()
     ]
+
+
+@dataclass
+class _Met:
+    """Which layers have met what on the way.
+
+    Attributes:
+        mixed: An operator that is not known to be entrywise.
+        moved: One that moves entries.
+        paired: One with several operands that depend on the layer.
+        attending: A softmax.
+    """
+
+    mixed: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)
+    paired: set[str] = field(default_factory=set)
+    attending: set[str] = field(default_factory=set)
+
+    @property
+    def mixing(self) -> set[str]:
+        """Layers whose entries may have met: also in two operands, where something moves entries."""
+        return self.mixed | (self.moved & self.paired)
+
+    def note(self, node: Any, given: list[frozenset[str]], arrived: frozenset[str]) -> None:
+        """Note an operator, given the layers that each operand depends on, and all of them."""
+        kind = "" if is_custom(node) else row_name(operator_name(node))
+        if is_layout(node):
+            self.moved |= arrived
+        elif kind not in _ENTRYWISE or getattr(node, "_saved_training", False):
+            self.mixed |= arrived
+        if kind in _ATTENTION:
+            self.attending |= arrived
+        self.paired |= {name for name in arrived if sum(name in one for one in given) > 1}
 
 
 def _by_node(edges: Mapping[_Key, GradientEdge]) -> dict[Any, list[_Key]]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from flatness.errors import DataError, LossError, ModelError, NotFiniteError, OptionError, OutOfMemoryError
 from flatness.losses import Items, resolve_loss
 from flatness.network.memory import batch_budget, fits
-from flatness.network.second_derivatives import SecondDerivatives
 from flatness.problem import batches
 from flatness.problem.batches import describe
 from flatness.problem.guard import Guard, Suppressed, repeated_tokens
@@ -213,7 +212,7 @@ class Problem:
             look: Whether to look at their numbers, for which the device is waited for, and at the way there.
             twice: Whether the graph will be differentiated twice.
         """
-        with SecondDerivatives() if twice else nullcontext():
+        with _second_derivatives() if twice else nullcontext():
             output, target = self.outputs(batch)
         items = self.laid_out(output, target, look=look)
         if look and self._watch is not None:
@@ -418,3 +417,10 @@ def check_options(weight_decay: Any, batch_size: Any, dtype: Any, seed: Any, for
 
 def _counts_from(least: int, value: Any) -> bool:
     return hasattr(value, "__index__") and value >= least
+
+
+def _second_derivatives() -> AbstractContextManager[object]:
+    """Operators with second derivatives of their own, which most measurements need not even load."""
+    from flatness.network.second_derivatives import SecondDerivatives
+
+    return SecondDerivatives()

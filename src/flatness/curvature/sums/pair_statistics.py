@@ -216,13 +216,15 @@ class WeightSigns:
                 value = _total([one.of_product(pairs.frame, eta, q) for eta, q in terms])
             collector.put(pairs.name, {one.name: value})
         if self._others:
-            for part, seen, V in self._drawn():
-                terms = [(_only(V, rows), seen.outer(one[part])) for rows, one in found]
-                values = {
-                    one.name: _total([one.of_pair(pairs.frame, a, q) for a, q in terms])
-                    for one in self._others
-                }
-                collector.put(pairs.name, values, part.start)
+            self._add_others(collector, found)
+
+    def _add_others(self, collector: Collector, found: list[Piece]) -> None:
+        """Take the products for statistics that do not follow from traces of blocks."""
+        frame = self._pairs.frame
+        for part, seen, V in self._drawn():
+            terms = [(_only(V, rows), seen.outer(one[part])) for rows, one in found]
+            values = {one.name: _total([one.of_pair(frame, a, q) for a, q in terms]) for one in self._others}
+            collector.put(self._pairs.name, values, part.start)
 
     def _along(self, units: Units) -> Iterator[Tensor]:
         """The signal VΦ, or V diag(V_t⁻²) Φ for features of unit spread, V C⁺ Φ for white ones."""

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from flatness.curvature.parameters.parameter_space import explained
 from flatness.curvature.sums.folds import FOLDS, Collector, FoldedSums, SampledSums
@@ -55,7 +56,7 @@ from flatness.losses.signs import Signs
 from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Recording
 from flatness.network.repeated_parameters import RepeatedParameters
-from flatness.network.segments import Segment, find_segments
+from flatness.network.segments import Place, Segment, find_segments
 from flatness.problem import batches
 from flatness.problem.problem import Problem
 
@@ -286,17 +287,20 @@ class SampledEngine:
         """Where the segments end whose own curvature is taken apart, found on the first micro-batch."""
         if self.budget.residual is None:  # nothing is random
             return {}
-        modules = chain.from_iterable(route.layer.modules for route in self.routes.layers)
-        calls = {name: self._recording.calls.get(name, []) for name in modules}
-        inputs = {
-            (name, k): call.x_edge for name in calls for k, call in enumerate(calls[name]) if call.x_edge
-        }
+        inputs = dict(self._inputs())
         if self._segments is None:
             own = (target for target in targets if isinstance(target, LayerTarget))
             layers = {target.name: target.edges[0] for target in own if target.pairs.takes_diagonals}
             found = find_segments(logits, layers, inputs)
             self._segments = [segment for segment in found if segment.entrywise or segment.attends]
         return {one.end: inputs[one.end] for one in self._segments if one.end in inputs}
+
+    def _inputs(self) -> Iterator[tuple[Place, GradientEdge]]:
+        """What every call of a layer is given."""
+        for name in chain.from_iterable(route.layer.modules for route in self.routes.layers):
+            for k, call in enumerate(self._recording.calls.get(name, [])):
+                if call.x_edge is not None:
+                    yield (name, k), call.x_edge
 
     def _take_products(
         self,
