@@ -8,7 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flatness
 import oracle
-from flatness.curvature.sums import own_curvature, sampled
+from flatness.curvature.sums import own_curvature
+from flatness.curvature.sums.sampled import balance
+from flatness.curvature.sums.statistics import Statistics
 from flatness.measuring.run import pilot
 from flatness.network.layers import find_layers
 from flatness.network.recording import Recording
@@ -178,6 +180,39 @@ def test_estimates_are_off_by_standard_errors(model, monkeypatch):
     assert 0.7 < scores.square().mean().sqrt() < 1.4
 
 
+class Normed(nn.Module):
+    """A norm between two layers, whose scale and shift every token meets."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x)))).mean(1)
+
+
+def test_scales_and_shifts_of_norms_are_probed_without_bias():
+    data, model = inputs(), Normed()
+    exact = measured(model, data, method="exact").result("hessian_trace", layer=None, reduction=None).value
+    found = [measured(model, data, seed=seed, max_passes=40, precision=0.01) for seed in range(16)]
+    rows = [report.result("hessian_trace", layer=None, reduction=None) for report in found]
+    scores = torch.tensor([(row.value - exact) / row.stderr for row in rows])
+    assert scores.mean().abs() < 3 / 16**0.5
+    assert 0.6 < scores.square().mean().sqrt() < 1.5
+
+
+def test_noisier_layers_are_louder_and_what_only_enters_the_network_is_quieter():
+    variances = {name: [torch.tensor([value])] for name, value in {"a": 1.0, "b": 81.0, "c": 1e9}.items()}
+    evened = pilot._evened(dict.fromkeys("abcd", 2.0), variances)
+    assert evened == pytest.approx({"a": 1.0, "b": 2.0, "c": 4.0, "d": 2.0}, rel=1e-6)
+    statistics = Statistics()
+    for name in ("layer", "norm.weight", "norm.bias"):
+        key = "row_traces" if name == "layer" else "diagonal"
+        statistics.add(name, key, torch.tensor([4.0]) if name == "layer" else torch.tensor([2.0]))
+    assert balance(statistics, ["layer", "norm"], ["layer"]) == {"layer": 0.5, "norm": 0.125}
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_attention_has_less_noise_than_without(packed, monkeypatch):
     monkeypatch.setattr(own_curvature, "LONG", T)
@@ -193,7 +228,7 @@ def test_attention_has_less_noise_than_without(packed, monkeypatch):
         }
 
     split = variances()
-    monkeypatch.setattr(sampled, "find_segments", lambda *_: [])
+    monkeypatch.setattr(own_curvature, "find_segments", lambda *_: [])
     whole = variances()
     assert split["hessian_trace"] < 0.7 * whole["hessian_trace"]
     assert split["relative_flatness"] < whole["relative_flatness"]

@@ -52,6 +52,23 @@ MODULES = {
 }
 
 
+CONVOLUTIONS = [name for name in MODULES if name.startswith("conv") and "gpt" not in name]
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_products_with_weights_of_each_sample(name):
+    build, shape = MODULES[name]
+    (layer,) = find_layers(build().double()).values()
+    x = normal(*shape).requires_grad_()
+    G, _, m = layer.matrix().shape
+    V = normal(len(x), G, 2, m)
+    expected = V @ layer.features(x, len(x))
+    for found in (layer._along_taps(x, V, len(x)), layer._along_samples(x, V, len(x))):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        slopes = [torch.autograd.grad(z.sin().sum(), x, retain_graph=True)[0] for z in (found, expected)]
+        torch.testing.assert_close(*slopes, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", list(MODULES))
 def test_a_layer_is_its_weight_times_its_features(name):
     build, shape = MODULES[name]

@@ -14,6 +14,7 @@ better:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from flatness.curvature.parameters.parameter_space import explained
 from flatness.curvature.sums.pair_statistics import Own, Piece
 from flatness.curvature.sums.targets import Direction, Found, LayerTarget, Target, Twice
-from flatness.network.segments import Place, Segment
+from flatness.network.segments import Place, Segment, find_segments
 
 # Queries, keys and values, where one layer returns them all.
 _PACKED = 3
@@ -60,8 +61,7 @@ class OwnCurvature:
         self._blocks = [
             (target, rows)
             for target in targets
-            if segment.attends and target.pairs.route.positions >= LONG
-            if target not in exact and target.name in self._slopes
+            if segment.attends and target not in exact and target.name in self._slopes
             for rows in _parts(target.pairs.W.shape[1], parts)
         ]
 
@@ -104,6 +104,24 @@ class OwnCurvature:
             if product is not None:
                 found.setdefault(name, []).append((eta * product).reshape(target.n, -1).sum(1))
         return {name: torch.stack(own).mean(0) for name, own in found.items()}
+
+
+def own_segments(
+    output: Tensor, targets: Iterable[Target], inputs: Mapping[Place, GradientEdge]
+) -> list[Segment]:
+    """The segments of a network whose D is worth being taken apart.
+
+    Args:
+        output: Its output, with the graph.
+        targets: What is probed.
+        inputs: What layers are given, by call.
+    """
+    layers = {target.name: target for target in targets if isinstance(target, LayerTarget)}
+    edges = {name: one.edges[0] for name, one in layers.items() if one.pairs.takes_diagonals}
+    found = find_segments(output, edges, inputs)
+    long = {name for name, one in layers.items() if one.pairs.route.positions >= LONG}
+    split = [replace(one, attends=one.attends and not long.isdisjoint(one.layers)) for one in found]
+    return [one for one in split if one.entrywise or one.attends]
 
 
 def own_curvatures(

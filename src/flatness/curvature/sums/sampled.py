@@ -15,8 +15,8 @@ probed apart, which has a fraction of the noise of probing their sum:
   signs c_l η_l at layer l, what arrives there is Σ_l' c_l' M_ll' η_l', and divided by c_l it has M_ll η_l as
   its mean given η_l. The other layers' terms are noise, of size c_l'/c_l: without scales c, noise from layers
   of large curvature drowns layers of small curvature. c_l = (Gauss-Newton trace of l)^−½ gives all about the
-  same relative noise. Where few layers are curved, layers may get a pass each
-  instead. What arises right behind a layer is taken apart, see `flatness.curvature.sums.own_curvature`.
+  same relative noise. Where few layers are curved they may get a pass each instead. The residual that arises
+  right behind a layer is taken apart, see `flatness.curvature.sums.own_curvature`.
 
 Every sample has probes of its own, so that n of them average out in one pass. The residual is linear in g: in
 a trained network a few samples with large g carry nearly all of its noise, and probes go where the noise is,
@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge
 
 from flatness.curvature.parameters.parameter_space import explained
 from flatness.curvature.sums.folds import FOLDS, Collector, FoldedSums, SampledSums
-from flatness.curvature.sums.own_curvature import OwnCurvature, own_curvatures, take_apart
+from flatness.curvature.sums.own_curvature import OwnCurvature, own_curvatures, own_segments, take_apart
 from flatness.curvature.sums.pair_statistics import LayerPairs
 from flatness.curvature.sums.routes import Routes
 from flatness.curvature.sums.spread import Spread
@@ -56,7 +56,7 @@ from flatness.losses.signs import Signs
 from flatness.network.layers.shared import SharedLayer
 from flatness.network.recording import Recording
 from flatness.network.repeated_parameters import RepeatedParameters
-from flatness.network.segments import Place, Segment, find_segments
+from flatness.network.segments import Place, Segment
 from flatness.problem import batches
 from flatness.problem.problem import Problem
 
@@ -289,10 +289,7 @@ class SampledEngine:
             return {}
         inputs = dict(self._inputs())
         if self._segments is None:
-            own = (target for target in targets if isinstance(target, LayerTarget))
-            layers = {target.name: target.edges[0] for target in own if target.pairs.takes_diagonals}
-            found = find_segments(logits, layers, inputs)
-            self._segments = [segment for segment in found if segment.entrywise or segment.attends]
+            self._segments = own_segments(logits, targets, inputs)
         return {one.end: inputs[one.end] for one in self._segments if one.end in inputs}
 
     def _inputs(self) -> Iterator[tuple[Place, GradientEdge]]:

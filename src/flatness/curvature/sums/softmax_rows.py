@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from flatness.curvature.sums.frame import Frame, Units
+from flatness.network.last_derivative import last_derivative
 
 # Entries of W above which it is not copied without need.
 LARGE = 4_000_000
@@ -183,8 +183,8 @@ class _Relative(Function):
         return t @ V
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    @last_derivative
+    def backward(ctx: Any, g: Tensor) -> Any:
         phi, a, V, t, W, norms, q, r, top, mean = ctx.saved_tensors
         in_f, in_W, top_of = None, None, top.squeeze(1)
         t = (t * g)[:, None]

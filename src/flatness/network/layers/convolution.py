@@ -76,24 +76,32 @@ class ConvolutionLayer(_PatchLayer):
         return g.reshape(n, self.groups, dz.shape[1] // self.groups, -1)
 
     def along(self, x: Tensor, V: Tensor, n: int) -> Tensor:
-        """VΦ (n, G, d, P) of weights V (n, G, d, m): one convolution with a group per sample; no patches.
+        """VΦ (n, G, d, P) of weights V (n, G, d, m), without patches."""
+        # GPUs are slow with hundreds of groups.
+        few = x.is_cuda and V.shape[2] * self.groups < x.shape[1]
+        return self._along_taps(x, V, n) if few else self._along_samples(x, V, n)
 
-        GPUs are slow with hundreds of groups. There, kernels of few channels are taken apart: every tap is a
-        matrix, and what it makes of x is moved to its place.
-        """
+    def _along_samples(self, x: Tensor, V: Tensor, n: int) -> Tensor:
+        """VΦ as one convolution with a group per sample."""
+        x, padding = self._given(x)
+        kernels = V.reshape(-1, x.shape[1] // self.groups, *self._kernel)
+        z = self._convolved(x.flatten(0, 1)[None], kernels, padding, n * self.groups)
+        return z.reshape(n, self.groups, V.shape[2], -1)
+
+    def _along_taps(self, x: Tensor, V: Tensor, n: int) -> Tensor:
+        """VΦ tap by tap: every tap is a matrix, and what it makes of x is moved to its place."""
         x, padding = self._given(x)
         d, c = V.shape[2], x.shape[1] // self.groups
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self._kernel) - 1]
-        if d < c and x.is_cuda:
-            taps = V.reshape(n, self.groups, d, c, -1).mT.flatten(2, 3)
-            parts = (taps @ x.reshape(n, self.groups, c, -1)).reshape(n, -1, *x.shape[2:])
-            moves = torch.eye(self.taps, dtype=x.dtype, device=x.device).reshape(-1, *self._kernel)
-            kernels, groups = moves.expand(self.groups * d, -1, *self._kernel), self.groups * d
-            z = convolve(parts, kernels, None, self._stride, padding, self._dilation, groups)
-        else:
-            kernels, x = V.reshape(-1, c, *self._kernel), x.flatten(0, 1)[None]
-            z = convolve(x, kernels, None, self._stride, padding, self._dilation, n * self.groups)
+        taps = V.reshape(n, self.groups, d, c, -1).mT.flatten(2, 3)
+        parts = (taps @ x.reshape(n, self.groups, c, -1)).reshape(n, -1, *x.shape[2:])
+        moves = torch.eye(self.taps, dtype=x.dtype, device=x.device).reshape(1, -1, *self._kernel)
+        kernels = moves.expand(self.groups * d, *moves.shape[1:])
+        z = self._convolved(parts, kernels, padding, self.groups * d)
         return z.reshape(n, self.groups, d, -1)
+
+    def _convolved(self, x: Tensor, kernels: Tensor, padding: list[int], groups: int) -> Tensor:
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self._kernel) - 1]
+        return convolve(x, kernels, None, self._stride, padding, self._dilation, groups)
 
     def _given(self, x: Tensor) -> tuple[Tensor, list[int]]:
         """The input and the zeros that a convolution puts around it itself; other padding is in it."""

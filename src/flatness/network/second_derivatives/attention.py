@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from flatness.network.last_derivative import last_derivative
 
 _softmax_backward = torch.ops.aten._softmax_backward_data.default
 
@@ -94,7 +95,7 @@ class _AttentionBack(Function):
         return torch.bmm(dS, K), torch.bmm(dS.mT, Q), torch.bmm(P.mT, g)
 
     @staticmethod
-    @once_differentiable
+    @last_derivative
     @_in_full
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
         (g, Q, K, V, P, dP), s = ctx.saved_tensors, ctx.s

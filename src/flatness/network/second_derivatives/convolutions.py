@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from flatness.network.last_derivative import last_derivative
 from flatness.network.second_derivatives.asked import asked
 
 _backward = torch.ops.aten.convolution_backward.default
@@ -60,8 +60,8 @@ class _ConvolutionBack(Function):
         return _backward(g, x, W, [len(W)], *options, mask)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, v: Any, V: Any, u: Any) -> Any:  # type: ignore[override]
+    @last_derivative
+    def backward(ctx: Any, v: Any, V: Any, u: Any) -> Any:
         (g, x, W), options, (for_g, for_x, for_W, *_) = ctx.saved_tensors, ctx.options, asked(ctx)
         in_g = in_x = in_W = None
         if for_g and v is not None:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from flatness.network.last_derivative import last_derivative
 
 _backward = torch.ops.aten.gelu_backward.default
 _HEIGHT = (2 * math.pi) ** -0.5  # φ(0)
@@ -39,8 +40,8 @@ class _GeluBack(Function):
         return _backward(g, x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, v: Tensor) -> Any:  # type: ignore[override]
+    @last_derivative
+    def backward(ctx: Any, v: Tensor) -> Any:
         g, x = ctx.saved_tensors
         square = x.square()
         curved = square.mul(-0.5).exp_().mul_(square.sub_(2)).mul_(g).mul_(v).mul_(-_HEIGHT)

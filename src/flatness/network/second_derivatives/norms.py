@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from flatness.network.last_derivative import last_derivative
 
 _run_batch_norm = torch.ops.aten._batch_norm_impl_index.default
 _batch_norm_backward = torch.ops.aten._batch_norm_impl_index_backward.default
@@ -195,8 +196,8 @@ class _NormBack(Function):
         return back
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, v: Any, u: Any, w: Any) -> Any:  # type: ignore[override]
+    @last_derivative
+    def backward(ctx: Any, v: Any, u: Any, w: Any) -> Any:
         norm, (*given, dx, in_gain, in_shift) = ctx.norm, ctx.saved_tensors
         g, x, _, m, r, *rest = given
         in_g = in_x = in_weight = None

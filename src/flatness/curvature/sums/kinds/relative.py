@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from flatness.curvature.sums.frame import Frame, across
 from flatness.curvature.sums.softmax_rows import SoftmaxRows, live_relative
 from flatness.curvature.sums.statistic import BlockStatistic, SquaredSignals
+from flatness.network.last_derivative import last_derivative
 
 
 class Relative(BlockStatistic):
@@ -110,8 +110,8 @@ class _SquaredProduct(Function):
         return torch.dot(product.flatten(), (a if ctx.by_gram else product).flatten())
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    @last_derivative
+    def backward(ctx: Any, g: Tensor) -> Any:
         W, a, product = ctx.saved_tensors
         twice = product * (2 * g)
         if ctx.by_gram:
