@@ -370,7 +370,7 @@ def test_its_gradient_has_no_derivative_of_its_own():
     model, (x, y) = network(), data()
     value = flatness.penalty(model, (x, y), layers=None, seed=0)
     (slope,) = torch.autograd.grad(value, [model.fc1.weight], create_graph=True)
-    with pytest.raises(DifferentiabilityError, match="the gradient of flatness.penalty has no derivative"):
+    with pytest.raises(DifferentiabilityError, match=r"the gradient of flatness\.penalty has no derivative"):
         slope.square().sum().backward()
 
 
