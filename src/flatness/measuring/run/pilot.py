@@ -72,9 +72,10 @@ def choose_budget(problem: Problem, plan: Plan, spreads: dict[str, Spread]) -> B
         balancing = replace(pilot, residual=0)
         sums = _probed(problem, plan, spreads, balancing, counting[:_BALANCE_SAMPLES])
         pilot = replace(pilot, scales=balance(sums.statistics, curved, _wanted(plan)))
-        sums = _probed(problem, plan, spreads, pilot, _steepest(counting, slopes))
-        noise = _part_variances(problem, plan, spreads, sums, "residual")
-        pilot = replace(pilot, scales=_evened(pilot.scales, noise))
+        if len(counting) > 2 * _FEWEST_SAMPLES:  # of fewer, the pilot sees most, and is not to run twice
+            sums = _probed(problem, plan, spreads, pilot, _steepest(counting, slopes))
+            noise = _part_variances(problem, plan, spreads, sums, "residual")
+            pilot = replace(pilot, scales=_evened(pilot.scales, noise))
     choice = tried(pilot, counting[:size])
     if 1 < len(curved) <= _MOST_ALONE:
         # As many samples as cost the same.
